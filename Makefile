@@ -1,0 +1,84 @@
+# Everything runs in a virtual environment of its own; Python 3.11 or newer, pip and make are all it takes.
+# `make` alone lists the targets. A step installs only what it needs, and only when that changed.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# What each step needs, beside the package itself: extras for what users run, groups for what developers run.
+NEEDS_demo := --editable '.[transformers,onnx,cli]'
+NEEDS_test := --editable '.[all]' --group test
+NEEDS_lint := --group lint
+NEEDS_types := --editable . --group types
+NEEDS_docs := --editable '.[all]' --group docs
+NEEDS_notebooks := --editable '.[all]' --group notebooks
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test lint format types doctest docs notebooks bench clean distclean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.has-demo  ## flatten, export and replay a model, in front of your eyes
+	@$(BIN)/python -m yobx_flatten demo
+
+test: $(VENV)/.has-test  ## run the tests (PYTEST_ARGS="-k cache -n 2" and the like are passed on)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.has-lint  ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.has-lint  ## repair what lint can repair
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.has-types  ## check the types of both packages
+	$(BIN)/mypy
+
+# The plugin brings the check that a test leaves the registries as it found them: an example is held to it too.
+doctest: $(VENV)/.has-test  ## run the examples of the docstrings
+	$(BIN)/python -m pytest -p tests.conftest --doctest-modules yobx_flatten roundpipe_runtime
+
+docs: $(VENV)/.has-docs  ## build the site into build/docs; a warning is an error
+	$(BIN)/sphinx-build -W --keep-going --quiet -b html -d build/doctrees docs build/docs
+	@echo "build/docs/index.html"
+
+# The executed copies go to build/notebooks, so the tree stays as it is.
+notebooks: $(VENV)/.has-notebooks  ## run every notebook; an error in a cell is an error here
+	@set -e; for notebook in notebooks/*.ipynb; do \
+		test -e "$$notebook" || { echo "notebooks/ holds no notebook"; break; }; \
+		$(BIN)/jupyter nbconvert --log-level WARN --to notebook --execute \
+			--ExecutePreprocessor.kernel_name=python3 --ExecutePreprocessor.timeout=600 \
+			--output-dir build/notebooks "$$notebook"; \
+		echo "$$notebook ran"; \
+	done
+
+bench: $(VENV)/.has-test  ## run the benchmarks, one table each
+	@set -e; for benchmark in benchmarks/bench_*.py; do \
+		test -e "$$benchmark" || { echo "benchmarks/ holds no benchmark"; break; }; \
+		echo "== $$benchmark"; $(BIN)/python "$$benchmark"; \
+	done
+
+clean:  ## remove what the targets built, but not the virtual environment
+	rm -rf build dist docs/auto_examples docs/sg_execution_times.rst .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find yobx_flatten roundpipe_runtime tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## remove the virtual environment too
+	rm -rf $(VENV)
+
+# `--group` needs a newer pip than Python brings; its version comes from constraints.txt too.
+$(VENV)/.has-pip: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --upgrade pip
+	@touch $@
+
+$(VENV)/.has-%: $(VENV)/.has-pip
+	@echo "installing what 'make $*' needs into $(VENV) (minutes the first time)"
+	$(PIP_INSTALL) $(NEEDS_$*)
+	@touch $@

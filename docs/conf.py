@@ -1,0 +1,73 @@
+"""How Sphinx builds the site; `make docs` runs it. Nothing here reaches for the network."""
+
+import os
+import warnings
+from importlib.metadata import version as version_of
+
+project = "yobx_flatten"
+author = "The yobx_flatten authors"
+copyright = "2026, The yobx_flatten authors"
+release = version_of("yobx-flatten")
+version = release
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_gallery.gen_gallery",
+]
+
+exclude_patterns = ["examples", "**/*.ipynb", "auto_examples/**/*.md5", "auto_examples/**/*.py", "_build"]
+suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions, which Sphinx cannot pickle
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+html_theme = "furo"
+html_title = f"yobx_flatten {release}"
+html_show_sphinx = False
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+# --- reference --------------------------------------------------------------------------------------------------------
+
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+
+# Our own names must resolve. Those of other libraries cannot: their indexes are on the network, and the build is not.
+nitpicky = True
+# Nor do the files behind the public names: the reference lists what is imported from the packages themselves.
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!yobx_flatten\b|roundpipe_runtime\b).*"),
+    ("py:mod", r"yobx_flatten\..*"),
+]
+
+# --- gallery ----------------------------------------------------------------------------------------------------------
+
+sphinx_gallery_conf = {
+    "examples_dirs": "examples",
+    "gallery_dirs": "auto_examples",
+    "filename_pattern": r"/plot_",
+    "within_subsection_order": "FileNameSortKey",
+    "only_warn_on_example_error": False,
+    "abort_on_example_error": True,
+    "download_all_examples": False,
+    "show_memory": False,
+    "min_reported_time": 5,
+    "remove_config_comments": True,
+}
+
+# An example must run as quietly as a user's program does on the first try; progress bars would fill the page.
+os.environ.setdefault("TQDM_DISABLE", "1")
+# matplotlib has no window here, which is what is wanted.
+warnings.filterwarnings(
+    "ignore", message=".*is non-interactive, and thus cannot be shown", category=UserWarning
+)

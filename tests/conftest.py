@@ -1,0 +1,25 @@
+"""What every test gets: a check that it left no registry changed, and one set of Hypothesis settings."""
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+from tests import registry_snapshot
+
+# A first example pays for imports and compilation, so a deadline would measure those. The automatic run draws the same
+# examples every time: what it reports can be repeated.
+hypothesis.settings.register_profile("default", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(autouse=True)
+def registries_left_as_found() -> Iterator[None]:
+    """Fail the test that leaves a pytree registry other than it found it."""
+    before = registry_snapshot.take()
+    yield
+    changes = registry_snapshot.differences(before, registry_snapshot.take())
+    if changes:
+        pytest.fail("this test left registries changed:\n  " + "\n  ".join(changes), pytrace=False)

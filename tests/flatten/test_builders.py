@@ -1,0 +1,244 @@
+"""Caches made of given tensors behave as those that a model has filled."""
+
+import copy
+
+import pytest
+import torch
+from transformers import cache_utils
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache
+
+from tests.models import WINDOW, continued_alike, start
+from yobx_flatten.errors import CacheStructureError
+from yobx_flatten.huggingface.builders import (
+    make_dynamic_cache,
+    make_encoder_decoder_cache,
+    make_static_cache,
+)
+
+STATIC_SLIDING = (
+    "StaticSlidingWindowLayer" if hasattr(cache_utils, "StaticSlidingWindowLayer") else "SlidingWindowLayer"
+)
+
+
+def pairs(count=2, length=3):
+    return [(torch.randn(2, 2, length, 4), torch.randn(2, 2, length, 4)) for _ in range(count)]
+
+
+# -- dynamic
+
+
+def test_the_tensors_are_held_as_they_are():
+    """No copy."""
+    given = pairs()
+    cache = make_dynamic_cache(given)
+    assert type(cache) is DynamicCache
+    assert [type(layer) for layer in cache.layers] == [DynamicLayer] * 2
+    for layer, (keys, values) in zip(cache.layers, given, strict=True):
+        assert layer.keys is keys
+        assert layer.values is values
+
+
+def test_a_flat_list_is_keys_and_values_in_turn():
+    """`[keys, values, keys, values]` as flatten returns it."""
+    (a, b), (c, d) = pairs()
+    cache = make_dynamic_cache([a, b, c, d])
+    assert [cache.layers[1].keys is c, cache.layers[1].values is d] == [True, True]
+
+
+def test_pairs_may_be_lists_and_tuples_and_iterators():
+    """Whatever yields them."""
+    assert len(make_dynamic_cache(tuple(map(list, pairs(3)))).layers) == 3
+    assert len(make_dynamic_cache(iter(pairs(3))).layers) == 3
+
+
+def test_no_pairs_make_an_empty_cache_that_grows():
+    """As `DynamicCache()`."""
+    cache = make_dynamic_cache([])
+    assert cache.layers == []
+    cache.update(*pairs(1)[0], 0)
+    assert cache.get_seq_length() == 3
+
+
+@pytest.mark.parametrize(
+    "classes",
+    ["DynamicSlidingWindowLayer", cache_utils.DynamicSlidingWindowLayer, ["DynamicSlidingWindowLayer"] * 2],
+    ids=["name", "class", "one per layer"],
+)
+@pytest.mark.parametrize("options", [{"sliding_window": 8}, [{"sliding_window": 8}] * 2], ids=["one", "each"])
+def test_classes_and_options_are_for_all_layers_or_for_each(classes, options):
+    """By name or by class."""
+    cache = make_dynamic_cache(pairs(), classes, options)
+    assert [layer.sliding_window for layer in cache.layers] == [8, 8]
+
+
+def test_sliding_layers_have_seen_what_the_full_layer_holds():
+    """Their own tensors do not tell, once the window is full."""
+    given = [pairs(1, 7)[0], pairs(1, 12)[0]]
+    cache = make_dynamic_cache(
+        given, ["DynamicSlidingWindowLayer", "DynamicLayer"], [{"sliding_window": 8}, {}]
+    )
+    assert cache.layers[0].cumulative_length == 12
+
+
+def test_sliding_layers_alone_have_seen_what_they_hold():
+    """There is nothing else to go by."""
+    cache = make_dynamic_cache(pairs(), "DynamicSlidingWindowLayer", {"sliding_window": 8})
+    assert [layer.cumulative_length for layer in cache.layers] == [3, 3]
+
+
+@pytest.mark.parametrize("past", [WINDOW - 3, WINDOW + 4])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
+def test_a_cache_made_of_a_models_tensors_goes_on_as_the_models(name, past):
+    """Eight steps, bit by bit, below and past the window."""
+    started = start(name, past=past)
+    layers = started.cache.layers
+    made = make_dynamic_cache(
+        [(layer.keys, layer.values) for layer in layers],
+        [type(layer) for layer in layers],
+        [{"sliding_window": WINDOW} if type(layer) is not DynamicLayer else {} for layer in layers],
+    )
+    assert continued_alike(started, made)
+
+
+# -- static
+
+
+def test_static_keys_of_full_length_are_held_as_they_are():
+    """Then writing into the cache writes into them, as static caches do."""
+    given = pairs(1, 16)
+    cache = make_static_cache(given, length=3)
+    assert type(cache) is StaticCache
+    assert cache.layers[0].keys is given[0][0]
+    assert int(getattr(cache.layers[0], "cumulative_length", 3)) == 3
+    assert cache.layers[0].max_cache_len == 16
+
+
+def test_shorter_static_keys_are_followed_by_zeros():
+    """The room that is left."""
+    given = pairs(1, 3)
+    keys = make_static_cache(given, 5).layers[0].keys
+    assert keys.shape == (2, 2, 5, 4)
+    assert torch.equal(keys[:, :, :3], given[0][0])
+    assert torch.equal(keys[:, :, 3:], torch.zeros(2, 2, 2, 4))
+
+
+@pytest.mark.parametrize("past", [WINDOW - 3, WINDOW + 4])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "mistral"])
+def test_a_static_cache_made_of_a_models_tensors_goes_on_as_the_models(name, past):
+    """Eight steps, bit by bit, below and past the window."""
+    started = start(name, past=past, static=True)
+    layers = copy.deepcopy(started.cache).layers
+    made = make_static_cache(
+        [(layer.keys, layer.values) for layer in layers],
+        32,
+        [type(layer) for layer in layers],
+        [{} if type(layer) is cache_utils.StaticLayer else {"sliding_window": WINDOW} for layer in layers],
+        length=past,
+    )
+    for layer in made.layers:
+        own = vars(layer).keys() - {"is_initialized"}
+        assert own == vars(layers[made.layers.index(layer)]).keys() - {"is_initialized"}
+    assert continued_alike(started, made)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_static_cache_may_be_made_of_a_dynamic_ones_keys(name):
+    """A prompt computed once, continued in a cache of fixed size: the same tokens up to rounding."""
+    past = WINDOW - 3
+    started, static = start(name, past=past), start(name, past=past, static=True)
+    made = make_static_cache(
+        [(layer.keys, layer.values) for layer in started.cache.layers],
+        32,
+        [type(layer) for layer in static.cache.layers],
+        [
+            {} if type(layer) is cache_utils.StaticLayer else {"sliding_window": WINDOW}
+            for layer in static.cache.layers
+        ],
+    )
+    assert continued_alike(static, made)
+
+
+# -- encoder and decoder
+
+
+def test_an_encoder_decoder_cache_knows_which_layers_are_filled():
+    """Filled cross-attention counts as updated."""
+    own, cross = make_dynamic_cache(pairs()), make_dynamic_cache(pairs(2, 6))
+    cache = make_encoder_decoder_cache(own, cross)
+    assert type(cache) is EncoderDecoderCache
+    assert cache.self_attention_cache is own
+    assert cache.cross_attention_cache is cross
+    assert cache.is_updated == {0: True, 1: True}
+    assert make_encoder_decoder_cache(own, DynamicCache()).is_updated == {}
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize("make", [make_dynamic_cache, make_static_cache])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([torch.zeros(1, 2, 3, 4)] * 3, r"flat list of 3 tensors; give keys and values in turn"),
+        ([(torch.zeros(1, 2, 3, 4),)], r"key_value_pairs\[0\] must be a pair .* found \[\(1, 2, 3, 4\)\]"),
+        (
+            [(torch.zeros(1, 2, 3, 4),) * 2, (torch.zeros(3, 4),) * 2],
+            r"key_value_pairs\[1\] .* \[\(3, 4\), \(3, 4\)\]",
+        ),
+        ([(torch.zeros(1, 2, 3, 4), None)], r"key_value_pairs\[0\] .*None"),
+    ],
+    ids=["odd", "single", "two dimensions", "none"],
+)
+def test_what_is_no_pair_is_named(make, given, message):
+    """With its place and its shapes."""
+    with pytest.raises(CacheStructureError, match=message):
+        make(given)
+
+
+def test_a_wrong_number_of_classes_or_options_is_refused():
+    """One per layer, or one for all."""
+    with pytest.raises(CacheStructureError, match=r"cls_layers has 1 entries for 2 layers; give one per layer"):
+        make_dynamic_cache(pairs(), ["DynamicLayer"])
+    with pytest.raises(CacheStructureError, match=r"cls_kwargs has 3 entries for 2 layers"):
+        make_dynamic_cache(pairs(), "DynamicLayer", [{}, {}, {}])
+
+
+@pytest.mark.parametrize("cls", ["StaticLayer", cache_utils.StaticLayer, "Nonsense", int])
+def test_a_class_that_does_not_fit_is_refused(cls):
+    """With those that do."""
+    with pytest.raises(CacheStructureError, match=r"cls_layers: .* is not one of \['DynamicLayer', "):
+        make_dynamic_cache(pairs(), cls)
+
+
+def test_a_subclass_of_the_same_name_is_refused():
+    """Its state may be more."""
+    own = type("DynamicLayer", (DynamicLayer,), {})
+    with pytest.raises(CacheStructureError, match="DynamicLayer"):
+        make_dynamic_cache(pairs(), own)
+
+
+def test_a_missing_window_is_asked_for():
+    """With the option to type."""
+    with pytest.raises(CacheStructureError, match=r"A sliding layer takes \{'sliding_window': 8\}"):
+        make_dynamic_cache(pairs(), "DynamicSlidingWindowLayer")
+
+
+def test_no_pairs_make_no_static_cache():
+    """Its sizes would be unknown."""
+    with pytest.raises(CacheStructureError, match="key_value_pairs is empty"):
+        make_static_cache([])
+
+
+def test_more_keys_than_room_are_refused():
+    """Both numbers are named; for a sliding layer the room is its window."""
+    with pytest.raises(CacheStructureError, match="hold 5 tokens, and the layer has room for 4"):
+        make_static_cache(pairs(1, 5), 4)
+    with pytest.raises(CacheStructureError, match="hold 5 tokens, and the layer has room for 4"):
+        make_static_cache(pairs(1, 5), 16, STATIC_SLIDING, {"sliding_window": 4})
+
+
+@pytest.mark.parametrize("length", [-1, 17])
+def test_a_length_without_room_is_refused(length):
+    """A full static layer cannot have seen more than it holds."""
+    with pytest.raises(CacheStructureError, match="length"):
+        make_static_cache(pairs(1, 16), length=length)

@@ -1,0 +1,176 @@
+"""The table of layer classes: letters, what the configuration fixes, and what a layer is rebuilt from."""
+
+import pytest
+import torch
+from transformers import cache_utils
+
+from yobx_flatten.errors import CacheStructureError, UnsupportedLayerError
+from yobx_flatten.huggingface.layers import LETTERS, kind_of, kind_of_code
+
+HAS_FLAG = hasattr(cache_utils.DynamicLayer(), "is_initialized")
+HAS_RECORDING = hasattr(cache_utils.DynamicSlidingWindowLayer, "activate_past_recording")
+HAS_POSITION = hasattr(cache_utils.StaticLayer(4), "cumulative_length")
+StaticSliding = getattr(cache_utils, "StaticSlidingWindowLayer", None) or cache_utils.SlidingWindowLayer
+
+# letter -> an empty layer and its code
+LAYERS = {
+    "D": (cache_utils.DynamicLayer, "D"),
+    "W": (lambda: cache_utils.DynamicSlidingWindowLayer(8), "W8"),
+    "S": (lambda: cache_utils.StaticLayer(16), "S16"),
+    "X": (lambda: StaticSliding(16, 8), "X8"),
+}
+every_layer = pytest.mark.parametrize("letter", LAYERS)
+
+
+def states(length=3):
+    return torch.ones(2, 2, length, 4), torch.ones(2, 2, length, 4)
+
+
+def filled(letter, length=3):
+    layer = LAYERS[letter][0]()
+    cache_position = {"cache_position": torch.arange(length)}  # static layers of transformers < 5.10 want it
+    layer.update(*states(length), cache_position)
+    return layer
+
+
+@every_layer
+def test_a_class_has_the_documented_letter_and_its_sizes(letter):
+    """`D`, `W8`, `S16`, `X8`: a sliding static layer has room for its window only."""
+    make, code = LAYERS[letter]
+    layer = make()
+    kind = kind_of(type(layer))
+    assert (kind.letter, kind.code(layer)) == (letter, code)
+    assert kind_of_code(code) == (kind, code[1:])
+    assert LETTERS[type(layer).__name__] == letter
+
+
+@every_layer
+def test_a_code_does_not_depend_on_what_the_layer_holds(letter):
+    """Empty, filled and past its window."""
+    layers = [LAYERS[letter][0](), filled(letter, 1), filled(letter, 12)]
+    assert {kind_of(type(layer)).code(layer) for layer in layers} == {LAYERS[letter][1]}
+
+
+def test_static_and_sliding_follow_from_the_letter():
+    """D grows, W slides, S is static, X both."""
+    kinds = {letter: kind_of_code(code)[0] for letter, (_, code) in LAYERS.items()}
+    assert [letter for letter, kind in kinds.items() if kind.is_static] == ["S", "X"]
+    assert [letter for letter, kind in kinds.items() if kind.is_sliding] == ["W", "X"]
+
+
+@pytest.mark.skipif(not HAS_RECORDING, reason="transformers < 5.17 does not record the past")
+def test_a_recording_layer_has_a_code_of_its_own():
+    """It keeps more than its window, so it is another structure."""
+    layer = cache_utils.DynamicSlidingWindowLayer(8)
+    layer.activate_past_recording()
+    assert kind_of(type(layer)).code(layer) == "W8r"
+    rebuilt = kind_of(type(layer)).rebuild("8r", None, 0, False)
+    assert (rebuilt.sliding_window, rebuilt.record_past) == (8, True)
+
+
+@every_layer
+def test_a_layer_knows_whether_it_is_filled(letter):
+    """By what it holds, in all supported versions."""
+    kind = kind_of(type(filled(letter)))
+    assert kind.is_filled(filled(letter), 0) is True
+    assert kind.is_filled(LAYERS[letter][0](), 0) is False
+
+
+BROKEN = [
+    ({"keys": None}, "keys is None, values is Tensor"),
+    ({"values": None}, "keys is Tensor, values is None"),
+    *(
+        [
+            ({"is_initialized": False}, "keys is Tensor, values is Tensor, is_initialized is False"),
+            ({"is_initialized": False, "keys": None}, "keys is None, values is Tensor"),
+        ]
+        if HAS_FLAG
+        else []
+    ),
+]
+
+
+@pytest.mark.parametrize(("broken", "found"), BROKEN, ids=[found for _, found in BROKEN])
+@every_layer
+def test_a_half_initialised_layer_is_refused(letter, broken, found):
+    """With its index, its class, what was found and both ways out."""
+    layer = filled(letter)
+    vars(layer).update(broken)
+    with pytest.raises(CacheStructureError) as caught:
+        kind_of(type(layer)).is_filled(layer, 7)
+    message = str(caught.value)
+    assert f"layers[7] is a half-initialised {type(layer).__name__}: {found}" in message
+    assert "layer.update(keys, values)" in message
+    assert "layer.reset()" in message
+
+
+def test_a_layer_without_its_attributes_is_refused():
+    """One that lost an attribute altogether is as half-initialised as one that holds `None`."""
+    layer = filled("D")
+    del layer.values
+    with pytest.raises(CacheStructureError, match=r"layers\[3\].*values is None"):
+        kind_of(type(layer)).is_filled(layer, 3)
+
+
+class OwnLayer(cache_utils.DynamicLayer):
+    """A layer of the user's own."""
+
+
+def test_an_unknown_class_is_named_with_those_that_are_known():
+    """A subclass is another class: its state may be more."""
+    with pytest.raises(UnsupportedLayerError, match=r"test_layers\.OwnLayer .* DynamicSlidingWindowLayer"):
+        kind_of(OwnLayer)
+
+
+def test_a_class_of_the_same_name_elsewhere_is_unknown():
+    """Names alone prove nothing."""
+    with pytest.raises(UnsupportedLayerError, match="elsewhere"):
+        kind_of(type("DynamicLayer", (cache_utils.DynamicLayer,), {"__module__": "elsewhere"}))
+
+
+@pytest.mark.parametrize("code", ["Q8", "", "w8"])
+def test_an_unknown_code_is_refused(code):
+    """As in a program that a newer version saved."""
+    with pytest.raises(UnsupportedLayerError, match="is not the code of a cache layer"):
+        kind_of_code(code)
+
+
+@every_layer
+def test_a_layer_is_rebuilt_around_its_tensors(letter):
+    """The very same tensors, the very same attributes; a sliding layer gets the length it is told."""
+    original = filled(letter, 5)
+    kind = kind_of(type(original))
+    position = kind.position(original)
+    kind.remember(original)
+    length = kind.length(original) if kind.is_sliding else 0
+    leaves = iter([original.keys, original.values, *([] if position is None else [position])])
+    rebuilt = kind.rebuild(LAYERS[letter][1][1:], leaves, length, position is not None)
+    assert next(leaves, "used up") == "used up"
+    assert vars(rebuilt).keys() == vars(original).keys()
+    for name, value in vars(original).items():
+        kept = getattr(rebuilt, name)
+        # the tensor beside the window is one for all layers of that window
+        assert kept is value or (type(kept) is type(value) and bool(kept == value)), name
+
+
+@every_layer
+def test_an_empty_layer_is_rebuilt_as_new(letter):
+    """With the sizes of its code, ready for its first update."""
+    make, code = LAYERS[letter]
+    rebuilt, new = kind_of_code(code)[0].rebuild(code[1:], None, 0, False), make()
+    assert {k: str(v) for k, v in vars(rebuilt).items()} == {k: str(v) for k, v in vars(new).items()}
+
+
+def test_only_static_layers_that_count_in_a_tensor_have_a_position():
+    """Which depends on the version of transformers."""
+    positions = {letter: kind_of_code(code)[0].position(filled(letter)) for letter, (_, code) in LAYERS.items()}
+    assert positions["D"] is None
+    assert positions["W"] is None
+    assert [isinstance(positions[letter], torch.Tensor) for letter in "SX"] == [HAS_POSITION] * 2
+
+
+def test_sliding_layers_count_all_tokens_they_saw():
+    """Not only those they keep."""
+    for letter in "WX":
+        layer = filled(letter, 12)
+        assert kind_of(type(layer)).length(layer) == 12

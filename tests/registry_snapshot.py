@@ -1,0 +1,178 @@
+"""A picture of every pytree registry of the process, and the difference of two pictures.
+
+Functions compare by identity and keys by order, because "as it was before" means both: a class that was taken out and
+put back stands at the end of its table.
+
+Two changes are the right of whoever imports a module, and are no difference:
+
+* torch and transformers register classes of their own for good while the module that defines them is imported;
+* the first import of ``torch.utils._cxx_pytree`` moves what was pending into optree's namespace ``"torch"``.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx._pytree as fx_pytree
+import torch.fx.experimental._config as fx_config
+import torch.utils._pytree as pytree
+
+PENDING = "torch.utils._pytree._cxx_pytree_pending_imports"
+OPTREE = "optree.registry._NODETYPE_REGISTRY"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a table: its key, the class it is about, and everything stored, function by function."""
+
+    key: Any
+    cls: type
+    parts: tuple[Any, ...]
+
+    def same(self, other: "Entry") -> bool:
+        """Tell whether both lines hold the same objects; strings may be equal copies."""
+        return len(self.parts) == len(other.parts) and all(
+            mine is theirs or (isinstance(mine, str) and mine == theirs)
+            for mine, theirs in zip(self.parts, other.parts, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All tables at one moment, the settings beside them, and which modules were loaded."""
+
+    tables: Mapping[str, tuple[Entry, ...]]
+    settings: Mapping[str, object]
+    modules: frozenset[str]
+
+
+def take() -> Snapshot:
+    """Return the state of every registry now; imports nothing that is not there yet."""
+    return Snapshot(
+        tables={
+            "torch.utils._pytree.SUPPORTED_NODES": tuple(
+                Entry(cls, cls, tuple(node)) for cls, node in pytree.SUPPORTED_NODES.items()
+            ),
+            "torch.utils._pytree.SUPPORTED_SERIALIZED_TYPES": tuple(
+                Entry(cls, cls, tuple(node)) for cls, node in pytree.SUPPORTED_SERIALIZED_TYPES.items()
+            ),
+            "torch.utils._pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE": tuple(
+                Entry(name, cls, (cls,)) for name, cls in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.items()
+            ),
+            # A set has no order of its own: sorted, so that only what it holds can differ.
+            "torch.utils._pytree.CONSTANT_NODES": tuple(
+                Entry(cls, cls, ()) for cls in sorted(pytree.CONSTANT_NODES, key=_class_name)
+            ),
+            PENDING: tuple(_pending_entries()),
+            OPTREE: tuple(_optree_entries()),
+            "torch.fx._pytree.SUPPORTED_NODES": tuple(
+                Entry(cls, cls, (function,)) for cls, function in fx_pytree.SUPPORTED_NODES.items()
+            ),
+            "torch.fx._pytree.SUPPORTED_NODES_EXACT_MATCH": tuple(
+                Entry(cls, cls, (function,))
+                for cls, function in fx_pytree.SUPPORTED_NODES_EXACT_MATCH.items()
+            ),
+        },
+        settings={"torch.fx.experimental._config.use_duck_shape": fx_config.use_duck_shape},
+        modules=frozenset(sys.modules),
+    )
+
+
+def differences(before: Snapshot, after: Snapshot) -> list[str]:
+    """Return one sentence per change that somebody has to answer for; an empty list when there is none."""
+    imported = after.modules - before.modules
+    found = []
+    for name, old in _after_first_imports(before, after).items():
+        # By key, so that this covers the one key that all classes without a serialised name share.
+        excused = {
+            entry.key for entry in after.tables[name] if _registered_by_its_import(entry.cls, imported)
+        }
+        was = {entry.key: entry for entry in old if entry.key not in excused}
+        now = {entry.key: entry for entry in after.tables[name] if entry.key not in excused}
+        found += [f"{name}: {change}" for change in _table_changes(was, now)]
+    for name, value in before.settings.items():
+        if after.settings[name] != value:
+            found.append(f"{name}: was {value!r}, is {after.settings[name]!r}")
+    return found
+
+
+def _pending_entries() -> Iterable[Entry]:
+    # Nothing forbids two entries of one class (it makes the later import fail): the count keeps them apart.
+    seen: Counter[type] = Counter()
+    for (cls, *functions), options in pytree._cxx_pytree_pending_imports:
+        yield Entry((cls, seen[cls]), cls, (*functions, *options.values()))
+        seen[cls] += 1
+
+
+def _optree_entries() -> Iterable[Entry]:
+    registry = sys.modules.get("optree.registry")
+    if registry is None:
+        return
+    for key, node in registry._NODETYPE_REGISTRY.items():
+        cls = key[1] if isinstance(key, tuple) else key
+        yield Entry(key, cls, (node.type, node.flatten_func, node.unflatten_func, node.path_entry_type))
+
+
+def _after_first_imports(before: Snapshot, after: Snapshot) -> dict[str, tuple[Entry, ...]]:
+    """Return the tables of `before` as the libraries imported since then leave them, if nobody else does anything."""
+    tables = dict(before.tables)
+    imported = after.modules - before.modules
+    if "optree.registry" in imported:
+        # Its own classes are not in a namespace.
+        tables[OPTREE] = tuple(entry for entry in after.tables[OPTREE] if not isinstance(entry.key, tuple))
+    if "torch.utils._cxx_pytree" in imported:
+        arrived = {entry.key: entry for entry in after.tables[OPTREE]}
+        tables[OPTREE] += tuple(
+            _moved(entry, arrived)
+            for entry in before.tables[PENDING]
+            # torch leaves these out: optree knows them by itself.
+            if not sys.modules["optree"].is_structseq_class(entry.cls)
+        )
+        tables[PENDING] = ()
+    return tables
+
+
+def _moved(pending: Entry, arrived: Mapping[Any, Entry]) -> Entry:
+    """Return a pending entry as it looks in optree, where torch wraps its unflatten function at each import."""
+    key = ("torch", pending.cls)
+    flatten = pending.parts[0]
+    if key in arrived and arrived[key].parts[1] is flatten:
+        return arrived[key]
+    return Entry(key, pending.cls, (pending.cls, flatten))
+
+
+def _registered_by_its_import(cls: type, imported: frozenset[str]) -> bool:
+    """Tell whether the class came with a newly imported module of a library that registers on import."""
+    library = cls.__module__.partition(".")[0]
+    return cls.__module__ in imported and (
+        library == "torch" or (library == "transformers" and _is_model_output(cls))
+    )
+
+
+def _is_model_output(cls: type) -> bool:
+    # By name: transformers may not be there, and asking must not import it.
+    return any(
+        base.__qualname__ == "ModelOutput" and base.__module__.startswith("transformers.")
+        for base in cls.__mro__[1:]
+    )
+
+
+def _table_changes(was: Mapping[Any, Entry], now: Mapping[Any, Entry]) -> Iterable[str]:
+    for key, entry in now.items():
+        if key not in was:
+            yield f"{_class_name(entry.cls)} was added"
+        elif not entry.same(was[key]):
+            yield f"{_class_name(entry.cls)} has other functions"
+    for key, entry in was.items():
+        if key not in now:
+            yield f"{_class_name(entry.cls)} was removed"
+    if was.keys() == now.keys() and list(was) != list(now):
+        first = next(key for key, other in zip(was, now, strict=True) if key != other)
+        yield f"the order of the keys changed from {_class_name(was[first].cls)} on"
+
+
+def _class_name(cls: type) -> str:
+    # A few keys are functions that stand for a family (`collections.namedtuple`); some keys are None's type.
+    return f"{getattr(cls, '__module__', '?')}.{getattr(cls, '__qualname__', cls)}"

@@ -1,0 +1,280 @@
+"""The check behind `registries_left_as_found`: it sees every leak, and no import that is in order."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.fx._pytree as fx_pytree
+import torch.fx.experimental._config as fx_config
+import torch.utils._pytree as pytree
+
+from tests import registry_snapshot
+
+ROOT = Path(__file__).parent.parent
+
+
+class Point:
+    """A class that nobody registers but these tests."""
+
+    def __init__(self, x: object) -> None:
+        self.x = x
+
+
+def flatten(point: Point) -> tuple[list[object], None]:
+    return [point.x], None
+
+
+def unflatten(children: list[object], _context: None) -> Point:
+    return Point(*children)
+
+
+def register(name: str | None = None) -> None:
+    pytree.register_pytree_node(Point, flatten, unflatten, serialized_type_name=name)
+
+
+def remove() -> None:
+    """Take `Point` out of every table that `register` wrote."""
+    pytree.SUPPORTED_NODES.pop(Point, None)
+    node = pytree.SUPPORTED_SERIALIZED_TYPES.pop(Point, None)
+    if node is not None and node.serialized_type_name != pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
+        pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.pop(node.serialized_type_name, None)
+    pytree._cxx_pytree_pending_imports[:] = [
+        entry for entry in pytree._cxx_pytree_pending_imports if entry[0][0] is not Point
+    ]
+    if "torch.utils._cxx_pytree" in sys.modules:
+        optree_registry = sys.modules["optree.registry"]
+        if ("torch", Point) in optree_registry._NODETYPE_REGISTRY:
+            optree_registry.unregister_pytree_node(Point, namespace="torch")
+
+
+@pytest.fixture
+def before() -> Iterator[registry_snapshot.Snapshot]:
+    """The state that the test starts from; what it registers for `Point` is taken out again."""
+    snapshot = registry_snapshot.take()
+    yield snapshot
+    remove()
+
+
+def changes_since(before: registry_snapshot.Snapshot) -> list[str]:
+    return registry_snapshot.differences(before, registry_snapshot.take())
+
+
+def test_two_pictures_of_one_state_do_not_differ(before):
+    """Nothing done, nothing found."""
+    assert changes_since(before) == []
+
+
+def test_a_class_left_registered_is_found_in_every_table_it_reached(before):
+    """A registration through torch shows in the Python tables and on the C++ side."""
+    register("tests.Point")
+    point = f"{Point.__module__}.Point"
+    cpp = registry_snapshot.OPTREE if "torch.utils._cxx_pytree" in sys.modules else registry_snapshot.PENDING
+    assert changes_since(before) == [
+        f"torch.utils._pytree.SUPPORTED_NODES: {point} was added",
+        f"torch.utils._pytree.SUPPORTED_SERIALIZED_TYPES: {point} was added",
+        f"torch.utils._pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE: {point} was added",
+        f"{cpp}: {point} was added",
+    ]
+
+
+def test_a_class_registered_and_taken_out_is_no_change(before):
+    """Undo that reaches every table leaves nothing to report."""
+    register("tests.Point")
+    remove()
+    assert changes_since(before) == []
+
+
+def test_a_cleanup_that_forgets_the_cpp_side_is_found(before):
+    """`_deregister_pytree_node` leaves the class on the C++ side, and the picture shows it."""
+    register("tests.Point")
+    pytree._deregister_pytree_node(Point)
+    (change,) = changes_since(before)
+    assert change.endswith("test_registry_snapshot.Point was added")
+    assert change.startswith((registry_snapshot.OPTREE, registry_snapshot.PENDING))
+
+
+def test_another_function_under_the_same_class_is_found(before, monkeypatch):
+    """Functions compare by identity: one that does the same is another one."""
+    node = pytree.SUPPORTED_NODES[list]
+    other = node._replace(flatten_fn=lambda items: node.flatten_fn(items))
+    monkeypatch.setitem(pytree.SUPPORTED_NODES, list, other)
+    assert changes_since(before) == ["torch.utils._pytree.SUPPORTED_NODES: builtins.list has other functions"]
+
+
+def test_an_equal_node_with_the_same_functions_is_no_change(before, monkeypatch):
+    """What counts is what is called, not the tuple that carries it."""
+    monkeypatch.setitem(pytree.SUPPORTED_NODES, list, pytree.SUPPORTED_NODES[list]._replace())
+    assert changes_since(before) == []
+
+
+@pytest.mark.parametrize("table", [pytree.SUPPORTED_NODES, fx_pytree.SUPPORTED_NODES], ids=["torch", "fx"])
+def test_a_class_put_back_at_the_end_is_found(before, table):
+    """Taking a class out and putting it back moves its key: the order is part of the state."""
+    found = dict(table)
+    try:
+        table[list] = table.pop(list)
+        (change,) = changes_since(before)
+    finally:
+        table.clear()
+        table.update(found)
+    assert "the order of the keys changed from builtins.list on" in change
+
+
+def test_a_removed_class_is_found(before):
+    """Less than before is a change too."""
+    found = dict(fx_pytree.SUPPORTED_NODES_EXACT_MATCH)
+    try:
+        del fx_pytree.SUPPORTED_NODES_EXACT_MATCH[tuple]
+        assert changes_since(before) == [
+            "torch.fx._pytree.SUPPORTED_NODES_EXACT_MATCH: builtins.tuple was removed"
+        ]
+    finally:
+        fx_pytree.SUPPORTED_NODES_EXACT_MATCH.clear()
+        fx_pytree.SUPPORTED_NODES_EXACT_MATCH.update(found)
+
+
+def test_a_constant_is_found(before):
+    """`CONSTANT_NODES` is watched, though it is a set."""
+    pytree.CONSTANT_NODES.add(Point)
+    try:
+        assert len(changes_since(before)) == 1
+    finally:
+        pytree.CONSTANT_NODES.discard(Point)
+
+
+def test_a_setting_left_changed_is_found(before):
+    """`use_duck_shape` belongs to the state that tracing borrows."""
+    with fx_config.patch(use_duck_shape=False):
+        changes = changes_since(before)
+    assert changes == ["torch.fx.experimental._config.use_duck_shape: was True, is False"]
+
+
+def test_a_class_registered_without_a_name_is_found(before):
+    """All unnamed classes share one key, which then points to the last of them."""
+    shared = pytree.NO_SERIALIZED_TYPE_NAME_FOUND
+    owner = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(shared)
+    register()
+    try:
+        changes = changes_since(before)
+    finally:
+        if owner is None:
+            pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.pop(shared, None)
+        else:
+            pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[shared] = owner
+    assert any("SUPPORTED_NODES" in change for change in changes)
+
+
+def in_a_fresh_process(*lines: str) -> str:
+    """Run the lines between two pictures, in a process where nothing is imported yet; return what differs."""
+    program = [
+        "from tests import registry_snapshot",
+        "from tests.test_registry_snapshot import Point, flatten, unflatten",
+        "import torch.utils._pytree as pytree",
+        "before = registry_snapshot.take()",
+        *lines,
+        "print('\\n'.join(registry_snapshot.differences(before, registry_snapshot.take())))",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(program)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+LEAK = "pytree.register_pytree_node(Point, flatten, unflatten, serialized_type_name='tests.Point')"
+
+
+def test_the_first_import_of_the_cpp_pytree_is_no_change():
+    """Pending classes move into optree: that is torch's doing."""
+    pytest.importorskip("optree")
+    assert in_a_fresh_process("import torch.utils._cxx_pytree") == ""
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [(LEAK, "import torch.utils._cxx_pytree"), ("import torch.utils._cxx_pytree", LEAK)],
+    ids=["leak before the import", "leak after the import"],
+)
+def test_a_leak_beside_the_first_import_of_the_cpp_pytree_is_found(lines):
+    """The import excuses only what was pending before."""
+    pytest.importorskip("optree")
+    assert f"{registry_snapshot.OPTREE}: tests.test_registry_snapshot.Point was added" in in_a_fresh_process(
+        *lines
+    )
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        ("from transformers.models.llama.modeling_llama import LlamaForCausalLM",),
+        ("import torch.utils._cxx_pytree", "import transformers.modeling_outputs"),
+        ("import transformers.modeling_outputs", "import torch.utils._cxx_pytree"),
+    ],
+    ids=["alone", "after the C++ pytree", "before the C++ pytree"],
+)
+def test_model_outputs_registered_by_their_import_are_no_change(imports):
+    """transformers registers its outputs for good when a model is imported."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("optree")
+    assert in_a_fresh_process(*imports) == ""
+
+
+def test_torch_may_register_its_own_classes_while_it_imports_itself():
+    """torch imports parts of itself late, and some of them register classes of theirs."""
+    assert in_a_fresh_process("import torch._dynamo") == ""
+
+
+def test_a_model_output_defined_by_a_test_is_found():
+    """The licence is for modules of transformers, not for everything that derives from `ModelOutput`."""
+    pytest.importorskip("transformers")
+    found = in_a_fresh_process(
+        "from transformers.utils import ModelOutput",
+        "Mine = type('Mine', (ModelOutput,), {'__module__': 'mine'})",
+    )
+    assert "torch.utils._pytree.SUPPORTED_NODES: mine.Mine was added" in found
+
+
+def test_the_fixture_fails_the_test_that_leaks(tmp_path):
+    """A leaking test is reported with the table and the class; its neighbour is not."""
+    (tmp_path / "conftest.py").write_text(
+        "from tests.conftest import registries_left_as_found  # noqa: F401\n"
+    )
+    (tmp_path / "test_leak.py").write_text(
+        "import torch.utils._pytree as pytree\n"
+        "from tests.test_registry_snapshot import Point, flatten, unflatten\n"
+        f"def test_leaks():\n    {LEAK}\n"
+        "def test_neighbour():\n    pass\n"
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            str(tmp_path),
+            str(tmp_path),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "2 passed, 1 error" in done.stdout, done.stdout + done.stderr
+    assert "SUPPORTED_NODES: tests.test_registry_snapshot.Point was added" in done.stdout
+
+
+@pytest.fixture
+def keep(before) -> Callable[[], None]:
+    """Unused on its own; shows that fixtures of a test are undone before the pictures are compared."""
+    register("tests.Point")
+    return remove
+
+
+def test_what_a_fixture_undoes_is_no_leak(keep):
+    """The check comes last, after the fixtures of the test have cleaned up."""
+    assert Point in pytree.SUPPORTED_NODES

@@ -1,0 +1,387 @@
+"""One line that says what a nested object is made of: :func:`string_type`.
+
+The text grows from a table: the name of a class, looked up along the bases of the object's type, gives the
+small function that writes it. Names instead of classes, because NumPy and transformers must not be imported.
+
+::
+
+    C T 1 s2x3 [0.0,5.0:A2.5 N1nans]
+    | | |  |    |   |    |    +------ number of NaN, left out of the rest
+    | | |  |    +---+----+----------- minimum, maximum, average (``with_min_max``), or ``=value`` if 0-d
+    | | |  +------------------------- shape (``with_shape``), otherwise ``r`` and the number of dimensions
+    | | +---------------------------- element type, as ``onnx.TensorProto`` numbers it
+    | +------------------------------ T torch tensor, F FakeTensor, A NumPy array
+    +-------------------------------- C host or meta, G accelerator (``with_device``, torch only)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._pytree import SUPPORTED_NODES
+
+__all__ = ["string_type"]
+
+LOGGER = logging.getLogger("yobx_flatten")
+
+# In the order of onnx.TensorProto, from 0. torch, NumPy and ml_dtypes give an element type the same name, so
+# one table serves them all; ONNX keeps strings in NumPy arrays of objects.
+_ORDER = """
+    undefined float32 uint8 int8 uint16 int16 int32 int64 object bool float16 float64 uint32 uint64 complex64
+    complex128 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz uint4 int4 float4_e2m1fn
+    float8_e8m0fnu uint2 int2
+"""
+_ELEMENT_TYPES = {name: code for code, name in enumerate(_ORDER.split())}
+_STRING, _UNDEFINED = _ELEMENT_TYPES["object"], _ELEMENT_TYPES["undefined"]
+
+# torch has no minimum for these: the nearest type that has one and keeps the values (uint64: to 53 bits).
+_COMPARABLE = {"uint16": torch.int64, "uint32": torch.int64, "uint64": torch.float64}
+
+# Far below Python's recursion limit: a level costs about four frames, and callers need some too.
+_DEEPEST = 100
+_LONGEST_SET = 10
+_PAIR = ("keys", "values")
+
+
+def string_type(
+    obj: Any,
+    with_shape: bool = False,
+    with_min_max: bool = False,
+    with_device: bool = False,
+    ignore: bool = False,
+    limit: int = 20,
+    verbose: int = 0,
+) -> str:
+    """One line that says what a nested object is made of.
+
+    It never raises: a class it does not know becomes ``Name(child, child)`` if it is registered as a pytree
+    node, ``Name(...)`` otherwise. A cycle ends in ``<cycle>``, nesting deeper than 100 levels in ``...``.
+
+    Args:
+        obj: Anything: tensors, containers, caches, model outputs, dynamic shapes.
+        with_shape: Show ``s2x3`` instead of the number of dimensions ``r2``.
+        with_min_max: Show minimum, maximum and average of tensors, values of numbers. Left out where there is
+            no data (FakeTensor, meta) or where reading it would be recorded (tracing).
+        with_device: Put ``C`` (host) or ``G`` (accelerator) before torch tensors.
+        ignore: Changes nothing. It is there for callers used to the function of this name in other libraries,
+            which raises on unknown classes unless told to ignore them; this one never raises.
+        limit: Lists and tuples of this length or longer are cut after their first element.
+        verbose: Hand the trace of the visited classes to the handlers of logger ``yobx_flatten``, even if its
+            level is above ``DEBUG``.
+
+    Returns:
+        The description, without line breaks.
+
+    Example:
+        >>> import torch
+        >>> string_type({"a": torch.ones(2, 3), "b": [1, None]}, with_shape=True)
+        'dict(a:T1s2x3,b:#2[int,None])'
+        >>> string_type((torch.arange(4), 2.5), with_shape=True, with_min_max=True)
+        '(T7s4[0,3:A1.5],float=2.5)'
+    """
+    del ignore
+    text = _Writer(with_shape, with_min_max, with_device, limit, verbose).text(obj)
+    return " ".join(text.split())  # a key may have line breaks
+
+
+@dataclasses.dataclass
+class _Writer:
+    """The options of one call, and the objects it is inside of (so that cycles end)."""
+
+    shape: bool
+    values: bool
+    device: bool
+    limit: int
+    verbose: int
+    inside: list[int] = dataclasses.field(default_factory=list)
+
+    def text(self, obj: Any) -> str:
+        if id(obj) in self.inside:
+            return "<cycle>"
+        if len(self.inside) >= _DEEPEST:
+            return "..."
+        self.log("string_type: a %s", type(obj).__qualname__)
+        self.inside.append(id(obj))
+        try:
+            return _rule(obj)(self, obj)
+        except Exception as error:  # somebody's property or flatten function failed: a description must not
+            self.log("string_type: %s cannot be described: %r", type(obj).__qualname__, error)
+            return _opaque(self, obj)
+        finally:
+            self.inside.pop()
+
+    def join(self, children: Iterable[Any], separator: str = ",") -> str:
+        return separator.join([self.text(child) for child in children])
+
+    def items(self, pairs: Iterable[tuple[Any, Any]]) -> str:
+        return ",".join([f"{key}:{self.text(value)}" for key, value in pairs])
+
+    def named(self, obj: Any, names: Iterable[str]) -> str:
+        return ", ".join([f"{name}={self.text(getattr(obj, name, None))}" for name in names])
+
+    def log(self, message: str, *args: object) -> None:
+        if self.verbose:
+            # Past the logger's level, for this call only: setting the level would reach other threads.
+            LOGGER.handle(LOGGER.makeRecord(LOGGER.name, logging.DEBUG, __file__, 0, message, args, None))
+        else:
+            LOGGER.debug(message, *args)
+
+
+_Rule = Callable[[_Writer, Any], str]
+
+
+def _rule(obj: Any) -> _Rule:
+    if isinstance(obj, enum.Enum):
+        return _enum  # first: many are integers or strings too
+    for base in type(obj).__mro__:
+        package = str(base.__module__).partition(".")[0]
+        rule = _RULES.get(f"{package}:{base.__name__}") or _RULES.get(base.__name__)
+        if rule is not None:
+            return rule
+    return _other
+
+
+def _name(obj: Any) -> str:
+    return type(obj).__name__
+
+
+def _word(writer: _Writer, obj: Any) -> str:
+    return "None" if obj is None else _name(obj)
+
+
+def _number(writer: _Writer, obj: Any) -> str:
+    if hasattr(obj, "dtype"):  # a NumPy scalar, of which some are Python floats too
+        name = str(obj.dtype.name)
+    else:
+        name = next(base.__name__ for base in type(obj).__mro__ if base in (bool, int, float, complex))
+    return f"{name}={obj}" if writer.values else name
+
+
+def _string(writer: _Writer, obj: Any) -> str:
+    return "str" if isinstance(obj, str) else "bytes"
+
+
+def _enum(writer: _Writer, obj: Any) -> str:
+    return f"{_name(obj)}.{obj.name}"
+
+
+def _class(writer: _Writer, obj: Any) -> str:
+    return f"type({obj.__name__})"
+
+
+def _printed(writer: _Writer, obj: Any) -> str:
+    return f"{_name(obj)}({obj})"
+
+
+def _numpy_dtype(writer: _Writer, obj: Any) -> str:
+    return f"dtype({obj})"
+
+
+def _repr(writer: _Writer, obj: Any) -> str:
+    return "".join(repr(obj).split())
+
+
+def _fx_node(writer: _Writer, obj: Any) -> str:
+    return f"%{obj.target}"
+
+
+def _opaque(writer: _Writer, obj: Any) -> str:
+    return f"{_name(obj)}(...)"
+
+
+def _dim(writer: _Writer, obj: Any) -> str:
+    if hasattr(obj, "__name__"):
+        return "DerivedDim" if hasattr(obj, "root") else f"Dim({obj.__name__})"
+    text = str(obj)
+    return {"DimHint(AUTO)": "AUTO", "DimHint(DYNAMIC)": "DYNAMIC"}.get(text, text)
+
+
+def _mean_of_numbers(writer: _Writer, obj: Any, form: str) -> str:
+    # Callers pass three spellings of the mean: those of onnx-diagnostic, whose users have them in their logs.
+    if not writer.values or not all(isinstance(x, int | float) for x in obj):
+        return ""
+    return form.format(min(obj), max(obj), sum(map(float, obj)) / len(obj))
+
+
+def _tuple(writer: _Writer, obj: Any) -> str:
+    if len(obj) >= max(writer.limit, 2):
+        tail = _mean_of_numbers(writer, obj, "[{},{}:A[{}]]")
+        return f"#{len(obj)}({writer.text(obj[0])},...){tail}"
+    return f"({writer.join(obj)},)" if len(obj) == 1 else f"({writer.join(obj)})"
+
+
+def _list(writer: _Writer, obj: Any) -> str:
+    if len(obj) >= max(writer.limit, 1):
+        return f"#{len(obj)}[{writer.text(obj[0])},...]{_mean_of_numbers(writer, obj, '[{},{}:{}]')}"
+    return f"#{len(obj)}[{writer.join(obj)}]"
+
+
+def _set(writer: _Writer, obj: Any) -> str:
+    if len(obj) < _LONGEST_SET:
+        # Sorted: the order of a set changes from process to process.
+        return f"{{{','.join(sorted(map(writer.text, obj)))}}}"
+    tail = _mean_of_numbers(writer, obj, "[{},{}:A{}]")
+    return f"{{...}}#{len(obj)}{tail}" if tail or writer.shape else "{...}"
+
+
+def _dict(writer: _Writer, obj: Any) -> str:
+    if type(obj) is not dict:
+        return _mapping(writer, obj)
+    if not all(isinstance(key, int) for key in obj):
+        return _mapping(writer, obj)
+    if all(isinstance(value, str) or _rule(value) is _dim for value in obj.values()):
+        # The dynamic shape of one tensor: here a string is the name of a dimension.
+        axes = [f"{k}:DYN({v})" if isinstance(v, str) else f"{k}:{writer.text(v)}" for k, v in obj.items()]
+        return f"{{{','.join(axes)}}}"
+    return f"{{{writer.items(obj.items())}}}"
+
+
+def _mapping(writer: _Writer, obj: Any) -> str:
+    return f"{_name(obj)}({writer.items(obj.items())})"
+
+
+def _other(writer: _Writer, obj: Any) -> str:
+    if dataclasses.is_dataclass(obj):
+        found = [(field.name, getattr(obj, field.name, None)) for field in dataclasses.fields(obj)]
+        return f"{_name(obj)}({writer.items(pair for pair in found if pair[1] is not None)})"
+    if isinstance(obj, Mapping):
+        return _mapping(writer, obj)
+    if type(obj) in SUPPORTED_NODES:
+        children, _ = SUPPORTED_NODES[type(obj)].flatten_fn(obj)
+        return f"{_name(obj)}({writer.join(children, ', ')})"
+    return _opaque(writer, obj)
+
+
+def _cache(writer: _Writer, obj: Any) -> str:
+    if hasattr(obj, "self_attention_cache"):
+        return f"{_name(obj)}({writer.named(obj, ['self_attention_cache', 'cross_attention_cache'])})"
+    if not hasattr(obj, "layers"):
+        return _other(writer, obj)  # some other library's class of that name
+    return f"{_name(obj)}({', '.join([_layer_in_cache(writer, layer) for layer in obj.layers])})"
+
+
+def _layer_in_cache(writer: _Writer, layer: Any) -> str:
+    pair = [writer.text(getattr(layer, name)) for name in _PAIR] if hasattr(layer, "keys") else []
+    states = [name for name, value in vars(layer).items() if name not in _PAIR and _is_state(value)]
+    return f"{_name(layer)}({', '.join(pair + ([writer.named(layer, states)] if states else []))})"
+
+
+def _is_state(value: Any) -> bool:
+    # Linear attention keeps dicts of tensors, indexed layers matrices; a counter has one dimension at most.
+    if isinstance(value, dict):
+        return any(isinstance(child, torch.Tensor) for child in value.values())
+    return isinstance(value, torch.Tensor) and value.ndim > 1
+
+
+def _layer(writer: _Writer, obj: Any) -> str:
+    return f"{_name(obj)}({writer.named(obj, _PAIR)})"
+
+
+def _batch(writer: _Writer, obj: Any) -> str:
+    return f"{_name(obj)}({writer.named(obj, ['data'])})"
+
+
+def _array_text(writer: _Writer, letter: str, code: int, shape: Iterable[Any]) -> str:
+    sizes = [str(size).replace(" ", "") for size in shape]  # a SymInt prints as `s0 + 1`
+    return f"{letter}{code}s{'x'.join(sizes)}" if writer.shape else f"{letter}{code}r{len(sizes)}"
+
+
+def _tensor(writer: _Writer, obj: Any) -> str:
+    fake = any(base.__name__ == "FakeTensor" for base in type(obj).__mro__)
+    # `_x2`: two in a byte, and the shape counts bytes.
+    code = _ELEMENT_TYPES.get(str(obj.dtype).removeprefix("torch.").removesuffix("_x2"), _UNDEFINED)
+    place = ("C" if obj.device.type in ("cpu", "meta") else "G") if writer.device else ""
+    text = place + _array_text(writer, "F" if fake else "T", code, obj.shape)
+    # Reading a value inside a trace fails, or leaves a node in the graph.
+    tracing = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    if not writer.values or fake or obj.is_meta or tracing:
+        return text
+    return text + _values(writer, _torch_values, obj)
+
+
+def _ndarray(writer: _Writer, obj: Any) -> str:
+    code = _STRING if obj.dtype.kind == "U" else _ELEMENT_TYPES.get(obj.dtype.name, _UNDEFINED)
+    text = _array_text(writer, "A", code, obj.shape)
+    if not writer.values or code in (_STRING, _UNDEFINED):
+        return text
+    return text + _values(writer, _numpy_values, obj)
+
+
+def _values(writer: _Writer, read: Callable[[Any], str], obj: Any) -> str:
+    try:
+        return read(obj)
+    except Exception as error:  # sparse layouts, 4-bit types, vmap: type and shape are still worth having
+        writer.log("string_type: no values of a %s: %r", type(obj).__qualname__, error)
+        return ""
+
+
+def _torch_values(tensor: Any) -> str:
+    if tensor.ndim == 0:
+        return f"={tensor.item()}"
+    if tensor.numel() == 0:
+        return "[empty]"
+    flat = tensor.detach().reshape(-1)
+    name = str(flat.dtype).removeprefix("torch.")
+    flat = flat.abs() if flat.is_complex() else flat.to(_COMPARABLE.get(name, flat.dtype))
+    flat = flat.float() if name.startswith("float8") else flat
+    nans = int((flat != flat).sum())
+    flat = flat[flat == flat] if nans else flat
+    if flat.numel() == 0:
+        return f"[N{nans}nans]"
+    wide = torch.float32 if flat.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    return _range(flat.min().item(), flat.max().item(), flat.to(wide).mean().item(), nans)
+
+
+def _numpy_values(array: Any) -> str:
+    if array.ndim == 0:
+        return f"={array}"
+    if array.size == 0:
+        return "[empty]"
+    # An array exists, so NumPy is imported. Infinities have no mean, and NumPy would warn about it.
+    with sys.modules["numpy"].errstate(all="ignore"):
+        flat = abs(array.reshape(-1)) if array.dtype.kind == "c" else array.reshape(-1)
+        nans = int((flat != flat).sum())
+        flat = flat[flat == flat]
+        if flat.size == 0:
+            return f"[N{nans}nans]"
+        return _range(flat.min(), flat.max(), flat.astype("float64").mean(), nans)
+
+
+def _range(least: Any, most: Any, mean: Any, nans: int) -> str:
+    return f"[{least},{most}:A{mean}{f'N{nans}nans' if nans else ''}]"
+
+
+# `package:Class`, or `Class` of any package; the first base of a type that is in the table decides.
+_RULES: dict[str, _Rule] = {
+    name: rule
+    for rule, names in (
+        (_word, "builtins:NoneType builtins:slice torch:SymInt torch:SymFloat torch:SymBool"),
+        (_number, "builtins:bool builtins:int builtins:float builtins:complex numpy:generic"),
+        (_string, "builtins:str builtins:bytes numpy:character"),
+        (_class, "builtins:type"),
+        (_tuple, "builtins:tuple"),
+        (_list, "builtins:list"),
+        (_set, "builtins:set builtins:frozenset"),
+        (_dict, "builtins:dict"),
+        (_ndarray, "numpy:ndarray"),
+        (_numpy_dtype, "numpy:dtype"),
+        (_tensor, "torch:Tensor"),
+        (_dim, "torch:Dim torch:_DimHint"),
+        (_printed, "torch:dtype torch:device torch:layout torch:memory_format"),
+        (_repr, "torch:TreeSpec torch:MappingKey torch:SequenceKey torch:GetAttrKey torch:Proxy"),
+        (_fx_node, "torch:Node"),
+        # A configuration is a dataclass of fifty fields in new versions of transformers.
+        (_opaque, "torch:Module transformers:PreTrainedConfig transformers:PretrainedConfig"),
+        (_batch, "transformers:BatchEncoding transformers:BatchFeature"),
+        (_cache, "Cache EncoderDecoderCache"),  # any package: caches come with the code of a model too
+        (_layer, "CacheLayerMixin"),
+    )
+    for name in names.split()
+}

@@ -1,0 +1,90 @@
+"""Every exception a user can meet. Each names the place, the class, what was found, and the line to type."""
+
+from __future__ import annotations
+
+__all__ = [
+    "AlreadyRegisteredError",
+    "CacheStructureError",
+    "DynamicShapesError",
+    "FlattenError",
+    "InvalidRegistrationError",
+    "MissingDependencyError",
+    "NotRegisteredError",
+    "ReplayError",
+    "RoundTripError",
+    "SpecMismatchError",
+    "StaticDataError",
+    "UnsupportedLayerError",
+]
+
+
+class FlattenError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+
+class InvalidRegistrationError(FlattenError, TypeError):
+    """A registration was asked for with something that is not a class, or with unfit functions."""
+
+
+class AlreadyRegisteredError(FlattenError, ValueError):
+    """A class is registered already, with other functions."""
+
+
+class NotRegisteredError(FlattenError, LookupError):
+    """A class is not registered (any more), or is not ours to unregister."""
+
+
+class RoundTripError(FlattenError, ValueError):
+    """Flattening and unflattening an object does not give the object back."""
+
+
+class SpecMismatchError(FlattenError, ValueError):
+    """An object does not have the structure that a program was exported with."""
+
+
+class StaticDataError(FlattenError, TypeError):
+    """The static part of a node (torch: *context*) cannot be stored."""
+
+
+class CacheStructureError(FlattenError, ValueError):
+    """A cache is in a state that cannot be taken apart or put together."""
+
+
+class UnsupportedLayerError(CacheStructureError):
+    """A cache holds a layer of a class that this version does not know."""
+
+
+class DynamicShapesError(FlattenError, ValueError):
+    """A ``dynamic_shapes`` specification does not fit the inputs."""
+
+
+class ReplayError(FlattenError, ValueError):
+    """An exported program does not do what the eager model does. ``report`` holds every case.
+
+    Attributes:
+        report: the :class:`~yobx_flatten.export.ExportReport` of the export, or ``None``.
+    """
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class MissingDependencyError(FlattenError, ImportError):
+    """An optional library is asked for and not installed."""
+
+
+def describe_class(obj: object) -> str:
+    """Name a class, or say what was found instead of one.
+
+    >>> describe_class(int)
+    'builtins.int'
+    >>> describe_class(3)
+    'the int 3'
+    """
+    if isinstance(obj, type):
+        return f"{obj.__module__}.{obj.__qualname__}"
+    if obj is None:
+        return "None"
+    shown = repr(obj)
+    return f"the {type(obj).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"

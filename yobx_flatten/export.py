@@ -1,0 +1,422 @@
+"""Export with proof: a module and its inputs to a program or an ONNX file, replayed against eager before it is handed out.
+
+    inputs ──> dynamic shapes ──> torch.export ──> program ──> replay ──┐
+                                                     │                  ├──> report
+                                                     └──> ONNX ─> replay┘
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import inspect
+import logging
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+
+from .errors import FlattenError, MissingDependencyError, ReplayError
+from .naming import leaf_names
+from .replay import OUTPUT_NAMES, Case, CaseResult, clone, replay
+from .scopes import register_flattening_functions
+from .shapes import check_dynamic_shapes, dynamic_shapes as write_dynamic_shapes
+
+__all__ = ["ExportReport", "ExportedModel", "export_onnx", "export_program"]
+
+logger = logging.getLogger("yobx_flatten")
+
+
+@dataclasses.dataclass
+class ExportReport:
+    """What an export took and whether it does what the eager model does. ``print(report)`` shows it as a table.
+
+    Attributes:
+        module: the class that was exported.
+        input_names: names of the program's inputs, in order.
+        output_names: names of its outputs, in order.
+        export_seconds: time of ``torch.export``.
+        onnx_seconds: time of the conversion to ONNX, ``None`` without one.
+        onnx_bytes: size of the ONNX file and its external data, ``None`` without one.
+        cases: one result per case and runtime.
+        tolerance: largest absolute difference allowed.
+        remarks: what was not checked, and why.
+    """
+
+    module: str
+    input_names: list[str]
+    output_names: list[str]
+    export_seconds: float
+    onnx_seconds: float | None = None
+    onnx_bytes: int | None = None
+    cases: list[CaseResult] = dataclasses.field(default_factory=list)
+    tolerance: float = 1e-4
+    remarks: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def max_difference(self) -> float:
+        """The largest difference of all cases and outputs, infinite when one of them stopped."""
+        return max((case.max_difference for case in self.cases), default=0.0)
+
+    @property
+    def ok(self) -> bool:
+        """Tell whether every case is within the tolerance."""
+        return self.max_difference <= self.tolerance
+
+    def __str__(self) -> str:
+        sizes = f", ONNX in {self.onnx_seconds:.1f} s, {self.onnx_bytes / 1e6:.2f} MB" if self.onnx_bytes else ""
+        lines = [f"{self.module}: exported in {self.export_seconds:.1f} s{sizes}"]
+        width = max((len(case.case) for case in self.cases), default=4)
+        lines += [f"  {'case':{width}}  {'runtime':12}  steps  max difference  worst output"] if self.cases else []
+        for case in self.cases:
+            worst = max(case.differences, key=case.differences.__getitem__, default="-")
+            shown = case.error if case.error is not None else f"{case.max_difference:<14.1e}  {worst}"
+            lines.append(f"  {case.case:{width}}  {case.runtime:12}  {case.steps:<5}  {shown}")
+        lines += [f"  note: {remark}" for remark in self.remarks]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass
+class ExportedModel:
+    """An exported program that can be called anywhere: it enters the block itself.
+
+    Attributes:
+        program: the ``torch.export.ExportedProgram``.
+        report: what was checked.
+        path: the ONNX file, ``None`` without one.
+    """
+
+    program: ExportedProgram
+    report: ExportReport
+    path: pathlib.Path | None = None
+    _patches: dict[str, bool] = dataclasses.field(default_factory=dict, repr=False)
+    _module: Any = dataclasses.field(default=None, repr=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the program with the arguments of the original module."""
+        with register_flattening_functions(**self._patches):
+            if self._module is None:
+                self._module = self.program.module()
+            return self._module(*args, **kwargs)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Store the program with ``torch.export.save``. Load it inside the block, with ``torch.export.load``."""
+        with register_flattening_functions(**self._patches):
+            torch.export.save(self.program, path)
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+
+def export_program(
+    module: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = "auto",
+    strict: bool = False,
+    cases: Iterable[Case] | None = None,
+    steps: int = 3,
+    tolerance: float = 1e-4,
+) -> ExportedModel:
+    """Export a module with ``torch.export`` and replay the program against the module.
+
+    Args:
+        module: the module, in the mode (``eval()``) it is to be exported in.
+        args: example positional arguments.
+        kwargs: example keyword arguments; caches among them. For a transformers model with ``past_key_values`` an
+            example that ``torch.export`` would fix at a size of 1 is replaced by one of size 2 or more.
+        dynamic_shapes: as for ``torch.export.export``; ``"auto"`` writes them (see
+            :func:`~yobx_flatten.dynamic_shapes`); ``None`` keeps every size fixed.
+        strict: as for ``torch.export.export``. With a ``DynamicCache`` among the inputs torch 2.13 fixes every dimension
+            in strict mode.
+        cases: what to replay beside the example. By default, for a transformers model with ``past_key_values``: other
+            batch sizes and lengths below, at and past its window, several tokens at once, a padded row.
+        steps: number of calls per case; after the first, each gets the cache that came out of the one before.
+        tolerance: largest absolute difference to the module's own outputs.
+
+    Returns:
+        The program with a report. It can be called outside the block, too.
+
+    Raises:
+        DynamicShapesError: when ``dynamic_shapes`` does not fit the inputs.
+        ReplayError: when a case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
+    """
+    export = _Export(module, args, dict(kwargs or {}), dynamic_shapes, steps, tolerance)
+    with export.block():
+        program = export.to_program(strict)
+        export.replay_program(program, cases)
+    return export.finish(program, None)
+
+
+def export_onnx(
+    module: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    path: str | os.PathLike[str] = "model.onnx",
+    *,
+    dynamic_shapes: Any = "auto",
+    cases: Iterable[Case] | None = None,
+    steps: int = 3,
+    tolerance: float = 1e-4,
+    opset_version: int | None = None,
+) -> ExportedModel:
+    """Export a module to an ONNX file and replay it in onnxruntime, as a loop over its own outputs.
+
+    Inputs and outputs have the names that tools for generation know: ``past_key_values.0.key``, ``present.0.key``.
+    Weights of 2 GB and more are stored beside the file.
+
+    Args:
+        module: the module, in the mode (``eval()``) it is to be exported in.
+        args: example positional arguments.
+        kwargs: example keyword arguments; caches among them. See :func:`export_program`.
+        path: the file to write. It appears when the conversion is done, not half-written.
+        dynamic_shapes: see :func:`export_program`.
+        cases: see :func:`export_program`.
+        steps: see :func:`export_program`.
+        tolerance: see :func:`export_program`.
+        opset_version: as for ``torch.onnx.export``.
+
+    Returns:
+        The program, the path and a report.
+
+    Raises:
+        DynamicShapesError: when ``dynamic_shapes`` does not fit the inputs.
+        MissingDependencyError: when onnx, onnxscript or onnxruntime is not installed.
+        ReplayError: when a case fails or differs by more than ``tolerance``; the file is there to be looked at.
+    """
+    for library in ("onnx", "onnxscript", "onnxruntime"):
+        if importlib.util.find_spec(library) is None:
+            raise MissingDependencyError(f"export_onnx needs {library}:\n    pip install yobx-flatten[onnx]")
+    export = _Export(module, args, dict(kwargs or {}), dynamic_shapes, steps, tolerance)
+    with export.block():
+        program = export.to_program(strict=False)
+        cases = export.replay_program(program, cases)
+        export.to_onnx(program, pathlib.Path(path), opset_version)
+        export.replay_onnx(pathlib.Path(path), cases)
+    return export.finish(program, pathlib.Path(path))
+
+
+class _Export:
+    """One export on its way: what the steps share."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        shapes: Any,
+        steps: int,
+        tolerance: float,
+    ) -> None:
+        self.module, self.args, self.kwargs, self.steps = module, args, kwargs, steps
+        self.patches = {"patch_transformers": "transformers" in sys.modules}
+        self.report = ExportReport(type(module).__qualname__, [], [], 0.0, tolerance=tolerance)
+        self.why_not = "transformers is not imported"
+        if self.patches["patch_transformers"]:
+            from .huggingface.cases import why_not_resizable
+
+            self.why_not = why_not_resizable(module, kwargs) or "" if not args else "there are positional arguments"
+        self.enlarge_example(shapes)
+        self.shapes = self.complete_shapes(shapes)
+
+    def block(self) -> contextlib.AbstractContextManager[Any]:
+        return register_flattening_functions(**self.patches)
+
+    def enlarge_example(self, shapes: Any) -> None:
+        """torch.export takes sizes 0 and 1 for fixed: use a larger example, or say that they stay."""
+        if shapes is None:
+            return
+        with self.block():
+            names = leaf_names(self.kwargs)
+            fixed = [
+                f"{name} {tuple(leaf.shape)}"
+                for name, leaf in zip(names, pytree.tree_leaves(self.kwargs), strict=True)
+                if isinstance(leaf, torch.Tensor) and any(size in (0, 1) for size in leaf.shape[:2])
+            ]
+        if not fixed:
+            return
+        if not self.why_not:
+            from .huggingface.cases import DecodeSizes, decode_inputs
+
+            self.kwargs = decode_inputs(self.module, DecodeSizes(), like=self.kwargs)
+        else:
+            self.report.remarks.append(
+                f"sizes of 0 and 1 in the example stay fixed: {', '.join(fixed)}. Pass an example of size 2 or more."
+            )
+
+    def complete_shapes(self, shapes: Any) -> Any:
+        """Dynamic shapes for all arguments, in the form torch wants them: by parameter name."""
+        if shapes is None:
+            return None
+        bound = inspect.signature(self.module.forward).bind_partial(*self.args)
+        inputs = {**bound.arguments, **self.kwargs}
+        with self.block():
+            if isinstance(shapes, str) and shapes == "auto":
+                return write_dynamic_shapes(inputs)
+            if isinstance(shapes, (tuple, list)):
+                shapes = dict(zip(inputs, shapes, strict=False))
+            shapes = {**dict.fromkeys(inputs), **shapes}
+            check_dynamic_shapes(inputs, shapes)
+        return shapes
+
+    def to_program(self, strict: bool) -> ExportedProgram:
+        start = time.perf_counter()
+        with torch.no_grad():
+            program = torch.export.export(
+                self.module,
+                clone(self.args),
+                clone(self.kwargs),
+                dynamic_shapes=self.shapes,
+                strict=strict,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+        self.report.export_seconds = time.perf_counter() - start
+        self.input_leaves = leaf_names((*self.args,)) + leaf_names(self.kwargs)
+        with torch.no_grad():
+            outputs = self.module(*clone(self.args), **clone(self.kwargs))
+        self.output_leaves = leaf_names(outputs, OUTPUT_NAMES)
+        signature = program.graph_signature
+        inputs = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
+        results = [spec for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+        self.report.input_names = _named(self.input_leaves, inputs)
+        self.report.output_names = _named(self.output_leaves, results)
+        return program
+
+    def replay_program(self, program: ExportedProgram, cases: Iterable[Case] | None) -> list[Case]:
+        chosen = [Case("the example", self.args, self.kwargs, self.steps), *self.choose_cases(cases)]
+        module = program.module()
+
+        def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+            with torch.no_grad():
+                outputs = module(*args, **clone(dict(kwargs)))
+            leaves = pytree.tree_leaves(outputs)
+            self.last_cache = getattr(outputs, "past_key_values", None)
+            return dict(zip(leaf_names(outputs, OUTPUT_NAMES), leaves, strict=True))
+
+        def feed_back(kwargs: Mapping[str, Any], outputs: dict[str, Any]) -> Mapping[str, Any]:
+            return {**kwargs, "past_key_values": self.last_cache}
+
+        for case in chosen:
+            logger.debug("replaying %s with torch.export", case.name)
+            self.report.cases.append(replay("torch.export", run, self.module, case, _following(), feed_back))
+        return chosen
+
+    def choose_cases(self, cases: Iterable[Case] | None) -> Sequence[Case]:
+        if cases is not None:
+            return list(cases)
+        if self.shapes is None:
+            return []
+        if self.why_not:
+            self.report.remarks.append(
+                f"other sizes were not replayed, since {self.why_not}: pass cases=[Case(name, args, kwargs), ...]."
+            )
+            return []
+        from .huggingface.cases import decode_inputs, default_sizes
+
+        sizes, remark = default_sizes(self.module)
+        self.report.remarks += [remark] if remark else []
+        return [Case(str(s), (), decode_inputs(self.module, s, self.kwargs, seed=i), self.steps) for i, s in enumerate(sizes)]
+
+    def to_onnx(self, program: ExportedProgram, path: pathlib.Path, opset_version: int | None) -> None:
+        start = time.perf_counter()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # external data is stored under the file's own name, so the file is made in a folder of its own, then moved
+        folder = path.parent / f".{path.name}.partial"
+        folder.mkdir(exist_ok=True)
+        try:
+            converted = torch.onnx.export(
+                program,
+                input_names=self.report.input_names,
+                output_names=self.report.output_names,
+                opset_version=opset_version,
+                dynamo=True,
+                verbose=False,
+            )
+            if converted is None:  # typed as optional, for the other exporter
+                raise ReplayError("torch.onnx.export returned nothing.", self.report)
+            converted.save(folder / path.name)
+            files = sorted(folder.iterdir())
+            self.report.onnx_bytes = sum(file.stat().st_size for file in files)
+            for file in files:
+                os.replace(file, path.parent / file.name)
+        finally:
+            for file in folder.iterdir():
+                file.unlink()
+            folder.rmdir()
+        self.report.onnx_seconds = time.perf_counter() - start
+
+    def replay_onnx(self, path: pathlib.Path, cases: Sequence[Case]) -> None:
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        wanted = {given.name for given in session.get_inputs()}
+        results = [result.name for result in session.get_outputs()]
+
+        def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+            leaves = pytree.tree_leaves((args, dict(kwargs)))
+            feeds = dict(zip(self.input_leaves, leaves, strict=True))
+            arrays = {name: _to_numpy(feeds[name]) for name in wanted}
+            return dict(zip(results, map(torch.from_numpy, map(_writable, session.run(None, arrays))), strict=True))
+
+        def feed_back(kwargs: Mapping[str, Any], outputs: dict[str, Any]) -> Mapping[str, Any]:
+            leaves, spec = pytree.tree_flatten(dict(kwargs))
+            own = [
+                outputs.get("present" + name.removeprefix("past_key_values"), leaf)
+                if name.startswith("past_key_values.")
+                else leaf
+                for name, leaf in zip(leaf_names(dict(kwargs)), leaves, strict=True)
+            ]
+            return pytree.tree_unflatten(own, spec)  # type: ignore[no-any-return] # a dict, as it was
+
+        for case in cases:
+            logger.debug("replaying %s with onnxruntime", case.name)
+            self.report.cases.append(replay("onnxruntime", run, self.module, case, _following(), feed_back))
+
+    def finish(self, program: ExportedProgram, path: pathlib.Path | None) -> ExportedModel:
+        if not self.report.ok:
+            raise ReplayError(
+                f"The exported {self.report.module} does not do what the eager model does (largest difference "
+                f"{self.report.max_difference:.1e}, allowed {self.report.tolerance:.1e}).\n{self.report}",
+                self.report,
+            )
+        return ExportedModel(program, self.report, path, self.patches)
+
+
+def _named(names: list[str], specs: Sequence[Any]) -> list[str]:
+    """The names of the leaves that are inputs or outputs of the graph; numbers and None are part of the program."""
+    if len(names) != len(specs):
+        raise FlattenError(f"{len(names)} leaves {names} for {len(specs)} arguments of the program.")
+    return [name for name, spec in zip(names, specs, strict=True) if not isinstance(spec.arg, ConstantArgument)]
+
+
+def _following() -> Any:
+    if "transformers" not in sys.modules:
+        return lambda kwargs, outputs, seed: None
+    from .huggingface.cases import next_inputs
+
+    return next_inputs
+
+
+def _to_numpy(leaf: Any) -> Any:
+    import numpy
+
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().cpu().contiguous().numpy()
+    return numpy.array(leaf)
+
+
+def _writable(array: Any) -> Any:
+    import numpy
+
+    return numpy.array(array)
+
+

@@ -1,0 +1,182 @@
+"""What happens around every ``torch.export`` call inside a block, and to the programs that are made there.
+
+* Dimensions that happen to be equal in the example stay apart (duck shapes off).
+* Model libraries put their traceable versions in place (see :mod:`yobx_flatten.huggingface.tracing`).
+* A program remembers which classes it takes and returns. Called where they are not registered it says so; torch alone
+  ends in ``KeyError: <class ...>``.
+
+All of it happens during the trace only, in whichever thread it runs; models that run eagerly inside a block are not
+touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+import torch.fx.experimental._config as fx_config
+import torch.utils._pytree as pytree
+from torch.export import ExportedProgram
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .errors import NotRegisteredError
+from .patches import AttributePatch, ImportHook
+from .registry import REGISTRY
+
+__all__ = ["EXPORT_HOOK", "ExportHook", "TraceSupport", "require_registered"]
+
+
+class TraceSupport(Protocol):
+    """What a model library needs while its models are traced."""
+
+    def prepare(self, tree: Any) -> Any:
+        """Return the example inputs as the trace should see them."""
+
+    def traceable(self) -> contextlib.AbstractContextManager[None]:
+        """Put the traceable versions in place."""
+
+
+class ExportHook:
+    """Wraps torch's export function while at least one block is open."""
+
+    _MODULE = "torch.export._trace"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._supports: list[TraceSupport | None] = []
+        self._import_hook = ImportHook(self._MODULE, self._on_import)
+        self._on_trace: AttributePatch | None = None
+        self._on_program = AttributePatch(ExportedProgram, "__init__", _remembering(ExportedProgram.__init__))
+
+    def acquire(self, support: TraceSupport | None) -> None:
+        """Open: exports from now on are wrapped, with ``support`` if given."""
+        with self._lock:
+            self._supports.append(support)
+            if len(self._supports) > 1:
+                return
+            self._on_program.acquire()
+            if self._MODULE in sys.modules:
+                self._patch(sys.modules[self._MODULE])
+            else:  # it brings all of dynamo along, which a block that only flattens does not need
+                self._import_hook.install()
+
+    def release(self, support: TraceSupport | None) -> None:
+        """Close what :meth:`acquire` opened."""
+        with self._lock:
+            self._supports.remove(support)
+            if self._supports:
+                return
+            self._on_program.release()
+            self._import_hook.remove()
+            if self._on_trace is not None:
+                self._on_trace.release()
+                self._on_trace = None
+
+    def _on_import(self, module: ModuleType) -> None:
+        with self._lock:
+            if self._supports and self._on_trace is None:
+                self._patch(module)
+
+    def _patch(self, module: ModuleType) -> None:
+        self._on_trace = AttributePatch(module, "_export", self._wrapped(vars(module)["_export"]))
+        self._on_trace.acquire()
+
+    def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def _export(mod: Any, args: Any, kwargs: Any = None, *more: Any, **options: Any) -> Any:
+            with self._lock:
+                # someone who imported this function inside a block may call it when the block is long gone
+                active, supports = bool(self._supports), [s for s in dict.fromkeys(self._supports) if s is not None]
+            if not active:
+                return original(mod, args, kwargs, *more, **options)
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_duck_shapes_off())
+                for support in supports:
+                    args, kwargs = support.prepare(args), support.prepare(kwargs)
+                    stack.enter_context(support.traceable())
+                return original(mod, args, kwargs, *more, **options)
+
+        return _export
+
+
+@contextlib.contextmanager
+def _duck_shapes_off() -> Iterator[None]:
+    # a setting per thread (a ContextVar), so it is set in the thread that traces and not where the block is entered
+    found = fx_config.use_duck_shape
+    fx_config.use_duck_shape = False
+    try:
+        yield
+    finally:
+        fx_config.use_duck_shape = found
+
+
+class _RememberingProgram(ExportedProgram):
+    """An ``ExportedProgram`` that explains itself when its classes are not registered."""
+
+    def module(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        classes = _classes_of(self)
+        module = super().module(*args, **kwargs)
+        if classes:
+            module.register_forward_pre_hook(functools.partial(_require_before_call, classes), prepend=True)
+        return module
+
+    def run_decompositions(self, decomp_table: Any = None, *args: Any, **kwargs: Any) -> ExportedProgram:
+        require_registered(_classes_of(self), "This program")
+        attention = torch.ops.aten.scaled_dot_product_attention.default
+        if decomp_table is None or attention in decomp_table:
+            return super().run_decompositions(decomp_table, *args, **kwargs)
+        # The attention stays one operator, but a `contiguous` behind it is dropped where the CPU's fused kernel happens to
+        # return strides that make it needless. The ONNX exporter then cannot view the result ("Cannot view a tensor
+        # with shape", T5 in torch 2.13). The plain kernel has the strides that every other one may rely on.
+        with sdpa_kernel(SDPBackend.MATH):
+            return super().run_decompositions(decomp_table, *args, **kwargs)
+
+
+def _remembering(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if type(self) is ExportedProgram:
+            self.__class__ = _RememberingProgram
+
+    return __init__
+
+
+def _classes_of(program: ExportedProgram) -> tuple[type, ...]:
+    """The classes in a program's inputs and outputs that are ours to explain."""
+    found: dict[type, None] = {}
+    specs = [spec for spec in program.call_spec if spec is not None]
+    while specs:
+        spec = specs.pop()
+        if spec.type is not None and REGISTRY.remedy(spec.type) is not None:
+            found[spec.type] = None
+        specs.extend(spec.children())
+    return tuple(found)
+
+
+def _require_before_call(classes: tuple[type, ...], module: torch.nn.Module, args: Any) -> None:
+    require_registered(classes, "This program")
+
+
+def require_registered(classes: tuple[type, ...], subject: str) -> None:
+    """Say which classes are not registered, and the line that registers them.
+
+    Raises:
+        NotRegisteredError: when one of them is not.
+    """
+    missing = [cls for cls in classes if cls not in pytree.SUPPORTED_NODES]
+    if missing:
+        names = ", ".join(cls.__qualname__ for cls in missing)
+        raise NotRegisteredError(
+            f"{subject} takes or returns {names}, which torch does not know how to take apart here. Call it where the "
+            f"class is registered:\n    {REGISTRY.remedy(missing[0])}"
+        )
+
+
+EXPORT_HOOK = ExportHook()

@@ -1,0 +1,182 @@
+"""Caches made of given tensors, layer by layer: for examples, tests and the inputs of an export."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from ..errors import CacheStructureError, describe_class
+from .layers import LETTERS, kind_of
+
+__all__ = ["make_dynamic_cache", "make_encoder_decoder_cache", "make_static_cache"]
+
+Pairs: TypeAlias = Sequence[torch.Tensor] | Sequence[tuple[torch.Tensor, torch.Tensor]]
+Layers: TypeAlias = str | type | Sequence[str | type] | None
+Options: TypeAlias = dict[str, Any] | Sequence[dict[str, Any]] | None
+
+
+def make_dynamic_cache(key_value_pairs: Pairs, cls_layers: Layers = None, cls_kwargs: Options = None) -> Any:
+    """Make a ``DynamicCache`` that holds the given tensors as they are.
+
+    Args:
+        key_value_pairs: one (keys, values) pair per layer, or the same tensors in one flat list; each of shape
+            (batch, heads, length, head size).
+        cls_layers: the layers' classes, or their names; one for all, or one per layer. ``DynamicLayer`` by default.
+        cls_kwargs: what their constructors are given, for all or per layer: ``{"sliding_window": 8}``.
+
+    Returns:
+        The cache. Sliding layers have seen as many tokens as a full layer beside them holds, else as they hold.
+
+    Raises:
+        CacheStructureError: when the arguments do not fit each other.
+
+    >>> import torch
+    >>> pairs = [(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))] * 2
+    >>> cache = make_dynamic_cache(pairs, ["DynamicLayer", "DynamicSlidingWindowLayer"], [{}, {"sliding_window": 8}])
+    >>> [type(layer).__name__ for layer in cache.layers], cache.layers[1].sliding_window
+    (['DynamicLayer', 'DynamicSlidingWindowLayer'], 8)
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    pairs = _pairs(key_value_pairs)
+    classes = _per_layer(cls_layers if cls_layers is not None else DynamicLayer, len(pairs), "cls_layers")
+    options = _per_layer(cls_kwargs or {}, len(pairs), "cls_kwargs")
+    layers = [_new_layer(c, o, "DW") for c, o in zip(classes, options, strict=True)]
+    held = [keys.shape[-2] for layer, (keys, _) in zip(layers, pairs, strict=True) if type(layer) is DynamicLayer]
+    for layer, (keys, values) in zip(layers, pairs, strict=True):
+        _fill(layer, keys, values)
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = held[0] if held else keys.shape[-2]
+    cache = DynamicCache()
+    cache.layers = layers
+    if len(held) < len(layers):
+        cache.layer_class_to_replicate = None
+    return cache
+
+
+def make_static_cache(
+    key_value_pairs: Pairs,
+    max_cache_len: int | None = None,
+    cls_layers: Layers = None,
+    cls_kwargs: Options = None,
+    *,
+    length: int | None = None,
+) -> Any:
+    """Make a ``StaticCache`` that holds the given tokens.
+
+    Args:
+        key_value_pairs: one (keys, values) pair per layer, or the same tensors in one flat list; each of shape
+            (batch, heads, length, head size).
+        max_cache_len: number of tokens a layer has room for; by default as many as the first keys hold. Keys of that
+            length are used as they are, shorter ones are copied into zeros.
+        cls_layers: the layers' classes, or their names; one for all, or one per layer. ``StaticLayer`` by default.
+        cls_kwargs: what else their constructors are given, for all or per layer: ``{"sliding_window": 8}``.
+        length: number of tokens seen so far; by default as many as the first keys hold.
+
+    Returns:
+        The cache, ready to go on at position ``length``.
+
+    Raises:
+        CacheStructureError: when the arguments do not fit each other.
+    """
+    from transformers.cache_utils import StaticCache, StaticLayer
+
+    pairs = _pairs(key_value_pairs)
+    if not pairs:
+        raise CacheStructureError("make_static_cache: key_value_pairs is empty; give one (keys, values) pair per layer.")
+    held = pairs[0][0].shape[-2]
+    room, length = max_cache_len or held, held if length is None else length
+    classes = _per_layer(cls_layers if cls_layers is not None else StaticLayer, len(pairs), "cls_layers")
+    options = _per_layer(cls_kwargs or {}, len(pairs), "cls_kwargs")
+    cache = StaticCache.__new__(StaticCache)
+    cache.layers, cache.layer_class_to_replicate, cache.offloading = [], None, False
+    for (keys, values), cls, option in zip(pairs, classes, options, strict=True):
+        layer = _new_layer(cls, {"max_cache_len": room, **option}, "SX")
+        layer_room = layer.max_cache_len
+        layer.lazy_initialization(*(keys, values)[: layer.lazy_initialization.__code__.co_argcount - 1])
+        _fill(layer, _with_room(keys, layer_room), _with_room(values, layer_room))
+        if isinstance(getattr(layer, "cumulative_length", None), torch.Tensor):
+            layer.cumulative_length = torch.tensor(min(length, layer_room), dtype=torch.int64, device=keys.device)
+        elif hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = length
+        if hasattr(layer, "cumulative_length_int"):
+            layer.cumulative_length_int = length
+        cache.layers.append(layer)
+    return cache
+
+
+def make_encoder_decoder_cache(self_attention_cache: Any, cross_attention_cache: Any) -> Any:
+    """Make an ``EncoderDecoderCache`` of two caches.
+
+    Args:
+        self_attention_cache: the decoder's own keys and values.
+        cross_attention_cache: keys and values of the encoder's output.
+
+    Returns:
+        The cache; layers whose cross-attention is filled count as updated.
+    """
+    from transformers.cache_utils import EncoderDecoderCache
+
+    return EncoderDecoderCache(self_attention_cache, cross_attention_cache)
+
+
+def _pairs(given: Pairs) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    given = list(given)
+    if given and isinstance(given[0], torch.Tensor):
+        if len(given) % 2:
+            raise CacheStructureError(
+                f"key_value_pairs is a flat list of {len(given)} tensors; give keys and values in turn, two per layer."
+            )
+        given = list(zip(given[::2], given[1::2], strict=True))
+    for index, pair in enumerate(given):
+        if len(pair) != 2 or not all(isinstance(t, torch.Tensor) and t.dim() == 4 for t in pair):
+            raise CacheStructureError(
+                f"key_value_pairs[{index}] must be a pair of tensors of shape (batch, heads, length, head size), found "
+                f"{[tuple(t.shape) if isinstance(t, torch.Tensor) else describe_class(t) for t in pair]}."
+            )
+    return given  # type: ignore[return-value] # checked above
+
+
+def _per_layer(given: Any, count: int, name: str) -> list[Any]:
+    if isinstance(given, (str, type, dict)):
+        return [given] * count
+    given = list(given)
+    if len(given) != count:
+        raise CacheStructureError(f"{name} has {len(given)} entries for {count} layers; give one per layer, or one for all.")
+    return given
+
+
+def _new_layer(cls: str | type, options: dict[str, Any], letters: str) -> Any:
+    import transformers.cache_utils as cache_utils
+
+    allowed = [name for name, letter in LETTERS.items() if letter in letters and hasattr(cache_utils, name)]
+    if isinstance(cls, str):
+        if cls not in allowed:
+            raise CacheStructureError(f"cls_layers: {cls!r} is not one of {allowed}.")
+        cls = getattr(cache_utils, cls)
+    if cls.__name__ not in allowed:
+        raise CacheStructureError(f"cls_layers: {describe_class(cls)} is not one of {allowed}.")
+    try:
+        return cls(**options)
+    except TypeError as error:
+        raise CacheStructureError(
+            f"cls_kwargs: {cls.__name__}(**{options}) fails: {error}. A sliding layer takes {{'sliding_window': 8}}."
+        ) from None
+
+
+def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
+    layer.keys, layer.values, layer.dtype, layer.device = keys, values, keys.dtype, keys.device
+    if kind_of(type(layer)).has_flag:
+        layer.is_initialized = True
+
+
+def _with_room(tensor: torch.Tensor, room: int) -> torch.Tensor:
+    if tensor.shape[-2] == room:
+        return tensor
+    if tensor.shape[-2] > room:
+        raise CacheStructureError(f"The keys hold {tensor.shape[-2]} tokens, and the layer has room for {room}.")
+    padded = tensor.new_zeros((*tensor.shape[:-2], room, tensor.shape[-1]))
+    padded[..., : tensor.shape[-2], :] = tensor
+    return padded

@@ -1,0 +1,185 @@
+"""Decode inputs of other sizes for a transformers model: caches made by really running it, and the next step of a loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["DecodeSizes", "decode_inputs", "default_sizes", "next_inputs", "why_not_resizable"]
+
+_DECODER = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}
+_ENCODER_DECODER = {
+    "decoder_input_ids",
+    "decoder_attention_mask",
+    "encoder_outputs",
+    "attention_mask",
+    "past_key_values",
+    "use_cache",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeSizes:
+    """Sizes of one decode call.
+
+    Attributes:
+        batch: number of rows.
+        past: number of tokens the cache has seen.
+        new: number of tokens of this call.
+        padding: number of padding tokens on the left of the first row.
+        source: number of tokens the encoder reads (encoder-decoder models).
+    """
+
+    batch: int = 2
+    past: int = 5
+    new: int = 3
+    padding: int = 0
+    source: int = 7
+
+    def __str__(self) -> str:
+        padding = f", {self.padding} padded" if self.padding else ""
+        return f"batch {self.batch}, past {self.past}, new {self.new}{padding}"
+
+
+def why_not_resizable(model: Any, kwargs: Mapping[str, Any]) -> str | None:
+    """Tell why the inputs of a model cannot be made in other sizes; ``None`` when they can.
+
+    Args:
+        model: the module that is exported.
+        kwargs: its example keyword arguments.
+    """
+    if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
+        return f"{type(model).__qualname__} is not a transformers model"
+    if "past_key_values" not in kwargs:
+        return "the inputs hold no past_key_values"
+    known = _ENCODER_DECODER if "encoder_outputs" in kwargs else _DECODER
+    unknown = [name for name, value in kwargs.items() if name not in known and isinstance(value, torch.Tensor)]
+    if unknown:
+        return f"the sizes of {', '.join(unknown)} are not known"
+    return None
+
+
+def default_sizes(model: Any, longest: int = 1024) -> tuple[list[DecodeSizes], str | None]:
+    """Choose sizes that are hard: below, at and past the smallest window, one and several tokens, a padded row.
+
+    Args:
+        model: a transformers model.
+        longest: the longest past worth a replay.
+
+    Returns:
+        The sizes, and a remark when a window is too long to be passed.
+    """
+    config = model.config.get_text_config(decoder=True)
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    room = getattr(config, "max_position_embeddings", None) or longest
+    if not isinstance(window, int) or window < 3:
+        window = None
+    remark = None
+    if window is not None and 2 * window + 8 > min(longest, room):
+        remark = f"The sliding window of {window} was not passed: that takes more than {min(longest, room)} tokens."
+        window = None
+    if window is None:
+        return [DecodeSizes(3, 6, 1), DecodeSizes(1, 9, 3), DecodeSizes(2, 17, 2, padding=3)], remark
+    return [
+        DecodeSizes(3, max(2, window // 2), 2, padding=1),
+        DecodeSizes(1, window - 1, 1),
+        DecodeSizes(2, window, 3),
+        DecodeSizes(4, 2 * window + 3, 1, padding=window + 1),
+        DecodeSizes(3, window + 2, 3),
+    ], remark
+
+
+def decode_inputs(model: Any, sizes: DecodeSizes, like: Mapping[str, Any] | None = None, seed: int = 0) -> dict[str, Any]:
+    """Make the inputs of one decode call, with a cache filled by running the model.
+
+    Args:
+        model: a causal or encoder-decoder model of transformers.
+        sizes: batch, past and new tokens, padding.
+        like: inputs whose names are used and whose static cache's length is kept; by default ``input_ids`` (or
+            ``decoder_input_ids`` and ``encoder_outputs``), ``attention_mask`` and ``past_key_values``.
+        seed: of the random tokens.
+
+    Returns:
+        Keyword arguments for the model.
+    """
+    config = model.config.get_text_config(decoder=True)
+    encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    device = model.get_input_embeddings().weight.device
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, config.vocab_size, (sizes.batch, sizes.past + sizes.new), generator=generator).to(device)
+    if like is None:
+        like = dict.fromkeys(
+            ("decoder_input_ids", "encoder_outputs", "attention_mask", "past_key_values")
+            if encoder_decoder
+            else ("input_ids", "attention_mask", "past_key_values")
+        )
+    mask = torch.ones_like(tokens)
+    mask[0, : sizes.padding] = 0
+    past, new = slice(0, sizes.past), slice(sizes.past, None)
+    fresh = _fresh_cache(model, like.get("past_key_values"))
+    made: dict[str, Any] = {}
+    with torch.no_grad():
+        if encoder_decoder:
+            source_shape = (sizes.batch, sizes.source)
+            source = torch.randint(0, config.vocab_size, source_shape, generator=generator).to(device)
+            source_mask = torch.ones_like(source)
+            source_mask[0, sizes.source - min(2, sizes.source - 1) :] = 0  # encoders are padded on the right
+            encoder_outputs = model.get_encoder()(input_ids=source, attention_mask=source_mask)
+            prefill = {"encoder_outputs": encoder_outputs, "attention_mask": source_mask}
+            if "decoder_attention_mask" in like:
+                prefill["decoder_attention_mask"] = mask[:, past]
+            cache = model(decoder_input_ids=tokens[:, past], past_key_values=fresh, use_cache=True, **prefill)
+            made = {**prefill, "decoder_input_ids": tokens[:, new], "decoder_attention_mask": mask}
+        else:
+            prefill = {"attention_mask": mask[:, past]}
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            if "position_ids" in like:
+                prefill["position_ids"] = positions[:, past]
+            cache = model(input_ids=tokens[:, past], past_key_values=fresh, use_cache=True, **prefill)
+            made = {"input_ids": tokens[:, new], "attention_mask": mask, "position_ids": positions[:, new]}
+    made["past_key_values"] = cache.past_key_values
+    # what is not a tensor (use_cache=True, ...) is the caller's
+    return {name: made.get(name, value) for name, value in like.items()}
+
+
+def next_inputs(kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[str, Any] | None:
+    """Make the inputs of the next decode call: the cache that came out, as many new tokens, a longer mask.
+
+    Args:
+        kwargs: the inputs of the last call.
+        outputs: what it returned.
+        seed: of the random tokens.
+
+    Returns:
+        Keyword arguments, or ``None`` when there is no cache to go on with.
+    """
+    cache = getattr(outputs, "past_key_values", None)
+    if cache is None or "past_key_values" not in kwargs:
+        return None
+    following = {**kwargs, "past_key_values": cache}
+    encoder_decoder = "decoder_input_ids" in kwargs
+    ids_name = "decoder_input_ids" if encoder_decoder else "input_ids"
+    ids = kwargs[ids_name]
+    generator = torch.Generator().manual_seed(seed)
+    following[ids_name] = torch.randint(0, outputs.logits.shape[-1], ids.shape, generator=generator).to(ids.device)
+    mask_name = "decoder_attention_mask" if encoder_decoder else "attention_mask"
+    if isinstance(kwargs.get(mask_name), torch.Tensor):
+        following[mask_name] = torch.cat([kwargs[mask_name], torch.ones_like(ids)], dim=1)
+    if isinstance(kwargs.get("position_ids"), torch.Tensor):
+        following["position_ids"] = kwargs["position_ids"] + ids.shape[1]
+    return following
+
+
+def _fresh_cache(model: Any, example: Any) -> Any:
+    """An empty static cache like the example's; ``None`` lets the model make its own."""
+    if type(example).__name__ != "StaticCache":
+        return None
+    from transformers.cache_utils import StaticCache
+
+    longest = max(layer.max_cache_len for layer in example.layers)
+    cache_of = inspect.signature(StaticCache.__init__).parameters
+    return StaticCache(**{"config": model.config, "max_cache_len": longest} if "config" in cache_of else {})

@@ -1,0 +1,222 @@
+"""One row per class of cache layer: its letter, what is a tensor in it, what counts tokens, what its configuration fixes.
+
+========  ===========================  =======================  ==================  ==============================
+letter    class                        leaves                   counter             static (digits behind the letter)
+========  ===========================  =======================  ==================  ==============================
+``D``     ``DynamicLayer``             ``key``, ``value``       their length        none
+``W``     ``DynamicSlidingWindow-``    ``key``, ``value``       ``length``          window; ``r`` while it records
+          ``Layer``                                                                 its past
+``S``     ``StaticLayer``              ``key``, ``value``,      ``position``        maximal length
+                                       ``position``
+``X``     ``StaticSlidingWindow-``     ``key``, ``value``,      ``position`` and    window
+          ``Layer``                    ``position``             ``length``
+========  ===========================  =======================  ==================  ==============================
+
+``position`` is a tensor that the layer itself counts with. ``length`` is a Python integer; sliding layers keep fewer keys
+than they have seen tokens, and positions are wrong without it. It is one value for the whole cache: see
+:mod:`yobx_flatten.huggingface.caches` for where it comes from. What differs between versions of transformers is here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..errors import CacheStructureError, UnsupportedLayerError
+
+__all__ = ["LETTERS", "LayerKind", "kind_of", "kind_of_code"]
+
+# class name -> letter; two names where a version renamed the class
+LETTERS = {
+    "DynamicLayer": "D",
+    "DynamicSlidingWindowLayer": "W",
+    "StaticLayer": "S",
+    "StaticSlidingWindowLayer": "X",
+    "SlidingWindowLayer": "X",  # transformers 4.56
+}
+
+# A static layer derives these from its tensors when it is filled; which ones it has depends on the version.
+_DERIVED = {
+    "batch_size": lambda keys, values: keys.shape[0],
+    "max_batch_size": lambda keys, values: keys.shape[0],
+    "num_heads": lambda keys, values: keys.shape[1],
+    "head_dim": lambda keys, values: keys.shape[-1],
+    "k_head_dim": lambda keys, values: keys.shape[-1],
+    "v_head_dim": lambda keys, values: values.shape[-1],
+}
+
+# window and device -> the tensor that transformers 5 keeps beside the window (DDP gathers it). Remembered when a layer is
+# taken apart, because unflatten must not make tensors: inside a trace they become constants of the program.
+_WINDOW_TENSORS: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """What is to know about one class of layers, for the installed version of transformers.
+
+    Attributes:
+        cls: the class.
+        letter: its letter code.
+        has_flag: instances have ``is_initialized`` (transformers >= 4.57); before, ``keys is None`` says it.
+        has_recording: instances have ``record_past`` (transformers >= 5.17).
+        derived: attributes that a filled static layer takes from its tensors.
+    """
+
+    cls: type
+    letter: str
+    has_flag: bool
+    has_recording: bool
+    derived: tuple[str, ...]
+
+    @property
+    def is_static(self) -> bool:
+        """Tell whether the layer's tensors have their full length from the start."""
+        return self.letter in "SX"
+
+    @property
+    def is_sliding(self) -> bool:
+        """Tell whether the layer keeps a window only, so that it needs a count of the tokens it saw."""
+        return self.letter in "WX"
+
+    def code(self, layer: Any) -> str:
+        """Return the letter and what the configuration fixes, ``W8`` for a window of 8.
+
+        A layer found in a ``DynamicCache`` of another length, batch, dtype or device has the same code.
+        """
+        if self.letter == "D":
+            return "D"
+        if self.letter == "W":
+            return f"W{layer.sliding_window}{'r' if getattr(layer, 'record_past', False) else ''}"
+        return f"{self.letter}{layer.max_cache_len}"
+
+    def is_filled(self, layer: Any, index: int) -> bool:
+        """Tell whether the layer holds keys and values.
+
+        Raises:
+            CacheStructureError: when it holds only one of them, or says something else than it holds.
+        """
+        held = vars(layer)
+        keys, values = held.get("keys"), held.get("values")
+        filled = bool(held.get("is_initialized", keys is not None))
+        if (keys is None) == (values is None) and (filled or keys is None):
+            return filled
+        found = {name: "None" if held.get(name) is None else type(held[name]).__name__ for name in ("keys", "values")}
+        raise CacheStructureError(
+            f"layers[{index}] is a half-initialised {self.cls.__name__}: keys is {found['keys']}, values is "
+            f"{found['values']}, is_initialized is {held.get('is_initialized', 'not there')}. Fill it with "
+            "layer.update(keys, values), or empty it with layer.reset()."
+        )
+
+    def position(self, layer: Any) -> Any:
+        """Return the tensor that a static layer counts with; ``None`` when this version has none."""
+        held = vars(layer).get("cumulative_length") if self.is_static else None
+        return None if isinstance(held, int) else held
+
+    def length(self, layer: Any) -> Any:
+        """Return the integer that a sliding layer counts with."""
+        held = vars(layer)
+        return held["cumulative_length_int"] if "cumulative_length_int" in held else held["cumulative_length"]
+
+    def remember(self, layer: Any) -> None:
+        """Keep the tensor that goes with the layer's window, for the layers that are rebuilt from it."""
+        tensor = vars(layer).get("_sliding_window_tensor")
+        if type(tensor) is torch.Tensor:
+            _WINDOW_TENSORS.setdefault((layer.sliding_window, tensor.device), tensor)
+
+    def rebuild(self, parameter: str, leaves: Iterator[Any] | None, length: Any, has_position: bool) -> Any:
+        """Build a layer around its leaves: no copy, no ``__init__``, no tensor made.
+
+        Args:
+            parameter: what stood behind the letter in the code.
+            leaves: yields keys, values and the position; ``None`` for a layer that holds nothing yet.
+            length: the number of tokens that a sliding layer has seen.
+            has_position: whether the leaves hold a position.
+
+        Returns:
+            A layer of class ``cls``.
+        """
+        if leaves is None:
+            return self._rebuild_empty(parameter)
+        layer = self.cls.__new__(self.cls)
+        held = vars(layer)
+        held["keys"] = keys = next(leaves)
+        held["values"] = values = next(leaves)
+        if self.has_flag:
+            held["is_initialized"] = True
+        if self.letter == "W":
+            held["sliding_window"] = window = int(parameter.rstrip("r"))
+            held["cumulative_length"] = length
+            if self.has_recording:
+                held["record_past"] = parameter.endswith("r")
+            if isinstance(keys, torch.Tensor) and (window, keys.device) in _WINDOW_TENSORS:
+                held["_sliding_window_tensor"] = _WINDOW_TENSORS[window, keys.device]
+        elif self.is_static:
+            held["max_cache_len"] = int(parameter)
+            if has_position:
+                held["cumulative_length"] = next(leaves)
+            if self.letter == "X":
+                held["cumulative_length_int" if has_position else "cumulative_length"] = length
+        if isinstance(keys, torch.Tensor):
+            held["dtype"], held["device"] = keys.dtype, keys.device
+            if self.derived and isinstance(values, torch.Tensor) and keys.dim() > 3:
+                for name in self.derived:
+                    held[name] = _DERIVED[name](keys, values)
+        return layer
+
+    def _rebuild_empty(self, parameter: str) -> Any:
+        """A layer that holds nothing yet: only here the constructor runs."""
+        if self.letter == "D":
+            return self.cls()
+        size = int(parameter.rstrip("r"))
+        layer = self.cls(size, size) if self.letter == "X" else self.cls(size)
+        if parameter.endswith("r"):
+            layer.activate_past_recording()
+        return layer
+
+
+@functools.cache
+def kind_of(cls: type) -> LayerKind:
+    """Return the row of a layer class.
+
+    Raises:
+        UnsupportedLayerError: when the class is none of those in the table.
+    """
+    letter = LETTERS.get(cls.__name__) if cls.__module__ == "transformers.cache_utils" else None
+    if letter is None:
+        raise UnsupportedLayerError(
+            f"{cls.__module__}.{cls.__qualname__} is a cache layer that yobx_flatten cannot take apart. It knows "
+            f"{', '.join(LETTERS)} of transformers.cache_utils."
+        )
+    dynamic = sys.modules[cls.__module__].DynamicLayer
+    filled_by = getattr(getattr(cls, "lazy_initialization", None), "__code__", None)
+    names = filled_by.co_names if filled_by is not None and letter in "SX" else ()
+    return LayerKind(
+        cls,
+        letter,
+        has_flag="is_initialized" in vars(dynamic()),
+        has_recording=hasattr(cls, "activate_past_recording"),
+        derived=tuple(name for name in _DERIVED if name in names),
+    )
+
+
+@functools.cache
+def kind_of_code(code: str) -> tuple[LayerKind, str]:
+    """Return the row and the parameter of a code such as ``W8``.
+
+    Raises:
+        UnsupportedLayerError: for a letter that no row has, as in a program saved by a newer version.
+    """
+    import transformers.cache_utils as cache_utils
+
+    for name, letter in LETTERS.items():
+        if code.startswith(letter) and hasattr(cache_utils, name):
+            return kind_of(getattr(cache_utils, name)), code[len(letter) :]
+    raise UnsupportedLayerError(
+        f"{code!r} is not the code of a cache layer that this version of yobx_flatten knows (it knows "
+        f"{', '.join(sorted(set(LETTERS.values())))}, each with digits behind it)."
+    )

@@ -1,0 +1,38 @@
+"""Readable names for the leaves of nested inputs and outputs: ``past_key_values.0.key``, ``present.length``, ``logits``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .tree import key_name, node_of
+
+__all__ = ["leaf_names"]
+
+
+def leaf_names(tree: Any, renamed: dict[str, str] | None = None) -> list[str]:
+    """Name every leaf by the way to it.
+
+    Args:
+        tree: nested inputs or outputs.
+        renamed: other names for entries of the first level: ``{"past_key_values": "present"}`` is what tools for
+            generation expect of outputs.
+
+    Returns:
+        One name per leaf, in the order of ``torch.utils._pytree.tree_leaves`` inside the block.
+
+    >>> leaf_names({"input_ids": 1, "extra": [2, {"a": 3}]})
+    ['input_ids', 'extra.0', 'extra.1.a']
+    """
+    node = node_of(tree)
+    if node is None:
+        return [""]
+    names = []
+    for key, child in zip(node.keys, node.children, strict=True):
+        first = key_name(key)
+        first = (renamed or {}).get(first, first)
+        for below in leaf_names(child):
+            if node.recipe is not None and node.recipe.label is not None:
+                names.append(node.recipe.label(first, below))
+            else:
+                names.append(f"{first}.{below}" if below else first)
+    return names

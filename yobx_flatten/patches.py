@@ -1,0 +1,92 @@
+"""Attributes replaced for a while, and what a module needs done when it is imported meanwhile. Both are put back."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+__all__ = ["AttributePatch", "ImportHook"]
+
+_MISSING = object()
+
+
+class AttributePatch:
+    """One attribute that is replaced while at least one holder wants it so.
+
+    Holders may come and go in any order, from any thread. If somebody else replaced the attribute after us, it is theirs
+    and stays.
+    """
+
+    def __init__(self, owner: Any, name: str, replacement: Any) -> None:
+        self._owner, self._name, self._replacement = owner, name, replacement
+        self._found: Any = _MISSING
+        self._holders = 0
+        self._lock = threading.Lock()
+
+    def acquire(self) -> None:
+        """Put the replacement in place, if it is not."""
+        with self._lock:
+            if self._holders == 0:
+                # vars(), not getattr: an inherited attribute is deleted afterwards, not copied into the subclass
+                self._found = vars(self._owner).get(self._name, _MISSING)
+                setattr(self._owner, self._name, self._replacement)
+            self._holders += 1
+
+    def release(self) -> None:
+        """Bring back what was found, if nobody else wants the replacement."""
+        with self._lock:
+            self._holders -= 1
+            if self._holders > 0 or vars(self._owner).get(self._name) is not self._replacement:
+                return
+            if self._found is _MISSING:
+                delattr(self._owner, self._name)
+            else:
+                setattr(self._owner, self._name, self._found)
+
+
+class ImportHook(importlib.abc.MetaPathFinder):
+    """Calls a function right after one module was imported for the first time.
+
+    Spares importing a large module (``torch.export._trace`` brings all of dynamo) only to be ready for it.
+    """
+
+    def __init__(self, module: str, action: Callable[[ModuleType], None]) -> None:
+        self._module, self._action = module, action
+
+    def install(self) -> None:
+        """Start to wait for the module."""
+        sys.meta_path.insert(0, self)
+
+    def remove(self) -> None:
+        """Stop waiting."""
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Find the module as the others do, and add the action to its loader."""
+        if fullname != self._module:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                self._add_action(spec.loader)
+                return spec
+        return None
+
+    def _add_action(self, loader: Any) -> None:
+        execute, action = loader.exec_module, self._action
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            action(module)
+
+        loader.exec_module = exec_module  # on this module's own loader object, which nobody else uses

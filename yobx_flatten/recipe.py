@@ -1,0 +1,123 @@
+"""What a class needs to come apart into children and to go together again. No library is told anything here."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+from torch.utils._pytree import KeyEntry, SequenceKey
+
+from .errors import InvalidRegistrationError, describe_class
+
+__all__ = ["Flatten", "FlattenWithKeys", "Recipe", "Unflatten", "require_class"]
+
+Flatten: TypeAlias = Callable[[Any], tuple[list[Any], Any]]
+FlattenWithKeys: TypeAlias = Callable[[Any], tuple[list[tuple[KeyEntry, Any]], Any]]
+Unflatten: TypeAlias = Callable[[Iterable[Any], Any], Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Recipe:
+    """How instances of one class come apart and go together.
+
+    Attributes:
+        cls: the class, exactly: subclasses need a recipe of their own.
+        flatten: ``obj -> (children, static)``.
+        unflatten: ``(children, static) -> obj``.
+        flatten_with_keys: ``obj -> ([(key, child), ...], static)``.
+        name: the name stored in saved programs; unique and stable across versions.
+        remedy: the line a user types to have the class registered; part of error messages.
+        axes: ``key -> {axis: meaning}`` of a leaf, for the axes that vary between calls (``{0: "batch", 2: "length"}``);
+            ``None`` when nothing is known, and every axis may vary.
+        label: ``(key, name of what is below it) -> name`` of a leaf in an exported graph; ``None`` joins them with dots.
+    """
+
+    cls: type
+    flatten: Flatten
+    unflatten: Unflatten
+    flatten_with_keys: FlattenWithKeys
+    name: str
+    remedy: str
+    axes: Callable[[str], dict[int, str]] | None = None
+    label: Callable[[str, str], str] | None = None
+
+    @classmethod
+    def from_functions(
+        cls,
+        target: type,
+        flatten: Flatten,
+        unflatten: Unflatten,
+        flatten_with_keys: FlattenWithKeys | None,
+        *,
+        name: str | None = None,
+        remedy: str | None = None,
+    ) -> Recipe:
+        """Check the functions a user gave and make a recipe of them.
+
+        Raises:
+            InvalidRegistrationError: when ``target`` is not a class, or a function cannot be called as needed.
+        """
+        require_class(target)
+        _require_callable(target, "f_flatten", flatten, 1)
+        _require_callable(target, "f_unflatten", unflatten, 2)
+        if flatten_with_keys is None:
+            flatten_with_keys = _with_positions(flatten)
+        else:
+            _require_callable(target, "f_flatten_with_keys", flatten_with_keys, 1)
+        qualified = f"{target.__module__}.{target.__qualname__}"
+        return cls(
+            target,
+            flatten,
+            unflatten,
+            flatten_with_keys,
+            name or f"yobx_flatten:{qualified}",
+            remedy or f"register_class_flattening({target.__qualname__}, ...)",
+        )
+
+    def same_functions(self, other: Recipe) -> bool:
+        """Tell whether both recipes do the same, so that registering one after the other changes nothing."""
+        return (self.flatten, self.unflatten) == (other.flatten, other.unflatten)
+
+
+def require_class(target: object, function: str = "register_class_flattening") -> None:
+    """Refuse what is not a class, with the line to type."""
+    if isinstance(target, type):
+        return
+    hint = f" Did you mean type(obj), the class {type(target).__qualname__}?" if target is not None else ""
+    raise InvalidRegistrationError(
+        f"{function}: expected a class as first argument, found {describe_class(target)}.{hint}\n"
+        f"    {function}(MyClass, ...)"
+    )
+
+
+def _require_callable(target: type, argument: str, function: object, arity: int) -> None:
+    """Refuse a function that cannot take the arguments it will be called with."""
+    needed = "(obj)" if arity == 1 else "(children, static)"
+    if not callable(function):
+        raise InvalidRegistrationError(
+            f"register_class_flattening({target.__qualname__}): {argument} must be a function {needed}, found "
+            f"{describe_class(function)}."
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # builtins such as `list` have no signature to check
+        return
+    try:
+        signature.bind(*range(arity))
+    except TypeError as error:
+        raise InvalidRegistrationError(
+            f"register_class_flattening({target.__qualname__}): {argument} is called as f{needed}, but its signature is "
+            f"{signature} ({error})."
+        ) from None
+
+
+def _with_positions(flatten: Flatten) -> FlattenWithKeys:
+    """Key paths by position, for classes whose author gave none."""
+
+    def flatten_with_positions(obj: Any) -> tuple[list[tuple[KeyEntry, Any]], Any]:
+        children, static = flatten(obj)
+        return [(SequenceKey(i), child) for i, child in enumerate(children)], static
+
+    return flatten_with_positions

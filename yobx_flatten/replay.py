@@ -1,0 +1,147 @@
+"""Does an exported program do what the eager model does? Every case is run step by step, in a loop over its own outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from .errors import ReplayError
+from .naming import leaf_names
+
+__all__ = ["OUTPUT_NAMES", "Case", "CaseResult", "clone", "replay"]
+
+OUTPUT_NAMES = {"past_key_values": "present"}
+"""What tools for generation call the outputs."""
+
+Next = Callable[[Mapping[str, Any], Any, int], dict[str, Any] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One set of inputs to replay.
+
+    Attributes:
+        name: what is special about it.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        steps: number of calls; after the first each gets the cache that came out of the one before.
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    steps: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class CaseResult:
+    """What came of one case.
+
+    Attributes:
+        case: its name.
+        runtime: ``"torch.export"`` or ``"onnxruntime"``.
+        steps: number of calls.
+        differences: by output name, the largest absolute difference to the eager model over all steps.
+        seconds: how long the program's calls took.
+        error: why it stopped, ``None`` if it did not.
+    """
+
+    case: str
+    runtime: str
+    steps: int
+    differences: dict[str, float]
+    seconds: float
+    error: str | None = None
+
+    @property
+    def max_difference(self) -> float:
+        """The largest difference of all outputs; infinite when the case stopped."""
+        return max(self.differences.values(), default=0.0) if self.error is None else float("inf")
+
+
+def clone(tree: Any) -> Any:
+    """Copy every tensor of nested inputs: static caches are written to in place."""
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def eager_steps(module: torch.nn.Module, case: Case, following: Next) -> list[tuple[Mapping[str, Any], Any]]:
+    """Run a case eagerly: inputs and outputs of each step, both copied before anything writes to them."""
+    steps: list[tuple[Mapping[str, Any], Any]] = []
+    kwargs: Mapping[str, Any] | None = clone(dict(case.kwargs))
+    for index in range(case.steps):
+        if kwargs is None:
+            break
+        given = clone(kwargs)
+        with torch.no_grad():
+            outputs = module(*clone(case.args), **kwargs)
+        steps.append((given, clone(outputs)))
+        kwargs = following(given, outputs, index) if index + 1 < case.steps else None
+    return steps
+
+
+def replay(
+    runtime: str,
+    run: Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]],
+    module: torch.nn.Module,
+    case: Case,
+    following: Next,
+    feed_back: Callable[[Mapping[str, Any], dict[str, Any]], Mapping[str, Any]],
+) -> CaseResult:
+    """Run one case eagerly and by the program, and compare every output of every step.
+
+    Args:
+        runtime: its name, for the result.
+        run: calls the program; returns its outputs by name.
+        module: the eager model.
+        case: the inputs.
+        following: makes the next step's inputs from the eager outputs.
+        feed_back: puts the program's own outputs in place of the eager cache in the next step's inputs.
+
+    Returns:
+        The differences, or why the case stopped.
+    """
+    expected = eager_steps(module, case, following)
+    differences: dict[str, float] = {}
+    outputs: dict[str, Any] = {}
+    seconds = 0.0
+    for index, (kwargs, eager) in enumerate(expected):
+        fed = kwargs if index == 0 else feed_back(kwargs, outputs)
+        start = time.perf_counter()
+        try:
+            outputs = run(clone(case.args), fed)
+        except Exception as error:  # whatever the runtime raises is the result of this case
+            reason = f"step {index}: {type(error).__name__}: {str(error).strip()[:500]}"
+            return CaseResult(case.name, runtime, index, differences, seconds, reason)
+        seconds += time.perf_counter() - start
+        wanted = dict(zip(leaf_names(eager, OUTPUT_NAMES), pytree.tree_leaves(eager), strict=True))
+        for name, value in wanted.items():
+            if value is None or isinstance(value, (bool, str)):
+                continue
+            try:
+                difference = _difference(value, outputs[name])
+            except (KeyError, ReplayError) as error:
+                reason = f"step {index}, output {name!r}: {error if isinstance(error, ReplayError) else 'it is missing'}"
+                return CaseResult(case.name, runtime, index, differences, seconds, reason)
+            differences[name] = max(differences.get(name, 0.0), difference)
+    return CaseResult(case.name, runtime, len(expected), differences, seconds)
+
+
+def _difference(expected: Any, found: Any) -> float:
+    expected, found = torch.as_tensor(expected), torch.as_tensor(found).to(torch.as_tensor(expected).device)
+    if expected.shape != found.shape:
+        raise ReplayError(f"expected shape {tuple(expected.shape)}, found {tuple(found.shape)}")
+    if expected.numel() == 0:
+        return 0.0
+    if expected.dtype == torch.bool:
+        return float((expected != found).any())
+    difference = (expected.double() - found.double()).abs()
+    difference[(expected == found) | (expected.isnan() & found.isnan())] = 0.0  # inf - inf is nan, and no difference
+    worst = difference.max().item()
+    return float("inf") if worst != worst else worst
+
+

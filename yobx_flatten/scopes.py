@@ -1,0 +1,292 @@
+"""The documented functions: register one class, register what we know, and the block that does both and undoes it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .errors import InvalidRegistrationError, MissingDependencyError, RoundTripError, describe_class
+from .export_hook import EXPORT_HOOK, TraceSupport
+from .fields import functions_of
+from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_class
+from .registry import REGISTRY, Claim
+from .roundtrip import check_round_trip
+
+__all__ = [
+    "Undo",
+    "make_flattening_function_for_dataclass",
+    "register_cache_flattening",
+    "register_class_flattening",
+    "register_flattening_functions",
+    "unregister_cache_flattening",
+    "unregister_class_flattening",
+]
+
+logger = logging.getLogger("yobx_flatten")
+
+
+def register_class_flattening(
+    cls: type,
+    f_flatten: Flatten,
+    f_unflatten: Unflatten,
+    f_flatten_with_keys: FlattenWithKeys | None,
+    f_check: Callable[[], Any] | None = None,
+    verbose: int = 0,
+) -> bool:
+    """Tell torch how instances of one class come apart: its Python pytree, its C++ pytree and ``torch.fx``.
+
+    Args:
+        cls: the class; subclasses need a registration of their own.
+        f_flatten: ``obj -> (children, static)``: a list of tensors and containers, and what else is needed to rebuild
+            (torch says *context*, JAX *aux*): strings, numbers, tuples, dicts, dtypes, enums.
+        f_unflatten: ``(children, static) -> obj``.
+        f_flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of ``torch.utils._pytree``; ``None``
+            numbers the children.
+        f_check: makes an instance, which is taken apart and rebuilt at once; a difference undoes the registration. It
+            may also check for itself and return ``None`` or ``True``; ``False`` means that it failed.
+        verbose: 1 or more logs what is done (logger ``yobx_flatten``).
+
+    Returns:
+        ``True`` if this call registered the class; ``False`` if it was registered already, by us with the same
+        functions or by somebody else, whose functions stay in force.
+
+    Raises:
+        InvalidRegistrationError: when ``cls`` is not a class or a function cannot be called as needed.
+        AlreadyRegisteredError: when it is registered by us with other functions.
+        RoundTripError: when the check finds a difference. Nothing is registered then.
+
+    >>> import torch
+    >>> class Pair:
+    ...     def __init__(self, a, b):
+    ...         self.a, self.b = a, b
+    >>> register_class_flattening(
+    ...     Pair,
+    ...     lambda pair: ([pair.a, pair.b], None),
+    ...     lambda children, static: Pair(*children),
+    ...     None,
+    ...     f_check=lambda: Pair(torch.zeros(2), torch.ones(2)),
+    ... )
+    True
+    >>> torch.utils._pytree.tree_leaves(Pair(1, 2))
+    [1, 2]
+    >>> unregister_class_flattening(Pair)
+    """
+    recipe = Recipe.from_functions(cls, f_flatten, f_unflatten, f_flatten_with_keys)
+    with _log_level(verbose):
+        claim = REGISTRY.claim_for_user(recipe)
+        if claim is None:
+            logger.debug("%s is registered already", describe_class(cls))
+            return False
+        if f_check is not None:
+            try:
+                _run_check(recipe, f_check)
+            except BaseException:
+                REGISTRY.release(claim)
+                raise
+        logger.info("registered %s", describe_class(cls))
+    return True
+
+
+def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
+    """Undo :func:`register_class_flattening`: every table is as it was before.
+
+    Args:
+        cls: the class.
+        verbose: 1 or more logs what is done.
+
+    Raises:
+        InvalidRegistrationError: when ``cls`` is not a class.
+        NotRegisteredError: when it was not registered with :func:`register_class_flattening`. Nothing changes then.
+    """
+    require_class(cls, "unregister_class_flattening")
+    with _log_level(verbose):
+        REGISTRY.release_user(cls)
+        logger.info("unregistered %s", describe_class(cls))
+
+
+def make_flattening_function_for_dataclass(
+    cls: type, supported_classes: set[type]
+) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
+    """Make the three functions that :func:`register_class_flattening` wants, for a class whose fields say it all.
+
+    Args:
+        cls: a class with ``keys()`` and ``values()`` (a ``dict`` subclass, a ``ModelOutput``), or a plain dataclass. A
+            dataclass field with ``metadata={"static": True}`` becomes static data.
+        supported_classes: the class is added to this set.
+
+    Returns:
+        Functions named ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``.
+
+    Raises:
+        InvalidRegistrationError: for any other class.
+
+    >>> class HiddenState(dict):
+    ...     pass
+    >>> [f.__name__ for f in make_flattening_function_for_dataclass(HiddenState, set())]
+    ['flatten_hidden_state', 'flatten_with_keys_hidden_state', 'unflatten_hidden_state']
+    """
+    functions = functions_of(cls)
+    supported_classes.add(cls)
+    return functions
+
+
+class Undo(dict[type, bool]):
+    """What :func:`register_cache_flattening` did: each class, and whether this call put our functions in force for it.
+
+    Hand it to :func:`unregister_cache_flattening`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stack = contextlib.ExitStack()
+        self._lock = threading.Lock()
+
+    def _add(self, cls: type, recipe: Recipe | None) -> None:
+        held_before = REGISTRY.recipe_in_force(cls) is not None
+        claim = None if recipe is None else REGISTRY.claim(recipe)
+        self[cls] = claim is not None and not held_before
+        if claim is not None:
+            self._stack.callback(REGISTRY.release, claim)
+
+    def _add_hook(self, support: TraceSupport | None) -> None:
+        EXPORT_HOOK.acquire(support)
+        self._stack.callback(EXPORT_HOOK.release, support)
+
+    def _undo(self) -> None:
+        with self._lock:
+            stack = self._stack.pop_all()  # so that a second call, from another thread too, finds nothing to do
+        stack.close()
+
+
+def register_cache_flattening(
+    patch_transformers: bool = False, patch_diffusers: bool = False, verbose: int = 0
+) -> Undo:
+    """Put our functions in force for the classes we know, until :func:`unregister_cache_flattening`.
+
+    Somebody else's registration of such a class (see :data:`WRONG_REGISTRATIONS`) steps back meanwhile. A class that you
+    registered yourself with :func:`register_class_flattening` keeps your functions.
+
+    Args:
+        patch_transformers: ``DynamicCache``, ``StaticCache``, ``EncoderDecoderCache`` and ``BaseModelOutput``, and
+            traces that serve all lengths (see :mod:`yobx_flatten.huggingface.tracing`).
+        patch_diffusers: the output classes of the diffusers models and pipelines imported so far.
+        verbose: 1 or more logs what is done.
+
+    Returns:
+        Each class with ``True`` if this call put our functions in force, ``False`` if they were already or the class
+        was left to its own registration. Pass it to :func:`unregister_cache_flattening`.
+
+    Raises:
+        MissingDependencyError: when the library is not installed.
+    """
+    undo = Undo()
+    try:
+        with _log_level(verbose):
+            if patch_transformers:
+                _require_library("transformers", "patch_transformers")
+                from .huggingface.known import transformers_recipes
+                from .huggingface.tracing import TRANSFORMERS_TRACING
+
+                for cls, recipe in transformers_recipes().items():
+                    undo._add(cls, recipe)
+                undo._add_hook(TRANSFORMERS_TRACING)
+            if patch_diffusers:
+                _require_library("diffusers", "patch_diffusers")
+                from .huggingface.outputs import diffusers_recipes
+
+                for recipe in diffusers_recipes():
+                    undo._add(recipe.cls, recipe)
+            undo._add_hook(None)
+            logger.info("put in force: %s", ", ".join(c.__name__ for c, done in undo.items() if done) or "nothing new")
+    except BaseException:
+        undo._undo()
+        raise
+    return undo
+
+
+def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> None:
+    """Undo one :func:`register_cache_flattening`. Doing it twice is harmless.
+
+    Args:
+        undo: what :func:`register_cache_flattening` returned.
+        verbose: 1 or more logs what is done.
+
+    Raises:
+        InvalidRegistrationError: when ``undo`` is something else.
+    """
+    if not isinstance(undo, Undo):
+        raise InvalidRegistrationError(
+            f"unregister_cache_flattening: expected what register_cache_flattening returned, found "
+            f"{describe_class(undo)}.\n    undo = register_cache_flattening(patch_transformers=True)\n"
+            "    unregister_cache_flattening(undo)"
+        )
+    with _log_level(verbose):
+        undo._undo()
+        logger.info("let go: %s", ", ".join(c.__name__ for c in undo) or "nothing")
+
+
+@contextlib.contextmanager
+def register_flattening_functions(
+    patch_transformers: bool = False, patch_diffusers: bool = False, verbose: int = 0
+) -> Iterator[Undo]:
+    """Export inside this block: the classes we know come apart, and one trace serves all lengths.
+
+    On exit, also by an exception, every table and every patched attribute is as it was found. Blocks may be nested, and
+    open in several threads at once.
+
+    Args:
+        patch_transformers: see :func:`register_cache_flattening`.
+        patch_diffusers: see :func:`register_cache_flattening`.
+        verbose: 1 or more logs what is done.
+
+    Yields:
+        What :func:`register_cache_flattening` returns.
+
+    >>> import torch
+    >>> from transformers import DynamicCache
+    >>> cache = DynamicCache()
+    >>> _ = cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    >>> with register_flattening_functions(patch_transformers=True):
+    ...     leaves, spec = torch.utils._pytree.tree_flatten(cache)
+    >>> [tuple(leaf.shape) for leaf in leaves], spec.context
+    ([(1, 2, 3, 4), (1, 2, 3, 4)], ['key_0', 'value_0'])
+    """
+    undo = register_cache_flattening(patch_transformers, patch_diffusers, verbose)
+    try:
+        yield undo
+    finally:
+        unregister_cache_flattening(undo, verbose)
+
+
+def _run_check(recipe: Recipe, f_check: Callable[[], Any]) -> None:
+    sample = f_check()
+    if sample is None or sample is True:
+        return
+    if sample is False:
+        raise RoundTripError(f"f_check of {recipe.cls.__qualname__} returned False; the registration is undone.")
+    check_round_trip(recipe, sample)
+
+
+def _require_library(name: str, option: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        raise MissingDependencyError(f"{option}=True needs {name}, which is not installed:\n    pip install {name}")
+    if name == "diffusers":
+        importlib.import_module("diffusers.utils.outputs")
+
+
+@contextlib.contextmanager
+def _log_level(verbose: int) -> Iterator[None]:
+    """The documented ``verbose`` of one call, as a log level."""
+    if not verbose:
+        yield
+        return
+    found = logger.level
+    logger.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.setLevel(found)

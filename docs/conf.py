@@ -57,8 +57,6 @@ sphinx_gallery_conf = {
     "gallery_dirs": "auto_examples",
     "filename_pattern": r"/plot_",
     "within_subsection_order": "FileNameSortKey",
-    "only_warn_on_example_error": False,
-    "abort_on_example_error": True,
     "download_all_examples": False,
     "show_memory": False,
     "min_reported_time": 5,
@@ -68,6 +66,4 @@ sphinx_gallery_conf = {
 # An example must run as quietly as a user's program does on the first try; progress bars would fill the page.
 os.environ.setdefault("TQDM_DISABLE", "1")
 # matplotlib has no window here, which is what is wanted.
-warnings.filterwarnings(
-    "ignore", message=".*is non-interactive, and thus cannot be shown", category=UserWarning
-)
+warnings.filterwarnings("ignore", message=".*is non-interactive, and thus cannot be shown", category=UserWarning)

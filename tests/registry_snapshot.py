@@ -71,8 +71,7 @@ def take() -> Snapshot:
                 Entry(cls, cls, (function,)) for cls, function in fx_pytree.SUPPORTED_NODES.items()
             ),
             "torch.fx._pytree.SUPPORTED_NODES_EXACT_MATCH": tuple(
-                Entry(cls, cls, (function,))
-                for cls, function in fx_pytree.SUPPORTED_NODES_EXACT_MATCH.items()
+                Entry(cls, cls, (function,)) for cls, function in fx_pytree.SUPPORTED_NODES_EXACT_MATCH.items()
             ),
         },
         settings={"torch.fx.experimental._config.use_duck_shape": fx_config.use_duck_shape},
@@ -86,9 +85,7 @@ def differences(before: Snapshot, after: Snapshot) -> list[str]:
     found = []
     for name, old in _after_first_imports(before, after).items():
         # By key, so that this covers the one key that all classes without a serialised name share.
-        excused = {
-            entry.key for entry in after.tables[name] if _registered_by_its_import(entry.cls, imported)
-        }
+        excused = {entry.key for entry in after.tables[name] if _registered_by_its_import(entry.cls, imported)}
         was = {entry.key: entry for entry in old if entry.key not in excused}
         now = {entry.key: entry for entry in after.tables[name] if entry.key not in excused}
         found += [f"{name}: {change}" for change in _table_changes(was, now)]
@@ -146,16 +143,13 @@ def _moved(pending: Entry, arrived: Mapping[Any, Entry]) -> Entry:
 def _registered_by_its_import(cls: type, imported: frozenset[str]) -> bool:
     """Tell whether the class came with a newly imported module of a library that registers on import."""
     library = cls.__module__.partition(".")[0]
-    return cls.__module__ in imported and (
-        library == "torch" or (library == "transformers" and _is_model_output(cls))
-    )
+    return cls.__module__ in imported and (library == "torch" or (library == "transformers" and _is_model_output(cls)))
 
 
 def _is_model_output(cls: type) -> bool:
     # By name: transformers may not be there, and asking must not import it.
     return any(
-        base.__qualname__ == "ModelOutput" and base.__module__.startswith("transformers.")
-        for base in cls.__mro__[1:]
+        base.__qualname__ == "ModelOutput" and base.__module__.startswith("transformers.") for base in cls.__mro__[1:]
     )
 
 

@@ -169,9 +169,7 @@ def test_optional_frameworks_are_not_imported_at_the_top(module):
 def test_packages_depend_in_one_direction(module):
     """`yobx_flatten` knows nothing of the runtime; the runtime uses the public names of `yobx_flatten` only."""
     package = module.partition(".")[0]
-    foreign = [
-        found for found in imports_of(module) if found.target.partition(".")[0] in LAYERS.keys() - {package}
-    ]
+    foreign = [found for found in imports_of(module) if found.target.partition(".")[0] in LAYERS.keys() - {package}]
     wrong = [
         f"{where(found)} imports {found.target}"
         for found in foreign

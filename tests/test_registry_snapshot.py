@@ -127,9 +127,7 @@ def test_a_removed_class_is_found(before):
     found = dict(fx_pytree.SUPPORTED_NODES_EXACT_MATCH)
     try:
         del fx_pytree.SUPPORTED_NODES_EXACT_MATCH[tuple]
-        assert changes_since(before) == [
-            "torch.fx._pytree.SUPPORTED_NODES_EXACT_MATCH: builtins.tuple was removed"
-        ]
+        assert changes_since(before) == ["torch.fx._pytree.SUPPORTED_NODES_EXACT_MATCH: builtins.tuple was removed"]
     finally:
         fx_pytree.SUPPORTED_NODES_EXACT_MATCH.clear()
         fx_pytree.SUPPORTED_NODES_EXACT_MATCH.update(found)
@@ -200,9 +198,7 @@ def test_the_first_import_of_the_cpp_pytree_is_no_change():
 def test_a_leak_beside_the_first_import_of_the_cpp_pytree_is_found(lines):
     """The import excuses only what was pending before."""
     pytest.importorskip("optree")
-    assert f"{registry_snapshot.OPTREE}: tests.test_registry_snapshot.Point was added" in in_a_fresh_process(
-        *lines
-    )
+    assert f"{registry_snapshot.OPTREE}: tests.test_registry_snapshot.Point was added" in in_a_fresh_process(*lines)
 
 
 @pytest.mark.parametrize(
@@ -238,9 +234,7 @@ def test_a_model_output_defined_by_a_test_is_found():
 
 def test_the_fixture_fails_the_test_that_leaks(tmp_path):
     """A leaking test is reported with the table and the class; its neighbour is not."""
-    (tmp_path / "conftest.py").write_text(
-        "from tests.conftest import registries_left_as_found  # noqa: F401\n"
-    )
+    (tmp_path / "conftest.py").write_text("from tests.conftest import registries_left_as_found  # noqa: F401\n")
     (tmp_path / "test_leak.py").write_text(
         "import torch.utils._pytree as pytree\n"
         "from tests.test_registry_snapshot import Point, flatten, unflatten\n"

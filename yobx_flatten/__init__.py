@@ -1,7 +1,7 @@
 """Define once how a class comes apart; export it, run it, store it.
 
-``torch.export`` takes apart what is registered: lists, dicts and little else. Inside this block it takes apart the caches
-of transformers, too, and one program serves all lengths::
+``torch.export`` takes apart what is registered: lists, dicts and little else. Inside this block it takes apart the
+caches of transformers, too, and one program serves all lengths::
 
     with register_flattening_functions(patch_transformers=True):
         program = torch.export.export(model, (), kwargs, dynamic_shapes=dynamic_shapes(kwargs))
@@ -71,7 +71,7 @@ from .shapes import check_dynamic_shapes, dynamic_shapes, make_dynamic_shapes_kv
 
 __version__ = "0.1.0"
 
-__all__ = [
+__all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     # register classes, and the block to export in
     "register_class_flattening",
     "unregister_class_flattening",

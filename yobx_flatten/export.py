@@ -1,8 +1,10 @@
-"""Export with proof: a module and its inputs to a program or an ONNX file, replayed against eager before it is handed out.
+"""Export with proof: a module to a program or an ONNX file, replayed against eager before it is handed out.
 
-    inputs ──> dynamic shapes ──> torch.export ──> program ──> replay ──┐
-                                                     │                  ├──> report
-                                                     └──> ONNX ─> replay┘
+.. code-block:: text
+
+    inputs --> dynamic shapes --> torch.export --> program --> replay --+
+                                                      |                 +--> report
+                                                      +--> ONNX --> replay
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from .errors import FlattenError, MissingDependencyError, ReplayError
 from .naming import leaf_names
 from .replay import OUTPUT_NAMES, Case, CaseResult, clone, replay
 from .scopes import register_flattening_functions
-from .shapes import check_dynamic_shapes, dynamic_shapes as write_dynamic_shapes
+from .shapes import check_dynamic_shapes
+from .shapes import dynamic_shapes as write_dynamic_shapes
 
 __all__ = ["ExportReport", "ExportedModel", "export_onnx", "export_program"]
 
@@ -136,8 +139,8 @@ def export_program(
             example that ``torch.export`` would fix at a size of 1 is replaced by one of size 2 or more.
         dynamic_shapes: as for ``torch.export.export``; ``"auto"`` writes them (see
             :func:`~yobx_flatten.dynamic_shapes`); ``None`` keeps every size fixed.
-        strict: as for ``torch.export.export``. With a ``DynamicCache`` among the inputs torch 2.13 fixes every dimension
-            in strict mode.
+        strict: as for ``torch.export.export``. With a ``DynamicCache`` among the inputs torch 2.13 fixes every
+            dimension in strict mode.
         cases: what to replay beside the example. By default, for a transformers model with ``past_key_values``: other
             batch sizes and lengths below, at and past its window, several tokens at once, a padded row.
         steps: number of calls per case; after the first, each gets the cache that came out of the one before.
@@ -269,6 +272,7 @@ class _Export:
         return shapes
 
     def to_program(self, strict: bool) -> ExportedProgram:
+        logger.info("tracing %s with torch.export", self.report.module)
         start = time.perf_counter()
         with torch.no_grad():
             program = torch.export.export(
@@ -306,7 +310,7 @@ class _Export:
             return {**kwargs, "past_key_values": self.last_cache}
 
         for case in chosen:
-            logger.debug("replaying %s with torch.export", case.name)
+            logger.info("replaying %s with torch.export", case.name)
             self.report.cases.append(replay("torch.export", run, self.module, case, _following(), feed_back))
         return chosen
 
@@ -324,9 +328,13 @@ class _Export:
 
         sizes, remark = default_sizes(self.module)
         self.report.remarks += [remark] if remark else []
-        return [Case(str(s), (), decode_inputs(self.module, s, self.kwargs, seed=i), self.steps) for i, s in enumerate(sizes)]
+        return [
+            Case(str(s), (), decode_inputs(self.module, s, self.kwargs, seed=i), self.steps)
+            for i, s in enumerate(sizes)
+        ]
 
     def to_onnx(self, program: ExportedProgram, path: pathlib.Path, opset_version: int | None) -> None:
+        logger.info("converting %s to ONNX", self.report.module)
         start = time.perf_counter()
         path.parent.mkdir(parents=True, exist_ok=True)
         # external data is stored under the file's own name, so the file is made in a folder of its own, then moved
@@ -378,7 +386,7 @@ class _Export:
             return pytree.tree_unflatten(own, spec)  # type: ignore[no-any-return] # a dict, as it was
 
         for case in cases:
-            logger.debug("replaying %s with onnxruntime", case.name)
+            logger.info("replaying %s with onnxruntime", case.name)
             self.report.cases.append(replay("onnxruntime", run, self.module, case, _following(), feed_back))
 
     def finish(self, program: ExportedProgram, path: pathlib.Path | None) -> ExportedModel:
@@ -418,5 +426,3 @@ def _writable(array: Any) -> Any:
     import numpy
 
     return numpy.array(array)
-
-

@@ -1,6 +1,6 @@
 """What happens around every ``torch.export`` call inside a block, and to the programs that are made there.
 
-* Dimensions that happen to be equal in the example stay apart (duck shapes off).
+* Dimensions that happen to be equal in the example stay apart (duck shapes off), and slices are made whole.
 * Model libraries put their traceable versions in place (see :mod:`yobx_flatten.huggingface.tracing`).
 * A program remembers which classes it takes and returns. Called where they are not registered it says so; torch alone
   ends in ``KeyError: <class ...>``.
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -33,7 +35,9 @@ __all__ = ["EXPORT_HOOK", "ExportHook", "TraceSupport", "require_registered"]
 
 
 class TraceSupport(Protocol):
-    """What a model library needs while its models are traced."""
+    """What a model library needs while its models are traced, and while programs of them are loaded."""
+
+    modules: str
 
     def prepare(self, tree: Any) -> Any:
         """Return the example inputs as the trace should see them."""
@@ -53,6 +57,12 @@ class ExportHook:
         self._import_hook = ImportHook(self._MODULE, self._on_import)
         self._on_trace: AttributePatch | None = None
         self._on_program = AttributePatch(ExportedProgram, "__init__", _remembering(ExportedProgram.__init__))
+        self._on_load = [
+            AttributePatch(
+                pytree._SUPPORTED_PROTOCOLS, number, protocol._replace(json_to_treespec=self._importing(protocol))
+            )
+            for number, protocol in pytree._SUPPORTED_PROTOCOLS.items()
+        ]
 
     def acquire(self, support: TraceSupport | None) -> None:
         """Open: exports from now on are wrapped, with ``support`` if given."""
@@ -60,7 +70,8 @@ class ExportHook:
             self._supports.append(support)
             if len(self._supports) > 1:
                 return
-            self._on_program.acquire()
+            for patch in (self._on_program, *self._on_load):
+                patch.acquire()
             if self._MODULE in sys.modules:
                 self._patch(sys.modules[self._MODULE])
             else:  # it brings all of dynamo along, which a block that only flattens does not need
@@ -72,7 +83,8 @@ class ExportHook:
             self._supports.remove(support)
             if self._supports:
                 return
-            self._on_program.release()
+            for patch in (self._on_program, *self._on_load):
+                patch.release()
             self._import_hook.remove()
             if self._on_trace is not None:
                 self._on_trace.release()
@@ -87,6 +99,24 @@ class ExportHook:
         self._on_trace = AttributePatch(module, "_export", self._wrapped(vars(module)["_export"]))
         self._on_trace.acquire()
 
+    def _importing(self, protocol: Any) -> Callable[..., Any]:
+        """Read a stored tree spec; import the modules of the classes it names, as model libraries register on import."""
+
+        def json_to_treespec(schema: Any) -> Any:
+            while True:
+                try:
+                    return protocol.json_to_treespec(schema)
+                except NotImplementedError as error:
+                    named = re.match(r"Deserializing ([\w.]+)\.\w+ in pytree is not registered", str(error))
+                    with self._lock:
+                        libraries = {support.modules for support in self._supports if support is not None}
+                    module = named.group(1) if named else ""
+                    if module.split(".")[0] not in libraries or module in sys.modules:
+                        raise
+                    importlib.import_module(module)
+
+        return json_to_treespec
+
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def _export(mod: Any, args: Any, kwargs: Any = None, *more: Any, **options: Any) -> Any:
@@ -95,6 +125,7 @@ class ExportHook:
                 active, supports = bool(self._supports), [s for s in dict.fromkeys(self._supports) if s is not None]
             if not active:
                 return original(mod, args, kwargs, *more, **options)
+            args, kwargs = _without_slices(args), _without_slices(kwargs)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(_duck_shapes_off())
                 for support in supports:
@@ -103,6 +134,25 @@ class ExportHook:
                 return original(mod, args, kwargs, *more, **options)
 
         return _export
+
+
+def _without_slices(tree: Any) -> Any:
+    """Example inputs whose tensors are not slices of larger ones.
+
+    ``ids[:, 5:]`` has strides that nothing else has: the program would refuse everybody's contiguous tensors ("Guard
+    failed: input_ids.stride()[0] != input_ids.size()[1]"). Permuted tensors (channels last) keep their strides.
+    """
+    if not any(map(_is_slice, pytree.tree_leaves(tree))):
+        return tree
+    return pytree.tree_map(lambda leaf: leaf.contiguous() if _is_slice(leaf) else leaf, tree)
+
+
+def _is_slice(leaf: Any) -> bool:
+    """Tell whether a tensor leaves out memory between its first and its last element (or expands one)."""
+    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.numel() == 0:
+        return False
+    span = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    return span != leaf.numel()
 
 
 @contextlib.contextmanager
@@ -119,20 +169,20 @@ def _duck_shapes_off() -> Iterator[None]:
 class _RememberingProgram(ExportedProgram):
     """An ``ExportedProgram`` that explains itself when its classes are not registered."""
 
-    def module(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    def module(self, *args: Any, **kwargs: Any) -> torch.fx.GraphModule:
         classes = _classes_of(self)
         module = super().module(*args, **kwargs)
         if classes:
             module.register_forward_pre_hook(functools.partial(_require_before_call, classes), prepend=True)
         return module
 
-    def run_decompositions(self, decomp_table: Any = None, *args: Any, **kwargs: Any) -> ExportedProgram:
+    def run_decompositions(self, decomp_table: Any = None, *args: Any, **kwargs: Any) -> Any:
         require_registered(_classes_of(self), "This program")
         attention = torch.ops.aten.scaled_dot_product_attention.default
         if decomp_table is None or attention in decomp_table:
             return super().run_decompositions(decomp_table, *args, **kwargs)
-        # The attention stays one operator, but a `contiguous` behind it is dropped where the CPU's fused kernel happens to
-        # return strides that make it needless. The ONNX exporter then cannot view the result ("Cannot view a tensor
+        # The attention stays one operator, but a `contiguous` behind it is dropped where the CPU's fused kernel happens
+        # to return strides that make it needless. The ONNX exporter then cannot view the result ("Cannot view a tensor
         # with shape", T5 in torch 2.13). The plain kernel has the strides that every other one may rely on.
         with sdpa_kernel(SDPBackend.MATH):
             return super().run_decompositions(decomp_table, *args, **kwargs)

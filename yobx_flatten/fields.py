@@ -88,7 +88,7 @@ def _dataclass_functions(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten
     static_names = [f.name for f in fields if f.metadata.get("static", False)]
     read_children, read_static = _reader(names), _reader(static_names)
     path = [GetAttrKey(name) for name in names]
-    new, set_field = cls.__new__, object.__setattr__
+    set_field = object.__setattr__
 
     def flatten(obj: Any) -> tuple[list[Any], Any]:
         return read_children(obj), [names, read_static(obj)] if static_names else names
@@ -100,7 +100,7 @@ def _dataclass_functions(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten
     def unflatten(children: Iterable[Any], static: Any, output_type: type | None = None) -> Any:
         # neither __init__ nor __post_init__: they may refuse the placeholders that a trace puts in, or compute anew
         # what is already there; object.__setattr__ because the class may be frozen
-        obj = new(cls)
+        obj: Any = object.__new__(cls)
         for name, child in zip(names, children, strict=True):
             set_field(obj, name, child)
         if static_names:

@@ -1,4 +1,4 @@
-"""Readable names for the leaves of nested inputs and outputs: ``past_key_values.0.key``, ``present.length``, ``logits``."""
+"""Readable names for the leaves of nested inputs and outputs: ``past_key_values.0.key``, ``present.length``."""
 
 from __future__ import annotations
 

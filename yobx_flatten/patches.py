@@ -1,4 +1,4 @@
-"""Attributes replaced for a while, and what a module needs done when it is imported meanwhile. Both are put back."""
+"""Attributes replaced for a while, and what a module needs done when it is imported meanwhile. All is put back."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ _MISSING = object()
 
 
 class AttributePatch:
-    """One attribute that is replaced while at least one holder wants it so.
+    """One attribute, or one entry of a dict, that is replaced while at least one holder wants it so.
 
-    Holders may come and go in any order, from any thread. If somebody else replaced the attribute after us, it is theirs
-    and stays.
+    Holders may come and go in any order, from any thread. If somebody else replaced the attribute after us, it is
+    theirs and stays.
     """
 
-    def __init__(self, owner: Any, name: str, replacement: Any) -> None:
+    def __init__(self, owner: Any, name: Any, replacement: Any) -> None:
         self._owner, self._name, self._replacement = owner, name, replacement
+        # vars(), not getattr: an inherited attribute is deleted afterwards, not copied into the subclass
+        self._entries = owner if isinstance(owner, dict) else vars(owner)
         self._found: Any = _MISSING
         self._holders = 0
         self._lock = threading.Lock()
@@ -33,21 +35,27 @@ class AttributePatch:
         """Put the replacement in place, if it is not."""
         with self._lock:
             if self._holders == 0:
-                # vars(), not getattr: an inherited attribute is deleted afterwards, not copied into the subclass
-                self._found = vars(self._owner).get(self._name, _MISSING)
-                setattr(self._owner, self._name, self._replacement)
+                self._found = self._entries.get(self._name, _MISSING)
+                self._set(self._replacement)
             self._holders += 1
 
     def release(self) -> None:
         """Bring back what was found, if nobody else wants the replacement."""
         with self._lock:
             self._holders -= 1
-            if self._holders > 0 or vars(self._owner).get(self._name) is not self._replacement:
-                return
-            if self._found is _MISSING:
-                delattr(self._owner, self._name)
+            if self._holders == 0 and self._entries.get(self._name) is self._replacement:
+                self._set(self._found)
+
+    def _set(self, value: Any) -> None:
+        if isinstance(self._owner, dict):
+            if value is _MISSING:
+                del self._owner[self._name]
             else:
-                setattr(self._owner, self._name, self._found)
+                self._owner[self._name] = value
+        elif value is _MISSING:
+            delattr(self._owner, self._name)
+        else:  # a class's own dict is read-only
+            setattr(self._owner, self._name, value)
 
 
 class ImportHook(importlib.abc.MetaPathFinder):

@@ -29,9 +29,9 @@ class Recipe:
         flatten_with_keys: ``obj -> ([(key, child), ...], static)``.
         name: the name stored in saved programs; unique and stable across versions.
         remedy: the line a user types to have the class registered; part of error messages.
-        axes: ``key -> {axis: meaning}`` of a leaf, for the axes that vary between calls (``{0: "batch", 2: "length"}``);
-            ``None`` when nothing is known, and every axis may vary.
-        label: ``(key, name of what is below it) -> name`` of a leaf in an exported graph; ``None`` joins them with dots.
+        axes: ``key -> {axis: meaning}`` of a leaf, for the axes that vary between calls (``{0: "batch"}``); ``None``
+            when nothing is known, and every axis may vary.
+        label: ``(key, name of what is below it) -> name`` of a leaf in an exported graph; ``None`` joins them by dots.
     """
 
     cls: type
@@ -108,8 +108,8 @@ def _require_callable(target: type, argument: str, function: object, arity: int)
         signature.bind(*range(arity))
     except TypeError as error:
         raise InvalidRegistrationError(
-            f"register_class_flattening({target.__qualname__}): {argument} is called as f{needed}, but its signature is "
-            f"{signature} ({error})."
+            f"register_class_flattening({target.__qualname__}): {argument} is called as f{needed}, but its signature "
+            f"is {signature} ({error})."
         ) from None
 
 

@@ -1,10 +1,10 @@
-"""Does an exported program do what the eager model does? Every case is run step by step, in a loop over its own outputs."""
+"""Does an exported program do what the eager model does? Every case runs in a loop over its own outputs."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -125,7 +125,9 @@ def replay(
             try:
                 difference = _difference(value, outputs[name])
             except (KeyError, ReplayError) as error:
-                reason = f"step {index}, output {name!r}: {error if isinstance(error, ReplayError) else 'it is missing'}"
+                reason = (
+                    f"step {index}, output {name!r}: {error if isinstance(error, ReplayError) else 'it is missing'}"
+                )
                 return CaseResult(case.name, runtime, index, differences, seconds, reason)
             differences[name] = max(differences.get(name, 0.0), difference)
     return CaseResult(case.name, runtime, len(expected), differences, seconds)
@@ -143,5 +145,3 @@ def _difference(expected: Any, found: Any) -> float:
     difference[(expected == found) | (expected.isnan() & found.isnan())] = 0.0  # inf - inf is nan, and no difference
     worst = difference.max().item()
     return float("inf") if worst != worst else worst
-
-

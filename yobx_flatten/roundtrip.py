@@ -93,4 +93,3 @@ def _equal(left: Any, right: Any) -> bool:
         return bool(left == right)
     except Exception:  # whatever a user's __eq__ raises: static data that does not compare is not equal
         return False
-

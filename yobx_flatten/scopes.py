@@ -13,7 +13,7 @@ from .errors import InvalidRegistrationError, MissingDependencyError, RoundTripE
 from .export_hook import EXPORT_HOOK, TraceSupport
 from .fields import functions_of
 from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_class
-from .registry import REGISTRY, Claim
+from .registry import REGISTRY
 from .roundtrip import check_round_trip
 
 __all__ = [
@@ -167,8 +167,8 @@ def register_cache_flattening(
 ) -> Undo:
     """Put our functions in force for the classes we know, until :func:`unregister_cache_flattening`.
 
-    Somebody else's registration of such a class (see :data:`WRONG_REGISTRATIONS`) steps back meanwhile. A class that you
-    registered yourself with :func:`register_class_flattening` keeps your functions.
+    Somebody else's registration of such a class (see :data:`WRONG_REGISTRATIONS`) steps back meanwhile. A class that
+    you registered yourself with :func:`register_class_flattening` keeps your functions.
 
     Args:
         patch_transformers: ``DynamicCache``, ``StaticCache``, ``EncoderDecoderCache`` and ``BaseModelOutput``, and

@@ -45,7 +45,9 @@ def dynamic_shapes(inputs: Any, overrides: Mapping[str, Any] | None = None) -> A
     written = _write(inputs, (), None, left)
     if left:
         known = sorted({".".join(path) for path, _ in _paths(inputs, ())})
-        raise DynamicShapesError(f"overrides: {sorted(left)} is not among the inputs. Their key paths are:\n    {known}")
+        raise DynamicShapesError(
+            f"overrides: {sorted(left)} is not among the inputs. Their key paths are:\n    {known}"
+        )
     if overrides:
         check_dynamic_shapes(inputs, written)
     return written
@@ -67,8 +69,10 @@ def make_dynamic_shapes_kv_cache(cache: Any, shape_of_one: Any) -> list[Any]:
     """
     node = node_of(cache)
     if node is None or node.recipe is None or node.recipe.axes is None:
-        raise DynamicShapesError(f"make_dynamic_shapes_kv_cache: expected a cache, found {describe_class(type(cache))}.")
-    shapes = []
+        raise DynamicShapesError(
+            f"make_dynamic_shapes_kv_cache: expected a cache, found {describe_class(type(cache))}."
+        )
+    shapes: list[Any] = []
     for key, child in zip(node.keys, node.children, strict=True):
         if node_of(child) is not None:
             shapes.append(make_dynamic_shapes_kv_cache(child, shape_of_one))
@@ -157,8 +161,9 @@ def _check(obj: Any, shapes: Any, path: _Path) -> None:
         missing, unknown = set(obj) - set(shapes), set(shapes) - set(obj)
         if missing or unknown:
             raise DynamicShapesError(
-                f"{_spell(path)}: the specification must have the keys of the inputs. Missing: {sorted(map(str, missing))}; "
-                f"unknown: {sorted(map(str, unknown))}. Write None for an input that stays as it is."
+                f"{_spell(path)}: the specification must have the keys of the inputs. Missing: "
+                f"{sorted(map(str, missing))}; unknown: {sorted(map(str, unknown))}. Write None for an input that "
+                "stays as it is."
             )
         below = [shapes[key] for key in obj]
     else:
@@ -191,7 +196,8 @@ def _check_leaf(obj: Any, shapes: Any, path: _Path) -> None:
     for axis, dim in entries.items():
         if type(axis) is not int or not 0 <= axis < obj.dim():
             raise DynamicShapesError(
-                f"{_spell(path)}: the specification speaks of axis {axis!r}, but this tensor has shape {tuple(obj.shape)}."
+                f"{_spell(path)}: the specification speaks of axis {axis!r}, but this tensor has shape "
+                f"{tuple(obj.shape)}."
             )
         if dim is not None and type(dim) is not int and not _is_dim(dim):
             raise _misfit((*path, str(axis)), "a Dim, Dim.AUTO, Dim.DYNAMIC, a name, or None", dim)

@@ -38,9 +38,8 @@ from yobx_flatten.huggingface.caches import (
 HAS_FLAG = hasattr(DynamicLayer(), "is_initialized")
 HAS_RECORDING = hasattr(cache_utils.DynamicSlidingWindowLayer, "activate_past_recording")
 HAS_POSITION = hasattr(cache_utils.StaticLayer(4), "cumulative_length")
-STATIC_SLIDING = (
-    "StaticSlidingWindowLayer" if hasattr(cache_utils, "StaticSlidingWindowLayer") else "SlidingWindowLayer"
-)
+# later versions keep the old name as another name of the class
+STATIC_SLIDING = next(name for name in ("StaticSlidingWindowLayer", "SlidingWindowLayer") if hasattr(cache_utils, name))
 needs_recording = pytest.mark.skipif(not HAS_RECORDING, reason="transformers < 5.17 does not record the past")
 
 BELOW, LAST_BELOW, AT, PAST = WINDOW - 3, WINDOW - 1, WINDOW, WINDOW + 4
@@ -218,16 +217,16 @@ def test_the_documented_example_prints_what_it_prints(capsys):
         ],
         cls_kwargs=[{}, {"sliding_window": sliding_window}],
     )
-    print("cache:", string_type(cache, with_shape=True))
+    print("cache:", string_type(cache, with_shape=True))  # noqa: T201 # the document's own line
 
     # Flatten (serialize) the cache — the context encodes each layer's type.
     flat, context = flatten_dynamic_cache(cache)
-    print("context keys:", context)
+    print("context keys:", context)  # noqa: T201 # the document's own line
 
     # Unflatten (deserialize) the cache — layer types are restored from the context.
     rebuilt = unflatten_dynamic_cache(flat, context)
-    print("layer types:", [type(layer).__name__ for layer in rebuilt.layers])
-    print("sliding_window:", rebuilt.layers[1].sliding_window)
+    print("layer types:", [type(layer).__name__ for layer in rebuilt.layers])  # noqa: T201 # the document's own line
+    print("sliding_window:", rebuilt.layers[1].sliding_window)  # noqa: T201 # the document's own line
     assert capsys.readouterr().out == (
         "cache: DynamicCache(DynamicLayer(T1s2x4x3x7, T1s2x4x3x7), "
         "DynamicSlidingWindowLayer(T1s2x4x3x7, T1s2x4x3x7))\n"
@@ -253,7 +252,9 @@ def test_a_rebuilt_cache_generates_the_same_logits(block, name, static, past):
 def test_left_padding_and_chunks_go_on_alike(block, name, static, past):
     """Rows padded on the left, three tokens per call: more than one position per row counts."""
     started = start(name, static=static, past=past, left_padding=2)
-    assert continued_alike(started, round_trip(started.cache), steps=2, chunk=3)
+    # the static sliding layers of transformers 4.56 cannot take several tokens once they have some
+    chunk = 1 if static and STATIC_SLIDING == "SlidingWindowLayer" else 3
+    assert continued_alike(started, round_trip(started.cache), steps=2, chunk=chunk)
 
 
 @pytest.mark.parametrize("past", [BELOW, PAST])
@@ -292,9 +293,7 @@ def cache_differences(rebuilt, original):
     if isinstance(original, EncoderDecoderCache):
         caches = ("self_attention_cache", "cross_attention_cache")
         found = attribute_differences(rebuilt, original, ignored=caches)
-        return found + [
-            line for x in caches for line in cache_differences(getattr(rebuilt, x), getattr(original, x))
-        ]
+        return found + [line for x in caches for line in cache_differences(getattr(rebuilt, x), getattr(original, x))]
     # whether a cache of full layers came from a configuration is not part of it: both kinds may grow when rebuilt
     found = attribute_differences(rebuilt, original, ignored=["layers", "layer_class_to_replicate"])
     assert type(rebuilt) is type(original)
@@ -504,9 +503,7 @@ def test_a_spec_says_nothing_about_the_data(data, layout):
 def test_real_caches_of_one_model_have_one_spec(block, name, static):
     """Whatever the model was run over."""
     cases = [(2, 2), (1, WINDOW - 1), (3, WINDOW), (2, PAST)]
-    specs = [
-        pytree.tree_structure(start(name, static=static, batch=batch, past=past).cache) for batch, past in cases
-    ]
+    specs = [pytree.tree_structure(start(name, static=static, batch=batch, past=past).cache) for batch, past in cases]
     assert all(spec == specs[0] for spec in specs)
 
 
@@ -587,7 +584,7 @@ def test_a_cache_may_hold_anything_for_a_while(block, layout, placeholder):
     found, found_spec = pytree.tree_flatten(filled, is_leaf=lambda node: node is placeholder)
     assert found_spec == spec
     assert all(leaf is placeholder for leaf in found)
-    keyed, keyed_spec = pytree.tree_flatten_with_path(filled, is_leaf=lambda node: node is placeholder)
+    _, keyed_spec = pytree.tree_flatten_with_path(filled, is_leaf=lambda node: node is placeholder)
     assert keyed_spec == spec
     mapped = pytree.tree_map(lambda leaf: placeholder, cache)
     assert pytree.tree_structure(mapped, is_leaf=lambda node: node is placeholder) == spec

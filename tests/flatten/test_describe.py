@@ -419,8 +419,7 @@ def test_a_cache_shows_the_class_of_every_layer():
         cache.update(*pair(2, 4, 3, 7), index)
     cache.layers[1].keys = cache.layers[1].values = torch.ones(2, 4, 3, 7)
     assert string_type(cache, with_shape=True) == (
-        "DynamicCache(DynamicLayer(T1s2x4x3x7, T1s2x4x3x7), "
-        "DynamicSlidingWindowLayer(T1s2x4x3x7, T1s2x4x3x7))"
+        "DynamicCache(DynamicLayer(T1s2x4x3x7, T1s2x4x3x7), DynamicSlidingWindowLayer(T1s2x4x3x7, T1s2x4x3x7))"
     )
     assert string_type(cache.layers[0]) == "DynamicLayer(keys=T1r4, values=T1r4)"
 
@@ -474,8 +473,7 @@ def test_layers_without_keys_show_their_states():
     cache = HybridCache()
     cache.layers = [LinearLayer(), IndexedLayer(), Opaque()]
     assert string_type(cache, with_shape=True) == (
-        "HybridCache(LinearLayer(conv_states={0:T1s2x3,1:None}), "
-        "IndexedLayer(T1s1x2, T1s1x2, index=T1s3x4), Opaque())"
+        "HybridCache(LinearLayer(conv_states={0:T1s2x3,1:None}), IndexedLayer(T1s1x2, T1s1x2, index=T1s3x4), Opaque())"
     )
     assert string_type(Cache()) == "Cache(...)"
 
@@ -486,9 +484,7 @@ def test_model_outputs_show_their_fields_and_batches_their_data():
     from transformers.modeling_outputs import BaseModelOutput
 
     output = BaseModelOutput(last_hidden_state=torch.ones(2, 3), attentions=(torch.ones(1),))
-    assert string_type(output, with_shape=True) == (
-        "BaseModelOutput(last_hidden_state:T1s2x3,attentions:(T1s1,))"
-    )
+    assert string_type(output, with_shape=True) == ("BaseModelOutput(last_hidden_state:T1s2x3,attentions:(T1s1,))")
     assert string_type(BatchEncoding({"ids": [1]})) == "BatchEncoding(data=dict(ids:#1[int]))"
     assert string_type(LlamaConfig()) == "LlamaConfig(...)"
 

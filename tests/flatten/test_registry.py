@@ -186,7 +186,9 @@ def test_a_user_may_not_take_a_class_from_a_block(registry):
     registry.claim(recipe_for())
     with pytest.raises(AlreadyRegisteredError, match="by a block") as caught:
         registry.claim_for_user(recipe_for(flatten=lambda obj: ([], 1)))
-    assert "register before you enter it:\n    register_class_flattening(Pair, ...)\n    register Pair" in str(caught.value)
+    assert "register before you enter it:\n    register_class_flattening(Pair, ...)\n    register Pair" in str(
+        caught.value
+    )
 
 
 def test_the_registration_of_others_stays(registry, shelves):
@@ -233,7 +235,9 @@ def test_a_class_of_others_cannot_be_given_up(registry, shelves):
 def test_a_class_of_a_block_cannot_be_given_up(registry):
     """The message names the block, which keeps it."""
     registry.claim(recipe_for())
-    with pytest.raises(NotRegisteredError, match="is held by a block, which lets it go when it ends:\n    register Pair"):
+    with pytest.raises(
+        NotRegisteredError, match="is held by a block, which lets it go when it ends:\n    register Pair"
+    ):
         registry.release_user(Pair)
     assert registry.recipe_in_force(Pair) is not None
 

@@ -22,7 +22,7 @@ _NAMESPACE = "torch"
 class _Pending(NamedTuple):
     """What waits for the first import: the entry itself and its place in the list."""
 
-    index: int
+    place: int
     entry: tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -38,9 +38,9 @@ class TorchCpp:
         with pytree._NODE_REGISTRY_LOCK:
             if pytree._cxx_pytree_imported:
                 return _registered(cls)
-            for index, entry in enumerate(pytree._cxx_pytree_pending_imports):
+            for place, entry in enumerate(pytree._cxx_pytree_pending_imports):
                 if entry[0][0] is cls:
-                    return _Pending(index, entry)
+                    return _Pending(place, entry)
             return None
 
     def holds(self, recipe: Recipe) -> bool:
@@ -69,7 +69,7 @@ class TorchCpp:
                 return  # somebody else registered the class after us
             self._take_out(recipe.cls)
             if isinstance(found, _Pending):
-                self._put(found.entry, found.index)
+                self._put(found.entry, found.place)
             elif found is not None:
                 sys.modules["optree"].register_pytree_node(
                     recipe.cls,

@@ -1,8 +1,8 @@
 """``torch.fx._pytree``: how a graph module takes its inputs apart, guided by the spec it was traced with.
 
-Without a rule here fx falls back to the Python pytree and compares whole specs. A rule of somebody else's (transformers'
-executorch registration has one for ``DynamicCache``) would take our programs' inputs apart in another order, without a
-word; so ours is in force together with the rest, and says where an input differs.
+Without a rule here fx falls back to the Python pytree and compares whole specs. A rule of somebody else's
+(transformers' executorch registration has one for ``DynamicCache``) would take our programs' inputs apart in another
+order, without a word; so ours is in force together with the rest, and says where an input differs.
 """
 
 from __future__ import annotations

@@ -85,7 +85,9 @@ def make_static_cache(
 
     pairs = _pairs(key_value_pairs)
     if not pairs:
-        raise CacheStructureError("make_static_cache: key_value_pairs is empty; give one (keys, values) pair per layer.")
+        raise CacheStructureError(
+            "make_static_cache: key_value_pairs is empty; give one (keys, values) pair per layer."
+        )
     held = pairs[0][0].shape[-2]
     room, length = max_cache_len or held, held if length is None else length
     classes = _per_layer(cls_layers if cls_layers is not None else StaticLayer, len(pairs), "cls_layers")
@@ -122,8 +124,8 @@ def make_encoder_decoder_cache(self_attention_cache: Any, cross_attention_cache:
     return EncoderDecoderCache(self_attention_cache, cross_attention_cache)
 
 
-def _pairs(given: Pairs) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    given = list(given)
+def _pairs(pairs: Pairs) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    given: list[Any] = list(pairs)
     if given and isinstance(given[0], torch.Tensor):
         if len(given) % 2:
             raise CacheStructureError(
@@ -136,19 +138,21 @@ def _pairs(given: Pairs) -> list[tuple[torch.Tensor, torch.Tensor]]:
                 f"key_value_pairs[{index}] must be a pair of tensors of shape (batch, heads, length, head size), found "
                 f"{[tuple(t.shape) if isinstance(t, torch.Tensor) else describe_class(t) for t in pair]}."
             )
-    return given  # type: ignore[return-value] # checked above
+    return given
 
 
 def _per_layer(given: Any, count: int, name: str) -> list[Any]:
     if isinstance(given, (str, type, dict)):
         return [given] * count
-    given = list(given)
-    if len(given) != count:
-        raise CacheStructureError(f"{name} has {len(given)} entries for {count} layers; give one per layer, or one for all.")
-    return given
+    entries = list(given)
+    if len(entries) != count:
+        raise CacheStructureError(
+            f"{name} has {len(entries)} entries for {count} layers; give one per layer, or one for all."
+        )
+    return entries
 
 
-def _new_layer(cls: str | type, options: dict[str, Any], letters: str) -> Any:
+def _new_layer(cls: Any, options: dict[str, Any], letters: str) -> Any:
     import transformers.cache_utils as cache_utils
 
     allowed = [name for name, letter in LETTERS.items() if letter in letters and hasattr(cache_utils, name)]

@@ -222,11 +222,11 @@ def _plain_leaves(layers: list[Any]) -> list[Any] | None:
 
 def _plain_layers(leaves: list[Any]) -> list[Any]:
     kind, _ = kind_of_code("D")
-    new, cls, flag = kind.cls.__new__, kind.cls, {"is_initialized": True} if kind.has_flag else {}
+    new, cls, flag = object.__new__, kind.cls, {"is_initialized": True} if kind.has_flag else {}
     layers = []
     pairs = iter(leaves)
     for keys, values in zip(pairs, pairs, strict=True):
-        layer = new(cls)
+        layer: Any = new(cls)
         if isinstance(keys, torch.Tensor):
             layer.__dict__ = {"keys": keys, "values": values, **flag, "dtype": keys.dtype, "device": keys.device}
         else:
@@ -271,7 +271,9 @@ def _unflatten_layers(values: list[Any], names: list[str]) -> list[Any]:
     parsed = [name.rsplit("_", 2) for name in names if name != _LENGTH]
     expected = len(names) - sum(part == "none" for part, *_ in parsed)
     if len(values) != expected:
-        raise SpecMismatchError(f"A cache with the leaves {names} was given {len(values)} values instead of {expected}.")
+        raise SpecMismatchError(
+            f"A cache with the leaves {names} was given {len(values)} values instead of {expected}."
+        )
     length = values[-1] if names and names[-1] == _LENGTH else _length_of_full_layers(values, names)
     leaves = iter(values)
     positions = {index for part, _, index in parsed if part == "position"}

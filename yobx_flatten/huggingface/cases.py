@@ -1,4 +1,4 @@
-"""Decode inputs of other sizes for a transformers model: caches made by really running it, and the next step of a loop."""
+"""Decode inputs of other sizes for a transformers model: caches made by running it, and the next step of a loop."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from ..errors import FlattenError
 
 __all__ = ["DecodeSizes", "decode_inputs", "default_sizes", "next_inputs", "why_not_resizable"]
 
@@ -93,7 +95,15 @@ def default_sizes(model: Any, longest: int = 1024) -> tuple[list[DecodeSizes], s
     ], remark
 
 
-def decode_inputs(model: Any, sizes: DecodeSizes, like: Mapping[str, Any] | None = None, seed: int = 0) -> dict[str, Any]:
+def decode_inputs(
+    model: Any,
+    sizes: DecodeSizes,
+    like: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    *,
+    tokens: torch.Tensor | None = None,
+    source: torch.Tensor | None = None,
+) -> dict[str, Any]:
     """Make the inputs of one decode call, with a cache filled by running the model.
 
     Args:
@@ -102,15 +112,29 @@ def decode_inputs(model: Any, sizes: DecodeSizes, like: Mapping[str, Any] | None
         like: inputs whose names are used and whose static cache's length is kept; by default ``input_ids`` (or
             ``decoder_input_ids`` and ``encoder_outputs``), ``attention_mask`` and ``past_key_values``.
         seed: of the random tokens.
+        tokens: what to decode, integers of shape (batch, past + new); random by default.
+        source: what the encoder reads, integers of shape (batch, source); random by default.
 
     Returns:
         Keyword arguments for the model.
+
+    Raises:
+        FlattenError: when ``tokens`` or ``source`` does not have the shape that ``sizes`` says.
     """
     config = model.config.get_text_config(decoder=True)
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
     device = model.get_input_embeddings().weight.device
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, config.vocab_size, (sizes.batch, sizes.past + sizes.new), generator=generator).to(device)
+
+    def given_or_random(name: str, given: torch.Tensor | None, length: int) -> torch.Tensor:
+        shape = (sizes.batch, length)
+        if given is None:
+            given = torch.randint(0, config.vocab_size, shape, generator=generator)
+        elif tuple(given.shape) != shape:
+            raise FlattenError(f"decode_inputs: {name} has shape {tuple(given.shape)}, but {sizes} needs {shape}.")
+        return given.to(device)
+
+    tokens = given_or_random("tokens", tokens, sizes.past + sizes.new)
     if like is None:
         like = dict.fromkeys(
             ("decoder_input_ids", "encoder_outputs", "attention_mask", "past_key_values")
@@ -124,8 +148,7 @@ def decode_inputs(model: Any, sizes: DecodeSizes, like: Mapping[str, Any] | None
     made: dict[str, Any] = {}
     with torch.no_grad():
         if encoder_decoder:
-            source_shape = (sizes.batch, sizes.source)
-            source = torch.randint(0, config.vocab_size, source_shape, generator=generator).to(device)
+            source = given_or_random("source", source, sizes.source)
             source_mask = torch.ones_like(source)
             source_mask[0, sizes.source - min(2, sizes.source - 1) :] = 0  # encoders are padded on the right
             encoder_outputs = model.get_encoder()(input_ids=source, attention_mask=source_mask)

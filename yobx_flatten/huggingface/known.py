@@ -1,4 +1,4 @@
-"""The classes that ``patch_transformers=True`` knows, and which registrations of others must not be in force meanwhile."""
+"""The classes that ``patch_transformers=True`` knows, and whose registrations by others step back meanwhile."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _REMEDY = "with register_flattening_functions(patch_transformers=True): ..."
 
 WRONG_REGISTRATIONS: dict[str, str] = {
     "transformers.cache_utils.DynamicCache": (
-        "transformers' executorch registration rebuilds caches through `update` (which copies every tensor), forgets how "
-        "many tokens a sliding layer has seen, and shifts layers that hold nothing yet; transformers' exporters store "
+        "transformers' executorch registration rebuilds caches through `update` (which copies every tensor), forgets "
+        "how many tokens a sliding layer has seen, and shifts layers that hold nothing yet; transformers' exporters "
+        "store "
         "that number, the dtype and the device as static data, so that a program refuses every other length"
     ),
     "transformers.cache_utils.StaticCache": "transformers' exporters store the number of tokens seen as static data",

@@ -1,4 +1,4 @@
-"""One row per class of cache layer: its letter, what is a tensor in it, what counts tokens, what its configuration fixes.
+"""One row per class of cache layer: its letter, its tensors, what counts tokens, what its configuration fixes.
 
 ========  ===========================  =======================  ==================  ==============================
 letter    class                        leaves                   counter             static (digits behind the letter)
@@ -12,8 +12,8 @@ letter    class                        leaves                   counter         
           ``Layer``                    ``position``             ``length``
 ========  ===========================  =======================  ==================  ==============================
 
-``position`` is a tensor that the layer itself counts with. ``length`` is a Python integer; sliding layers keep fewer keys
-than they have seen tokens, and positions are wrong without it. It is one value for the whole cache: see
+``position`` is a tensor that the layer itself counts with. ``length`` is a Python integer; sliding layers keep fewer
+keys than they have seen tokens, and positions are wrong without it. It is one value for the whole cache: see
 :mod:`yobx_flatten.huggingface.caches` for where it comes from. What differs between versions of transformers is here.
 """
 
@@ -40,6 +40,8 @@ LETTERS = {
     "SlidingWindowLayer": "X",  # transformers 4.56
 }
 
+_KINDS: dict[type, LayerKind] = {}
+
 # A static layer derives these from its tensors when it is filled; which ones it has depends on the version.
 _DERIVED = {
     "batch_size": lambda keys, values: keys.shape[0],
@@ -50,8 +52,8 @@ _DERIVED = {
     "v_head_dim": lambda keys, values: values.shape[-1],
 }
 
-# window and device -> the tensor that transformers 5 keeps beside the window (DDP gathers it). Remembered when a layer is
-# taken apart, because unflatten must not make tensors: inside a trace they become constants of the program.
+# window and device -> the tensor that transformers 5 keeps beside the window (DDP gathers it). Remembered when a layer
+# is taken apart, because unflatten must not make tensors: inside a trace they become constants of the program.
 _WINDOW_TENSORS: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 
@@ -142,7 +144,7 @@ class LayerKind:
         """
         if leaves is None:
             return self._rebuild_empty(parameter)
-        layer = self.cls.__new__(self.cls)
+        layer: Any = object.__new__(self.cls)
         held = vars(layer)
         held["keys"] = keys = next(leaves)
         held["values"] = values = next(leaves)
@@ -179,13 +181,19 @@ class LayerKind:
         return layer
 
 
-@functools.cache
 def kind_of(cls: type) -> LayerKind:
     """Return the row of a layer class.
 
     Raises:
         UnsupportedLayerError: when the class is none of those in the table.
     """
+    kind = _KINDS.get(cls)
+    if kind is None:
+        kind = _KINDS[cls] = _read_kind(cls)
+    return kind
+
+
+def _read_kind(cls: type) -> LayerKind:
     letter = LETTERS.get(cls.__name__) if cls.__module__ == "transformers.cache_utils" else None
     if letter is None:
         raise UnsupportedLayerError(

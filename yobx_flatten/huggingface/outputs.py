@@ -58,7 +58,7 @@ def diffusers_recipes() -> list[Recipe]:
     return recipes
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: Any) -> Iterator[type]:
     for child in cls.__subclasses__():
         yield child
         yield from _subclasses(child)

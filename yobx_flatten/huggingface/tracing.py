@@ -1,8 +1,8 @@
 """The few replacements that let one trace of a transformers model serve all lengths.
 
-A trace follows one branch. transformers branches on the number of tokens seen (is the window full?), on mask lengths and on
-whether a mask can be left out; each would fix the example's case in the program. The versions here compute the same
-values without a branch:
+A trace follows one branch. transformers branches on the number of tokens seen (is the window full?), on mask lengths
+and on whether a mask can be left out; each would fix the example's case in the program. The versions here compute the
+same values without a branch:
 
 * a sliding layer knows how many keys it kept from their shape, so ``kept + query`` keys are attended to, starting at
   position ``seen - kept``; of those it keeps the last ``window - 1``, or all if there are fewer;
@@ -33,6 +33,8 @@ __all__ = ["TRANSFORMERS_TRACING", "TransformersTracing"]
 
 class TransformersTracing:
     """What transformers' models need while they are traced."""
+
+    modules = "transformers"
 
     def __init__(self) -> None:
         self._patches: dict[tuple[str, str], AttributePatch] = {}
@@ -98,7 +100,7 @@ def _sliding_update(original: Any) -> Any:
         count = keys.shape[-2]
         last = torch.arange(torch.sym_min(count, self.sliding_window - 1), device=keys.device)
         last = last + torch.sym_max(count - self.sliding_window + 1, 0)
-        # Not keys[:, :, start:]: a slice asks whether start is 0, and its strides whether they are those of a contiguous
+        # Not keys[:, :, start:]: a slice asks whether start is 0, and whether its strides are those of a contiguous
         # tensor. Either answer is fixed in the program, which then refuses lengths on the other side of the window.
         self.keys, self.values = keys.index_select(2, last), values.index_select(2, last)
         return keys, values

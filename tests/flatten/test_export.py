@@ -1,0 +1,240 @@
+"""Export with proof: names, replay, report, and what happens when something does not fit."""
+
+import pathlib
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from tests.models import WINDOW, make_model
+from yobx_flatten import (
+    Case,
+    DecodeSizes,
+    DynamicShapesError,
+    NotRegisteredError,
+    ReplayError,
+    decode_inputs,
+    export_onnx,
+    export_program,
+    register_flattening_functions,
+)
+
+
+class Scale(torch.nn.Module):
+    """Not a transformers model: nested inputs, a dict as output."""
+
+    def forward(self, x, more=None):
+        return {"y": x * 2 + more["z"][0].sum(), "z": more["z"]}
+
+
+def _scale_inputs(rows: int) -> tuple[tuple[torch.Tensor], dict[str, object]]:
+    return (torch.arange(rows * 3.0).reshape(rows, 3),), {"more": {"z": [torch.ones(4)]}}
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory):
+    """Mistral, all of whose layers slide, exported to ONNX from an example of one row and one token."""
+    path = tmp_path_factory.mktemp("onnx") / "mistral.onnx"
+    kwargs = decode_inputs(make_model("mistral"), DecodeSizes(batch=1, past=5, new=1))
+    return export_onnx(make_model("mistral"), (), {**kwargs, "use_cache": True}, path)
+
+
+def test_the_report_says_what_was_replayed_and_how_far_it_differs(mistral):
+    """Below, at and past the window, in torch.export and in onnxruntime, each in a loop of three steps."""
+    report = mistral.report
+    assert report.ok
+    assert report.max_difference < 1e-5
+    runtimes = [case.runtime for case in report.cases]
+    assert runtimes == ["torch.export"] * 6 + ["onnxruntime"] * 6
+    assert {case.steps for case in report.cases} == {3}
+    names = " ".join(case.case for case in report.cases)
+    assert f"past {WINDOW // 2}" in names
+    assert f"past {WINDOW}," in names
+    assert f"past {2 * WINDOW + 3}" in names
+    assert "padded" in names
+    assert report.onnx_bytes == mistral.path.stat().st_size
+    assert set(report.cases[0].differences) == {
+        "logits", "present.0.key", "present.0.value", "present.1.key", "present.1.value", "present.length"
+    }  # fmt: skip
+
+
+def test_the_report_is_a_table_a_person_can_read(mistral):
+    """One line per case, with its largest difference."""
+    lines = str(mistral.report).splitlines()
+    assert lines[0].startswith("MistralForCausalLM: exported in ")
+    assert lines[1].split() == ["case", "runtime", "steps", "max", "difference", "worst", "output"]
+    assert sum("onnxruntime" in line for line in lines) == 6
+
+
+def test_the_onnx_graph_has_readable_names_and_varying_sizes(mistral):
+    """Generation tools find `past_key_values.0.key`; an example of one row and one token does not fix them."""
+    graph = onnx.load(mistral.path).graph
+    inputs = {given.name: given.type.tensor_type for given in graph.input}
+    assert list(inputs) == mistral.report.input_names
+    assert "use_cache" not in inputs
+    keys = inputs["past_key_values.0.key"].shape.dim
+    assert [bool(dim.dim_param) for dim in keys] == [True, False, True, False]
+    assert len(inputs["past_key_values.length"].shape.dim) == 0
+    assert [result.name for result in graph.output] == mistral.report.output_names
+    assert "present.length" in mistral.report.output_names
+
+
+def test_onnxruntime_keeps_no_more_than_the_window(mistral):
+    """Twenty steps in a loop over its own outputs: `window - 1` keys at most, logits as the eager model's."""
+    session = onnxruntime.InferenceSession(mistral.path, providers=["CPUExecutionProvider"])
+    kwargs = decode_inputs(make_model("mistral"), DecodeSizes(batch=2, past=3, new=1), seed=7)
+    cache, ids, mask = kwargs["past_key_values"], kwargs["input_ids"], kwargs["attention_mask"]
+    feeds = {"past_key_values.length": torch.tensor(3).numpy()}
+    for index, layer in enumerate(cache.layers):
+        feeds[f"past_key_values.{index}.key"] = layer.keys.contiguous().numpy()
+        feeds[f"past_key_values.{index}.value"] = layer.values.contiguous().numpy()
+    kept = []
+    for _ in range(20):
+        feeds |= {"input_ids": ids.contiguous().numpy(), "attention_mask": mask.numpy()}
+        outputs = dict(zip(mistral.report.output_names, session.run(None, feeds), strict=True))
+        with torch.no_grad():
+            expected = make_model("mistral")(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        torch.testing.assert_close(torch.from_numpy(outputs["logits"]), expected.logits, atol=1e-5, rtol=1e-5)
+        kept.append(outputs["present.0.key"].shape[2])
+        feeds = {f"past_key_values{k.removeprefix('present')}": v for k, v in outputs.items() if k != "logits"}
+        ids = expected.logits[:, -1:].argmax(-1)
+        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+    assert kept == [min(3 + step, WINDOW - 1) for step in range(1, 21)]
+
+
+def test_what_the_helper_returns_can_be_called_anywhere(mistral):
+    """It enters the block itself; the bare program says what is missing."""
+    kwargs = decode_inputs(make_model("mistral"), DecodeSizes(batch=3, past=WINDOW + 2, new=2))
+    with torch.no_grad():
+        found = mistral(**kwargs, use_cache=True)
+        kwargs = decode_inputs(make_model("mistral"), DecodeSizes(batch=3, past=WINDOW + 2, new=2))
+        expected = make_model("mistral")(**kwargs, use_cache=True)
+    torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=1e-5)
+    assert type(found.past_key_values).__name__ == "DynamicCache"
+    with pytest.raises(
+        NotRegisteredError, match=r"(?s)DynamicCache.*register_flattening_functions\(patch_transformers"
+    ):
+        mistral.program.module()(**kwargs, use_cache=True)
+
+
+def test_a_stored_program_loads_inside_the_block(tmp_path: pathlib.Path):
+    """`save` enters the block by itself."""
+    kwargs = decode_inputs(make_model("llama"), DecodeSizes())
+    exported = export_program(make_model("llama"), (), kwargs, cases=[], steps=1)
+    exported.save(tmp_path / "llama.pt2")
+    with register_flattening_functions(patch_transformers=True), torch.no_grad():
+        loaded = torch.export.load(tmp_path / "llama.pt2").module()(**decode_inputs(make_model("llama"), DecodeSizes()))
+        expected = make_model("llama")(**decode_inputs(make_model("llama"), DecodeSizes()))
+    torch.testing.assert_close(loaded.logits, expected.logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_an_encoder_decoder_is_exported_and_replayed(name, tmp_path):
+    """Both caches go in and come out, named `decoder` and `encoder`."""
+    kwargs = decode_inputs(make_model(name), DecodeSizes())
+    exported = export_onnx(make_model(name), (), kwargs, tmp_path / f"{name}.onnx")
+    assert exported.report.max_difference < 1e-4
+    assert len([case for case in exported.report.cases if case.runtime == "onnxruntime"]) == 4
+    assert "past_key_values.0.decoder.key" in exported.report.input_names
+    assert "present.1.encoder.value" in exported.report.output_names
+
+
+def test_plain_torch_onnx_export_works_inside_the_block(tmp_path):
+    """Without the helper; the graph serves another length."""
+    from yobx_flatten import dynamic_shapes
+
+    model, kwargs = make_model("gemma2"), decode_inputs(make_model("gemma2"), DecodeSizes())
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.onnx.export(
+            model, (), kwargs=kwargs, dynamic_shapes=dynamic_shapes(kwargs), dynamo=True, verbose=False
+        )
+    program.save(tmp_path / "gemma2.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "gemma2.onnx", providers=["CPUExecutionProvider"])
+    case = decode_inputs(model, DecodeSizes(batch=3, past=2 * WINDOW, new=1))
+    cache = case["past_key_values"]
+    leaves = [case["input_ids"], case["attention_mask"]]
+    for layer in cache.layers:
+        leaves += [layer.keys, layer.values]
+    names = [given.name for given in session.get_inputs()]
+    feeds = {name: leaf.contiguous().numpy() for name, leaf in zip(names, leaves, strict=True)}
+    found = torch.from_numpy(session.run(None, feeds)[0])
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(**case).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_any_module_with_nested_inputs(tmp_path):
+    """Positional and keyword arguments; other sizes are replayed where they are given."""
+    (args, kwargs), (other_args, other_kwargs) = _scale_inputs(2), _scale_inputs(5)
+    cases = [Case("five rows", other_args, other_kwargs)]
+    exported = export_onnx(Scale(), args, kwargs, tmp_path / "scale.onnx", cases=cases)
+    assert exported.report.input_names == ["x", "more.z.0"]
+    assert exported.report.output_names == ["y", "z.0"]
+    assert [case.case for case in exported.report.cases] == ["the example", "five rows"] * 2
+    assert exported.report.max_difference == 0.0
+    assert exported(*other_args, **other_kwargs)["y"][0].tolist() == [4.0, 6.0, 8.0]
+
+
+def test_other_sizes_that_are_not_replayed_are_said(tmp_path):
+    """No silence about what was not checked: what to pass is in the report."""
+    args, kwargs = _scale_inputs(1)
+    report = export_program(Scale(), args, kwargs).report
+    assert any("sizes of 0 and 1 in the example stay fixed" in remark for remark in report.remarks)
+    assert any("pass cases=[Case(" in remark for remark in report.remarks)
+
+
+def test_a_difference_above_the_tolerance_is_an_error_with_the_report(monkeypatch):
+    """An exported program that computes something else is not handed out."""
+
+    class Drifts(torch.nn.Module):
+        """Eagerly adds what a trace does not see."""
+
+        def forward(self, x):
+            return x + (0.0 if torch.compiler.is_exporting() else 0.5)
+
+    with pytest.raises(ReplayError, match=r"(?s)largest difference 5\.0e-01, allowed 1\.0e-04.*the example") as caught:
+        export_program(Drifts(), (torch.ones(2, 3),), cases=[])
+    assert caught.value.report.max_difference == 0.5
+
+
+def test_a_case_that_the_program_refuses_is_an_error_with_its_reason():
+    """A program of fixed sizes does not take another one; the report says why."""
+    args, kwargs = _scale_inputs(2)
+    other_args, other_kwargs = _scale_inputs(5)
+    with pytest.raises(ReplayError, match=r"five rows\s+torch\.export\s+0\s+step 0: "):
+        export_program(Scale(), args, kwargs, dynamic_shapes=None, cases=[Case("five rows", other_args, other_kwargs)])
+
+
+def test_a_specification_that_does_not_fit_is_refused_before_the_trace():
+    """By key path."""
+    args, kwargs = _scale_inputs(2)
+    with pytest.raises(DynamicShapesError, match=r"more\.z\.0: the specification speaks of axis 3"):
+        export_program(Scale(), args, kwargs, dynamic_shapes={"more": {"z": [{3: torch.export.Dim.AUTO}]}})
+
+
+def test_a_file_appears_only_when_it_is_done(tmp_path, monkeypatch):
+    """A conversion that fails leaves nothing half-written behind, and what was there before stays."""
+    path = tmp_path / "scale.onnx"
+    path.write_text("before")
+    args, kwargs = _scale_inputs(2)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch.onnx.ONNXProgram, "save", fail)
+    with pytest.raises(OSError, match="no space left"):
+        export_onnx(Scale(), args, kwargs, path, cases=[])
+    assert path.read_text() == "before"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["scale.onnx"]
+
+
+def test_a_static_cache_is_exported_and_replayed():
+    """Keys of fixed length, counted by a tensor: other batch sizes and numbers of tokens seen."""
+    from tests.models import new_cache
+
+    model = make_model("llama")
+    like = dict.fromkeys(("input_ids", "attention_mask", "past_key_values"))
+    like["past_key_values"] = new_cache("llama", static=True, room=32)
+    exported = export_program(model, (), decode_inputs(model, DecodeSizes(batch=2, past=5, new=2), like=like), steps=2)
+    assert exported.report.ok
+    assert len(exported.report.cases) == 4

@@ -1,0 +1,392 @@
+"""Around an export inside a block: programs explain themselves, equal dimensions stay apart, and all is put back."""
+
+import copy
+import sys
+import threading
+
+import pytest
+import torch
+import torch.fx.experimental._config as fx_config
+import torch.utils._pytree as pytree
+from torch.export import Dim, ExportedProgram, export  # imported before any block is open, as users do
+
+from yobx_flatten import register_class_flattening, register_flattening_functions, unregister_class_flattening
+from yobx_flatten.errors import NotRegisteredError, SpecMismatchError
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from yobx_flatten.huggingface.builders import make_dynamic_cache
+
+BLOCK_LINE = "with register_flattening_functions(patch_transformers=True): ..."
+
+
+class OneStep(torch.nn.Module):
+    """Adds one token to every layer of a cache."""
+
+    def forward(self, x, cache):
+        total = x.sum()
+        for index in range(len(cache.layers)):
+            keys, values = cache.update(x, x, index)
+            total = total + keys.sum() + 2 * values.sum()
+        return total, cache
+
+
+class Add(torch.nn.Module):
+    def forward(self, x, y):
+        return x.sum() + y.sum()
+
+
+class Pair:
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+
+class AddPair(torch.nn.Module):
+    def forward(self, pair):
+        return pair.a + pair.b
+
+
+def tokens(batch=2, count=1, seed=0):
+    return torch.randn(batch, 2, count, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def cache_of(layers=2, batch=2, length=3, window=None):
+    """A cache; with a window, its last layer slides."""
+    pairs = [(tokens(batch, length, 10 + i), tokens(batch, length, 20 + i)) for i in range(layers)]
+    if window is None:
+        return make_dynamic_cache(pairs)
+    classes = ["DynamicLayer"] * (layers - 1) + ["DynamicSlidingWindowLayer"]
+    return make_dynamic_cache(pairs, classes, [{}] * (layers - 1) + [{"sliding_window": window}])
+
+
+def exported(window=None, model=None):
+    """A program exported inside a block that is closed by now; batch and length are dynamic."""
+    example = (tokens(), cache_of(window=window))
+    with register_flattening_functions(patch_transformers=True):
+        auto = Dim.AUTO
+        shapes = ({0: auto}, [{0: auto, 2: auto}] * 4)
+        return export(model or OneStep(), example, dynamic_shapes=shapes)
+
+
+@pytest.fixture(scope="module")
+def program():
+    """One program for the tests that only call it."""
+    return exported()
+
+
+def run(program, x, cache):
+    """Call a program inside a block."""
+    with register_flattening_functions(patch_transformers=True):
+        return program.module()(x, cache)
+
+
+# A program explains itself.
+
+
+def test_a_program_called_inside_a_block_is_right(program):
+    """Another block, another batch and another length than in the example."""
+    expected, _ = OneStep()(tokens(3, seed=5), cache_of(batch=3, length=6))
+    found, cache = run(program, tokens(3, seed=5), cache_of(batch=3, length=6))
+    torch.testing.assert_close(found, expected)
+    assert (type(cache), cache.get_seq_length()) == (DynamicCache, 7)
+
+
+def test_a_program_called_outside_names_the_class_and_the_line(program):
+    """Not torch's `KeyError: <class ...>`."""
+    with pytest.raises(NotRegisteredError) as caught:
+        program.module()(tokens(), cache_of())
+    assert str(caught.value) == (
+        "This program takes or returns DynamicCache, which torch does not know how to take apart here. Call it where the "
+        f"class is registered:\n    {BLOCK_LINE}"
+    )
+
+
+def test_a_module_made_inside_and_called_outside_explains_itself(program):
+    """It counts where it is called."""
+    with register_flattening_functions(patch_transformers=True):
+        module = program.module()
+    with pytest.raises(NotRegisteredError, match="takes or returns DynamicCache"):
+        module(tokens(), cache_of())
+
+
+def test_a_module_made_outside_may_be_called_inside(program):
+    """It counts where it is called, not where it was made."""
+    module = program.module()
+    with register_flattening_functions(patch_transformers=True):
+        total, _ = module(tokens(), cache_of())
+    torch.testing.assert_close(total, OneStep()(tokens(), cache_of())[0])
+
+
+def test_a_copy_of_a_program_explains_itself(program):
+    """`copy.deepcopy` gives a program that knows as much."""
+    duplicate = copy.deepcopy(program)
+    with pytest.raises(NotRegisteredError, match="takes or returns DynamicCache"):
+        duplicate.module()(tokens(), cache_of())
+    total, _ = run(duplicate, tokens(), cache_of())
+    torch.testing.assert_close(total, OneStep()(tokens(), cache_of())[0])
+
+
+def test_a_copy_made_inside_a_block_works(program):
+    """The copy of a module, too."""
+    with register_flattening_functions(patch_transformers=True):
+        module = copy.deepcopy(copy.deepcopy(program).module())
+        total, _ = module(tokens(), cache_of())
+    torch.testing.assert_close(total, OneStep()(tokens(), cache_of())[0])
+
+
+def test_a_decomposed_program_is_right_and_explains_itself(program):
+    """`run_decompositions` inside a block gives a program that is as good."""
+    with register_flattening_functions(patch_transformers=True):
+        decomposed = program.run_decompositions()
+    total, _ = run(decomposed, tokens(), cache_of())
+    torch.testing.assert_close(total, OneStep()(tokens(), cache_of())[0])
+    with pytest.raises(NotRegisteredError, match="takes or returns DynamicCache"):
+        decomposed.module()(tokens(), cache_of())
+
+
+def test_decomposing_outside_names_the_class_and_the_line(program):
+    """torch needs the class for it."""
+    with pytest.raises(NotRegisteredError) as caught:
+        program.run_decompositions()
+    assert BLOCK_LINE in str(caught.value)
+
+
+def test_a_program_is_still_an_exported_program(program):
+    """Whatever asks with `isinstance` gets its answer, and the printed form has torch's name."""
+    assert isinstance(program, ExportedProgram)
+    assert str(program).startswith("ExportedProgram:")
+
+
+def test_a_program_without_our_classes_needs_no_block():
+    """Plain tensors inside a block: the program is called and decomposed anywhere."""
+    with register_flattening_functions(patch_transformers=True):
+        program = export(Add(), (torch.ones(2), torch.ones(2)))
+    assert program.module()(torch.ones(2), torch.ones(2)).item() == 4
+    assert program.run_decompositions().module()(torch.ones(2), torch.ones(2)).item() == 4
+
+
+def test_a_class_of_the_user_is_explained_with_her_call():
+    """The line to type is the one that registers her class."""
+    register_class_flattening(Pair, lambda p: ([p.a, p.b], None), lambda children, static: Pair(*children), None)
+    try:
+        with register_flattening_functions():
+            program = export(AddPair(), (Pair(torch.ones(2), torch.ones(2)),))
+        total = program.module()(Pair(torch.ones(2), torch.ones(2)))
+    finally:
+        unregister_class_flattening(Pair)
+    assert total.tolist() == [2, 2]
+    with pytest.raises(NotRegisteredError, match=r"returns Pair, .*\n    register_class_flattening\(Pair, \.\.\.\)"):
+        program.module()(Pair(torch.ones(2), torch.ones(2)))
+
+
+@pytest.mark.parametrize(
+    ("cache", "named"),
+    [
+        (lambda: cache_of(layers=1), "key_1"),
+        (lambda: cache_of(window=8), "key_W8_1"),
+        (lambda: {"not": "a cache"}, "DynamicCache"),
+    ],
+    ids=["fewer layers", "another kind of layer", "another class"],
+)
+def test_inputs_of_another_structure_are_refused(program, cache, named):
+    """The message shows what the program was exported with."""
+    with pytest.raises((SpecMismatchError, ValueError)) as caught:
+        run(program, tokens(), cache())
+    assert named in str(caught.value)
+
+
+# What happens during a trace, and only then.
+
+
+class Watching(OneStep):
+    """Notes what is in force while it runs, where the trace does not reset it."""
+
+    def __init__(self, watch):
+        super().__init__()
+        seen = []
+        self.watch = lambda: seen.append(watch())
+        self.answers = lambda: seen
+
+    def forward(self, x, cache=None):
+        self.watch()
+        return x if cache is None else super().forward(x, cache)
+
+
+class FailedInTraceError(Exception):
+    pass
+
+
+def fail():
+    raise FailedInTraceError
+
+
+def traced_attributes():
+    """What a trace replaces, by name."""
+    import transformers.cache_utils as cache_utils
+    import transformers.masking_utils as masking_utils
+
+    return {
+        f"{getattr(owner, '__name__', owner)}.{name}": vars(owner)[name]
+        for owner, name in [
+            (cache_utils.DynamicSlidingWindowLayer, "update"),
+            (cache_utils.DynamicSlidingWindowLayer, "get_mask_sizes"),
+            (cache_utils.DynamicSlidingWindowLayer, "lazy_initialization"),
+            (cache_utils.DynamicSlidingWindowLayer, "__init__"),
+            (cache_utils.DynamicLayer, "lazy_initialization"),
+            (masking_utils, "prepare_padding_mask"),
+            (masking_utils, "_ignore_causal_mask_sdpa"),
+        ]
+        if name in vars(owner)
+    }
+
+
+def test_every_replaced_attribute_is_back_after_an_export():
+    """Replaced while the model is traced; before, inside the block and afterwards it is the original by identity."""
+    before, watching = traced_attributes(), Watching(traced_attributes)
+    with register_flattening_functions(patch_transformers=True):
+        entered = traced_attributes()
+        export(watching, (tokens(), cache_of(window=8)))
+        left_trace = traced_attributes()
+    assert before == entered == left_trace == traced_attributes()
+    assert watching.answers()
+    assert all(during.keys() == before.keys() for during in watching.answers())
+    assert all(during[name] is not before[name] for during in watching.answers() for name in before)
+
+
+def test_every_replaced_attribute_is_back_after_an_export_that_failed():
+    """The model raises in the middle of its trace."""
+    before, program_init, trace = traced_attributes(), vars(ExportedProgram)["__init__"], traced_function()
+    with (
+        pytest.raises(FailedInTraceError),
+        register_flattening_functions(patch_transformers=True),
+    ):
+        export(Watching(fail), (tokens(), cache_of(window=8)))
+    assert traced_attributes() == before
+    assert vars(ExportedProgram)["__init__"] is program_init
+    assert traced_function() is trace
+    assert fx_config.use_duck_shape is True
+
+
+def traced_function():
+    import torch.export._trace
+
+    return vars(torch.export._trace)["_export"]
+
+
+def test_the_export_function_is_wrapped_while_a_block_is_open():
+    """The outer of two blocks puts the original back, and so does the import system."""
+    trace, program_init, finders = traced_function(), vars(ExportedProgram)["__init__"], list(sys.meta_path)
+    seen = []
+    with register_flattening_functions():
+        seen.append(traced_function() is trace)
+        with register_flattening_functions():
+            seen.append(traced_function() is trace)
+        seen.append(traced_function() is trace)
+    assert seen == [False, False, False]
+    assert traced_function() is trace
+    assert vars(ExportedProgram)["__init__"] is program_init
+    assert sys.meta_path == finders
+
+
+def test_a_function_kept_from_a_block_is_the_original_afterwards():
+    """Who imported torch's export function inside a block may call it later: no dimension setting, no replacement."""
+    with register_flattening_functions(patch_transformers=True):
+        kept = traced_function()
+    watching = Watching(lambda: (fx_config.use_duck_shape, vars(DynamicSlidingWindowLayer)["update"].__module__))
+    kept(watching, (torch.ones(2),), strict=False)
+    assert set(watching.answers()) == {(True, "transformers.cache_utils")}
+
+
+def test_equal_dimensions_of_an_example_stay_apart():
+    """Two inputs of the same length in the example may have different ones later."""
+    example, shapes = (torch.ones(3), torch.ones(3)), ({0: Dim.AUTO}, {0: Dim.AUTO})
+    with register_flattening_functions():
+        program = export(Add(), example, dynamic_shapes=shapes)
+    assert program.module()(torch.ones(4), torch.ones(6)).item() == 10
+
+
+def test_the_dimension_setting_is_borrowed_for_the_trace():
+    """`use_duck_shape` is off while the model is traced, and untouched in the block and afterwards."""
+    watching = Watching(lambda: fx_config.use_duck_shape)
+    with register_flattening_functions(patch_transformers=True):
+        entered = fx_config.use_duck_shape
+        export(watching, (tokens(), cache_of()))
+        left_trace = fx_config.use_duck_shape
+    assert (entered, set(watching.answers()), left_trace, fx_config.use_duck_shape) == (True, {False}, True, True)
+
+
+def test_an_export_in_another_thread_is_wrapped():
+    """The block is open in one thread, the export runs in another."""
+    watching, failures = Watching(lambda: fx_config.use_duck_shape), []
+
+    def export_it():
+        try:
+            export(watching, (tokens(), cache_of()))
+        except BaseException as error:  # shown by the assertion
+            failures.append(error)
+
+    with register_flattening_functions(patch_transformers=True):
+        thread = threading.Thread(target=export_it)
+        thread.start()
+        thread.join()
+    assert failures == []
+    assert set(watching.answers()) == {False}
+
+
+def test_the_caller_keeps_her_example():
+    """An export takes no tensor of the example away, and makes none contiguous in place."""
+    cache = cache_of(window=8)
+    strided = cache.layers[1].keys = cache.layers[1].keys.transpose(2, 3).contiguous().transpose(2, 3)
+    held = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    with register_flattening_functions(patch_transformers=True):
+        export(OneStep(), (tokens(), cache))
+    holds = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    assert list(map(id, holds)) == list(map(id, held))
+    assert not strided.is_contiguous()
+
+
+def test_a_program_made_of_strided_tensors_takes_contiguous_ones():
+    """A layer past its window holds slices; the program takes what everybody else passes."""
+    cache = cache_of(window=8)
+    cache.layers[1].keys = cache.layers[1].keys.transpose(2, 3).contiguous().transpose(2, 3)
+    with register_flattening_functions(patch_transformers=True):
+        program = export(OneStep(), (tokens(), cache))
+    total, _ = run(program, tokens(seed=3), cache_of(window=8))
+    torch.testing.assert_close(total, OneStep()(tokens(seed=3), cache_of(window=8))[0])
+
+
+@pytest.mark.parametrize("length", [2, 6, 7, 8, 11])
+def test_one_program_serves_below_and_past_the_window(sliding_program, length):
+    """Exported with 3 tokens of a window of 8; a shorter past, one at the window, one past it."""
+    assert_same_steps(sliding_program, length)
+
+
+@pytest.fixture(scope="module")
+def sliding_program():
+    return exported(window=8)
+
+
+def assert_same_steps(program, length):
+    """Three steps of the program and of the eager model, each going on from its own cache."""
+    eager = cache_of(window=8, length=1)
+    for step in range(length - 1):
+        OneStep()(tokens(seed=step), eager)
+    live = copy.deepcopy(eager)
+    with register_flattening_functions(patch_transformers=True):
+        module = program.module()
+        for step in range(3):
+            expected, eager = OneStep()(tokens(seed=50 + step), eager)
+            found, live = module(tokens(seed=50 + step), live)
+            torch.testing.assert_close(found, expected)
+    assert live.layers[1].keys.shape == eager.layers[1].keys.shape
+    assert live.layers[1].cumulative_length == eager.layers[1].cumulative_length
+
+
+def test_a_spec_of_a_program_is_the_spec_of_its_inputs(program):
+    """Another length and batch is the same kind of cache."""
+    with register_flattening_functions(patch_transformers=True):
+        spec = pytree.tree_structure(((tokens(5), cache_of(batch=5, length=9)), {}))
+    assert program.call_spec.in_spec == spec

@@ -1,0 +1,200 @@
+"""One program for all lengths: exported once, replayed below, at and past the window, against the eager model."""
+
+import copy
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import transformers.cache_utils as cache_utils
+
+from tests.models import WINDOW, make_model
+from yobx_flatten import (
+    DecodeSizes,
+    decode_inputs,
+    dynamic_shapes,
+    make_dynamic_cache,
+    register_flattening_functions,
+)
+from yobx_flatten.huggingface.cases import next_inputs
+
+# the example is past the window, the replays on both sides of it: a branch taken in the trace would show
+EXAMPLE = DecodeSizes(batch=2, past=WINDOW + 4, new=3)
+SIZES = {
+    "one token, far below the window": DecodeSizes(batch=2, past=2, new=1),
+    "fills the window exactly": DecodeSizes(batch=3, past=WINDOW - 2, new=1),
+    "a chunk that crosses the window": DecodeSizes(batch=3, past=WINDOW - 3, new=3),
+    "at the window": DecodeSizes(batch=1, past=WINDOW, new=1),
+    "past the window, a padded row": DecodeSizes(batch=4, past=2 * WINDOW + 5, new=1, padding=3),
+    "past the window, a padded row, a chunk": DecodeSizes(batch=2, past=WINDOW + 1, new=3, padding=WINDOW + 1),
+}
+STEPS = 3
+
+
+def _program(name: str, **options: object) -> torch.export.ExportedProgram:
+    """Export plainly, without our helper: what a user types."""
+    kwargs = decode_inputs(make_model(name), EXAMPLE)
+    return torch.export.export(make_model(name), (), kwargs, dynamic_shapes=dynamic_shapes(kwargs), **options)
+
+
+def _steps(call: object, kwargs: dict[str, object]) -> list[torch.Tensor]:
+    """Logits of some decode steps, each fed with the cache that came out of the one before."""
+    logits = []
+    kwargs = copy.deepcopy(kwargs)
+    for _ in range(STEPS):
+        given = {**kwargs, "past_key_values": copy.deepcopy(kwargs["past_key_values"])}
+        with torch.no_grad():
+            outputs = call(**given)
+        logits.append(outputs.logits)
+        kwargs = next_inputs(kwargs, outputs)
+    return logits
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gemma3", "mistral"])
+def exported(request):
+    """Each model exported once; the tests below only run the program."""
+    with register_flattening_functions(patch_transformers=True):
+        yield request.param, _program(request.param)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_one_program_serves_every_length(exported, sizes):
+    """Three decode steps equal the eager model's, on either side of the window, for other batches and chunks."""
+    name, program = exported
+    kwargs = decode_inputs(make_model(name), sizes, seed=sizes.past)
+    for found, expected in zip(_steps(program.module(), kwargs), _steps(make_model(name), kwargs), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_program_decomposes(exported):
+    """No constant was made in the trace that `run_decompositions` would miss."""
+    name, program = exported
+    decomposed = program.run_decompositions({})
+    assert not decomposed.constants or all("lifted" not in key for key in decomposed.constants)
+    kwargs = decode_inputs(make_model(name), SIZES["at the window"])
+    with torch.no_grad():
+        expected = make_model(name)(**copy.deepcopy(kwargs)).logits
+        found = decomposed.module()(**copy.deepcopy(kwargs)).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_no_layer_of_the_program_keeps_more_than_its_window(exported):
+    """The cache that comes out keeps `window - 1` keys of a sliding layer, as the eager one does."""
+    name, program = exported
+    kwargs = decode_inputs(make_model(name), SIZES["past the window, a padded row"])
+    with torch.no_grad():
+        cache = program.module()(**copy.deepcopy(kwargs)).past_key_values
+    past = SIZES["past the window, a padded row"].past + 1
+    kept = [past if type(layer) is cache_utils.DynamicLayer else WINDOW - 1 for layer in cache.layers]
+    assert [layer.keys.shape[-2] for layer in cache.layers] == kept
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral"])
+def test_an_example_below_the_window_serves_lengths_past_it(name):
+    """The example's side of the window does not matter, nor does the way torch is asked to guard."""
+    kwargs = decode_inputs(make_model(name), DecodeSizes(batch=2, past=3, new=2))
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(
+            make_model(name),
+            (),
+            kwargs,
+            dynamic_shapes=dynamic_shapes(kwargs),
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
+        for sizes in SIZES.values():
+            case = decode_inputs(make_model(name), sizes)
+            expected = _steps(make_model(name), case)
+            for found, wanted in zip(_steps(program.module(), case), expected, strict=True):
+                torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_position_ids_may_be_given():
+    """A program exported with `position_ids` takes those of a padded row."""
+    model = make_model("gemma2")
+    like = dict.fromkeys(("input_ids", "attention_mask", "position_ids", "past_key_values"))
+    kwargs = decode_inputs(model, EXAMPLE, like=like)
+    case = decode_inputs(model, SIZES["past the window, a padded row"], like=like)
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(model, (), kwargs, dynamic_shapes=dynamic_shapes(kwargs))
+        found = _steps(program.module(), case)
+    for logits, expected in zip(found, _steps(model, case), strict=True):
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_prefill_is_exported_without_a_cache(name):
+    """A model that makes its own cache in the trace: the program serves every length, and its cache goes on."""
+    model = make_model(name)
+    ids = torch.randint(3, 90, (2, WINDOW + 3), generator=torch.Generator().manual_seed(0))
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(
+            model,
+            (),
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": True},
+            dynamic_shapes=dynamic_shapes({"input_ids": ids, "attention_mask": ids, "use_cache": True}),
+        )
+        assert not [key for key in program.constants if "lifted" in key]
+        for batch, length in ((3, 4), (1, 2 * WINDOW + 1)):
+            other = torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(length))
+            with torch.no_grad():
+                call = {"input_ids": other, "attention_mask": torch.ones_like(other), "use_cache": True}
+                found, expected = program.module()(**call), model(**call)
+                torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=1e-5)
+                following = {"input_ids": other[:, :1], "use_cache": True}
+                after = model(**following, past_key_values=found.past_key_values).logits
+                wanted = model(**following, past_key_values=expected.past_key_values).logits
+            torch.testing.assert_close(after, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_program_exported_from_a_built_cache_takes_a_real_one():
+    """A cache made by hand and one filled by the model are the same kind of cache: same spec, same program."""
+    model = make_model("llama")
+    config = model.config
+    shape = (2, config.num_key_value_heads, 5, config.head_dim)
+    built = make_dynamic_cache([(torch.randn(shape), torch.randn(shape)) for _ in range(config.num_hidden_layers)])
+    kwargs = {
+        "input_ids": torch.randint(3, 90, (2, 3)),
+        "attention_mask": torch.ones(2, 8, dtype=torch.int64),
+        "past_key_values": built,
+    }
+    case = decode_inputs(model, DecodeSizes(batch=3, past=11, new=1))
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(model, (), kwargs, dynamic_shapes=dynamic_shapes(kwargs))
+        found = _steps(program.module(), case)
+    for logits, expected in zip(found, _steps(model, case), strict=True):
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_saved_program_runs_in_a_fresh_process(tmp_path: pathlib.Path):
+    """`torch.export.save`, then load and run in another process inside the block: the same result."""
+    for name in ("gemma3", "mistral"):
+        kwargs = decode_inputs(make_model(name), SIZES["past the window, a padded row, a chunk"])
+        cache = kwargs.pop("past_key_values")
+        with register_flattening_functions(patch_transformers=True):
+            program = _program(name)
+            torch.export.save(program, tmp_path / f"{name}.pt2")
+            leaves, spec = torch.utils._pytree.tree_flatten(cache)
+            with torch.no_grad():
+                outputs = program.module()(**kwargs, past_key_values=copy.deepcopy(cache))
+        expected = torch.utils._pytree.tree_leaves(tuple(outputs.values())[:1])
+        torch.save((kwargs, leaves, spec.context, expected), tmp_path / f"{name}.pt")
+    script = """
+        import sys, torch
+        from yobx_flatten import register_flattening_functions, unflatten_dynamic_cache
+        for name in ("gemma3", "mistral"):
+            kwargs, leaves, context, expected = torch.load(f"{sys.argv[1]}/{name}.pt")
+            with register_flattening_functions(patch_transformers=True):
+                program = torch.export.load(f"{sys.argv[1]}/{name}.pt2")
+                cache = unflatten_dynamic_cache(leaves, context)
+                with torch.no_grad():
+                    outputs = program.module()(**kwargs, past_key_values=cache)
+            assert torch.equal(outputs.logits, expected[0]), name
+            print(name, type(outputs.past_key_values).__name__)
+    """
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), str(tmp_path)], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ["gemma3 DynamicCache", "mistral DynamicCache"]

@@ -1,0 +1,162 @@
+"""`dynamic_shapes` written from the inputs, and checked before torch sees them."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.export import Dim
+
+from tests.models import make_model, start
+from yobx_flatten import (
+    DecodeSizes,
+    DynamicShapesError,
+    check_dynamic_shapes,
+    decode_inputs,
+    dynamic_shapes,
+    make_dynamic_shapes_kv_cache,
+    make_flattening_function_for_dataclass,
+    register_class_flattening,
+    register_flattening_functions,
+    unregister_class_flattening,
+)
+
+AUTO = Dim.AUTO
+
+
+def test_plain_inputs_vary_along_every_axis_and_numbers_do_not():
+    """Tensors get `Dim.AUTO` on every axis; numbers, strings and None are part of the program."""
+    inputs = {"x": torch.zeros(2, 3), "many": [torch.zeros(4), (1, "a", None)], "flag": True, "scalar": torch.tensor(1)}
+    assert dynamic_shapes(inputs) == {
+        "x": {0: AUTO, 1: AUTO},
+        "many": [{0: AUTO}, (None, None, None)],
+        "flag": None,
+        "scalar": {},
+    }
+
+
+def test_a_cache_varies_in_batch_and_length_only():
+    """Heads and head size of keys and values stay as they are; the counter of a cache without full layers varies."""
+    keys = {0: AUTO, 2: AUTO}
+    assert dynamic_shapes({"c": start("gemma3").cache}) == {"c": [keys] * 6}
+    assert dynamic_shapes({"c": start("mistral").cache}) == {"c": [*[keys] * 4, AUTO]}
+
+
+def test_a_static_cache_varies_in_batch_only():
+    """Its length is fixed by configuration; the tensor it counts with has no axis."""
+    shapes = dynamic_shapes({"c": start("llama", static=True).cache})
+    assert shapes == {"c": [{0: AUTO}, {0: AUTO}, {}] * 2}
+
+
+def test_an_encoder_decoder_cache_is_two_lists():
+    """Both caches inside come apart in their turn."""
+    shapes = dynamic_shapes((start("t5").cache,))
+    assert shapes == ([[{0: AUTO, 2: AUTO}] * 4, [{0: AUTO, 2: AUTO}] * 4],)
+
+
+def test_the_block_is_not_needed_to_write_shapes():
+    """Inside and outside the block the same specification is written."""
+    kwargs = decode_inputs(make_model("gemma2"), DecodeSizes())
+    outside = dynamic_shapes(kwargs)
+    with register_flattening_functions(patch_transformers=True):
+        assert dynamic_shapes(kwargs) == outside
+
+
+def test_overrides_replace_what_is_below_their_path():
+    """By dotted key path, a leaf or a whole subtree."""
+    kwargs = {"x": torch.zeros(2, 3), "c": start("llama").cache}
+    shapes = dynamic_shapes(kwargs, {"x": {0: Dim.DYNAMIC}, "c.value_0": None})
+    assert shapes["x"] == {0: Dim.DYNAMIC}
+    assert shapes["c"][:2] == [{0: AUTO, 2: AUTO}, None]
+    assert dynamic_shapes(kwargs, {"c": None})["c"] is None
+
+
+def test_an_override_for_a_path_that_is_not_there_lists_those_that_are():
+    """A typing error does not go unnoticed."""
+    with pytest.raises(DynamicShapesError, match=r"\['input_id'\] is not among the inputs(.|\n)*'input_ids'"):
+        dynamic_shapes({"input_ids": torch.zeros(2, 3)}, {"input_id": None})
+
+
+def test_one_shape_for_all_keys_and_values():
+    """The peers' helper: keys and values get the given shape, a counter its own."""
+    one = {0: "batch", 2: "length"}
+    assert make_dynamic_shapes_kv_cache(start("llama").cache, one) == [one] * 4
+    assert make_dynamic_shapes_kv_cache(start("mistral").cache, one) == [*[one] * 4, AUTO]
+    assert make_dynamic_shapes_kv_cache(start("llama", static=True).cache, {0: "b"}) == [{0: "b"}, {0: "b"}, None] * 2
+    assert make_dynamic_shapes_kv_cache(start("bart").cache, one) == [[one] * 4, [one] * 4]
+    with pytest.raises(DynamicShapesError, match=r"expected a cache, found builtins\.list"):
+        make_dynamic_shapes_kv_cache([1], one)
+
+
+def test_named_dims_of_the_helper_are_what_torch_takes():
+    """A program exported with them takes other batch sizes and lengths."""
+    model, kwargs = make_model("llama"), decode_inputs(make_model("llama"), DecodeSizes(2, 5, 3))
+    batch, past, new = Dim("batch"), Dim("past"), Dim.DYNAMIC
+    shapes = {
+        "input_ids": {0: batch, 1: new},
+        "attention_mask": {0: batch, 1: Dim.DYNAMIC},
+        "past_key_values": make_dynamic_shapes_kv_cache(kwargs["past_key_values"], {0: batch, 2: past}),
+    }
+    check_dynamic_shapes(kwargs, shapes)
+    other = decode_inputs(model, DecodeSizes(3, 9, 2))
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(model, (), kwargs, dynamic_shapes=shapes)
+        with torch.no_grad():
+            found = program.module()(**other).logits
+    with torch.no_grad():
+        other = decode_inputs(model, DecodeSizes(3, 9, 2))
+        torch.testing.assert_close(found, model(**other).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"x": {5: AUTO}, "l": None, "n": None}, r"x: the specification speaks of axis 5.*\(2, 3\)"),
+        ({"x": [AUTO], "l": None, "n": None}, r"x: expected one entry for each of the 2 axes"),
+        ({"x": AUTO, "l": None, "n": None}, r"x: expected a dict \{axis: Dim\}"),
+        ({"x": {0: 3.5}, "l": None, "n": None}, r"x\.0: expected a Dim"),
+        ({"x": None, "l": None}, r"the inputs: .*Missing: \['n'\]"),
+        ({"x": None, "l": None, "n": None, "y": None}, r"the inputs: .*unknown: \['y'\]"),
+        ([None], r"the inputs: expected a dict"),
+        ({"x": None, "l": [None], "n": None}, r"l: list has 2 children \['0', '1'\], the specification has 1"),
+        ({"x": None, "l": {0: None}, "n": None}, r"l: expected a list with 2 entries"),
+        ({"x": None, "l": None, "n": {0: AUTO}}, r"n: expected None for the bool True"),
+        ({"x": None, "l": [{0: Dim.DYNAMIC}, None], "n": None}, r"l\.0: axis 0 is to vary, but has size 1"),
+        ({"x": None, "l": [{0: Dim("b")}, None], "n": None}, r"l\.0: axis 0 is to vary, but has size 1"),
+    ],
+)
+def test_a_specification_that_does_not_fit_is_refused_with_its_key_path(shapes, message):
+    """The error says where, what was found and what fits."""
+    inputs = {"x": torch.zeros(2, 3), "l": [torch.zeros(1), torch.zeros(2)], "n": True}
+    with pytest.raises(DynamicShapesError, match=message):
+        check_dynamic_shapes(inputs, shapes)
+
+
+def test_a_cache_whose_specification_is_too_short_is_named_by_path():
+    """The error lists the leaves the cache has."""
+    cache = start("mistral").cache
+    with pytest.raises(DynamicShapesError, match=r"kwargs\.past: DynamicCache has 5 children .*'length'\].* has 4"):
+        check_dynamic_shapes({"kwargs": {"past": cache}}, {"kwargs": {"past": [None] * 4}})
+
+
+def test_a_users_own_class_is_written_as_a_list_of_its_children():
+    """What torch wants for a registered class, and what it takes."""
+
+    @dataclasses.dataclass
+    class Pair:
+        a: torch.Tensor
+        b: torch.Tensor
+
+    class Model(torch.nn.Module):
+        def forward(self, pair):
+            return pair.a + pair.b.sum()
+
+    flatten, with_keys, unflatten = make_flattening_function_for_dataclass(Pair, set())
+    register_class_flattening(Pair, flatten, unflatten, with_keys)
+    try:
+        pair = Pair(torch.ones(3), torch.ones(4))
+        shapes = dynamic_shapes({"pair": pair})
+        assert shapes == {"pair": [{0: AUTO}, {0: AUTO}]}
+        program = torch.export.export(Model(), (), {"pair": pair}, dynamic_shapes=shapes)
+        assert program.module()(pair=Pair(torch.ones(5), torch.ones(7))).tolist() == [8.0] * 5
+    finally:
+        unregister_class_flattening(Pair)

@@ -76,7 +76,7 @@ def test_page_prints_what_it_says(page, tmp_path, monkeypatch):
 def test_a_text_block_belongs_to_the_program_right_before_it():
     """A block of another kind in between leaves the program without expected output."""
     page = "```python\nprint(1)\n```\n\n```text\n1\n```\n\n```python\nx = 1\n```\n\n```bash\nls\n```\n```text\n2\n```\n"
-    assert programs_of(page) == [Program(2, "print(1)\n", "1\n"), Program(9, "x = 1\n", None)]
+    assert programs_of(page) == [Program(2, "print(1)\n", "1\n"), Program(10, "x = 1\n", None)]
 
 
 def test_every_page_but_the_words_has_programs():

@@ -6,8 +6,8 @@
                                                  +--> export_onnx --> replay --> one row of the table
     configuration --> model, random weights -----+
 
-The weights are random, the rest is what a user has: caches that the models filled themselves, left padding, pasts below,
-at and past the window. Each case starts from the text and then decodes on, the program fed with its own cache.
+The weights are random, the rest is what a user has: caches that the models filled themselves, left padding, pasts
+below, at and past the window. Each case starts from the text and then decodes on, the program fed with its own cache.
 """
 
 from __future__ import annotations
@@ -111,10 +111,12 @@ def run_demo(output: pathlib.Path, models: Sequence[str] = tuple(MODELS)) -> int
     _say(console, f"Text: the Zen of Python (python -c 'import this'), {len(text.encode())} bytes, one token each.")
     with _without_noise(), _stages(console, models) as stages:
         rows = [_export(name, text, output, stages) for name in models]
+    console.print()
     console.print(_table(rows))
     for row in rows:
         if row.failure is not None:
             _say(console, f"\n{row.model}: {row.failure}")
+    console.print()
     failed = any(row.failure is not None for row in rows)
     if not failed:
         _say(console, _next_steps(rows[0]))
@@ -206,13 +208,22 @@ def _say(console: Any, text: str) -> None:
 def _table(rows: Sequence[_Row]) -> Any:
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), caption_justify="left")
-    table.caption = f"Files: {rows[0].path.parent}{os.sep}{{{','.join(row.path.name for row in rows)}}}"
+    files = ", ".join(row.path.name for row in rows)
+    caption = Text(f"Files in {rows[0].path.parent}: {files}")  # a Text, since a folder's name may hold [brackets]
+    # as narrow as it gets: 80 columns hold all models
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+        show_edge=False,
+        pad_edge=False,
+        caption=caption,
+        caption_justify="left",
+    )
     for heading in ("model", "cache layers"):
         table.add_column(heading)
-    numbers = ("leaves", "export\ns", "ONNX\ns", "ONNX\nMB", "cases", "max difference\ntorch.export", "\nonnxruntime")
-    for heading in numbers:
+    for heading in ("leaves", "export\ns", "ONNX\ns", "ONNX\nMB", "cases", "max diff.\ntorch", "max diff.\nONNX"):
         table.add_column(heading, justify="right")
     for row in rows:
         report = row.report
@@ -231,7 +242,7 @@ def _table(rows: Sequence[_Row]) -> Any:
 
 def _worst(report: ExportReport, runtime: str) -> str:
     worst = max((case.max_difference for case in report.cases if case.runtime == runtime), default=0.0)
-    return f"{worst:.1e}" if worst <= report.tolerance else f"[bold red]{worst:.1e} DIFFERS[/]"
+    return f"{worst:.1e}" if worst <= report.tolerance else f"[bold red]{worst:.1e}\nDIFFERS[/]"
 
 
 def _next_steps(row: _Row) -> str:
@@ -240,8 +251,9 @@ def _next_steps(row: _Row) -> str:
     cache = [name for name in names if name.startswith("past_key_values")]
     return (
         f'Load:  session = onnxruntime.InferenceSession("{row.path.as_posix()}")\n'
-        f"Feed:  session.run(None, feeds) with {', '.join(others)}, {cache[0]} ... {cache[-1]}; present.* comes back\n"
-        "Read:  docs/ in the repository, or the site that `make docs` builds"
+        f"Feed:  session.run(None, feeds) with {', '.join(others)}, {cache[0]} ... {cache[-1]}; "
+        "next time past_key_values.* is what came out as present.*\n"
+        "Read:  docs/ in the repository; `make docs` builds the site"
     )
 
 
@@ -291,8 +303,8 @@ def _stages(console: Any, models: Sequence[str]) -> Iterator[_Stages]:
 @contextlib.contextmanager
 def _without_noise() -> Iterator[None]:
     """Keep two messages off the terminal that are about the insides of torch; all others come through."""
-    # The ONNX exporter says, for each of its four translations of torchvision's operators, that there is no torchvision.
-    # No model here uses one.
+    # The ONNX exporter translates four operators of torchvision, and says of each that torchvision is not installed. No
+    # model here uses one.
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
 
     def is_news(record: logging.LogRecord) -> bool:

@@ -32,6 +32,7 @@ from .replay import OUTPUT_NAMES, Case, CaseResult, clone, replay
 from .scopes import register_flattening_functions
 from .shapes import check_dynamic_shapes
 from .shapes import dynamic_shapes as write_dynamic_shapes
+from .tree import node_of
 
 __all__ = ["ExportReport", "ExportedModel", "export_onnx", "export_program"]
 
@@ -224,55 +225,59 @@ class _Export:
         self.patches = {"patch_transformers": "transformers" in sys.modules}
         self.report = ExportReport(type(module).__qualname__, [], [], 0.0, tolerance=tolerance)
         self.why_not = "transformers is not imported"
-        if self.patches["patch_transformers"]:
+        if args:
+            self.why_not = "there are positional arguments"
+        elif self.patches["patch_transformers"]:
             from .huggingface.cases import why_not_resizable
 
-            self.why_not = why_not_resizable(module, kwargs) or "" if not args else "there are positional arguments"
-        self.enlarge_example(shapes)
+            self.why_not = why_not_resizable(module, kwargs) or ""
         self.shapes = self.complete_shapes(shapes)
+        fixed = self.fixed_axes()
+        if fixed and not self.why_not:
+            from .huggingface.cases import DecodeSizes, decode_inputs
+
+            self.kwargs = decode_inputs(self.module, DecodeSizes(), like=self.kwargs)
+        elif fixed:
+            self.report.remarks.append(
+                f"sizes of 0 and 1 in the example stay fixed ({', '.join(fixed)}): pass an example of size 2 or more."
+            )
 
     def block(self) -> contextlib.AbstractContextManager[Any]:
         return register_flattening_functions(**self.patches)
 
-    def enlarge_example(self, shapes: Any) -> None:
-        """torch.export takes sizes 0 and 1 for fixed: use a larger example, or say that they stay."""
-        if shapes is None:
-            return
-        with self.block():
-            names = leaf_names(self.kwargs)
-            fixed = [
-                f"{name} {tuple(leaf.shape)}"
-                for name, leaf in zip(names, pytree.tree_leaves(self.kwargs), strict=True)
-                if isinstance(leaf, torch.Tensor) and any(size in (0, 1) for size in leaf.shape[:2])
-            ]
-        if not fixed:
-            return
-        if not self.why_not:
-            from .huggingface.cases import DecodeSizes, decode_inputs
-
-            self.kwargs = decode_inputs(self.module, DecodeSizes(), like=self.kwargs)
-        else:
-            self.report.remarks.append(
-                f"sizes of 0 and 1 in the example stay fixed: {', '.join(fixed)}. Pass an example of size 2 or more."
-            )
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """All inputs by parameter name."""
+        return {**inspect.signature(self.module.forward).bind_partial(*args).arguments, **kwargs}
 
     def complete_shapes(self, shapes: Any) -> Any:
-        """Dynamic shapes for all arguments, in the form torch wants them: by parameter name."""
+        """Dynamic shapes for all inputs, in the form torch wants them: by parameter name."""
         if shapes is None:
             return None
-        bound = inspect.signature(self.module.forward).bind_partial(*self.args)
-        inputs = {**bound.arguments, **self.kwargs}
-        with self.block():
-            if isinstance(shapes, str) and shapes == "auto":
-                return write_dynamic_shapes(inputs)
-            if isinstance(shapes, (tuple, list)):
-                shapes = dict(zip(inputs, shapes, strict=False))
-            shapes = {**dict.fromkeys(inputs), **shapes}
-            check_dynamic_shapes(inputs, shapes)
+        inputs = self.named(self.args, self.kwargs)
+        if isinstance(shapes, str) and shapes == "auto":
+            return write_dynamic_shapes(inputs)
+        if isinstance(shapes, (tuple, list)):
+            shapes = dict(zip(inputs, shapes, strict=False))
+        shapes = {**dict.fromkeys(inputs), **shapes}
+        check_dynamic_shapes(inputs, shapes)
         return shapes
 
+    def fixed_axes(self) -> list[str]:
+        """Axes that may vary, but that torch takes for fixed, since the example has size 0 or 1 there."""
+        if self.shapes is None:
+            return []
+        inputs = self.named(self.args, self.kwargs)
+        with self.block():
+            leaves = zip(leaf_names(inputs), pytree.tree_leaves(inputs), _leaf_shapes(inputs, self.shapes), strict=True)
+        return [
+            f"{name} axis {axis}"
+            for name, leaf, shape in leaves
+            for axis, dim in (shape or {}).items()
+            if dim is not None and isinstance(leaf, torch.Tensor) and leaf.shape[axis] in (0, 1)
+        ]
+
     def to_program(self, strict: bool) -> ExportedProgram:
-        logger.info("tracing %s with torch.export", self.report.module)
+        logger.info("tracing %s", self.report.module)
         start = time.perf_counter()
         with torch.no_grad():
             program = torch.export.export(
@@ -284,15 +289,14 @@ class _Export:
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
         self.report.export_seconds = time.perf_counter() - start
-        self.input_leaves = leaf_names((*self.args,)) + leaf_names(self.kwargs)
+        self.input_leaves = leaf_names(self.named(self.args, self.kwargs))
         with torch.no_grad():
             outputs = self.module(*clone(self.args), **clone(self.kwargs))
-        self.output_leaves = leaf_names(outputs, OUTPUT_NAMES)
         signature = program.graph_signature
         inputs = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
         results = [spec for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
         self.report.input_names = _named(self.input_leaves, inputs)
-        self.report.output_names = _named(self.output_leaves, results)
+        self.report.output_names = _named(leaf_names(outputs, OUTPUT_NAMES), results)
         return program
 
     def replay_program(self, program: ExportedProgram, cases: Iterable[Case] | None) -> list[Case]:
@@ -404,6 +408,20 @@ def _named(names: list[str], specs: Sequence[Any]) -> list[str]:
     if len(names) != len(specs):
         raise FlattenError(f"{len(names)} leaves {names} for {len(specs)} arguments of the program.")
     return [name for name, spec in zip(names, specs, strict=True) if not isinstance(spec.arg, ConstantArgument)]
+
+
+def _leaf_shapes(inputs: Any, shapes: Any) -> list[dict[int, Any] | None]:
+    """The entry of ``shapes`` for every leaf of the inputs; ``None`` above a leaf stands for all below it."""
+    node = node_of(inputs)
+    if node is None:
+        return [dict(enumerate(shapes)) if isinstance(shapes, (list, tuple)) else _mapping(shapes)]
+    below = [None] * len(node.children) if shapes is None else shapes
+    below = [below[key] for key in inputs] if isinstance(below, Mapping) else below
+    return [leaf for child, spec in zip(node.children, below, strict=True) for leaf in _leaf_shapes(child, spec)]
+
+
+def _mapping(shapes: Any) -> dict[int, Any] | None:
+    return dict(shapes) if isinstance(shapes, Mapping) else None
 
 
 def _following() -> Any:

@@ -65,10 +65,6 @@ operations = st.one_of(
 )
 
 
-def functions(number):
-    return FUNCTIONS[number]
-
-
 FUNCTIONS = [
     (lambda obj: ([], 0), lambda children, static: None, lambda obj: ([], 0)),
     (lambda obj: ([], 1), lambda children, static: None, lambda obj: ([], 1)),
@@ -135,9 +131,10 @@ class Scene:
                 raise DrawnError
             return claim(registry, recipe)
 
-        with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(DrawnError):
+        with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(Registry, "claim", fail)
-            self.workers[thread].do(register_cache_flattening, True)
+            with pytest.raises(DrawnError):
+                self.workers[thread].do(register_cache_flattening, True)
 
     def put_in_force(self, thread):
         self.undos.append(self.workers[thread].do(register_cache_flattening, True))
@@ -148,13 +145,13 @@ class Scene:
 
     def register(self, thread, cls, number):
         with contextlib.suppress(AlreadyRegisteredError):
-            if self.workers[thread].do(register_class_flattening, cls, *functions(number)):
+            if self.workers[thread].do(register_class_flattening, cls, *FUNCTIONS[number]):
                 self.hers.add(cls)
-                assert pytree.SUPPORTED_NODES[cls].flatten_fn is functions(number)[0]
+                assert pytree.SUPPORTED_NODES[cls].flatten_fn is FUNCTIONS[number][0]
 
     def fail_to_register(self, thread, cls):
         with contextlib.suppress(AlreadyRegisteredError, DrawnError):
-            assert not self.workers[thread].do(register_class_flattening, cls, *functions(0), raise_drawn_error)
+            assert not self.workers[thread].do(register_class_flattening, cls, *FUNCTIONS[0], raise_drawn_error)
 
     def unregister(self, thread, cls):
         if cls in self.hers:

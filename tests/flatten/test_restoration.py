@@ -1,4 +1,4 @@
-"""Ours inside the block, theirs outside: by identity and in place, whatever happens in between and in whichever thread."""
+"""Ours inside the block, theirs outside: by identity and in place, whatever happens and in whichever thread."""
 
 import contextlib
 import itertools
@@ -549,7 +549,7 @@ print(changes())
 
 
 def test_the_cpp_pytree_may_be_imported_after_the_block():
-    """A class that came, went and came again waits once, so that `torch.compile` works; a class that went stays away."""
+    """A class that came, went and came again waits once, and `torch.compile` works; a class that went stays away."""
     pytest.importorskip("optree")
     program = """
 before = registry_snapshot.take()

@@ -587,7 +587,7 @@ def test_none_for_a_function_is_refused(before, position):
     """Only the keyed function may be left out."""
     functions = list(FUNCTIONS)
     functions[position] = None
-    with pytest.raises(InvalidRegistrationError, match="must be a function .*, found None"):
+    with pytest.raises(InvalidRegistrationError, match=r"must be a function .*, found None"):
         register_class_flattening(Pair, *functions)
     assert changes_since(before) == []
 
@@ -645,7 +645,7 @@ def test_a_class_cannot_be_unregistered_twice(before):
 
 def test_a_class_of_others_cannot_be_unregistered(registered_by_others, before):
     """What was registered through torch is not ours to take away."""
-    with pytest.raises(NotRegisteredError, match="Pair was registered by somebody else .* is left as it is"):
+    with pytest.raises(NotRegisteredError, match=r"Pair was registered by somebody else .* is left as it is"):
         unregister_class_flattening(Pair)
     assert changes_since(before) == []
 
@@ -808,7 +808,7 @@ def test_a_block_without_options_registers_nothing(before):
 @pytest.mark.skipif(importlib.util.find_spec("diffusers") is not None, reason="diffusers is installed")
 def test_a_library_that_is_missing_is_named(before):
     """The message holds the line that installs it, and what was registered so far is undone."""
-    with pytest.raises(MissingDependencyError, match="needs diffusers, .*\n    pip install diffusers"):
+    with pytest.raises(MissingDependencyError, match=r"needs diffusers, .*\n    pip install diffusers"):
         register_cache_flattening(patch_transformers=True, patch_diffusers=True)
     assert changes_since(before) == []
 

@@ -182,5 +182,5 @@ def test_what_nobody_can_find_by_its_name_is_refused():
 
 def test_data_of_a_newer_version_is_refused():
     """An unknown kind is named, with the line that updates."""
-    with pytest.raises(StaticDataError, match="kind 'quaternion'.*\n?.*pip install --upgrade yobx-flatten"):
+    with pytest.raises(StaticDataError, match=r"kind 'quaternion'.*\n?.*pip install --upgrade yobx-flatten"):
         load_static([{"!quaternion": [1, 2, 3, 4]}])

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import MappingKey
 
-from ..errors import CacheStructureError, SpecMismatchError
-from .layers import kind_of, kind_of_code
+from ..errors import CacheStructureError, SpecMismatchError, UnsupportedLayerError
+from .layers import PLACEHOLDERS, kind_of, kind_of_code
 
 __all__ = [
     "flatten_dynamic_cache",
@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _LENGTH = "length"
+_UNSET: Any = object()  # not None, which may stand for any leaf
 
 
 def flatten_dynamic_cache(cache: Any) -> tuple[list[Any], list[str]]:
@@ -51,7 +52,7 @@ def flatten_dynamic_cache(cache: Any) -> tuple[list[Any], list[str]]:
         CacheStructureError: when a layer is half-initialised, or sliding layers have not seen what full layers hold.
         UnsupportedLayerError: when a layer is of another class.
     """
-    layers = cache.layers
+    layers = _layers_of(cache)
     plain = _plain_leaves(layers)
     if plain is not None:
         return plain, list(_plain_names(len(layers)))
@@ -77,15 +78,16 @@ def unflatten_dynamic_cache(values: Iterable[Any], context: list[str], output_ty
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     values = values if isinstance(values, list) else list(values)
-    count = len(context) // 2
-    if context == list(_plain_names(count)):
+    if context == list(_plain_names(len(context) // 2)):
+        if len(values) != len(context):
+            raise _wrong_count(context, values, len(context))
         cache = _new_cache(DynamicCache, _plain_layers(values))
     else:
         cache = _new_cache(DynamicCache, _unflatten_layers(values, context))
-        count = -1
+    only_full = all(type(layer) is DynamicLayer for layer in cache.layers)
     # A cache of full layers only may have been made to grow by one layer per layer of the model; one made from a
     # configuration has all of them and never asks. Both are the same kind of cache to a program.
-    cache.layer_class_to_replicate = DynamicLayer if count >= 0 else None
+    cache.layer_class_to_replicate = DynamicLayer if only_full else None
     return cache
 
 
@@ -102,7 +104,7 @@ def flatten_static_cache(cache: Any) -> tuple[list[Any], list[str]]:
         CacheStructureError: when a layer is half-initialised.
         UnsupportedLayerError: when a layer is of another class.
     """
-    return _flatten_layers(cache.layers)
+    return _flatten_layers(_layers_of(cache))
 
 
 def flatten_with_keys_static_cache(cache: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
@@ -208,12 +210,12 @@ def _plain_leaves(layers: list[Any]) -> list[Any] | None:
     leaves: list[Any] = []
     add = leaves.append
     classes = set(map(type, layers))
-    if len(classes) > 1 or (classes and kind_of(classes.pop()).letter != "D"):
+    if len(classes) > 1 or (classes and classes.pop() is not kind_of_code("D")[0].cls):
         return None
     for layer in layers:
         held = layer.__dict__
         keys, values = held["keys"], held["values"]
-        if keys is None or values is None or not held.get("is_initialized", True):
+        if (keys is None or values is None or not held.get("is_initialized", True)) and PLACEHOLDERS not in held:
             return None
         add(keys)
         add(values)
@@ -231,6 +233,8 @@ def _plain_layers(leaves: list[Any]) -> list[Any]:
             layer.__dict__ = {"keys": keys, "values": values, **flag, "dtype": keys.dtype, "device": keys.device}
         else:
             layer.__dict__ = {"keys": keys, "values": values, **flag}
+        if keys is None or values is None:
+            layer.__dict__[PLACEHOLDERS] = True
         layers.append(layer)
     return layers
 
@@ -238,10 +242,14 @@ def _plain_layers(leaves: list[Any]) -> list[Any]:
 def _flatten_layers(layers: list[Any]) -> tuple[list[Any], list[str]]:
     values: list[Any] = []
     names: list[str] = []
-    full: Any = None  # keys of the first filled DynamicLayer, which hold every token
-    seen: Any = None  # what the sliding layers counted
+    full: Any = _UNSET  # keys of the first filled DynamicLayer, which hold every token
+    first = ("", "")  # the first filled sliding layer
+    seen: Any = _UNSET  # what the sliding layers counted
     for index, layer in enumerate(layers):
-        kind = kind_of(type(layer))
+        try:
+            kind = kind_of(type(layer))
+        except UnsupportedLayerError as error:
+            raise UnsupportedLayerError(f"layers[{index}]: {error}") from None
         code = kind.code(layer)
         if not kind.is_filled(layer, index):
             names.append(f"none_{code}_{index}")
@@ -249,21 +257,24 @@ def _flatten_layers(layers: list[Any]) -> tuple[list[Any], list[str]]:
         values += (layer.keys, layer.values)
         names += (f"key_{code}_{index}", f"value_{code}_{index}")
         position = kind.position(layer)
-        if position is not None:
+        if kind.has_position:
             values.append(position)
             names.append(f"position_{code}_{index}")
-        if kind.letter == "D" and full is None:
+        if kind.letter == "D" and full is _UNSET:
             full = layer.keys
         elif kind.is_sliding:
             kind.remember(layer)
             length = kind.length(layer)
-            seen = length if seen is None else _agreed(seen, length, f"layers[{index}]", code)
-    if seen is not None:
-        if full is None:
+            if seen is _UNSET:
+                seen, first = length, (f"layers[{index}]", code)
+            else:
+                _agreed(seen, length, f"layers[{index}]", code)
+    if seen is not _UNSET:
+        if full is _UNSET:
             values.append(seen)
             names.append(_LENGTH)
         elif isinstance(full, torch.Tensor):
-            _agreed(_key_count(full), seen, "the sliding layers", "W")
+            _agreed(_key_count(full), seen, *first)
     return values, names
 
 
@@ -313,6 +324,19 @@ def _agreed(expected: Any, found: Any, place: str, code: str) -> Any:
             f"{found}. Such a cache cannot go on generating; fill every layer with the same tokens."
         )
     return expected
+
+
+def _wrong_count(names: list[str], values: list[Any], expected: int) -> SpecMismatchError:
+    return SpecMismatchError(f"A cache with the leaves {names} was given {len(values)} values instead of {expected}.")
+
+
+def _layers_of(cache: Any) -> list[Any]:
+    if cache.offloading:
+        raise CacheStructureError(
+            f"This {type(cache).__qualname__} moves its layers between devices (offloading=True), which a rebuilt cache "
+            "would not go on to do. Pass one made with offloading=False."
+        )
+    return cache.layers  # type: ignore[no-any-return]
 
 
 def _with_keys(values: list[Any], names: list[str]) -> tuple[list[tuple[Any, Any]], list[str]]:

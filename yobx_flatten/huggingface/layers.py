@@ -29,7 +29,10 @@ import torch
 
 from ..errors import CacheStructureError, UnsupportedLayerError
 
-__all__ = ["LETTERS", "LayerKind", "kind_of", "kind_of_code"]
+__all__ = ["LETTERS", "PLACEHOLDERS", "LayerKind", "kind_of", "kind_of_code"]
+
+# Marks a layer that was rebuilt around ``None``, which torch puts in for a while: it is not half-initialised.
+PLACEHOLDERS = "_yobx_placeholders"
 
 # class name -> letter; two names where a version renamed the class
 LETTERS = {
@@ -67,6 +70,7 @@ class LayerKind:
         has_flag: instances have ``is_initialized`` (transformers >= 4.57); before, ``keys is None`` says it.
         has_recording: instances have ``record_past`` (transformers >= 5.17).
         derived: attributes that a filled static layer takes from its tensors.
+        has_position: a static layer counts in a tensor (transformers >= 5.10 or so).
     """
 
     cls: type
@@ -74,6 +78,7 @@ class LayerKind:
     has_flag: bool
     has_recording: bool
     derived: tuple[str, ...]
+    has_position: bool
 
     @property
     def is_static(self) -> bool:
@@ -103,6 +108,8 @@ class LayerKind:
             CacheStructureError: when it holds only one of them, or says something else than it holds.
         """
         held = vars(layer)
+        if PLACEHOLDERS in held:
+            return True
         keys, values = held.get("keys"), held.get("values")
         filled = bool(held.get("is_initialized", keys is not None))
         if (keys is None) == (values is None) and (filled or keys is None):
@@ -116,8 +123,7 @@ class LayerKind:
 
     def position(self, layer: Any) -> Any:
         """Return the tensor that a static layer counts with; ``None`` when this version has none."""
-        held = vars(layer).get("cumulative_length") if self.is_static else None
-        return None if isinstance(held, int) else held
+        return vars(layer)["cumulative_length"] if self.has_position else None
 
     def length(self, layer: Any) -> Any:
         """Return the integer that a sliding layer counts with."""
@@ -150,6 +156,8 @@ class LayerKind:
         held["values"] = values = next(leaves)
         if self.has_flag:
             held["is_initialized"] = True
+        if keys is None or values is None:
+            held[PLACEHOLDERS] = True
         if self.letter == "W":
             held["sliding_window"] = window = int(parameter.rstrip("r"))
             held["cumulative_length"] = length
@@ -209,6 +217,8 @@ def _read_kind(cls: type) -> LayerKind:
         has_flag="is_initialized" in vars(dynamic()),
         has_recording=hasattr(cls, "activate_past_recording"),
         derived=tuple(name for name in _DERIVED if name in names),
+        # a tensor is counted up in place; older versions' sliding layers count in an integer of the same name
+        has_position=letter in "SX" and "add_" in cls.update.__code__.co_names,
     )
 
 

@@ -21,8 +21,8 @@ from yobx_flatten.backends.torch_python import TorchPython
 from yobx_flatten.errors import SpecMismatchError
 from yobx_flatten.recipe import Recipe
 
-# Before the first import of `torch.utils._cxx_pytree` its backend works on a list of pending classes. That needs a process
-# of its own: `test_the_pending_list_passes_the_same_tests` runs this file again, with this variable set.
+# Before the first import of `torch.utils._cxx_pytree` its backend works on a list of pending classes. That needs a
+# process of its own: `test_the_pending_list_passes_the_same_tests` runs this file again, with this variable set.
 PENDING_ONLY = "CONTRACT_OF_THE_PENDING_LIST"
 CPP = "torch_cpp_pending" if os.environ.get(PENDING_ONLY) else "torch_cpp"
 BACKENDS = [CPP] if os.environ.get(PENDING_ONLY) else ["torch_python", CPP, "torch_fx"]
@@ -325,8 +325,15 @@ class LibraryRefusedError(Exception):
     """What a library raises in these tests."""
 
 
-def refuse(*args, **kwargs):
-    raise LibraryRefusedError
+def refuse_ours(function):
+    """The library's own function, which refuses our recipe and nothing else."""
+
+    def refusing(cls, flatten_function, *args, **kwargs):
+        if flatten_function not in (their_flatten, their_fx_rule):
+            raise LibraryRefusedError
+        return function(cls, flatten_function, *args, **kwargs)
+
+    return refusing
 
 
 def test_a_write_that_fails_changes_nothing(library, backend, monkeypatch):
@@ -336,7 +343,7 @@ def test_a_write_that_fails_changes_nothing(library, backend, monkeypatch):
         return
     before = registry_snapshot.take()
     with monkeypatch.context() as patched:
-        patched.setattr(*library.write_calls, refuse)
+        patched.setattr(*library.write_calls, refuse_ours(getattr(*library.write_calls)))
         with pytest.raises(LibraryRefusedError):
             backend.write(recipe_for())
     assert changes_since(before) == []
@@ -351,7 +358,7 @@ def test_a_write_over_theirs_that_fails_keeps_theirs(name, monkeypatch):
         library.register(Pair, "theirs")
         before = registry_snapshot.take()
         with monkeypatch.context() as patched:
-            patched.setattr(*library.write_calls, refuse)
+            patched.setattr(*library.write_calls, refuse_ours(getattr(*library.write_calls)))
             with pytest.raises(LibraryRefusedError):
                 library.backend.write(recipe_for())
         assert library.functions(Pair) == library.theirs

@@ -1,5 +1,6 @@
 """How Sphinx builds the site; `make docs` runs it. Nothing here reaches for the network."""
 
+import logging
 import os
 import warnings
 from importlib.metadata import version as version_of
@@ -67,3 +68,9 @@ sphinx_gallery_conf = {
 os.environ.setdefault("TQDM_DISABLE", "1")
 # matplotlib has no window here, which is what is wanted.
 warnings.filterwarnings("ignore", message=".*is non-interactive, and thus cannot be shown", category=UserWarning)
+# torch 2.13 copies its own `TreeSpec` through the deprecated `LeafSpec`, and says at the first conversion to ONNX which
+# operators of torchvision it leaves out, if that is not there. Both would be on the page, with the path to torch.
+warnings.filterwarnings("ignore", message=r".isinstance\(treespec, LeafSpec\). is deprecated", category=FutureWarning)
+logging.getLogger("torch.onnx._internal.exporter._registration").addFilter(
+    lambda record: "torchvision" not in str(record.msg)
+)

@@ -7,6 +7,7 @@ from pathlib import Path
 import yobx_flatten
 
 API = Path(__file__).parent.parent / "docs" / "api"
+DIRECTIVE = re.compile(r"^\.\. (?:autofunction|autoclass|autoexception|py:data):: (\w+)$", re.MULTILINE)
 # `__version__` is a sentence on the first page.
 PUBLIC = {name for name in yobx_flatten.__all__ if name != "__version__"}
 
@@ -16,7 +17,7 @@ def documented() -> Counter[str]:
     for page in API.glob("*.md"):
         text = page.read_text(encoding="utf-8")
         if ".. currentmodule:: yobx_flatten" in text:
-            names.update(re.findall(r"^\.\. auto(?:function|class|exception|data):: (\w+)$", text, re.MULTILINE))
+            names.update(DIRECTIVE.findall(text))
     return names
 
 

@@ -22,6 +22,7 @@ LAYERS: dict[str, list[list[str]]] = {
         ["backends.*"],
         ["registry"],
         ["export_hook", "describe", "huggingface.layers"],
+        ["huggingface.layouts"],
         ["huggingface.*"],
         ["huggingface.known"],
         ["scopes", "tree"],

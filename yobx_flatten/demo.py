@@ -20,7 +20,6 @@ import io
 import logging
 import os
 import pathlib
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -109,7 +108,7 @@ def run_demo(output: pathlib.Path, models: Sequence[str] = tuple(MODELS)) -> int
     console = _console()
     text = _zen_of_python()
     _say(console, f"Text: the Zen of Python (python -c 'import this'), {len(text.encode())} bytes, one token each.")
-    with _without_noise(), _stages(console, models) as stages:
+    with _stages(console, models) as stages:
         rows = [_export(name, text, output, stages) for name in models]
     console.print()
     console.print(_table(rows))
@@ -298,23 +297,3 @@ def _stages(console: Any, models: Sequence[str]) -> Iterator[_Stages]:
         finally:
             logger.setLevel(found)
             logger.removeHandler(stages)
-
-
-@contextlib.contextmanager
-def _without_noise() -> Iterator[None]:
-    """Keep two messages off the terminal that are about the insides of torch; all others come through."""
-    # The ONNX exporter translates four operators of torchvision, and says of each that torchvision is not installed. No
-    # model here uses one.
-    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith("torchvision is not installed")
-
-    logger.addFilter(is_news)
-    try:
-        with warnings.catch_warnings():
-            # torch 2.13 copies its own TreeSpec through its own deprecated LeafSpec; nothing of ours names that class.
-            warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\). is deprecated", FutureWarning)
-            yield
-    finally:
-        logger.removeFilter(is_news)

@@ -18,7 +18,8 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -136,13 +137,14 @@ def export_program(
     Args:
         module: the module, in the mode (``eval()``) it is to be exported in.
         args: example positional arguments.
-        kwargs: example keyword arguments; caches among them. For a transformers model with ``past_key_values`` an
-            example that ``torch.export`` would fix at a size of 1 is replaced by one of size 2 or more.
+        kwargs: example keyword arguments; caches among them. For a transformers model an example that
+            ``torch.export`` would fix at a size of 0 or 1 (one row, one token, an empty cache) is replaced by a larger
+            one, and the report says so.
         dynamic_shapes: as for ``torch.export.export``; ``"auto"`` writes them (see
             :func:`~yobx_flatten.dynamic_shapes`); ``None`` keeps every size fixed.
         strict: as for ``torch.export.export``. With a ``DynamicCache`` among the inputs torch 2.13 fixes every
             dimension in strict mode.
-        cases: what to replay beside the example. By default, for a transformers model with ``past_key_values``: other
+        cases: what to replay beside the example. By default, for a transformers model: other
             batch sizes and lengths below, at and past its window, several tokens at once, a padded row.
         steps: number of calls per case; after the first, each gets the cache that came out of the one before.
         tolerance: largest absolute difference to the module's own outputs.
@@ -234,9 +236,14 @@ class _Export:
         self.shapes = self.complete_shapes(shapes)
         fixed = self.fixed_axes()
         if fixed and not self.why_not:
-            from .huggingface.cases import DecodeSizes, decode_inputs
+            from .huggingface.cases import DecodeSizes
 
-            self.kwargs = decode_inputs(self.module, DecodeSizes(), like=self.kwargs)
+            self.kwargs = self.resized(DecodeSizes(), 0)
+            self.shapes = self.complete_shapes(shapes)
+            self.report.remarks.append(
+                f"the example was replaced by one of {DecodeSizes()}: torch.export fixes sizes of 0 and 1 "
+                f"({', '.join(fixed)})."
+            )
         elif fixed:
             self.report.remarks.append(
                 f"sizes of 0 and 1 in the example stay fixed ({', '.join(fixed)}): pass an example of size 2 or more."
@@ -248,6 +255,13 @@ class _Export:
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """All inputs by parameter name."""
         return {**inspect.signature(self.module.forward).bind_partial(*args).arguments, **kwargs}
+
+    def resized(self, sizes: Any, seed: int) -> dict[str, Any]:
+        """The example's inputs in other sizes, for a transformers model; a cache only where the example has one."""
+        from .huggingface.cases import decode_inputs
+
+        like = {name: value for name, value in self.kwargs.items() if value is not None}
+        return {**self.kwargs, **decode_inputs(self.module, sizes, like, seed)}
 
     def complete_shapes(self, shapes: Any) -> Any:
         """Dynamic shapes for all inputs, in the form torch wants them: by parameter name."""
@@ -266,6 +280,9 @@ class _Export:
         """Axes that may vary, but that torch takes for fixed, since the example has size 0 or 1 there."""
         if self.shapes is None:
             return []
+        cache = self.kwargs.get("past_key_values")
+        if cache is not None and not leaf_names(cache):
+            return ["past_key_values is empty"]
         inputs = self.named(self.args, self.kwargs)
         with self.block():
             leaves = zip(leaf_names(inputs), pytree.tree_leaves(inputs), _leaf_shapes(inputs, self.shapes), strict=True)
@@ -328,14 +345,11 @@ class _Export:
                 f"other sizes were not replayed, since {self.why_not}: pass cases=[Case(name, args, kwargs), ...]."
             )
             return []
-        from .huggingface.cases import decode_inputs, default_sizes
+        from .huggingface.cases import default_sizes
 
         sizes, remark = default_sizes(self.module)
         self.report.remarks += [remark] if remark else []
-        return [
-            Case(str(s), (), decode_inputs(self.module, s, self.kwargs, seed=i), self.steps)
-            for i, s in enumerate(sizes)
-        ]
+        return [Case(str(s), (), self.resized(s, seed), self.steps) for seed, s in enumerate(sizes)]
 
     def to_onnx(self, program: ExportedProgram, path: pathlib.Path, opset_version: int | None) -> None:
         logger.info("converting %s to ONNX", self.report.module)
@@ -345,14 +359,15 @@ class _Export:
         folder = path.parent / f".{path.name}.partial"
         folder.mkdir(exist_ok=True)
         try:
-            converted = torch.onnx.export(
-                program,
-                input_names=self.report.input_names,
-                output_names=self.report.output_names,
-                opset_version=opset_version,
-                dynamo=True,
-                verbose=False,
-            )
+            with _without_noise():
+                converted = torch.onnx.export(
+                    program,
+                    input_names=self.report.input_names,
+                    output_names=self.report.output_names,
+                    opset_version=opset_version,
+                    dynamo=True,
+                    verbose=False,
+                )
             if converted is None:  # typed as optional, for the other exporter
                 raise ReplayError("torch.onnx.export returned nothing.", self.report)
             converted.save(folder / path.name)
@@ -401,6 +416,26 @@ class _Export:
                 self.report,
             )
         return ExportedModel(program, self.report, path, self.patches)
+
+
+@contextlib.contextmanager
+def _without_noise() -> Iterator[None]:
+    """Keep two messages off the terminal that are about the insides of torch; all others come through."""
+    # The ONNX exporter translates four operators of torchvision, and says of each that torchvision is not installed, also
+    # for models that use none.
+    log = logging.getLogger("torch.onnx._internal.exporter._registration")
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("torchvision is not installed")
+
+    log.addFilter(is_news)
+    try:
+        with warnings.catch_warnings():
+            # torch 2.13 copies its own TreeSpec through its own deprecated LeafSpec; nothing of ours names that class
+            warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\). is deprecated", FutureWarning)
+            yield
+    finally:
+        log.removeFilter(is_news)
 
 
 def _named(names: list[str], specs: Sequence[Any]) -> list[str]:

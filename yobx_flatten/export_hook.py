@@ -74,10 +74,11 @@ class ExportHook:
             for patch in (self._on_program, *self._on_load):
                 patch.acquire()
             _LOADER_LOG.addFilter(_is_sound)
-            if self._MODULE in sys.modules:
-                self._patch(sys.modules[self._MODULE])
-            else:  # it brings all of dynamo along, which a block that only flattens does not need
-                self._import_hook.install()
+            # not imported for this: it brings all of dynamo along, which a block that only flattens does not need
+            self._import_hook.install()
+            being_imported = self._MODULE in sys.modules
+        if being_imported:  # wait for another thread that may be at it; not under our lock, which its import may need
+            self._on_import(importlib.import_module(self._MODULE))
 
     def release(self, support: TraceSupport | None) -> None:
         """Close what :meth:`acquire` opened."""
@@ -95,7 +96,8 @@ class ExportHook:
 
     def _on_import(self, module: ModuleType) -> None:
         with self._lock:
-            if self._supports and self._on_trace is None:
+            # a module that is being imported in this very thread has no functions yet, and no exports to wrap
+            if self._supports and self._on_trace is None and "_export" in vars(module):
                 self._patch(module)
 
     def _patch(self, module: ModuleType) -> None:
@@ -103,7 +105,7 @@ class ExportHook:
         self._on_trace.acquire()
 
     def _importing(self, protocol: Any) -> Callable[..., Any]:
-        """Read a stored tree spec; import the modules of the classes it names, as model libraries register on import."""
+        """Read a stored tree spec; import the modules of the classes it names: libraries register them on import."""
 
         def json_to_treespec(schema: Any) -> Any:
             while True:
@@ -186,6 +188,7 @@ class _RememberingProgram(ExportedProgram):
 
     def module(self, *args: Any, **kwargs: Any) -> torch.fx.GraphModule:
         classes = _classes_of(self)
+        require_registered(classes, "This program")  # torch reads its guards' paths off the inputs here, wrongly then
         module = super().module(*args, **kwargs)
         if classes:
             module.register_forward_pre_hook(functools.partial(_require_before_call, classes), prepend=True)

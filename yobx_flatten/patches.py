@@ -94,7 +94,8 @@ class ImportHook(importlib.abc.MetaPathFinder):
         execute, action = loader.exec_module, self._action
 
         def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
             execute(module)
             action(module)
 
-        loader.exec_module = exec_module  # on this module's own loader object, which nobody else uses
+        loader.exec_module = exec_module  # on this module's own loader object, until it is used

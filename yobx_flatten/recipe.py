@@ -11,7 +11,7 @@ from torch.utils._pytree import KeyEntry, SequenceKey
 
 from .errors import InvalidRegistrationError, describe_class
 
-__all__ = ["Flatten", "FlattenWithKeys", "Recipe", "Unflatten", "require_class"]
+__all__ = ["Flatten", "FlattenWithKeys", "Recipe", "Unflatten", "require_callable", "require_class"]
 
 Flatten: TypeAlias = Callable[[Any], tuple[list[Any], Any]]
 FlattenWithKeys: TypeAlias = Callable[[Any], tuple[list[tuple[KeyEntry, Any]], Any]]
@@ -60,12 +60,12 @@ class Recipe:
             InvalidRegistrationError: when ``target`` is not a class, or a function cannot be called as needed.
         """
         require_class(target)
-        _require_callable(target, "f_flatten", flatten, 1)
-        _require_callable(target, "f_unflatten", unflatten, 2)
+        require_callable(target, "f_flatten", flatten, 1)
+        require_callable(target, "f_unflatten", unflatten, 2)
         if flatten_with_keys is None:
             flatten_with_keys = _with_positions(flatten)
         else:
-            _require_callable(target, "f_flatten_with_keys", flatten_with_keys, 1)
+            require_callable(target, "f_flatten_with_keys", flatten_with_keys, 1)
         qualified = f"{target.__module__}.{target.__qualname__}"
         return cls(
             target,
@@ -78,7 +78,7 @@ class Recipe:
 
     def same_functions(self, other: Recipe) -> bool:
         """Tell whether both recipes do the same, so that registering one after the other changes nothing."""
-        return (self.flatten, self.unflatten) == (other.flatten, other.unflatten)
+        return (self.flatten, self.unflatten, _given(self)) == (other.flatten, other.unflatten, _given(other))
 
 
 def require_class(target: object, function: str = "register_class_flattening") -> None:
@@ -92,9 +92,9 @@ def require_class(target: object, function: str = "register_class_flattening") -
     )
 
 
-def _require_callable(target: type, argument: str, function: object, arity: int) -> None:
+def require_callable(target: type, argument: str, function: object, arity: int) -> None:
     """Refuse a function that cannot take the arguments it will be called with."""
-    needed = "(obj)" if arity == 1 else "(children, static)"
+    needed = ("()", "(obj)", "(children, static)")[arity]
     if not callable(function):
         raise InvalidRegistrationError(
             f"register_class_flattening({target.__qualname__}): {argument} must be a function {needed}, found "
@@ -111,6 +111,15 @@ def _require_callable(target: type, argument: str, function: object, arity: int)
             f"register_class_flattening({target.__qualname__}): {argument} is called as f{needed}, but its signature "
             f"is {signature} ({error})."
         ) from None
+
+
+def _given(recipe: Recipe) -> FlattenWithKeys | None:
+    """The keyed function the author gave, ``None`` for keys by position."""
+    return (
+        None
+        if getattr(recipe.flatten_with_keys, "__name__", "") == "flatten_with_positions"
+        else recipe.flatten_with_keys
+    )
 
 
 def _with_positions(flatten: Flatten) -> FlattenWithKeys:

@@ -83,13 +83,16 @@ def _pair(name: str, function: str, result: Any) -> tuple[list[Any], Any]:
 
 def _same(left: list[Any], right: list[Any]) -> bool:
     """The same objects: equal is not enough, since a copy loses the dynamic shapes of a trace."""
-    return len(left) == len(right) and all(
-        a is b or (not isinstance(a, torch.Tensor) and _equal(a, b)) for a, b in zip(left, right, strict=True)
+    left_leaves, left_spec = pytree.tree_flatten(left)
+    right_leaves, right_spec = pytree.tree_flatten(right)
+    return left_spec == right_spec and all(
+        a is b or (not isinstance(a, torch.Tensor) and _equal(a, b))
+        for a, b in zip(left_leaves, right_leaves, strict=True)
     )
 
 
 def _equal(left: Any, right: Any) -> bool:
     try:
-        return bool(left == right)
+        return left is right or bool(left == right)
     except Exception:  # whatever a user's __eq__ raises: static data that does not compare is not equal
         return False

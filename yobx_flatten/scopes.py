@@ -12,7 +12,7 @@ from typing import Any
 from .errors import InvalidRegistrationError, MissingDependencyError, RoundTripError, describe_class
 from .export_hook import EXPORT_HOOK, TraceSupport
 from .fields import functions_of
-from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_class
+from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_class
 from .registry import REGISTRY
 from .roundtrip import check_round_trip
 
@@ -76,6 +76,8 @@ def register_class_flattening(
     >>> unregister_class_flattening(Pair)
     """
     recipe = Recipe.from_functions(cls, f_flatten, f_unflatten, f_flatten_with_keys)
+    if f_check is not None:
+        require_callable(cls, "f_check", f_check, 0)
     with _log_level(verbose):
         claim = REGISTRY.claim_for_user(recipe)
         if claim is None:

@@ -30,11 +30,27 @@ def _locate(name: str) -> Any:
 
 
 def _name_of(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    try:
+        found = _locate(name)
+    except (ImportError, AttributeError):
+        found = None
+    if found is not cls:
+        raise StaticDataError(
+            f"Static data holds {describe_class(cls)}, which another process could not find by that name. Define the "
+            "class at the top of a module."
+        )
+    return name
 
 
 # kind -> (test, to JSON, from JSON). The first row that fits is used, so subclasses stand before their bases.
 _KINDS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    # combined and empty flags have no name
+    "flag": (
+        lambda v: isinstance(v, enum.Flag),
+        lambda v: [_name_of(type(v)), v.value],
+        lambda d: _locate(d[0])(d[1]),
+    ),
     "enum": (
         lambda v: isinstance(v, enum.Enum),
         lambda v: [_name_of(type(v)), v.name],

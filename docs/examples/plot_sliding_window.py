@@ -2,9 +2,9 @@
 One graph, below and past the window
 ====================================
 
-A layer with a sliding window keeps the last ``window - 1`` keys and forgets the rest. A trace follows one branch: is the
-window full or not? Traced as it stands, the program serves one of the two. Here a small model of the Gemma 3 kind, with
-random weights, goes to ONNX once, and generates in onnxruntime from 3 tokens seen to 51, three times its window.
+A layer with a sliding window keeps the last ``window - 1`` keys and forgets the rest. A trace follows one branch: is
+the window full or not? Traced as it stands, the program serves one of the two. Here a small model of the Gemma 3 kind,
+with random weights, goes to ONNX once, and generates in onnxruntime from 3 tokens seen to 51, three times its window.
 """
 
 # %%
@@ -46,8 +46,8 @@ model = Gemma3ForCausalLM(config).eval()
 # Export once
 # -----------
 #
-# The example has two rows, five tokens seen and three new ones: sizes of 0 and 1 would be fixed in the program. The cases
-# that ``export_onnx`` would choose by itself are left out, because the loop below is a longer one.
+# The example has two rows, five tokens seen and three new ones: sizes of 0 and 1 would be fixed in the program. The
+# cases that ``export_onnx`` would choose by itself are left out, because the loop below is a longer one.
 
 inputs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
 print(string_type(inputs, with_shape=True))
@@ -109,8 +109,8 @@ print(f"largest difference of all steps: {max(differences):.0e}")
 # What is kept, and how far the two are apart
 # -------------------------------------------
 #
-# The two sliding layers stop at ``window - 1`` = 15 keys, in the graph as in the eager model, and the full layer goes on.
-# The differences stay at the rounding of float32, on both sides of the window.
+# The two sliding layers stop at ``window - 1`` = 15 keys, in the graph as in the eager model, and the full layer goes
+# on. The differences stay at the rounding of float32, on both sides of the window.
 
 fig, (above, below) = plt.subplots(2, 1, figsize=(8, 6.4), sharex=True, layout="constrained")
 beside = {"textcoords": "offset points", "ha": "right"}
@@ -120,9 +120,7 @@ styles = [
     {"color": "#3a923a", "lw": 1.8},
 ]
 for layer, (kind, style) in enumerate(zip(KINDS, styles, strict=True)):
-    above.plot(
-        tokens_seen, [row[layer] for row in kept], label=f"layer {layer}, {kind.replace('_', ' ')}", **style
-    )
+    above.plot(tokens_seen, [row[layer] for row in kept], label=f"layer {layer}, {kind.replace('_', ' ')}", **style)
 above.axhline(WINDOW - 1, color="#7f7f7f", ls=":", lw=1.2)
 above.annotate(f"window - 1 = {WINDOW - 1}", (tokens_seen[-1], WINDOW - 1), (-4, 6), **beside)
 above.set_ylabel("keys kept")
@@ -142,4 +140,6 @@ for ax in (above, below):
     ax.grid(alpha=0.25)
     ax.spines[["right", "top"]].set_visible(False)
     ax.set_xlim(tokens_seen[0], tokens_seen[-1])
-below.annotate("past the window", (WINDOW - 1, 5e-5), (6, 0), textcoords="offset points", va="center", color="#555555")
+_ = below.annotate(
+    "past the window", (WINDOW - 1, 5e-5), (6, 0), textcoords="offset points", va="center", color="#555555"
+)

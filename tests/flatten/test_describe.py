@@ -19,6 +19,7 @@ from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from tests.flatten.other_libraries import forget
 from yobx_flatten.describe import _ELEMENT_TYPES, string_type
 
 needs_transformers = pytest.mark.skipif(
@@ -340,7 +341,7 @@ def node_class():
         serialized_type_name="test_describe.Node",
     )
     yield Node
-    pytree._deregister_pytree_node(Node)
+    forget(Node)
 
 
 def test_a_registered_class_shows_its_children(node_class):

@@ -179,6 +179,7 @@ def test_other_sizes_that_are_not_replayed_are_said(tmp_path):
     """No silence about what was not checked: what to pass is in the report."""
     args, kwargs = _scale_inputs(1)
     report = export_program(Scale(), args, kwargs).report
+    assert "x axis 0" in " ".join(report.remarks)
     assert any("sizes of 0 and 1 in the example stay fixed" in remark for remark in report.remarks)
     assert any("pass cases=[Case(" in remark for remark in report.remarks)
 
@@ -226,6 +227,31 @@ def test_a_file_appears_only_when_it_is_done(tmp_path, monkeypatch):
         export_onnx(Scale(), args, kwargs, path, cases=[])
     assert path.read_text() == "before"
     assert [entry.name for entry in tmp_path.iterdir()] == ["scale.onnx"]
+
+
+@pytest.mark.parametrize("empty", ["made to grow", "made from the configuration"])
+def test_an_empty_cache_as_example_is_replaced_by_a_filled_one(empty):
+    """What users write first: `past_key_values=DynamicCache()`. The report says what was exported instead."""
+    model = make_model("gemma2")
+    cache = DynamicCache() if empty == "made to grow" else DynamicCache(config=model.config)
+    ids = torch.randint(3, 90, (1, 4))
+    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": cache}
+    report = export_program(model, (), kwargs, steps=2).report
+    assert report.ok
+    assert "past_key_values.0.key" in report.input_names
+    assert any("past_key_values is empty" in remark for remark in report.remarks)
+
+
+def test_a_prefill_without_a_cache_is_replayed_in_other_sizes():
+    """One call per case, since no cache goes in; it comes out as `present`."""
+    ids = torch.randint(3, 90, (2, 4))
+    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": None, "use_cache": True}
+    report = export_program(make_model("mistral"), (), kwargs).report
+    assert report.ok
+    assert {case.steps for case in report.cases} == {1}
+    assert len(report.cases) == 6
+    assert report.input_names == ["input_ids", "attention_mask"]
+    assert "present.length" in report.output_names
 
 
 def test_a_static_cache_is_exported_and_replayed():

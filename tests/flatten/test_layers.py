@@ -6,6 +6,7 @@ from transformers import cache_utils
 
 from yobx_flatten.errors import CacheStructureError, UnsupportedLayerError
 from yobx_flatten.huggingface.layers import LETTERS, kind_of, kind_of_code
+from yobx_flatten.huggingface.layouts import flatten_layers, unflatten_layers
 
 HAS_FLAG = hasattr(cache_utils.DynamicLayer(), "is_initialized")
 HAS_RECORDING = hasattr(cache_utils.DynamicSlidingWindowLayer, "activate_past_recording")
@@ -52,10 +53,11 @@ def test_a_code_does_not_depend_on_what_the_layer_holds(letter):
 
 
 def test_static_and_sliding_follow_from_the_letter():
-    """D grows, W slides, S is static, X both."""
+    """D grows, W slides, S is static, X both; what slides counts the tokens it saw, not only those it keeps."""
     kinds = {letter: kind_of_code(code)[0] for letter, (_, code) in LAYERS.items()}
     assert [letter for letter, kind in kinds.items() if kind.is_static] == ["S", "X"]
-    assert [letter for letter, kind in kinds.items() if kind.is_sliding] == ["W", "X"]
+    assert [letter for letter, kind in kinds.items() if kind.counter is not None] == ["W", "X"]
+    assert {getattr(filled(letter, 12), kinds[letter].counter) for letter in "WX"} == {12}
 
 
 @pytest.mark.skipif(not HAS_RECORDING, reason="transformers < 5.17 does not record the past")
@@ -64,7 +66,7 @@ def test_a_recording_layer_has_a_code_of_its_own():
     layer = cache_utils.DynamicSlidingWindowLayer(8)
     layer.activate_past_recording()
     assert kind_of(type(layer)).code(layer) == "W8r"
-    rebuilt = kind_of(type(layer)).rebuild("8r", None, 0, False)
+    rebuilt = kind_of(type(layer)).empty("8r")
     assert (rebuilt.sliding_window, rebuilt.record_past) == (8, True)
 
 
@@ -139,13 +141,9 @@ def test_an_unknown_code_is_refused(code):
 def test_a_layer_is_rebuilt_around_its_tensors(letter):
     """The very same tensors, the very same attributes; a sliding layer gets the length it is told."""
     original = filled(letter, 5)
-    kind = kind_of(type(original))
-    position = kind.position(original)
-    kind.remember(original)
-    length = kind.length(original) if kind.is_sliding else 0
-    leaves = iter([original.keys, original.values, *([] if position is None else [position])])
-    rebuilt = kind.rebuild(LAYERS[letter][1][1:], leaves, length, position is not None)
-    assert next(leaves, "used up") == "used up"
+    leaves, names = flatten_layers([original], plain=False)
+    assert names[:2] == [f"key_{LAYERS[letter][1]}_0", f"value_{LAYERS[letter][1]}_0"]
+    [rebuilt] = unflatten_layers(leaves, names)
     assert vars(rebuilt).keys() == vars(original).keys()
     for name, value in vars(original).items():
         kept = getattr(rebuilt, name)
@@ -157,20 +155,13 @@ def test_a_layer_is_rebuilt_around_its_tensors(letter):
 def test_an_empty_layer_is_rebuilt_as_new(letter):
     """With the sizes of its code, ready for its first update."""
     make, code = LAYERS[letter]
-    rebuilt, new = kind_of_code(code)[0].rebuild(code[1:], None, 0, False), make()
+    [rebuilt], new = unflatten_layers([], [f"none_{code}_0"]), make()
     assert {k: str(v) for k, v in vars(rebuilt).items()} == {k: str(v) for k, v in vars(new).items()}
 
 
 def test_only_static_layers_that_count_in_a_tensor_have_a_position():
     """Which depends on the version of transformers."""
-    positions = {letter: kind_of_code(code)[0].position(filled(letter)) for letter, (_, code) in LAYERS.items()}
-    assert positions["D"] is None
-    assert positions["W"] is None
-    assert [isinstance(positions[letter], torch.Tensor) for letter in "SX"] == [HAS_POSITION] * 2
-
-
-def test_sliding_layers_count_all_tokens_they_saw():
-    """Not only those they keep."""
-    for letter in "WX":
-        layer = filled(letter, 12)
-        assert kind_of(type(layer)).length(layer) == 12
+    kinds = {letter: kind_of_code(code)[0] for letter, (_, code) in LAYERS.items()}
+    assert [kinds[letter].has_position for letter in "DWSX"] == [False, False, HAS_POSITION, HAS_POSITION]
+    for letter in "SX" if HAS_POSITION else "":
+        assert filled(letter, 3).cumulative_length.item() == 3

@@ -7,7 +7,9 @@ registered twice makes every later ``torch.compile`` of the process fail.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
@@ -56,51 +58,89 @@ class TorchCpp:
         if not pytree._cxx_pytree_exists:
             return
         with pytree._NODE_REGISTRY_LOCK:
-            index = self._take_out(recipe.cls)
-            self._put(((recipe.cls, recipe.flatten, recipe.unflatten), {"serialized_type_name": recipe.name}), index)
+            found = self.read(recipe.cls)
+            if pytree._cxx_pytree_imported:
+                with _order_kept(recipe.cls):
+                    if found is not None:
+                        sys.modules["optree"].unregister_pytree_node(recipe.cls, namespace=_NAMESPACE)
+                    try:
+                        _register(recipe.cls, recipe.flatten, recipe.unflatten)
+                    except BaseException:
+                        _register_again(found)
+                        raise
+            else:
+                entry = (recipe.cls, recipe.flatten, recipe.unflatten), {"serialized_type_name": recipe.name}
+                place = _drop_pending(recipe.cls, None)
+                pytree._cxx_pytree_pending_imports.insert(sys.maxsize if place is None else place, entry)
 
     def restore(self, recipe: Recipe, found: Any) -> None:
         """Bring back what was found, also when the C++ side was imported in between."""
         if not pytree._cxx_pytree_exists:
             return
+        cls = recipe.cls
         with pytree._NODE_REGISTRY_LOCK:
-            current = self.read(recipe.cls)
-            if current is not None and not self.holds(recipe):
-                return  # somebody else registered the class after us
-            self._take_out(recipe.cls)
-            if isinstance(found, _Pending):
-                self._put(found.entry, found.place)
-            elif found is not None:
-                sys.modules["optree"].register_pytree_node(
-                    recipe.cls,
-                    found.flatten_func,
-                    found.unflatten_func,
-                    path_entry_type=found.path_entry_type,
-                    namespace=_NAMESPACE,
-                )
-
-    def _take_out(self, cls: type) -> int | None:
-        """Remove the class wherever it is; return its place in the pending list."""
-        if pytree._cxx_pytree_imported:
-            if _registered(cls) is not None:
-                sys.modules["optree"].unregister_pytree_node(cls, namespace=_NAMESPACE)
-            return None
-        pending, place = pytree._cxx_pytree_pending_imports, None
-        for index in reversed(range(len(pending))):
-            if pending[index][0][0] is cls:
-                del pending[index]
-                place = index
-        return place
-
-    def _put(self, entry: tuple[tuple[Any, ...], dict[str, Any]], index: int | None) -> None:
-        if pytree._cxx_pytree_imported:
-            args, kwargs = entry
-            sys.modules["torch.utils._cxx_pytree"]._private_register_pytree_node(*args, **kwargs)
-            return
-        pending = pytree._cxx_pytree_pending_imports
-        pending.insert(len(pending) if index is None else index, entry)
+            if pytree._cxx_pytree_imported:
+                current = _registered(cls)
+                if current is not None and current.flatten_func is not recipe.flatten:
+                    return  # somebody else registered the class after us
+                with _order_kept(cls):
+                    if current is not None:
+                        sys.modules["optree"].unregister_pytree_node(cls, namespace=_NAMESPACE)
+                    if isinstance(found, _Pending):
+                        _register(*found.entry[0])
+                    else:
+                        _register_again(found)
+                return
+            place = _drop_pending(cls, recipe)
+            if isinstance(found, _Pending) and self.read(cls) is None:
+                pytree._cxx_pytree_pending_imports.insert(found.place if place is None else place, found.entry)
 
 
 def _registered(cls: type) -> Any:
     # there is no public way to ask optree for one class of one namespace
-    return sys.modules["optree.registry"]._NODETYPE_REGISTRY.get((_NAMESPACE, cls))
+    return _table().get((_NAMESPACE, cls))
+
+
+def _table() -> dict[Any, Any]:
+    return sys.modules["optree.registry"]._NODETYPE_REGISTRY  # type: ignore[no-any-return] # a dict
+
+
+def _register(cls: type, flatten: Any, unflatten: Any) -> None:
+    # torch's own function: it turns the arguments of `unflatten` round, as optree wants them
+    sys.modules["torch.utils._cxx_pytree"]._private_register_pytree_node(cls, flatten, unflatten)
+
+
+def _register_again(found: Any) -> None:
+    """Register what optree held before, with the very same functions."""
+    if found is not None:
+        sys.modules["optree"].register_pytree_node(
+            found.type,
+            found.flatten_func,
+            found.unflatten_func,
+            path_entry_type=found.path_entry_type,
+            namespace=_NAMESPACE,
+        )
+
+
+@contextlib.contextmanager
+def _order_kept(cls: type) -> Iterator[None]:
+    """Optree can only append; a class that is registered again goes back to its place."""
+    table = _table()
+    order = list(table)
+    try:
+        yield
+    finally:
+        if (_NAMESPACE, cls) in order and list(table) != order:
+            for key in [key for key in order if key in table] + [key for key in table if key not in order]:
+                table[key] = table.pop(key)
+
+
+def _drop_pending(cls: type, recipe: Recipe | None) -> int | None:
+    """Remove a class, or one recipe of it, from the pending list; return where it stood first."""
+    pending, place = pytree._cxx_pytree_pending_imports, None
+    for index in reversed(range(len(pending))):
+        waiting, flatten, _ = pending[index][0]
+        if waiting is cls and (recipe is None or flatten is recipe.flatten):
+            del pending[index]
+            place = index
+    return place

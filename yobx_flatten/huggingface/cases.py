@@ -56,8 +56,8 @@ def why_not_resizable(model: Any, kwargs: Mapping[str, Any]) -> str | None:
     """
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
         return f"{type(model).__qualname__} is not a transformers model"
-    if "past_key_values" not in kwargs:
-        return "the inputs hold no past_key_values"
+    if not {"input_ids", "decoder_input_ids"} & set(kwargs):
+        return "the inputs hold no input_ids"
     known = _ENCODER_DECODER if "encoder_outputs" in kwargs else _DECODER
     unknown = [name for name, value in kwargs.items() if name not in known and isinstance(value, torch.Tensor)]
     if unknown:
@@ -110,7 +110,8 @@ def decode_inputs(
         model: a causal or encoder-decoder model of transformers.
         sizes: batch, past and new tokens, padding.
         like: inputs whose names are used and whose static cache's length is kept; by default ``input_ids`` (or
-            ``decoder_input_ids`` and ``encoder_outputs``), ``attention_mask`` and ``past_key_values``.
+            ``decoder_input_ids`` and ``encoder_outputs``), ``attention_mask`` and ``past_key_values``. Without
+            ``past_key_values`` all tokens are new.
         seed: of the random tokens.
         tokens: what to decode, integers of shape (batch, past + new); random by default.
         source: what the encoder reads, integers of shape (batch, source); random by default.
@@ -153,6 +154,9 @@ def decode_inputs(
             source_mask[0, sizes.source - min(2, sizes.source - 1) :] = 0  # encoders are padded on the right
             encoder_outputs = model.get_encoder()(input_ids=source, attention_mask=source_mask)
             prefill = {"encoder_outputs": encoder_outputs, "attention_mask": source_mask}
+            if "past_key_values" not in like:
+                made = {**prefill, "decoder_input_ids": tokens, "decoder_attention_mask": mask}
+                return {name: made.get(name, value) for name, value in like.items()}
             if "decoder_attention_mask" in like:
                 prefill["decoder_attention_mask"] = mask[:, past]
             cache = model(decoder_input_ids=tokens[:, past], past_key_values=fresh, use_cache=True, **prefill)
@@ -160,6 +164,9 @@ def decode_inputs(
         else:
             prefill = {"attention_mask": mask[:, past]}
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            if "past_key_values" not in like:
+                made = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+                return {name: made.get(name, value) for name, value in like.items()}
             if "position_ids" in like:
                 prefill["position_ids"] = positions[:, past]
             cache = model(input_ids=tokens[:, past], past_key_values=fresh, use_cache=True, **prefill)
@@ -181,7 +188,7 @@ def next_inputs(kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[
         Keyword arguments, or ``None`` when there is no cache to go on with.
     """
     cache = getattr(outputs, "past_key_values", None)
-    if cache is None or "past_key_values" not in kwargs:
+    if cache is None or kwargs.get("past_key_values") is None:
         return None
     following = {**kwargs, "past_key_values": cache}
     encoder_decoder = "decoder_input_ids" in kwargs

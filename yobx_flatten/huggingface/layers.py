@@ -22,14 +22,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..errors import CacheStructureError, UnsupportedLayerError
 
-__all__ = ["LETTERS", "PLACEHOLDERS", "LayerKind", "kind_of", "kind_of_code"]
+__all__ = ["LETTERS", "PLACEHOLDERS", "LayerKind", "kind_of", "kind_of_code", "window_tensor"]
 
 # Marks a layer that was rebuilt around ``None``, which torch puts in for a while: it is not half-initialised.
 PLACEHOLDERS = "_yobx_placeholders"
@@ -73,7 +72,7 @@ class LayerKind:
         has_position: a static layer counts in a tensor (transformers >= 5.10 or so).
     """
 
-    cls: type
+    cls: Any
     letter: str
     has_flag: bool
     has_recording: bool
@@ -86,9 +85,11 @@ class LayerKind:
         return self.letter in "SX"
 
     @property
-    def is_sliding(self) -> bool:
-        """Tell whether the layer keeps a window only, so that it needs a count of the tokens it saw."""
-        return self.letter in "WX"
+    def counter(self) -> str | None:
+        """The attribute in which a sliding layer counts the tokens it saw, more than it keeps; ``None`` for others."""
+        if self.letter == "X" and self.has_position:
+            return "cumulative_length_int"
+        return "cumulative_length" if self.letter in "WX" else None
 
     def code(self, layer: Any) -> str:
         """Return the letter and what the configuration fixes, ``W8`` for a window of 8.
@@ -121,72 +122,45 @@ class LayerKind:
             "layer.update(keys, values), or empty it with layer.reset()."
         )
 
-    def position(self, layer: Any) -> Any:
-        """Return the tensor that a static layer counts with; ``None`` when this version has none."""
-        return vars(layer)["cumulative_length"] if self.has_position else None
-
-    def length(self, layer: Any) -> Any:
-        """Return the integer that a sliding layer counts with."""
-        held = vars(layer)
-        return held["cumulative_length_int"] if "cumulative_length_int" in held else held["cumulative_length"]
-
     def remember(self, layer: Any) -> None:
         """Keep the tensor that goes with the layer's window, for the layers that are rebuilt from it."""
         tensor = vars(layer).get("_sliding_window_tensor")
         if type(tensor) is torch.Tensor:
             _WINDOW_TENSORS.setdefault((layer.sliding_window, tensor.device), tensor)
 
-    def rebuild(self, parameter: str, leaves: Iterator[Any] | None, length: Any, has_position: bool) -> Any:
-        """Build a layer around its leaves: no copy, no ``__init__``, no tensor made.
+    def fixed(self, parameter: str) -> dict[str, Any]:
+        """Return the attributes of a filled layer that its configuration fixes.
 
         Args:
-            parameter: what stood behind the letter in the code.
-            leaves: yields keys, values and the position; ``None`` for a layer that holds nothing yet.
-            length: the number of tokens that a sliding layer has seen.
-            has_position: whether the leaves hold a position.
-
-        Returns:
-            A layer of class ``cls``.
+            parameter: what stands behind the letter in the code.
         """
-        if leaves is None:
-            return self._rebuild_empty(parameter)
-        layer: Any = object.__new__(self.cls)
-        held = vars(layer)
-        held["keys"] = keys = next(leaves)
-        held["values"] = values = next(leaves)
-        if self.has_flag:
-            held["is_initialized"] = True
-        if keys is None or values is None:
-            held[PLACEHOLDERS] = True
+        held: dict[str, Any] = {"is_initialized": True} if self.has_flag else {}
         if self.letter == "W":
-            held["sliding_window"] = window = int(parameter.rstrip("r"))
-            held["cumulative_length"] = length
+            held["sliding_window"] = int(parameter.rstrip("r"))
             if self.has_recording:
                 held["record_past"] = parameter.endswith("r")
-            if isinstance(keys, torch.Tensor) and (window, keys.device) in _WINDOW_TENSORS:
-                held["_sliding_window_tensor"] = _WINDOW_TENSORS[window, keys.device]
         elif self.is_static:
             held["max_cache_len"] = int(parameter)
-            if has_position:
-                held["cumulative_length"] = next(leaves)
-            if self.letter == "X":
-                held["cumulative_length_int" if has_position else "cumulative_length"] = length
-        if isinstance(keys, torch.Tensor):
-            held["dtype"], held["device"] = keys.dtype, keys.device
-            if self.derived and isinstance(values, torch.Tensor) and keys.dim() > 3:
-                for name in self.derived:
-                    held[name] = _DERIVED[name](keys, values)
-        return layer
+        return held
 
-    def _rebuild_empty(self, parameter: str) -> Any:
-        """A layer that holds nothing yet: only here the constructor runs."""
+    def derived_attributes(self) -> list[tuple[str, Any]]:
+        """Return the attributes that a filled static layer takes from its tensors, and how."""
+        return [(name, _DERIVED[name]) for name in self.derived]
+
+    def empty(self, parameter: str) -> Any:
+        """Make a layer that holds nothing yet: only here the constructor runs."""
         if self.letter == "D":
             return self.cls()
         size = int(parameter.rstrip("r"))
-        layer = self.cls(size, size) if self.letter == "X" else self.cls(size)
+        layer: Any = self.cls(size, size) if self.letter == "X" else self.cls(size)
         if parameter.endswith("r"):
             layer.activate_past_recording()
         return layer
+
+
+def window_tensor(window: int, device: torch.device) -> torch.Tensor | None:
+    """Return the tensor that goes with a window, as remembered when a layer with that window was taken apart."""
+    return _WINDOW_TENSORS.get((window, device))
 
 
 def kind_of(cls: type) -> LayerKind:
@@ -201,7 +175,7 @@ def kind_of(cls: type) -> LayerKind:
     return kind
 
 
-def _read_kind(cls: type) -> LayerKind:
+def _read_kind(cls: Any) -> LayerKind:
     letter = LETTERS.get(cls.__name__) if cls.__module__ == "transformers.cache_utils" else None
     if letter is None:
         raise UnsupportedLayerError(

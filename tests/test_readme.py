@@ -1,0 +1,57 @@
+"""The README keeps its word: what it shows runs when pasted, and prints what it says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def without_numbers(report):
+    """The lines of a report up to the difference; the first line holds times, the differences are rounding."""
+    return [re.split(r"\d\.\de[-+]\d\d", line)[0].rstrip() for line in report.splitlines()[1:]]
+
+
+@pytest.fixture(scope="module")
+def pasted(tmp_path_factory):
+    """All Python blocks in order, pasted into one fresh Python in an empty folder."""
+    folder = tmp_path_factory.mktemp("pasted")
+    (folder / "pasted.py").write_text("\n".join(blocks("python")), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "pasted.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_its_python_runs_when_pasted_and_leaves_the_file(pasted):
+    """The first block writes the ONNX file it names."""
+    folder, _ = pasted
+    assert (folder / "mistral.onnx").stat().st_size > 0
+
+
+def test_it_shows_the_report_that_its_python_prints(pasted):
+    """The same cases, runtimes and steps; times and rounding differences are those of another machine."""
+    _, printed = pasted
+    (shown,) = blocks("text")
+    assert without_numbers(printed) == without_numbers(shown)
+
+
+def test_its_links_lead_to_files():
+    """Every relative link of the README is there."""
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert [link for link in links if not (ROOT / link).exists()] == []

@@ -421,8 +421,8 @@ class _Export:
 @contextlib.contextmanager
 def _without_noise() -> Iterator[None]:
     """Keep two messages off the terminal that are about the insides of torch; all others come through."""
-    # The ONNX exporter translates four operators of torchvision, and says of each that torchvision is not installed, also
-    # for models that use none.
+    # The ONNX exporter translates four operators of torchvision, and says of each that torchvision is not installed,
+    # also for models that use none.
     log = logging.getLogger("torch.onnx._internal.exporter._registration")
 
     def is_news(record: logging.LogRecord) -> bool:

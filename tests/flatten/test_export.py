@@ -6,6 +6,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from transformers import DynamicCache
 
 from tests.models import WINDOW, make_model
 from yobx_flatten import (

@@ -5,7 +5,7 @@ put back stands at the end of its table.
 
 Two changes are the right of whoever imports a module, and are no difference:
 
-* torch and transformers register classes of their own for good while the module that defines them is imported;
+* torch, transformers and diffusers register classes of their own for good while the module that defines them is imported;
 * the first import of ``torch.utils._cxx_pytree`` moves what was pending into optree's namespace ``"torch"``.
 """
 
@@ -143,13 +143,19 @@ def _moved(pending: Entry, arrived: Mapping[Any, Entry]) -> Entry:
 def _registered_by_its_import(cls: type, imported: frozenset[str]) -> bool:
     """Tell whether the class came with a newly imported module of a library that registers on import."""
     library = cls.__module__.partition(".")[0]
-    return cls.__module__ in imported and (library == "torch" or (library == "transformers" and _is_model_output(cls)))
+    return cls.__module__ in imported and (
+        library == "torch" or (library in _OUTPUT_BASES and _is_output(cls, library))
+    )
 
 
-def _is_model_output(cls: type) -> bool:
-    # By name: transformers may not be there, and asking must not import it.
+_OUTPUT_BASES = {"transformers": "ModelOutput", "diffusers": "BaseOutput"}
+
+
+def _is_output(cls: type, library: str) -> bool:
+    # By name: the library may not be there, and asking must not import it.
     return any(
-        base.__qualname__ == "ModelOutput" and base.__module__.startswith("transformers.") for base in cls.__mro__[1:]
+        base.__qualname__ == _OUTPUT_BASES[library] and base.__module__.startswith(f"{library}.")
+        for base in cls.__mro__[1:]
     )
 
 

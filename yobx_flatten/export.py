@@ -28,8 +28,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from .errors import FlattenError, MissingDependencyError, ReplayError
-from .naming import leaf_names
-from .replay import OUTPUT_NAMES, Case, CaseResult, clone, replay
+from .naming import leaf_names, output_names
+from .replay import Case, CaseResult, clone, replay
 from .scopes import register_flattening_functions
 from .shapes import check_dynamic_shapes
 from .shapes import dynamic_shapes as write_dynamic_shapes
@@ -113,7 +113,10 @@ class ExportedModel:
             return self._module(*args, **kwargs)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Store the program with ``torch.export.save``. Load it inside the block, with ``torch.export.load``."""
+        """Store the program with ``torch.export.save``.
+
+        Load it inside the block, with ``torch.export.load``; a class of your own must be registered before that.
+        """
         with register_flattening_functions(**self._patches):
             torch.export.save(self.program, path)
 
@@ -142,8 +145,7 @@ def export_program(
             one, and the report says so.
         dynamic_shapes: as for ``torch.export.export``; ``"auto"`` writes them (see
             :func:`~yobx_flatten.dynamic_shapes`); ``None`` keeps every size fixed.
-        strict: as for ``torch.export.export``. With a ``DynamicCache`` among the inputs torch 2.13 fixes every
-            dimension in strict mode.
+        strict: as for ``torch.export.export``.
         cases: what to replay beside the example. By default, for a transformers model: other
             batch sizes and lengths below, at and past its window, several tokens at once, a padded row.
         steps: number of calls per case; after the first, each gets the cache that came out of the one before.
@@ -313,7 +315,7 @@ class _Export:
         inputs = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
         results = [spec for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
         self.report.input_names = _named(self.input_leaves, inputs)
-        self.report.output_names = _named(leaf_names(outputs, OUTPUT_NAMES), results)
+        self.report.output_names = _named(output_names(outputs), results)
         return program
 
     def replay_program(self, program: ExportedProgram, cases: Iterable[Case] | None) -> list[Case]:
@@ -325,7 +327,7 @@ class _Export:
                 outputs = module(*args, **clone(dict(kwargs)))
             leaves = pytree.tree_leaves(outputs)
             self.last_cache = getattr(outputs, "past_key_values", None)
-            return dict(zip(leaf_names(outputs, OUTPUT_NAMES), leaves, strict=True))
+            return dict(zip(output_names(outputs), leaves, strict=True))
 
         def feed_back(kwargs: Mapping[str, Any], outputs: dict[str, Any]) -> Mapping[str, Any]:
             return {**kwargs, "past_key_values": self.last_cache}

@@ -6,7 +6,7 @@ from typing import Any
 
 from .tree import key_name, node_of
 
-__all__ = ["leaf_names"]
+__all__ = ["leaf_names", "output_names"]
 
 
 def leaf_names(tree: Any, renamed: dict[str, str] | None = None) -> list[str]:
@@ -36,3 +36,16 @@ def leaf_names(tree: Any, renamed: dict[str, str] | None = None) -> list[str]:
             else:
                 names.append(f"{first}.{below}" if below else first)
     return names
+
+
+def output_names(outputs: Any) -> list[str]:
+    """Name every leaf of a module's outputs.
+
+    >>> output_names(3), output_names((1, 2)), output_names({"logits": 1, "past_key_values": [2]})
+    (['output'], ['output.0', 'output.1'], ['logits', 'present.0'])
+    """
+    # what tools for generation call the cache that comes out
+    names = leaf_names(outputs, {"past_key_values": "present"})
+    if isinstance(outputs, (tuple, list)):
+        return [f"output.{name}" for name in names]
+    return [name or "output" for name in names]

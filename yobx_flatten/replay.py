@@ -11,12 +11,9 @@ import torch
 import torch.utils._pytree as pytree
 
 from .errors import ReplayError
-from .naming import leaf_names
+from .naming import output_names
 
-__all__ = ["OUTPUT_NAMES", "Case", "CaseResult", "clone", "replay"]
-
-OUTPUT_NAMES = {"past_key_values": "present"}
-"""What tools for generation call the outputs."""
+__all__ = ["Case", "CaseResult", "clone", "replay"]
 
 Next = Callable[[Mapping[str, Any], Any, int], dict[str, Any] | None]
 
@@ -118,7 +115,7 @@ def replay(
             reason = f"step {index}: {type(error).__name__}: {str(error).strip()[:500]}"
             return CaseResult(case.name, runtime, index, differences, seconds, reason)
         seconds += time.perf_counter() - start
-        wanted = dict(zip(leaf_names(eager, OUTPUT_NAMES), pytree.tree_leaves(eager), strict=True))
+        wanted = dict(zip(output_names(eager), pytree.tree_leaves(eager), strict=True))
         for name, value in wanted.items():
             if value is None or isinstance(value, (bool, str)):
                 continue

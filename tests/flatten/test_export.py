@@ -176,6 +176,20 @@ def test_any_module_with_nested_inputs(tmp_path):
     assert exported(*other_args, **other_kwargs)["y"][0].tolist() == [4.0, 6.0, 8.0]
 
 
+@pytest.mark.parametrize(("returned", "names"), [("y", ["output"]), ("(y, x)", ["output.0", "output.1"])])
+def test_a_module_may_return_bare_tensors(returned, names, tmp_path):
+    """Outputs without a name of their own get one."""
+
+    class Bare(torch.nn.Module):
+        def forward(self, x):
+            y = x + 1
+            return y if returned == "y" else (y, x * 2)
+
+    report = export_onnx(Bare(), (torch.ones(2, 3),), path=tmp_path / "bare.onnx", cases=[]).report
+    assert report.output_names == names
+    assert set(report.cases[-1].differences) == set(names)
+
+
 def test_other_sizes_that_are_not_replayed_are_said(tmp_path):
     """No silence about what was not checked: what to pass is in the report."""
     args, kwargs = _scale_inputs(1)

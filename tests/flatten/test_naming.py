@@ -4,8 +4,7 @@ import torch
 
 from tests.models import make_model, start
 from yobx_flatten import DecodeSizes, decode_inputs, register_flattening_functions
-from yobx_flatten.naming import leaf_names
-from yobx_flatten.replay import OUTPUT_NAMES
+from yobx_flatten.naming import leaf_names, output_names
 
 
 def test_inputs_of_a_decoder_have_the_names_of_onnx_generation_tools():
@@ -26,7 +25,7 @@ def test_outputs_are_called_present():
     """The cache that comes out: `present.0.key`."""
     with torch.no_grad():
         outputs = make_model("llama")(input_ids=torch.ones(1, 3, dtype=torch.int64))
-    names = leaf_names(outputs, OUTPUT_NAMES)
+    names = output_names(outputs)
     assert names == ["logits", "present.0.key", "present.0.value", "present.1.key", "present.1.value"]
 
 

@@ -28,7 +28,7 @@ import torch
 
 from ..errors import CacheStructureError, UnsupportedLayerError
 
-__all__ = ["LETTERS", "PLACEHOLDERS", "LayerKind", "kind_of", "kind_of_code", "window_tensor"]
+__all__ = ["LETTERS", "PLACEHOLDERS", "LayerKind", "kind_of", "kind_of_code", "remember", "window_tensor"]
 
 # Marks a layer that was rebuilt around ``None``, which torch puts in for a while: it is not half-initialised.
 PLACEHOLDERS = "_yobx_placeholders"
@@ -91,6 +91,13 @@ class LayerKind:
             return "cumulative_length_int"
         return "cumulative_length" if self.letter in "WX" else None
 
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The attributes that the configuration fixes, and that differ between layers of the class."""
+        if self.letter == "W":
+            return ("sliding_window", "record_past") if self.has_recording else ("sliding_window",)
+        return ("max_cache_len",) if self.is_static else ()
+
     def code(self, layer: Any) -> str:
         """Return the letter and what the configuration fixes, ``W8`` for a window of 8.
 
@@ -122,12 +129,6 @@ class LayerKind:
             "layer.update(keys, values), or empty it with layer.reset()."
         )
 
-    def remember(self, layer: Any) -> None:
-        """Keep the tensor that goes with the layer's window, for the layers that are rebuilt from it."""
-        tensor = vars(layer).get("_sliding_window_tensor")
-        if type(tensor) is torch.Tensor:
-            _WINDOW_TENSORS.setdefault((layer.sliding_window, tensor.device), tensor)
-
     def fixed(self, parameter: str) -> dict[str, Any]:
         """Return the attributes of a filled layer that its configuration fixes.
 
@@ -156,6 +157,13 @@ class LayerKind:
         if parameter.endswith("r"):
             layer.activate_past_recording()
         return layer
+
+
+def remember(held: dict[str, Any]) -> None:
+    """Keep the tensor that goes with a sliding layer's window, for the layers that are rebuilt from it."""
+    tensor = held.get("_sliding_window_tensor")
+    if type(tensor) is torch.Tensor:
+        _WINDOW_TENSORS.setdefault((held["sliding_window"], tensor.device), tensor)
 
 
 def window_tensor(window: int, device: torch.device) -> torch.Tensor | None:

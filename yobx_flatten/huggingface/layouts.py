@@ -8,13 +8,14 @@ names. The slow way, layer by layer, is for everything unusual (layers that hold
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import CacheStructureError, SpecMismatchError, UnsupportedLayerError
-from .layers import PLACEHOLDERS, LayerKind, kind_of, kind_of_code, window_tensor
+from .layers import PLACEHOLDERS, LayerKind, kind_of, kind_of_code, remember, window_tensor
 
 __all__ = ["LENGTH", "flatten_layers", "unflatten_layers"]
 
@@ -76,77 +77,104 @@ class _Layout(NamedTuple):
     """What is the same for all caches with layers of these classes and parameters."""
 
     names: list[str]
-    attributes: tuple[str, ...]  # of every layer, in the order of its leaves
-    counters: list[tuple[int, str]]  # layers that count tokens in an integer, and its attribute
-    full: int | None  # the layer whose keys hold every token
     windows: list[int]  # one layer for each window
 
 
-_LAYOUTS: dict[Any, _Layout | None] = {}
+class _Classes(NamedTuple):
+    """How to read caches with layers of these classes, with ``itemgetter``: several layers or attributes at once."""
+
+    leaves: list[Any]  # one for every leaf of a layer: attributes of a layer -> leaf
+    flag: Any  # attributes of a layer -> is_initialized; None for versions without
+    with_parameters: Any  # attributes of all layers -> those of the layers that have static parameters
+    parameters: Any  # attributes of such a layer -> its parameters
+    counting: Any  # attributes of all layers -> those of the layers that count tokens in an integer
+    count: Any  # attributes of such a layer -> its count
+    full: int | None  # the layer whose keys hold every token
+    layouts: dict[Any, _Layout]  # by the parameters
+
+
+_CLASSES: dict[Any, _Classes | None] = {}
 
 
 def _flatten_filled(layers: list[Any], plain: bool) -> tuple[list[Any], list[str]] | None:
-    """The common case: every layer is filled with tensors and has the same leaves as the others."""
+    """The common case: every layer is filled with tensors and has the same leaves as the others.
+
+    Reads one attribute of all layers at a time, which is several times quicker than one layer at a time.
+    """
     held = [layer.__dict__ for layer in layers]
-    classes = tuple(map(type, layers))
-    signature: Any = classes
-    if len(set(classes)) > 1 or not (classes and classes[0].__name__ == "DynamicLayer"):
-        # a column per attribute: quicker than a loop over the layers
-        signature = (
-            classes,
-            tuple([h.get("sliding_window") for h in held]),
-            tuple([h.get("max_cache_len") for h in held]),
-            tuple([h.get("record_past") for h in held]),
-        )
-    key = (plain, signature)
-    layout = _LAYOUTS.get(key, _UNSET)
-    if layout is _UNSET:
-        layout = _LAYOUTS[key] = _read_layout(layers, plain)
+    classes = (plain, *map(type, layers))
+    known = _CLASSES.get(classes, _UNSET)
+    if known is _UNSET:
+        known = _CLASSES[classes] = _read_classes(layers)
+    if known is None or (known.flag is not None and False in map(known.flag, held)):
+        return None
+    step = len(known.leaves)
+    leaves: list[Any] = [None] * (step * len(held))
+    for index, read in enumerate(known.leaves):
+        leaves[index::step] = map(read, held)
+    if type(None) in set(map(type, leaves)):
+        return None
+    signature = None if known.parameters is None else tuple(map(known.parameters, known.with_parameters(held)))
+    layout = known.layouts.get(signature)
     if layout is None:
-        return None
-    attributes = layout.attributes
-    columns = [[h[attribute] for h in held] for attribute in attributes]
-    if type(None) in {type(leaf) for column in columns for leaf in column}:
-        return None
-    if not all([h.get("is_initialized", True) for h in held]):  # noqa: C419 # a list is quicker than a generator here
-        return None
-    leaves: list[Any] = [None] * (len(attributes) * len(held))
-    for index, column in enumerate(columns):
-        leaves[index :: len(attributes)] = column
-    if layout.counters:
-        lengths = [held[index][attribute] for index, attribute in layout.counters]
+        layout = known.layouts[signature] = _read_layout(layers, plain)
+    if known.count is not None:
+        lengths = list(map(known.count, known.counting(held)))
         length = lengths[0]
-        full = None if layout.full is None else held[layout.full]["keys"]
         if type(length) is not int or lengths.count(length) != len(lengths):
             return None  # symbols of a trace, or a disagreement to be reported
-        if full is None:
+        if known.full is None:
             leaves.append(length)
-        elif type(full) is not torch.Tensor or _key_count(full) != length:
-            return None
+        else:
+            full = leaves[known.full * step]
+            if type(full) is not torch.Tensor or _key_count(full) != length:
+                return None
         for index in layout.windows:
-            kind_of(classes[index]).remember(layers[index])
+            remember(held[index])
     return leaves, layout.names.copy()
 
 
-def _read_layout(layers: list[Any], plain: bool) -> _Layout | None:
-    """Work a layout out; ``None`` when its layers have different leaves."""
+def _read_classes(layers: list[Any]) -> _Classes | None:
+    """Work out how layers of these classes are read; ``None`` when they do not all have the same leaves."""
     kinds = [_kind_at(layers, index) for index in range(len(layers))]
-    if len({kind.has_position for kind in kinds}) > 1:
+    if len({(kind.has_position, kind.is_static) for kind in kinds}) != 1:
         return None
-    attributes = ("keys", "values", "cumulative_length") if kinds and kinds[0].has_position else ("keys", "values")
+    first = kinds[0]
+    attributes = ("keys", "values", "cumulative_length") if first.has_position else ("keys", "values")
+    with_parameters = [index for index, kind in enumerate(kinds) if kind.parameters]
+    counting = [index for index, kind in enumerate(kinds) if kind.counter is not None]
+    return _Classes(
+        leaves=[operator.itemgetter(attribute) for attribute in attributes],
+        flag=operator.itemgetter("is_initialized") if first.has_flag else None,
+        with_parameters=_pick(with_parameters),
+        parameters=operator.itemgetter(*kinds[with_parameters[0]].parameters) if with_parameters else None,
+        counting=_pick(counting),
+        count=operator.itemgetter(kinds[counting[0]].counter) if counting else None,
+        full=next((index for index, kind in enumerate(kinds) if kind.letter == "D"), None),
+        layouts={},
+    )
+
+
+def _pick(indices: list[int]) -> Any:
+    """Pick several entries of a list; a bare itemgetter of one index would not return a sequence."""
+    return operator.itemgetter(*indices) if len(indices) > 1 else lambda held: [held[index] for index in indices]
+
+
+def _read_layout(layers: list[Any], plain: bool) -> _Layout:
+    """Work out the names of these layers."""
+    kinds = [kind_of(type(layer)) for layer in layers]
+    if plain and all(kind.letter == "D" for kind in kinds):
+        return _Layout(list(_plain_names(len(kinds))), [])
     names: list[str] = []
     windows: dict[Any, int] = {}
     for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
         names += _names(kind, kind.code(layer), index)
         if kind.letter == "W":
             windows[layer.sliding_window] = index
-    full = next((index for index, kind in enumerate(kinds) if kind.letter == "D"), None)
-    counters = [(index, kind.counter) for index, kind in enumerate(kinds) if kind.counter is not None]
-    if counters and full is None:
+    letters = {kind.letter for kind in kinds}
+    if any(kind.counter is not None for kind in kinds) and "D" not in letters:
         names.append(LENGTH)
-    if plain and all(kind.letter == "D" for kind in kinds):
-        names = list(_plain_names(len(kinds)))
-    return _Layout(names, attributes, counters, full, list(windows.values()))
+    return _Layout(names, list(windows.values()))
 
 
 def _flatten_one_by_one(layers: list[Any], plain: bool) -> tuple[list[Any], list[str]]:
@@ -168,7 +196,7 @@ def _flatten_one_by_one(layers: list[Any], plain: bool) -> tuple[list[Any], list
         if kind.letter == "D" and full is _UNSET:
             full = layer.keys
         elif kind.counter is not None:
-            kind.remember(layer)
+            remember(vars(layer))
             length = vars(layer)[kind.counter]
             if seen is _UNSET:
                 seen, first = length, (f"layers[{index}]", code)

@@ -5,7 +5,8 @@ put back stands at the end of its table.
 
 Two changes are the right of whoever imports a module, and are no difference:
 
-* torch, transformers and diffusers register classes of their own for good while the module that defines them is imported;
+* torch, transformers and diffusers register classes of their own for good while the module that defines them is
+  imported;
 * the first import of ``torch.utils._cxx_pytree`` moves what was pending into optree's namespace ``"torch"``.
 """
 

@@ -29,7 +29,7 @@ import torch
 from .errors import MissingDependencyError, ReplayError
 from .export import ExportReport, export_onnx
 from .huggingface.cases import DecodeSizes, decode_inputs
-from .huggingface.layers import kind_of
+from .huggingface.layers import code_of
 from .replay import Case
 
 __all__ = ["MODELS", "run_demo"]
@@ -184,7 +184,7 @@ def _layers(cache: Any) -> str:
     """The layers of a cache by their codes, ``2x W8 + 2x D``."""
     if hasattr(cache, "cross_attention_cache"):
         return f"{_layers(cache.self_attention_cache)}\ncross {_layers(cache.cross_attention_cache)}"
-    codes = Counter(kind_of(type(layer)).code(layer) for layer in cache.layers)
+    codes = Counter(code_of(layer) for layer in cache.layers)
     return " + ".join(f"{count}x {code}" for code, count in codes.items())
 
 

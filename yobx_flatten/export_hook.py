@@ -55,7 +55,7 @@ class ExportHook:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._supports: list[TraceSupport | None] = []
-        self._import_hook = ImportHook(self._MODULE, self._on_import)
+        self._import_hook = ImportHook(self._MODULE.__eq__, self._on_import)
         self._on_trace: AttributePatch | None = None
         self._on_program = AttributePatch(ExportedProgram, "__init__", _remembering(ExportedProgram.__init__))
         self._on_load = [

@@ -59,13 +59,13 @@ class AttributePatch:
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
-    """Calls a function right after one module was imported for the first time.
+    """Calls a function right after a module was imported for the first time.
 
     Spares importing a large module (``torch.export._trace`` brings all of dynamo) only to be ready for it.
     """
 
-    def __init__(self, module: str, action: Callable[[ModuleType], None]) -> None:
-        self._module, self._action = module, action
+    def __init__(self, wanted: Callable[[str], bool], action: Callable[[ModuleType], None]) -> None:
+        self._wanted, self._action = wanted, action
 
     def install(self) -> None:
         """Start to wait for the module."""
@@ -79,7 +79,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Find the module as the others do, and add the action to its loader."""
-        if fullname != self._module:
+        if not self._wanted(fullname):
             return None
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):

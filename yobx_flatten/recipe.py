@@ -40,7 +40,7 @@ class Recipe:
     flatten_with_keys: FlattenWithKeys
     name: str
     remedy: str
-    axes: Callable[[str], dict[int, str]] | None = None
+    axes: Callable[[str], dict[int, str] | None] | None = None
     label: Callable[[str, str], str] | None = None
 
     @classmethod

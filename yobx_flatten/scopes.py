@@ -7,11 +7,13 @@ import importlib.util
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 from .errors import InvalidRegistrationError, MissingDependencyError, RoundTripError, describe_class
 from .export_hook import EXPORT_HOOK, TraceSupport
 from .fields import functions_of
+from .patches import ImportHook
 from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_class
 from .registry import REGISTRY
 from .roundtrip import check_round_trip
@@ -154,6 +156,17 @@ class Undo(dict[type, bool]):
         if claim is not None:
             self._stack.callback(REGISTRY.release, claim)
 
+    def _add_imports(self, wanted: Callable[[str], bool], recipes_of: Callable[[ModuleType], list[Recipe]]) -> None:
+        """Register what modules define that are imported while this is in force."""
+
+        def action(module: ModuleType) -> None:
+            for recipe in recipes_of(module):
+                self._add(recipe.cls, recipe)
+
+        hook = ImportHook(wanted, action)
+        hook.install()
+        self._stack.callback(hook.remove)
+
     def _add_hook(self, support: TraceSupport | None) -> None:
         EXPORT_HOOK.acquire(support)
         self._stack.callback(EXPORT_HOOK.release, support)
@@ -190,11 +203,12 @@ def register_cache_flattening(
         with _log_level(verbose):
             if patch_transformers:
                 _require_library("transformers", "patch_transformers")
-                from .huggingface.known import transformers_recipes
+                from .huggingface.known import transformers_recipes, transformers_recipes_of_module
                 from .huggingface.tracing import TRANSFORMERS_TRACING
 
                 for cls, recipe in transformers_recipes().items():
                     undo._add(cls, recipe)
+                undo._add_imports(_is_model_module, transformers_recipes_of_module)
                 undo._add_hook(TRANSFORMERS_TRACING)
             if patch_diffusers:
                 _require_library("diffusers", "patch_diffusers")
@@ -271,6 +285,10 @@ def _run_check(recipe: Recipe, f_check: Callable[[], Any]) -> None:
     if sample is False:
         raise RoundTripError(f"f_check of {recipe.cls.__qualname__} returned False; the registration is undone.")
     check_round_trip(recipe, sample)
+
+
+def _is_model_module(name: str) -> bool:
+    return name.startswith("transformers.models.") and name.count(".") == 3
 
 
 def _require_library(name: str, option: str) -> None:

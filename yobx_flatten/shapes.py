@@ -38,8 +38,9 @@ def dynamic_shapes(inputs: Any, overrides: Mapping[str, Any] | None = None) -> A
     Raises:
         DynamicShapesError: when a path of ``overrides`` is not there, or what stands behind it does not fit.
 
-    >>> dynamic_shapes({"x": torch.zeros(2, 3), "flag": True}, {"x": {0: Dim.DYNAMIC}})
-    {'x': {0: _DimHint(type=<_DimHintType.DYNAMIC: 3>, min=None, max=None, _factory=True)}, 'flag': None}
+    >>> shapes = dynamic_shapes({"x": torch.zeros(2, 3), "y": torch.zeros(4), "flag": True}, {"x": {0: Dim.DYNAMIC}})
+    >>> shapes == {"x": {0: Dim.DYNAMIC}, "y": {0: Dim.AUTO}, "flag": None}
+    True
     """
     left = dict(overrides or {})
     written = _write(inputs, (), None, left)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import importlib
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,13 @@ import torch
 
 from .errors import StaticDataError, describe_class
 
-__all__ = ["dump_static", "load_static"]
+__all__ = ["dump_static", "load_static", "locate"]
 
 _PLAIN = (str, int, float, bool, type(None))
 
 
-def _locate(name: str) -> Any:
+def locate(name: str) -> Any:
+    """Find what ``module:qualified.name`` names."""
     module, _, qualified = name.partition(":")
     found: Any = importlib.import_module(module)
     for part in qualified.split("."):
@@ -32,7 +34,7 @@ def _locate(name: str) -> Any:
 def _name_of(cls: type) -> str:
     name = f"{cls.__module__}:{cls.__qualname__}"
     try:
-        found = _locate(name)
+        found = locate(name)
     except (ImportError, AttributeError):
         found = None
     if found is not cls:
@@ -49,12 +51,12 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], Any], Callable[[A
     "flag": (
         lambda v: isinstance(v, enum.Flag),
         lambda v: [_name_of(type(v)), v.value],
-        lambda d: _locate(d[0])(d[1]),
+        lambda d: locate(d[0])(d[1]),
     ),
     "enum": (
         lambda v: isinstance(v, enum.Enum),
         lambda v: [_name_of(type(v)), v.name],
-        lambda d: _locate(d[0])[d[1]],
+        lambda d: locate(d[0])[d[1]],
     ),
     "size": (lambda v: type(v) is torch.Size, list, torch.Size),
     "tuple": (
@@ -91,7 +93,13 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], Any], Callable[[A
     "range": (lambda v: isinstance(v, range), lambda v: [v.start, v.stop, v.step], lambda d: range(*d)),
     "complex": (lambda v: type(v) is complex, lambda v: [v.real, v.imag], lambda d: complex(*d)),
     "bytes": (lambda v: type(v) is bytes, lambda v: v.hex(), bytes.fromhex),
-    "class": (lambda v: isinstance(v, type), _name_of, _locate),
+    "class": (lambda v: isinstance(v, type), _name_of, locate),
+    # configurations of transformers, which several caches keep
+    "config": (
+        lambda v: callable(getattr(v, "to_dict", None)) and callable(getattr(type(v), "from_dict", None)),
+        lambda v: [_name_of(type(v)), json.dumps(v.to_dict(), sort_keys=True, default=str)],
+        lambda d: locate(d[0]).from_dict(json.loads(d[1])),
+    ),
 }
 
 

@@ -137,7 +137,7 @@ def hook_for():
     hooks = []
 
     def make(name, action):
-        hooks.append(ImportHook(name, action))
+        hooks.append(ImportHook(name.__eq__, action))
         hooks[-1].install()
         return hooks[-1]
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..errors import CacheStructureError, describe_class
-from .layers import LETTERS, kind_of
+from .layers import LETTERS
 
 __all__ = ["make_dynamic_cache", "make_encoder_decoder_cache", "make_static_cache"]
 
@@ -99,7 +99,7 @@ def make_static_cache(
         layer_room = layer.max_cache_len
         layer.lazy_initialization(*(keys, values)[: layer.lazy_initialization.__code__.co_argcount - 1])
         _fill(layer, _with_room(keys, layer_room), _with_room(values, layer_room))
-        if length < 0 or (length > layer_room and kind_of(type(layer)).letter == "S"):
+        if length < 0 or (length > layer_room and not layer.is_sliding):
             raise CacheStructureError(f"length={length} does not fit: the layer has room for {layer_room} tokens.")
         if isinstance(getattr(layer, "cumulative_length", None), torch.Tensor):
             layer.cumulative_length = torch.tensor(min(length, layer_room), dtype=torch.int64, device=keys.device)
@@ -174,7 +174,7 @@ def _new_layer(cls: Any, options: dict[str, Any], letters: str) -> Any:
 
 def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
     layer.keys, layer.values, layer.dtype, layer.device = keys, values, keys.dtype, keys.device
-    if kind_of(type(layer)).has_flag:
+    if "is_initialized" in vars(layer):  # transformers >= 4.57
         layer.is_initialized = True
 
 

@@ -13,6 +13,7 @@ sliding layers comes from:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils._pytree import MappingKey
 
 from ..errors import CacheStructureError
 from .layers import kind_of
-from .layouts import LENGTH, flatten_layers, unflatten_layers
+from .layouts import flatten_layers, is_leaf_name, unflatten_layers
 
 __all__ = [
     "flatten_dynamic_cache",
@@ -29,6 +30,8 @@ __all__ = [
     "flatten_with_keys_dynamic_cache",
     "flatten_with_keys_encoder_decoder_cache",
     "flatten_with_keys_static_cache",
+    "layers_of",
+    "new_cache",
     "unflatten_dynamic_cache",
     "unflatten_encoder_decoder_cache",
     "unflatten_static_cache",
@@ -48,7 +51,7 @@ def flatten_dynamic_cache(cache: Any) -> tuple[list[Any], list[str]]:
         CacheStructureError: when a layer is half-initialised, or sliding layers have not seen what full layers hold.
         UnsupportedLayerError: when a layer is of another class.
     """
-    return flatten_layers(_layers_of(cache), plain=True)
+    return flatten_layers(layers_of(cache), plain=True)
 
 
 def flatten_with_keys_dynamic_cache(cache: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
@@ -69,7 +72,7 @@ def unflatten_dynamic_cache(values: Iterable[Any], context: list[str], output_ty
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
-    cache = _new_cache(DynamicCache, unflatten_layers(values, context))
+    cache = new_cache(DynamicCache, unflatten_layers(values, context))
     only_full = all(type(layer) is DynamicLayer for layer in cache.layers)
     # A cache of full layers only may have been made to grow by one layer per layer of the model; one made from a
     # configuration has all of them and never asks. Both are the same kind of cache to a program.
@@ -90,7 +93,7 @@ def flatten_static_cache(cache: Any) -> tuple[list[Any], list[str]]:
         CacheStructureError: when a layer is half-initialised.
         UnsupportedLayerError: when a layer is of another class.
     """
-    return flatten_layers(_layers_of(cache), plain=False)
+    return flatten_layers(layers_of(cache), plain=False)
 
 
 def flatten_with_keys_static_cache(cache: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
@@ -102,7 +105,7 @@ def unflatten_static_cache(values: Iterable[Any], context: list[str], output_typ
     """Put a ``StaticCache`` together around the given leaves, without copying them."""
     from transformers.cache_utils import StaticCache
 
-    cache = _new_cache(StaticCache, unflatten_layers(values, context))
+    cache = new_cache(StaticCache, unflatten_layers(values, context))
     cache.layer_class_to_replicate = None
     return cache
 
@@ -148,16 +151,42 @@ def unflatten_encoder_decoder_cache(values: Iterable[Any], context: list[str], o
     return cache
 
 
-def axes_of_leaf(name: str) -> dict[int, str]:
-    """Tell which axes of a cache's leaf vary between calls.
+# path, code, index: `key_W8_1`, `conv_states.0_L_2`, `key_0`
+_NAME = re.compile(r"(.+?)(?:_([A-Z][A-Za-z0-9]*))?_(\d+)")
+
+# What varies in the leaves whose meaning is known, by attribute.
+_AXES: dict[str, dict[int, str]] = {
+    "key": {0: "batch", 2: "length"},
+    "value": {0: "batch", 2: "length"},
+    "_quantized_keys": {0: "batch", 2: "length"},
+    "_quantized_values": {0: "batch", 2: "length"},
+    "indexer_keys": {0: "batch", 1: "length"},
+    "indexer_position_ids": {1: "batch", 2: "length"},
+    "conv_states": {0: "batch"},
+    "recurrent_states": {0: "batch"},
+    "buffer_kv": {0: "batch", 1: "length"},
+    "buffer_gate": {0: "batch", 1: "length"},
+    "compressed_kv": {0: "batch", 1: "length"},
+    "linear_cache": {0: "batch"},
+    "rnn_state": {0: "batch"},
+    "position": {},
+    "length": {},
+}
+
+
+def axes_of_leaf(name: str) -> dict[int, str] | None:
+    """Tell which axes of a cache's leaf vary between calls; ``None`` for a leaf whose meaning is not known.
 
     >>> axes_of_leaf("key_W8_1"), axes_of_leaf("value_S16_0"), axes_of_leaf("length")
     ({0: 'batch', 2: 'length'}, {0: 'batch'}, {})
     """
-    part, _, rest = name.partition("_")
-    if part not in ("key", "value"):
-        return {}
-    return {0: "batch"} if rest[:1] in ("S", "X") else {0: "batch", 2: "length"}
+    found = _NAME.fullmatch(name)
+    path, code = (found[1], found[2] or "") if found else (name, "")
+    axes = _AXES.get(path.split(".")[0])
+    if axes is None:
+        return None if "." in path or code else {}
+    static = code.startswith(("S", "X", "J", "LS", "LX"))
+    return {axis: meaning for axis, meaning in axes.items() if meaning == "batch" or not static}
 
 
 def label_of_leaf(name: str, below: str) -> str:
@@ -166,10 +195,8 @@ def label_of_leaf(name: str, below: str) -> str:
     >>> label_of_leaf("key_W8_1", ""), label_of_leaf("value_0", ""), label_of_leaf("length", "")
     ('1.key', '0.value', 'length')
     """
-    if name == LENGTH:
-        return name
-    part, index = name.split("_")[0], name.rsplit("_", 1)[1]
-    return f"{index}.{part}"
+    found = _NAME.fullmatch(name)
+    return f"{found[3]}.{found[1]}" if found and (found[2] or found[1] in _AXES) else name
 
 
 def label_of_cache(name: str, below: str) -> str:
@@ -183,7 +210,8 @@ def label_of_cache(name: str, below: str) -> str:
     return f"{index}.{side}.{part}" if dot else f"{side}.{below}"
 
 
-def _layers_of(cache: Any) -> list[Any]:
+def layers_of(cache: Any) -> list[Any]:
+    """Return the layers of a cache that can be rebuilt."""
     if cache.offloading:
         raise CacheStructureError(
             f"This {type(cache).__qualname__} moves its layers between devices (offloading=True), and a rebuilt one "
@@ -193,11 +221,12 @@ def _layers_of(cache: Any) -> list[Any]:
 
 
 def _with_keys(values: list[Any], names: list[str]) -> tuple[list[tuple[Any, Any]], list[str]]:
-    leaf_names = (name for name in names if not name.startswith("none_"))
+    leaf_names = filter(is_leaf_name, names)
     return [(MappingKey(name), value) for name, value in zip(leaf_names, values, strict=True)], names
 
 
-def _new_cache(cls: Any, layers: list[Any]) -> Any:
+def new_cache(cls: Any, layers: list[Any]) -> Any:
+    """Make a cache of the given layers, without its constructor."""
     cache = cls.__new__(cls)
     cache.layers, cache.offloading = layers, False
     return cache
@@ -206,4 +235,9 @@ def _new_cache(cls: Any, layers: list[Any]) -> Any:
 def _shown_updates(cross: Any) -> dict[int, bool]:
     """``is_updated`` as the layers themselves show it; empty for placeholders."""
     layers = getattr(cross, "layers", ())
-    return {index: kind_of(type(layer)).is_filled(layer, index) for index, layer in enumerate(layers)}
+    return {index: _is_filled(layer, index) for index, layer in enumerate(layers)}
+
+
+def _is_filled(layer: Any, index: int) -> bool:
+    kind = kind_of(type(layer))
+    return getattr(layer, "keys", None) is not None if kind is None else kind.is_filled(layer, index)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 from typing import Any
 
 import torch.utils._pytree as pytree
 
 from ..recipe import Recipe
 from . import caches, outputs
+from .other_caches import cache_recipes, cache_recipes_of_module
 
-__all__ = ["WRONG_REGISTRATIONS", "transformers_recipes"]
+__all__ = ["WRONG_REGISTRATIONS", "transformers_recipes", "transformers_recipes_of_module"]
 
 _REMEDY = "with register_flattening_functions(patch_transformers=True): ..."
 
@@ -47,7 +49,13 @@ def transformers_recipes() -> dict[type, Recipe | None]:
         theirs = pytree.SUPPORTED_NODES.get(cls)
         wrong = theirs is None or theirs.flatten_with_keys_fn is None
         recipes[cls] = _recipe(cls, "base_model_output", outputs) if wrong else None
+    recipes.update({recipe.cls: recipe for recipe in cache_recipes(set(recipes), _REMEDY)})
     return recipes
+
+
+def transformers_recipes_of_module(module: ModuleType) -> list[Recipe]:
+    """Recipes of the caches that a model's module defines, for modules imported inside a block."""
+    return cache_recipes_of_module(module, _REMEDY)
 
 
 def _recipe(cls: type, suffix: str, module: Any) -> Recipe:

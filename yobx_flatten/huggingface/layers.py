@@ -12,6 +12,8 @@ letter    class                        leaves                   counter         
           ``Layer``                    ``position``             ``length``
 ========  ===========================  =======================  ==================  ==============================
 
+Every other class is taken apart by its attributes: the letters are those of :data:`OTHER_LETTERS`, or the class's name.
+
 ``position`` is a tensor that the layer itself counts with. ``length`` is a Python integer; sliding layers keep fewer
 keys than they have seen tokens, and positions are wrong without it. It is one value for the whole cache: see
 :mod:`yobx_flatten.huggingface.caches` for where it comes from. What differs between versions of transformers is here.
@@ -21,17 +23,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import sys
 from typing import Any
 
 import torch
 
-from ..errors import CacheStructureError, UnsupportedLayerError
+from ..errors import CacheStructureError, UnsupportedLayerError, describe_class
 
-__all__ = ["LETTERS", "PLACEHOLDERS", "LayerKind", "kind_of", "kind_of_code", "remember", "window_tensor"]
+__all__ = [
+    "LETTERS",
+    "OTHER_LETTERS",
+    "PLACEHOLDERS",
+    "LayerKind",
+    "code_of",
+    "kind_of",
+    "kind_of_code",
+    "remember",
+    "window_tensor",
+]
 
 # Marks a layer that was rebuilt around ``None``, which torch puts in for a while: it is not half-initialised.
 PLACEHOLDERS = "_yobx_placeholders"
+
+logger = logging.getLogger("yobx_flatten")
 
 # class name -> letter; two names where a version renamed the class
 LETTERS = {
@@ -42,7 +57,22 @@ LETTERS = {
     "SlidingWindowLayer": "X",  # transformers 4.56
 }
 
-_KINDS: dict[type, LayerKind] = {}
+_KINDS: dict[type, LayerKind | None] = {}
+
+# Letters of classes whose attributes speak for themselves (see :mod:`yobx_flatten.huggingface.state`).
+OTHER_LETTERS = {
+    "DynamicIndexedLayer": "I",
+    "StaticIndexedLayer": "J",
+    "LinearAttentionLayer": "L",
+    "LinearAttentionAndFullAttentionLayer": "LD",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "LW",
+    "LinearAttentionAndStaticFullAttentionLayer": "LS",
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer": "LX",
+    "QuantoQuantizedLayer": "Q",
+    "HQQQuantizedLayer": "H",
+    "Fp8QuantizedLayer": "F",
+    "DummyLayer": "Z",
+}
 
 # A static layer derives these from its tensors when it is filled; which ones it has depends on the version.
 _DERIVED = {
@@ -171,25 +201,29 @@ def window_tensor(window: int, device: torch.device) -> torch.Tensor | None:
     return _WINDOW_TENSORS.get((window, device))
 
 
-def kind_of(cls: type) -> LayerKind:
-    """Return the row of a layer class.
-
-    Raises:
-        UnsupportedLayerError: when the class is none of those in the table.
-    """
-    kind = _KINDS.get(cls)
-    if kind is None:
-        kind = _KINDS[cls] = _read_kind(cls)
-    return kind
+def kind_of(cls: type) -> LayerKind | None:
+    """Return the row of a layer class; ``None`` for a class without one, whose attributes speak for themselves."""
+    if cls not in _KINDS:
+        _KINDS[cls] = _read_kind(cls)
+    return _KINDS[cls]
 
 
-def _read_kind(cls: Any) -> LayerKind:
+def code_of(layer: Any) -> str:
+    """Return the code of a layer of any class: ``W8``, ``LD``, ``DeepseekV4CSACache``."""
+    cls = type(layer)
+    kind = kind_of(cls)
+    if kind is not None:
+        return kind.code(layer)
+    if cls.__name__ not in OTHER_LETTERS or cls.__module__ != "transformers.cache_utils":
+        return cls.__name__.replace("_", "")
+    return f"{OTHER_LETTERS[cls.__name__]}{vars(layer).get('sliding_window', '')}"
+
+
+def _read_kind(cls: Any) -> LayerKind | None:
     letter = LETTERS.get(cls.__name__) if cls.__module__ == "transformers.cache_utils" else None
     if letter is None:
-        raise UnsupportedLayerError(
-            f"{cls.__module__}.{cls.__qualname__} is a cache layer that yobx_flatten cannot take apart. It knows "
-            f"{', '.join(LETTERS)} of transformers.cache_utils."
-        )
+        logger.debug("no row for %s: taken apart by its attributes", describe_class(cls))
+        return None
     dynamic = sys.modules[cls.__module__].DynamicLayer
     filled_by = getattr(getattr(cls, "lazy_initialization", None), "__code__", None)
     names = filled_by.co_names if filled_by is not None and letter in "SX" else ()
@@ -214,8 +248,9 @@ def kind_of_code(code: str) -> tuple[LayerKind, str]:
     import transformers.cache_utils as cache_utils
 
     for name, letter in LETTERS.items():
-        if code.startswith(letter) and hasattr(cache_utils, name):
-            return kind_of(getattr(cache_utils, name)), code[len(letter) :]
+        kind = kind_of(getattr(cache_utils, name, object))
+        if code.startswith(letter) and kind is not None:
+            return kind, code[len(letter) :]
     raise UnsupportedLayerError(
         f"{code!r} is not the code of a cache layer that this version of yobx_flatten knows (it knows "
         f"{', '.join(sorted(set(LETTERS.values())))}, each with digits behind it)."

@@ -8,16 +8,19 @@ names. The slow way, layer by layer, is for everything unusual (layers that hold
 from __future__ import annotations
 
 import functools
+import json
 import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import CacheStructureError, SpecMismatchError, UnsupportedLayerError
-from .layers import PLACEHOLDERS, LayerKind, kind_of, kind_of_code, remember, window_tensor
+from ..errors import CacheStructureError, SpecMismatchError
+from ..static_codec import locate
+from .layers import PLACEHOLDERS, LayerKind, code_of, kind_of, kind_of_code, remember, window_tensor
+from .state import Template, build_state, follow_state, leaf_paths, read_state
 
-__all__ = ["LENGTH", "flatten_layers", "unflatten_layers"]
+__all__ = ["LENGTH", "flatten_layers", "is_leaf_name", "rebuild_by_attributes", "unflatten_layers"]
 
 LENGTH = "length"
 _UNSET: Any = object()  # not None, which may stand for any leaf
@@ -27,7 +30,7 @@ def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[s
     """Take layers apart.
 
     Args:
-        layers: of any classes in the table of :mod:`yobx_flatten.huggingface.layers`.
+        layers: of any classes; those without a row in :mod:`yobx_flatten.huggingface.layers` by their attributes.
         plain: layers that are all ``DynamicLayer`` get names without a letter.
 
     Returns:
@@ -35,7 +38,7 @@ def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[s
 
     Raises:
         CacheStructureError: when a layer is half-initialised, or layers have not seen the same tokens.
-        UnsupportedLayerError: when a layer's class is not in the table.
+        StaticDataError: when a layer without a row has an attribute that cannot be stored.
     """
     quick = _flatten_filled(layers, plain)
     return quick if quick is not None else _flatten_one_by_one(layers, plain)
@@ -136,8 +139,8 @@ def _flatten_filled(layers: list[Any], plain: bool) -> tuple[list[Any], list[str
 
 def _read_classes(layers: list[Any]) -> _Classes | None:
     """Work out how layers of these classes are read; ``None`` when they do not all have the same leaves."""
-    kinds = [_kind_at(layers, index) for index in range(len(layers))]
-    if len({(kind.has_position, kind.is_static) for kind in kinds}) != 1:
+    kinds = [kind for kind in map(kind_of, map(type, layers)) if kind is not None]
+    if len(kinds) < len(layers) or len({(kind.has_position, kind.is_static) for kind in kinds}) != 1:
         return None
     first = kinds[0]
     attributes = ("keys", "values", "cumulative_length") if first.has_position else ("keys", "values")
@@ -162,7 +165,7 @@ def _pick(indices: list[int]) -> Any:
 
 def _read_layout(layers: list[Any], plain: bool) -> _Layout:
     """Work out the names of these layers."""
-    kinds = [kind_of(type(layer)) for layer in layers]
+    kinds = [kind for kind in map(kind_of, map(type, layers)) if kind is not None]
     if plain and all(kind.letter == "D" for kind in kinds):
         return _Layout(list(_plain_names(len(kinds))), [])
     names: list[str] = []
@@ -181,23 +184,27 @@ def _flatten_one_by_one(layers: list[Any], plain: bool) -> tuple[list[Any], list
     values: list[Any] = []
     names: list[str] = []
     full: Any = _UNSET  # keys of the first filled DynamicLayer, which hold every token
-    seen: Any = _UNSET  # what the sliding layers counted
+    seen: Any = _UNSET  # what the layers counted that do not hold every token
     first = ("", "")  # the first of them
     for index, layer in enumerate(layers):
-        kind = _kind_at(layers, index)
-        code = kind.code(layer)
-        if not kind.is_filled(layer, index):
-            names.append(f"none_{code}_{index}")
-            continue
-        values += (layer.keys, layer.values)
-        if kind.has_position:
-            values.append(layer.cumulative_length)
-        names += _names(kind, code, index)
-        if kind.letter == "D" and full is _UNSET:
-            full = layer.keys
-        elif kind.counter is not None:
-            remember(vars(layer))
-            length = vars(layer)[kind.counter]
+        kind = kind_of(type(layer))
+        if kind is None:
+            code, lengths = _flatten_by_attributes(layer, index, values, names)
+        else:
+            code, lengths = kind.code(layer), []
+            if not kind.is_filled(layer, index):
+                names.append(f"none_{code}_{index}")
+                continue
+            values += (layer.keys, layer.values)
+            if kind.has_position:
+                values.append(layer.cumulative_length)
+            names += _names(kind, code, index)
+            if kind.letter == "D" and full is _UNSET:
+                full = layer.keys
+            elif kind.counter is not None:
+                remember(vars(layer))
+                lengths = [vars(layer)[kind.counter]]
+        for length in lengths:
             if seen is _UNSET:
                 seen, first = length, (f"layers[{index}]", code)
             else:
@@ -208,16 +215,35 @@ def _flatten_one_by_one(layers: list[Any], plain: bool) -> tuple[list[Any], list
             names.append(LENGTH)
         elif isinstance(full, torch.Tensor):
             _check_agreement(_key_count(full), seen, *first)
-    if plain and len(values) == 2 * len(layers) and all(name.split("_")[1] == "D" for name in names):
+    if plain and len(values) == 2 * len(layers) and all(_is_full(name) for name in names):
         names = list(_plain_names(len(layers)))
     return values, names
 
 
-def _kind_at(layers: list[Any], index: int) -> LayerKind:
-    try:
-        return kind_of(type(layers[index]))
-    except UnsupportedLayerError as error:
-        raise UnsupportedLayerError(f"layers[{index}]: {error}") from None
+def _is_full(name: str) -> bool:
+    return name.startswith(("key_D_", "value_D_"))
+
+
+def _flatten_by_attributes(layer: Any, index: int, values: list[Any], names: list[str]) -> tuple[str, list[Any]]:
+    """Add the leaves of a layer without a row; return its code and what it counted."""
+    held, cls = vars(layer), type(layer)
+    remember(held)
+    template = held.get(PLACEHOLDERS)
+    if template is None:
+        template, leaves = read_state(held, in_cache=True)
+    else:
+        leaves = follow_state(template, held)
+    code = code_of(layer)
+    # says how to rebuild the layer, and stands for no leaf
+    names.append(f"layer_{index}={cls.__module__}:{cls.__qualname__}={json.dumps(template)}")
+    names += [f"{_PARTS.get(path, path)}_{code}_{index}" for path in leaf_paths(template)]
+    values += leaves
+    # a layer that holds nothing yet has seen nothing, whatever the others have
+    counted = [held[name] for name, entry in template.items() if entry == ["length"] and leaves]
+    return code, counted
+
+
+_PARTS = {"keys": "key", "values": "value", "cumulative_length": "position"}
 
 
 def _names(kind: LayerKind, code: str, index: int) -> list[str]:
@@ -262,25 +288,55 @@ def _plan(names: tuple[str, ...]) -> _Plan:
     if names == _plain_names(len(names) // 2):
         kind, _ = kind_of_code("D")
         return _Plan(len(names), None, False, [_rebuilder(kind, "", False)] * (len(names) // 2))
-    leaf_names = [name for name in names if not name.startswith("none_")]
+    leaf_names = [name for name in names if is_leaf_name(name)]
     counts_itself = LENGTH in leaf_names
     counter = next(
         (i for i, name in enumerate(leaf_names) if name == LENGTH or (not counts_itself and name.startswith("key_D_"))),
         None,
     )
     positions = {name.rsplit("_", 1)[1] for name in names if name.startswith("position_")}
-    rebuilds = []
+    rebuilds: list[Any] = []
+    by_attributes: set[str] = set()
     for name in names:
         part, _, rest = name.partition("_")
-        if part not in ("key", "none"):
+        if part == "layer":
+            index, cls, template = rest.split("=", 2)
+            by_attributes.add(index)
+            rebuilds.append(functools.partial(rebuild_by_attributes, locate(cls), json.loads(template)))
             continue
         code, _, index = rest.rpartition("_")
+        if part not in ("key", "none") or index in by_attributes:
+            continue
         kind, parameter = kind_of_code(code)
         if part == "none":
             rebuilds.append(functools.partial(_rebuild_empty, kind, parameter))
         else:
             rebuilds.append(_rebuilder(kind, parameter, index in positions))
     return _Plan(len(leaf_names), counter, counts_itself, rebuilds)
+
+
+def is_leaf_name(name: str) -> bool:
+    """Tell whether a name stands for a leaf; the others say how something is rebuilt."""
+    return not name.startswith("none_") and "=" not in name
+
+
+def rebuild_by_attributes(cls: type, template: Template, leaves: Iterator[Any], length: Any) -> Any:
+    """Build an object without a row around its leaves."""
+    obj: Any = object.__new__(cls)
+    held, used = build_state(template, leaves, length)
+    obj.__dict__.update(held)
+    if not all(isinstance(leaf, (torch.Tensor, int, torch.SymInt)) for leaf in used):
+        held = obj.__dict__
+        held[PLACEHOLDERS] = template
+    window = held.get("sliding_window")
+    if isinstance(window, int) and "cumulative_length" in held:
+        device = held.get("device")
+        tensor = window_tensor(window, device if isinstance(device, torch.device) else torch.device("cpu"))
+        if tensor is not None:
+            obj._sliding_window_tensor = tensor
+        elif not used:  # a layer that holds nothing yet needs it for its first update
+            obj._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
+    return obj
 
 
 def _rebuild_empty(kind: LayerKind, parameter: str, leaves: Iterator[Any], length: Any) -> Any:

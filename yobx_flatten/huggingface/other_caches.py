@@ -1,0 +1,191 @@
+"""Every other cache: subclasses of ``Cache``, also a model's own, and the caches that do not inherit it.
+
+A subclass comes apart as its parent does; attributes of its own follow behind an entry ``cache=...`` that says how to
+rebuild them. A class that is no ``Cache`` (``xLSTMCache``, padding caches of audio codecs) is taken apart by its
+attributes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.utils._pytree import MappingKey
+
+from ..recipe import Recipe
+from .caches import axes_of_leaf, label_of_leaf, layers_of, new_cache
+from .layers import PLACEHOLDERS
+from .layouts import flatten_layers, is_leaf_name, rebuild_by_attributes, unflatten_layers
+from .state import build_state, follow_state, leaf_paths, read_state
+
+__all__ = ["cache_recipes", "cache_recipes_of_module"]
+
+# What every cache has; the rest is the subclass's own.
+_STANDARD = {"layers", "layer_class_to_replicate", "offloading", "only_non_sliding", "prefetch_stream", PLACEHOLDERS}
+_OWN = "cache="
+
+
+def cache_recipes(known: set[type], remedy: str) -> list[Recipe]:
+    """Recipes of all cache classes defined so far.
+
+    Args:
+        known: classes that have recipes of their own.
+        remedy: the line that registers them.
+    """
+    import transformers.cache_utils as cache_utils
+
+    classes = dict.fromkeys(_subclasses(cache_utils.Cache))
+    classes.update(dict.fromkeys(_plain_classes_of_models()))
+    if hasattr(cache_utils, "KVSharingDict"):
+        classes[cache_utils.KVSharingDict] = None
+    recipes = (_recipe(cls, remedy) for cls in classes if cls not in known)
+    return [recipe for recipe in recipes if recipe is not None]
+
+
+def cache_recipes_of_module(module: ModuleType, remedy: str) -> list[Recipe]:
+    """Recipes of the cache classes that one module of a model defines."""
+    from transformers.cache_utils import Cache
+
+    own = [cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == module.__name__]
+    classes = [cls for cls in own if issubclass(cls, Cache) or _is_plain_cache(cls)]
+    return [recipe for recipe in (_recipe(cls, remedy) for cls in classes) if recipe is not None]
+
+
+_RECIPES: dict[type, Recipe] = {}
+
+
+def _recipe(cls: type, remedy: str) -> Recipe | None:
+    """The recipe of a class, ``None`` for somebody's own class that she registered with torch herself."""
+    theirs = cls.__module__.split(".")[0] == "transformers"
+    if not theirs and cls in pytree.SUPPORTED_NODES and not _is_ours(cls):
+        return None
+    if cls not in _RECIPES:
+        from transformers.cache_utils import Cache
+
+        flatten, unflatten = (_cache_functions if issubclass(cls, Cache) else _plain_functions)(cls)
+        prefix = "yobx_flatten.transformers:" if theirs else "yobx_flatten:"
+        short = cls.__name__ if cls.__module__ == "transformers.cache_utils" else f"{cls.__module__}.{cls.__qualname__}"
+        _RECIPES[cls] = Recipe(
+            cls,
+            flatten,
+            unflatten,
+            _with_keys(flatten),
+            prefix + short,
+            remedy,
+            axes=axes_of_leaf,
+            label=label_of_leaf,
+        )
+    return _RECIPES[cls]
+
+
+def _is_ours(cls: type) -> bool:
+    return cls in _RECIPES and pytree.SUPPORTED_NODES[cls].flatten_fn is _RECIPES[cls].flatten
+
+
+# -- subclasses of Cache ---------------------------------------------------------------------------------------------
+
+
+def _cache_functions(cls: Any) -> tuple[Any, Any]:
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    plain = issubclass(cls, DynamicCache)
+
+    def flatten(cache: Any) -> tuple[list[Any], list[str]]:
+        values, names = flatten_layers(layers_of(cache), plain=plain)
+        held = vars(cache)
+        own = {name: value for name, value in held.items() if name not in _STANDARD}
+        if own:
+            template = held.get(PLACEHOLDERS)
+            if template is None:
+                template, leaves = read_state(own)
+            else:
+                leaves = follow_state(template, own)
+            values = [*values, *leaves]
+            names = [*names, _OWN + json.dumps(template), *leaf_paths(template)]
+        return values, names
+
+    def unflatten(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
+        leaves = list(values)
+        split = next((index for index, name in enumerate(context) if name.startswith(_OWN)), len(context))
+        count = sum(map(is_leaf_name, context[:split]))
+        cache = new_cache(cls, unflatten_layers(leaves[:count], context[:split]))
+        only_full = plain and all(type(layer) is DynamicLayer for layer in cache.layers)
+        cache.layer_class_to_replicate = DynamicLayer if only_full else None
+        if split < len(context):
+            template = json.loads(context[split].removeprefix(_OWN))
+            held, used = build_state(template, iter(leaves[count:]), 0)
+            vars(cache).update(held)
+            if not all(isinstance(leaf, (torch.Tensor, int)) for leaf in used):
+                vars(cache)[PLACEHOLDERS] = template
+        return cache
+
+    return flatten, unflatten
+
+
+# -- no Cache at all -------------------------------------------------------------------------------------------------
+
+
+def _plain_functions(cls: type) -> tuple[Any, Any]:
+    def flatten(obj: Any) -> tuple[list[Any], list[str]]:
+        held = vars(obj)
+        template = held.get(PLACEHOLDERS)
+        if template is None:
+            template, leaves = read_state(held)
+        else:
+            leaves = follow_state(template, held)
+        return leaves, [_OWN + json.dumps(template), *leaf_paths(template)]
+
+    def unflatten(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
+        return rebuild_by_attributes(cls, json.loads(context[0].removeprefix(_OWN)), iter(list(values)), 0)
+
+    return flatten, unflatten
+
+
+def _with_keys(flatten: Any) -> Any:
+    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
+        values, names = flatten(obj)
+        keys: list[Any] = [MappingKey(name) for name in names if is_leaf_name(name)]
+        return list(zip(keys, values, strict=True)), names
+
+    return flatten_with_keys
+
+
+# -- which classes there are -----------------------------------------------------------------------------------------
+
+
+def _subclasses(cls: Any) -> Iterator[type]:
+    for child in cls.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+_SCANNED: dict[str, list[type]] = {}
+_LAST_SCAN: list[Any] = [0, []]  # number of modules then, classes found
+
+
+def _plain_classes_of_models() -> list[type]:
+    """Caches of imported models that do not inherit ``Cache``. A module is looked at once."""
+    if _LAST_SCAN[0] != len(sys.modules):
+        found: list[type] = []
+        for name, module in list(sys.modules.items()):
+            if name.startswith("transformers.models."):
+                if name not in _SCANNED:
+                    own = [cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == name]
+                    _SCANNED[name] = [cls for cls in own if _is_plain_cache(cls)]
+                found += _SCANNED[name]
+        _LAST_SCAN[:] = len(sys.modules), found
+    return list(_LAST_SCAN[1])
+
+
+def _is_plain_cache(cls: Any) -> bool:
+    """Tell whether a class is a model's cache without being a ``Cache``, by its name and what it is not."""
+    if not cls.__name__.endswith("Cache") or inspect.isabstract(cls):
+        return False
+    bases = {base.__name__ for base in cls.__mro__}
+    return not bases & {"Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "Module", "PreTrainedConfig"}

@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+MATRIX_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -14,11 +15,12 @@ NEEDS_test := --editable '.[all]' --group test
 NEEDS_lint := --group lint
 NEEDS_types := --editable . --group types
 NEEDS_docs := --editable '.[all]' --group docs
+NEEDS_matrix := --editable '.[transformers,onnx,cli]'
 NEEDS_notebooks := --editable '.[all]' --group notebooks
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint format types doctest docs notebooks bench clean distclean
+.PHONY: help demo test lint format types doctest docs notebooks bench matrix clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,9 +66,14 @@ bench: $(VENV)/.has-test  ## run the benchmarks, one table each
 		echo "== $$benchmark"; $(BIN)/python "$$benchmark"; \
 	done
 
+# Hours for all types; what is recorded is not run again. MATRIX_ARGS="--sample 8 --columns built,export" does less.
+matrix: $(VENV)/.has-matrix  ## every type of the installed transformers against every promise (MATRIX_ARGS="--sample 8")
+	$(BIN)/python -m matrix $(MATRIX_ARGS)
+	$(BIN)/python -m matrix --page docs/matrix.md
+
 clean:  ## remove what the targets built, but not the virtual environment
 	rm -rf build dist docs/auto_examples docs/sg_execution_times.rst .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find yobx_flatten roundpipe_runtime tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find yobx_flatten roundpipe_runtime matrix tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the virtual environment too
 	rm -rf $(VENV)

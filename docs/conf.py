@@ -29,6 +29,8 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = f"yobx_flatten {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
@@ -66,6 +68,9 @@ sphinx_gallery_conf = {
 
 # An example must run as quietly as a user's program does on the first try; progress bars would fill the page.
 os.environ.setdefault("TQDM_DISABLE", "1")
+# A package that the theme brings along (a11y_pygments) sets the root logger to INFO when it is imported; every library
+# would tell its steps on the terminal. Whoever configures the root logger first has the say.
+logging.basicConfig(level=logging.WARNING)
 # matplotlib has no window here, which is what is wanted.
 warnings.filterwarnings("ignore", message=".*is non-interactive, and thus cannot be shown", category=UserWarning)
 # torch 2.13 copies its own `TreeSpec` through the deprecated `LeafSpec`, and says at the first conversion to ONNX which

@@ -16,7 +16,16 @@ import torch
 
 from .overrides import ADJUSTMENTS, OVERRIDES, SIZES, WINDOW_FIELDS
 
-__all__ = ["FAMILIES", "TooLargeError", "layer_classes", "make_config", "make_model", "type_names", "window_of"]
+__all__ = [
+    "FAMILIES",
+    "TooLargeError",
+    "layer_classes",
+    "make_config",
+    "make_model",
+    "split_name",
+    "type_names",
+    "window_of",
+]
 
 # family -> the table of transformers that lists its types, the class that builds them
 FAMILIES = {
@@ -73,13 +82,14 @@ def make_config(name: str) -> Any:
         KeyError: when transformers does not know the type.
         Exception: whatever the configuration's own checks raise.
     """
+    import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     family, model_type = split_name(name)
     own = {**OVERRIDES.get(model_type, {}), **OVERRIDES.get(name, {})}
-    if callable(own.get("make")):
-        return own["make"](_small)
-    config = _small(CONFIG_MAPPING[model_type], own)
+    own.pop("model", None)
+    named = own.pop("config", None)
+    config = _small(getattr(transformers, named) if named else CONFIG_MAPPING[model_type], own)
     if family == "causal" and getattr(config, "is_decoder", None) is False:
         config.is_decoder = True  # encoders that can also decode keep a cache only then
     return config
@@ -118,8 +128,8 @@ def _numbers(default: Any) -> dict[str, Any]:
         key: SIZES[key] for key in SIZES if isinstance(held[key], (int, float)) and not isinstance(held[key], bool)
     }
     numbers |= {key: value for key, value in _TOKENS.items() if isinstance(held[key], (int, list))}
-    for applies, fields in ADJUSTMENTS:
-        if applies(default):
+    for field, fields in ADJUSTMENTS:
+        if _read(default, field) is not None:
             numbers |= {key: value for key, value in fields.items() if _read(default, key) is not None}
     return numbers
 
@@ -159,9 +169,10 @@ def make_model(name: str, *, seed: int = 0) -> Any:
     """
     import transformers
 
-    family, _ = split_name(name)
+    family, model_type = split_name(name)
     config = make_config(name)
-    build = getattr(transformers, FAMILIES[family][1]).from_config
+    named = OVERRIDES.get(model_type, {}).get("model")
+    build = getattr(transformers, named) if named else getattr(transformers, FAMILIES[family][1]).from_config
     with torch.device("meta"):
         size = sum(weight.numel() for weight in build(copy.deepcopy(config)).parameters())
     if size > LARGEST:
@@ -174,7 +185,7 @@ def make_model(name: str, *, seed: int = 0) -> Any:
     return model
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def layer_classes(name: str) -> tuple[str, ...]:
     """Return the classes of the cache layers that the configuration of a type asks for, without building the model.
 

@@ -11,6 +11,7 @@ WINDOW_FIELDS = ("sliding_window", "attention_chunk_size", "attention_window_siz
 SIZES: dict[str, Any] = {
     # width
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_dim", "embed_dim", "lru_width", "dim"), 64),
+    "hidden_size_global": 64,
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "d_inner", "dff"), 96),
     **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "feed_forward_size", "mlp_dim"), 96),
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank", "projection_dim", "hidden_dim"), 16),
@@ -38,7 +39,9 @@ SIZES: dict[str, Any] = {
     # experts
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_experts_intermediate_size"), 32),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_experts_intermediate_size"), 32
+    ),
     **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
     # state space models
     **dict.fromkeys(("state_size", "mamba_d_state", "mamba_n_heads", "mamba_num_heads", "time_step_rank"), 8),
@@ -56,24 +59,81 @@ SIZES: dict[str, Any] = {
 }
 
 
-def _has(name: str) -> Any:
-    def applies(config: Any) -> bool:
-        return getattr(config, name, None) is not None
-
-    return applies
-
-
 # Fields that only fit together: when a configuration has the first, it gets the others too.
-ADJUSTMENTS: list[tuple[Any, dict[str, Any]]] = [
+ADJUSTMENTS: list[tuple[str, dict[str, Any]]] = [
     # attention through a low rank: one key head per query head, the rotated part is the head size
-    (_has("kv_lora_rank"), {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "head_dim": 8}),
+    ("kv_lora_rank", {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "head_dim": 8}),
 ]
 
-_FOUR = {"num_hidden_layers": 4}
+_MIXED = ["sliding_attention", "full_attention"]
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# the sliding layers of dots3_note have sizes of their own
+_DOTS3 = {
+    **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
+    **dict.fromkeys(("swa_q_lora_rank", "swa_kv_lora_rank", "swa_head_dim", "swa_v_head_dim"), 16),
+    "swa_qk_nope_head_dim": 8,
+}
+# rotary positions of time, height and width share the halves of a head
+_MROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}}
+_MROPE_TYPES = ("glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
+_GEMMA4_ASSISTANT = {
+    "num_hidden_layers": 2,
+    "num_kv_shared_layers": 2,
+    "layer_types": _MIXED,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+}
 
+# `...` as a value keeps a field from being set; "default" goes to the default configuration that is then shrunk;
+# "config" and "model" name classes where the automatic ones build something else.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 2},
+    "blt": {
+        "num_hidden_layers": 2,  # its own cache asks for it
+        "encoder_hash_byte_group_vocab": 64,
+        "encoder_hash_byte_group_size": [3, 4],
+        "local_attention_window_len": 8,
+    },
+    "cohere_compass_text": {
+        "num_hidden_layers": 2,
+        "layer_types": _MIXED,
+        "rope_parameters": dict.fromkeys(_MIXED, _ROPE),
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_text": _DOTS3,
+    "dots3_note": {
+        "text_config": _DOTS3,
+        "vision_config": {
+            "adapter_in_dim": 64,
+            "adapter_out_dim": 64,
+            "per_layer_config": {1: {"num_local_experts": 4}},
+        },
+        "audio_config": {"adapter_out_dim": 64, "adapter_input_size": 64, "conv_output_size": 64},
+    },
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": [*_MIXED, *_MIXED],
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+        "intermediate_size": [96] * 4,
+    },
+    "gemma4_assistant": {
+        "default": {"text_config": {"model_type": "gemma4_text", **_GEMMA4_ASSISTANT}},
+        "text_config": _GEMMA4_ASSISTANT,
+    },
+    "gemma4_unified_assistant": {
+        "text_config": {"num_hidden_layers": 2, "num_kv_shared_layers": 2, "layer_types": _MIXED}
+    },
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
     "jamba": {
         "num_hidden_layers": 2,
         "attn_layer_period": 2,
@@ -81,9 +141,45 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "expert_layer_period": 2,
         "expert_layer_offset": 1,
     },
-    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
-    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    "ministral": {"head_dim": 16},
+    "musicgen": {"config": "MusicgenDecoderConfig", "model": "MusicgenForCausalLM", "num_codebooks": 1},
+    "musicgen_melody": {
+        "config": "MusicgenMelodyDecoderConfig",
+        "model": "MusicgenMelodyForCausalLM",
+        "num_codebooks": 1,
+    },
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "nemotron_h": {"n_groups": 1},
+    "prophetnet": {"num_hidden_layers": ...},
+    "qwen4_exp_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "ple_layer_ids": [],
+        "hc_lowrank": 16,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds_dim": (32, 32),
+        "axial_pos_shape": (16, 16),
+        "attn_layers": ["local", "lsh"],
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+    },
+    "xlnet": {"max_position_embeddings": ...},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
+OVERRIDES["qwen4_exp"] = {"text_config": OVERRIDES["qwen4_exp_text"]}
+OVERRIDES |= dict.fromkeys(_MROPE_TYPES, _MROPE)

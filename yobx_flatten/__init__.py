@@ -20,6 +20,7 @@ from .errors import (
     CacheStructureError,
     DynamicShapesError,
     FlattenError,
+    InvalidArgumentError,
     InvalidRegistrationError,
     MissingDependencyError,
     NotRegisteredError,
@@ -114,6 +115,7 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "string_type",
     # what can go wrong
     "FlattenError",
+    "InvalidArgumentError",
     "InvalidRegistrationError",
     "AlreadyRegisteredError",
     "NotRegisteredError",

@@ -6,6 +6,7 @@ Exit status: 0 when all went well, 1 when a program differs from its model, 2 wh
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -61,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Export models with their caches as inputs, and prove that the result does what the model does.",
         allow_abbrev=False,
     )
+    version = importlib.metadata.version("yobx-flatten")
+    parser.add_argument("--version", action="version", version=f"yobx_flatten {version}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     demo = commands.add_parser(
         "demo",

@@ -7,6 +7,7 @@ __all__ = [
     "CacheStructureError",
     "DynamicShapesError",
     "FlattenError",
+    "InvalidArgumentError",
     "InvalidRegistrationError",
     "MissingDependencyError",
     "NotRegisteredError",
@@ -20,6 +21,10 @@ __all__ = [
 
 class FlattenError(Exception):
     """Base of all errors that this package raises on purpose."""
+
+
+class InvalidArgumentError(FlattenError, TypeError):
+    """A function was given an argument that it has no use for."""
 
 
 class InvalidRegistrationError(FlattenError, TypeError):
@@ -86,5 +91,5 @@ def describe_class(obj: object) -> str:
         return f"{obj.__module__}.{obj.__qualname__}"
     if obj is None:
         return "None"
-    shown = repr(obj)
+    shown = " ".join(repr(obj).split())  # on one line
     return f"the {type(obj).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"

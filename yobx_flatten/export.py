@@ -27,6 +27,7 @@ import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
+from .arguments import check_arguments, check_cases, explain_leaf, shapes_by_name
 from .errors import FlattenError, MissingDependencyError, ReplayError
 from .naming import leaf_names, output_names
 from .replay import Case, CaseResult, clone, replay
@@ -155,9 +156,13 @@ def export_program(
         The program with a report. It can be called outside the block, too.
 
     Raises:
+        InvalidArgumentError: when the module does not take these arguments, or something is not what it should be.
+        NotRegisteredError: when an input holds an object of a class that nobody registered.
         DynamicShapesError: when ``dynamic_shapes`` does not fit the inputs.
         ReplayError: when a case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
     """
+    check_arguments(module, args, kwargs)
+    cases = cases if cases is None else check_cases(cases)
     export = _Export(module, args, dict(kwargs or {}), dynamic_shapes, steps, tolerance)
     with export.block():
         program = export.to_program(strict)
@@ -197,13 +202,17 @@ def export_onnx(
         The program, the path and a report.
 
     Raises:
+        InvalidArgumentError: when the module does not take these arguments, or something is not what it should be.
+        NotRegisteredError: when an input holds an object of a class that nobody registered.
         DynamicShapesError: when ``dynamic_shapes`` does not fit the inputs.
         MissingDependencyError: when onnx, onnxscript or onnxruntime is not installed.
         ReplayError: when a case fails or differs by more than ``tolerance``; the file is there to be looked at.
     """
     for library in ("onnx", "onnxscript", "onnxruntime"):
         if importlib.util.find_spec(library) is None:
-            raise MissingDependencyError(f"export_onnx needs {library}:\n    pip install yobx-flatten[onnx]")
+            raise MissingDependencyError(f"export_onnx needs {library}:\n    pip install 'yobx-flatten[onnx]'")
+    check_arguments(module, args, kwargs)
+    cases = cases if cases is None else check_cases(cases)
     export = _Export(module, args, dict(kwargs or {}), dynamic_shapes, steps, tolerance)
     with export.block():
         program = export.to_program(strict=False)
@@ -272,9 +281,7 @@ class _Export:
         inputs = self.named(self.args, self.kwargs)
         if isinstance(shapes, str) and shapes == "auto":
             return write_dynamic_shapes(inputs)
-        if isinstance(shapes, (tuple, list)):
-            shapes = dict(zip(inputs, shapes, strict=False))
-        shapes = {**dict.fromkeys(inputs), **shapes}
+        shapes = shapes_by_name(inputs, shapes)
         check_dynamic_shapes(inputs, shapes)
         return shapes
 
@@ -298,15 +305,21 @@ class _Export:
     def to_program(self, strict: bool) -> ExportedProgram:
         logger.info("tracing %s", self.report.module)
         start = time.perf_counter()
-        with torch.no_grad():
-            program = torch.export.export(
-                self.module,
-                clone(self.args),
-                clone(self.kwargs),
-                dynamic_shapes=self.shapes,
-                strict=strict,
-                prefer_deferred_runtime_asserts_over_guards=True,
-            )
+        try:
+            with torch.no_grad():
+                program = torch.export.export(
+                    self.module,
+                    clone(self.args),
+                    clone(self.kwargs),
+                    dynamic_shapes=self.shapes,
+                    strict=strict,
+                    prefer_deferred_runtime_asserts_over_guards=True,
+                )
+        except ValueError as error:
+            explained = explain_leaf(self.named(self.args, self.kwargs), str(error))
+            if "Unsupported input type" not in str(error) or explained is None:
+                raise
+            raise explained from error
         self.report.export_seconds = time.perf_counter() - start
         self.input_leaves = leaf_names(self.named(self.args, self.kwargs))
         with torch.no_grad():
@@ -367,6 +380,7 @@ class _Export:
                     input_names=self.report.input_names,
                     output_names=self.report.output_names,
                     opset_version=opset_version,
+                    custom_translation_table=self.translations(),
                     dynamo=True,
                     verbose=False,
                 )
@@ -382,6 +396,13 @@ class _Export:
                 file.unlink()
             folder.rmdir()
         self.report.onnx_seconds = time.perf_counter() - start
+
+    def translations(self) -> dict[Any, Any]:
+        if not self.patches["patch_transformers"]:
+            return {}
+        from .huggingface.tracing import onnx_translations
+
+        return onnx_translations()
 
     def replay_onnx(self, path: pathlib.Path, cases: Sequence[Case]) -> None:
         import onnxruntime

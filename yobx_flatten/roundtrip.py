@@ -31,6 +31,12 @@ def check_round_trip(recipe: Recipe, sample: Any) -> None:
     keyed, keyed_static = _pair(name, "f_flatten_with_keys", recipe.flatten_with_keys(sample))
     if not all(isinstance(item, tuple) and len(item) == 2 for item in keyed):
         raise RoundTripError(f"{name}: f_flatten_with_keys must return a list of (key, child) pairs first.")
+    for key, _ in keyed:
+        if not isinstance(key, (pytree.MappingKey, pytree.GetAttrKey, pytree.SequenceKey)):
+            raise RoundTripError(
+                f"{name}: f_flatten_with_keys gives the key {key!r}, which torch.export does not know; write it with "
+                f"torch.utils._pytree:\n    return [(GetAttrKey({str(key)!r}), obj.{key}), ...], static"
+            )
     if not _same([child for _, child in keyed], children) or not _equal(keyed_static, static):
         raise RoundTripError(
             f"{name}: f_flatten and f_flatten_with_keys disagree.\n"
@@ -44,8 +50,8 @@ def check_round_trip(recipe: Recipe, sample: Any) -> None:
     if not _same(children_again, children):
         raise RoundTripError(
             f"{name}: the rebuilt object has other children than the original "
-            f"({len(children_again)} instead of {len(children)}, or not the same objects in the same order). "
-            "f_unflatten must take the children in the order in which f_flatten returns them, and not copy them."
+            f"({_difference(children_again, children)}). f_unflatten must "
+            "take the children in the order in which f_flatten returns them, and not copy them."
         )
     if not _equal(static_again, static):
         raise RoundTripError(
@@ -79,6 +85,15 @@ def _pair(name: str, function: str, result: Any) -> tuple[list[Any], Any]:
         f"{' of ' + str(len(result)) if isinstance(result, (tuple, list)) else ''}.\n"
         f"    return [obj.a, obj.b], None"
     )
+
+
+def _difference(found: list[Any], expected: list[Any]) -> str:
+    """What is wrong with the children that came back, in words."""
+    if len(found) != len(expected):
+        return f"{len(found)} instead of {len(expected)}"
+    pairs = enumerate(zip(found, expected, strict=True))
+    index = next((i for i, (a, b) in pairs if not _same([a], [b])), 0)
+    return f"child {index} is not the {type(expected[index]).__qualname__} that was taken out"
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:

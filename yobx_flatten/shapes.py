@@ -97,7 +97,8 @@ def check_dynamic_shapes(inputs: Any, shapes: Any) -> None:
     >>> check_dynamic_shapes({"x": torch.zeros(2, 3)}, {"x": {5: Dim.AUTO}})
     Traceback (most recent call last):
     ...
-    yobx_flatten.errors.DynamicShapesError: x: the specification speaks of axis 5, but this tensor has shape (2, 3).
+    yobx_flatten.errors.DynamicShapesError: x: the specification speaks of axis 5, but this tensor has shape (2, 3), \
+with axes [0, 1].
     """
     _check(inputs, shapes, ())
 
@@ -162,7 +163,7 @@ def _check(obj: Any, shapes: Any, path: _Path) -> None:
         missing, unknown = set(obj) - set(shapes), set(shapes) - set(obj)
         if missing or unknown:
             raise DynamicShapesError(
-                f"{_spell(path)}: the specification must have the keys of the inputs. Missing: "
+                f"{_spell(path)}: the specification must have the keys of the inputs, {list(obj)}. Missing: "
                 f"{sorted(map(str, missing))}; unknown: {sorted(map(str, unknown))}. Write None for an input that "
                 "stays as it is."
             )
@@ -198,7 +199,7 @@ def _check_leaf(obj: Any, shapes: Any, path: _Path) -> None:
         if type(axis) is not int or not 0 <= axis < obj.dim():
             raise DynamicShapesError(
                 f"{_spell(path)}: the specification speaks of axis {axis!r}, but this tensor has shape "
-                f"{tuple(obj.shape)}."
+                f"{tuple(obj.shape)}, with axes {list(range(obj.dim()))}."
             )
         if dim is not None and type(dim) is not int and not _is_dim(dim):
             raise _misfit((*path, str(axis)), "a Dim, Dim.AUTO, Dim.DYNAMIC, a name, or None", dim)

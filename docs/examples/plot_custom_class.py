@@ -14,6 +14,7 @@ the other, draws the tree before and after, and sends an object there and back.
 # length penalty and the window are numbers that a program may rely on: the *static* part (*context* in torch, *aux* in
 # JAX).
 
+# sphinx_gallery_thumbnail_number = 2
 import dataclasses
 
 import matplotlib.pyplot as plt

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.models import make_model
-from yobx_flatten import DecodeSizes, FlattenError, decode_inputs, demo, export_program, replay
+from yobx_flatten import DecodeSizes, FlattenError, __version__, decode_inputs, demo, export_program, replay
 from yobx_flatten.__main__ import main
 
 
@@ -53,6 +53,14 @@ def test_what_does_not_exist_is_refused_in_one_line(asked, answer, capsys):
     assert shown.out == ""
     assert answer in shown.err
     assert shown.err.count("\n") == 1
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    """On standard output, as every tool does."""
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"yobx_flatten {__version__}\n"
 
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(tmp_path, capsys, monkeypatch):

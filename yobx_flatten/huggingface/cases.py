@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import FlattenError
+from ..errors import FlattenError, InvalidArgumentError, describe_class
 
 __all__ = ["DecodeSizes", "decode_inputs", "default_sizes", "next_inputs", "why_not_resizable"]
 
@@ -41,6 +41,15 @@ class DecodeSizes:
     new: int = 3
     padding: int = 0
     source: int = 7
+
+    def __post_init__(self) -> None:
+        least = {"batch": 1, "past": 0, "new": 1, "padding": 0, "source": 1}
+        for name, smallest in least.items():
+            found = getattr(self, name)
+            if type(found) is not int or found < smallest:
+                raise InvalidArgumentError(
+                    f"DecodeSizes: {name} must be an int of {smallest} or more, found {describe_class(found)}."
+                )
 
     def __str__(self) -> str:
         padding = f", {self.padding} padded" if self.padding else ""
@@ -120,8 +129,14 @@ def decode_inputs(
         Keyword arguments for the model.
 
     Raises:
+        InvalidArgumentError: when ``model`` is not a model of transformers.
         FlattenError: when ``tokens`` or ``source`` does not have the shape that ``sizes`` says.
     """
+    if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
+        raise InvalidArgumentError(
+            f"decode_inputs: {describe_class(type(model))} is not a model of transformers. Make its inputs yourself, "
+            'and other sizes for the replay:\n    export_program(module, args, cases=[Case("five rows", other_args)])'
+        )
     config = model.config.get_text_config(decoder=True)
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
     device = model.get_input_embeddings().weight.device
@@ -141,6 +156,11 @@ def decode_inputs(
             ("decoder_input_ids", "encoder_outputs", "attention_mask", "past_key_values")
             if encoder_decoder
             else ("input_ids", "attention_mask", "past_key_values")
+        )
+    if sizes.past == 0 and "past_key_values" in like:
+        raise InvalidArgumentError(
+            f"decode_inputs: a cache cannot be filled with no tokens ({sizes}). Give past=1 or more, or leave "
+            "past_key_values out of `like`."
         )
     mask = torch.ones_like(tokens)
     mask[0, : sizes.padding] = 0

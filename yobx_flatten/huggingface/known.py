@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Any
 
-import torch.utils._pytree as pytree
-
 from ..recipe import Recipe
-from . import caches, outputs
+from . import caches
 from .other_caches import cache_recipes, cache_recipes_of_module
+from .outputs import output_recipes, output_recipes_of_module
 
 __all__ = ["WRONG_REGISTRATIONS", "transformers_recipes", "transformers_recipes_of_module"]
 
@@ -42,20 +40,14 @@ def transformers_recipes() -> dict[type, Recipe | None]:
         cache_utils.StaticCache: _recipe(cache_utils.StaticCache, "static_cache", caches),
         cache_utils.EncoderDecoderCache: _recipe(cache_utils.EncoderDecoderCache, "encoder_decoder_cache", caches),
     }
-    # not imported, no instance of it: nothing to register, and importing it would register 70 classes for good
-    modeling_outputs = sys.modules.get("transformers.modeling_outputs")
-    if modeling_outputs is not None:
-        cls = modeling_outputs.BaseModelOutput
-        theirs = pytree.SUPPORTED_NODES.get(cls)
-        wrong = theirs is None or theirs.flatten_with_keys_fn is None
-        recipes[cls] = _recipe(cls, "base_model_output", outputs) if wrong else None
+    recipes.update(output_recipes(_REMEDY))
     recipes.update({recipe.cls: recipe for recipe in cache_recipes(set(recipes), _REMEDY)})
     return recipes
 
 
 def transformers_recipes_of_module(module: ModuleType) -> list[Recipe]:
-    """Recipes of the caches that a model's module defines, for modules imported inside a block."""
-    return cache_recipes_of_module(module, _REMEDY)
+    """Recipes of the caches and outputs that a model's module defines, for modules imported inside a block."""
+    return cache_recipes_of_module(module, _REMEDY) + output_recipes_of_module(module, _REMEDY)
 
 
 def _recipe(cls: type, suffix: str, module: Any) -> Recipe:

@@ -1,24 +1,49 @@
-"""Output classes as nodes: transformers' ``BaseModelOutput``, diffusers' ``BaseOutput`` family.
+"""Outputs and containers as nodes: what models and pipelines return, and what tokenizers and processors hand over.
+
+========================  =======================  =========================  ===================================
+class                     children                 keys                       static
+========================  =======================  =========================  ===================================
+``ModelOutput`` family    the fields that are set  ``['last_hidden_state']``  their names
+diffusers' ``BaseOutput`` the fields that are set  ``['sample']``             their names
+``BatchEncoding``         the values of ``.data``  ``['input_ids']``          the keys, ``n_sequences``
+``BatchFeature``          the values of ``.data``  ``['pixel_values']``       the keys, ``skip_tensor_conversion``
+plain dataclasses         every field              ``.token_embeds``          the names
+========================  =======================  =========================  ===================================
+
+*Fields that are* ``None``: a ``ModelOutput`` leaves them out, so two outputs with different fields set are two
+structures; a plain dataclass keeps them, and ``None`` is a leaf to torch.
+
+*What is dropped*: the ``Encoding`` objects of fast tokenizers in a ``BatchEncoding``. They hold the text of one batch,
+cannot be stored, and no model reads them; a rebuilt ``BatchEncoding`` has ``is_fast == False`` and cannot map tokens to
+words. The original keeps them.
 
 transformers registers every ``ModelOutput`` itself, once, when the class is made; taken away it would be gone for the
-rest of the process. Its registration is right in all supported versions, so it is left in force.
+rest of the process. Where its registration is right (it names the fields), it is left in force; transformers 4.56
+registers without keys, and there ours step in for the length of the block.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
+import torch.utils._pytree as pytree
 from torch.utils._pytree import MappingKey
 
-from ..fields import functions_of
+from ..fields import functions_of, is_mapping_like
 from ..recipe import Recipe
+from .loaded import ModelClasses, classes_of, subclasses_of
 
 __all__ = [
     "diffusers_recipes",
     "flatten_base_model_output",
     "flatten_with_keys_base_model_output",
+    "output_recipes",
+    "output_recipes_of_module",
     "unflatten_base_model_output",
 ]
 
@@ -43,6 +68,129 @@ def unflatten_base_model_output(values: Iterable[Any], context: list[str], outpu
     return output_type(**dict(zip(context, values, strict=True)))
 
 
+# -- transformers ----------------------------------------------------------------------------------------------------
+
+
+def output_recipes(remedy: str) -> dict[type, Recipe | None]:
+    """Recipes of the outputs and containers of transformers that are defined so far.
+
+    Args:
+        remedy: the line that registers them.
+
+    Returns:
+        By class; ``None`` where the registration in force is right and stays.
+    """
+    recipes: dict[type, Recipe | None] = {}
+    # not imported, no instance of it: nothing to register, and importing it would register 70 classes for good
+    modeling_outputs = sys.modules.get("transformers.modeling_outputs")
+    if modeling_outputs is not None:
+        recipes[modeling_outputs.BaseModelOutput] = _recipe(modeling_outputs.BaseModelOutput, _model_output, remedy)
+    generic = sys.modules.get("transformers.utils.generic")
+    if generic is not None and _lack_keys(generic.ModelOutput):
+        for cls in subclasses_of(generic.ModelOutput):
+            recipes[cls] = _recipe(cls, _model_output, remedy)
+    for module, name in _CONTAINERS.items():
+        container = getattr(sys.modules.get(module), name, None)
+        for cls in () if container is None else (container, *subclasses_of(container)):
+            recipes[cls] = _recipe(cls, _container, remedy)
+    for cls in _DATACLASSES():
+        recipes[cls] = _recipe(cls, functions_of, remedy)
+    return recipes
+
+
+def output_recipes_of_module(module: ModuleType, remedy: str) -> list[Recipe]:
+    """Recipes of the outputs that one module of a model defines."""
+    from transformers.utils.generic import ModelOutput
+
+    recipes = []
+    for cls in classes_of(module):
+        if issubclass(cls, ModelOutput):
+            recipes.append(_recipe(cls, _model_output, remedy))
+        elif _is_plain_output(cls):
+            recipes.append(_recipe(cls, functions_of, remedy))
+    return [recipe for recipe in recipes if recipe is not None]
+
+
+_CONTAINERS = {
+    "transformers.tokenization_utils_base": "BatchEncoding",
+    "transformers.feature_extraction_utils": "BatchFeature",
+}
+_Functions = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+_RECIPES: dict[type, Recipe] = {}
+
+
+def _recipe(cls: type, functions: Callable[[type], _Functions], remedy: str) -> Recipe | None:
+    """The recipe of a class, ``None`` where somebody else's registration in force names what is below."""
+    recipe = _RECIPES.get(cls)
+    in_force = pytree.SUPPORTED_NODES.get(cls)
+    is_ours = recipe is not None and in_force is not None and in_force.flatten_fn is recipe.flatten
+    if in_force is not None and not is_ours and in_force.flatten_with_keys_fn is not None:
+        return None
+    if recipe is None:
+        flatten, flatten_with_keys, unflatten = functions(cls)
+        short = cls.__name__ if cls.__module__ == "transformers.modeling_outputs" else _full_name(cls)
+        name = f"yobx_flatten.transformers:{short}"
+        recipe = _RECIPES[cls] = Recipe(cls, flatten, unflatten, flatten_with_keys, name, remedy)
+    return recipe
+
+
+def _lack_keys(base: Any) -> bool:
+    """Tell whether this version of transformers registers its outputs without keys: one class speaks for all."""
+    nodes = (pytree.SUPPORTED_NODES.get(cls) for cls in base.__subclasses__())
+    found = next((node for node in nodes if node is not None), None)
+    # ours in force: we are inside a block that found theirs without keys
+    return found is not None and (
+        found.flatten_with_keys_fn is None or found.flatten_fn is flatten_base_model_output
+    )
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _model_output(cls: type) -> _Functions:
+    # all of them share the flatten functions, as in transformers
+    unflatten = functools.partial(unflatten_base_model_output, output_type=cls)
+    return flatten_base_model_output, flatten_with_keys_base_model_output, unflatten
+
+
+def _container(cls: type) -> _Functions:
+    """Functions of a class that keeps its content in ``data`` and little beside it."""
+
+    def flatten(obj: Any) -> tuple[list[Any], list[Any]]:
+        held = vars(obj)
+        beside = {name: value for name, value in held.items() if name not in ("data", "_encodings")}
+        return list(held["data"].values()), [list(held["data"]), beside]
+
+    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
+        values, static = flatten(obj)
+        return [(MappingKey(key), value) for key, value in zip(static[0], values, strict=True)], static
+
+    def unflatten(values: Iterable[Any], static: list[Any], output_type: type | None = None) -> Any:
+        obj = object.__new__(cls)  # the constructor may convert what it is given
+        held = obj.__dict__
+        held["data"] = dict(zip(static[0], values, strict=True))
+        if "_n_sequences" in static[1]:
+            held["_encodings"] = None
+        held.update(static[1])
+        return obj
+
+    return flatten, flatten_with_keys, unflatten
+
+
+def _is_plain_output(cls: Any) -> bool:
+    """Tell whether a model's class is a plain dataclass made of tensors (``EsmFold2DenoiserConditioning``)."""
+    if not dataclasses.is_dataclass(cls) or is_mapping_like(cls):
+        return False
+    return any("Tensor" in str(field.type) for field in dataclasses.fields(cls))
+
+
+_DATACLASSES = ModelClasses(_is_plain_output)
+
+
+# -- diffusers -------------------------------------------------------------------------------------------------------
+
+
 def diffusers_recipes() -> list[Recipe]:
     """Recipes of the diffusers output classes that are defined so far (those of imported pipelines and models).
 
@@ -50,15 +198,9 @@ def diffusers_recipes() -> list[Recipe]:
     """
     base = sys.modules["diffusers.utils.outputs"].BaseOutput
     recipes = []
-    for cls in _subclasses(base):
+    for cls in subclasses_of(base):
         flatten, flatten_with_keys, unflatten = functions_of(cls)
-        name = f"yobx_flatten.diffusers:{cls.__module__}.{cls.__qualname__}"
+        name = f"yobx_flatten.diffusers:{_full_name(cls)}"
         remedy = "with register_flattening_functions(patch_diffusers=True): ..."
         recipes.append(Recipe(cls, flatten, unflatten, flatten_with_keys, name, remedy))
     return recipes
-
-
-def _subclasses(cls: Any) -> Iterator[type]:
-    for child in cls.__subclasses__():
-        yield child
-        yield from _subclasses(child)

@@ -74,7 +74,7 @@ def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Templat
         template[name] = []  # in its place
         if isinstance(value, (torch.dtype, torch.device)) or name in _SIZES:
             waiting.append((name, value))
-        elif in_cache and name in LENGTHS and isinstance(value, (int, torch.SymInt)):
+        elif in_cache and name in LENGTHS and not isinstance(value, torch.Tensor):
             template[name] = ["length"]
         else:
             template[name] = _read(value, name, leaves)

@@ -17,6 +17,7 @@ The replacements are in force during a trace only, and the originals are asked a
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import sys
 import threading
@@ -28,7 +29,7 @@ import torch.utils._pytree as pytree
 
 from ..patches import AttributePatch
 
-__all__ = ["TRANSFORMERS_TRACING", "TransformersTracing"]
+__all__ = ["TRANSFORMERS_TRACING", "TransformersTracing", "onnx_translations"]
 
 
 class TransformersTracing:
@@ -69,6 +70,26 @@ class TransformersTracing:
                 patch.acquire()
                 stack.callback(patch.release)
             yield
+
+
+def onnx_translations() -> dict[Any, Any]:
+    """Translations of operators of transformers that torch's ONNX exporter does not know.
+
+    Mixtures of experts multiply in groups, by an operator that transformers defines; its own exporters (5.17 and later)
+    bring the translation.
+
+    Returns:
+        What ``torch.onnx.export(custom_translation_table=...)`` takes; empty for versions without.
+    """
+    fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
+    if fallback is None or importlib.util.find_spec("transformers.exporters") is None:
+        return {}
+    try:
+        from transformers.exporters.exporter_onnx import _ONNX_TRANSLATION_TABLE
+    except ImportError:  # 5.0 to 5.16
+        return {}
+    wanted = (fallback.default, torch.ops.aten._grouped_mm.default)
+    return {op: _ONNX_TRANSLATION_TABLE[op] for op in wanted if op in _ONNX_TRANSLATION_TABLE}
 
 
 def _replacements() -> Iterator[tuple[str, Any, str, Callable[[Any], Any]]]:

@@ -1,0 +1,126 @@
+"""The results: one JSON file, one entry per type, written whole after every type."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+from typing import Any
+
+__all__ = ["FAILED", "LIBRARIES", "Results", "failures", "installed_versions", "library_state", "symbol_of"]
+
+LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
+FAILED = "did not run"
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions that results depend on; a library that is missing is left out."""
+    versions = {"python": platform.python_version()}
+    for library in LIBRARIES:
+        try:
+            versions[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def library_state(folder: pathlib.Path) -> str:
+    """Return a short name for the state of the package's source: results of another state may be outdated.
+
+    Args:
+        folder: the package.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:10]
+
+
+class Results:
+    """What is known of each type, and the file that holds it.
+
+    Attributes:
+        versions: of the libraries that made the results.
+        way: how caches came apart and programs were made, a name of `ways.WAYS`.
+        types: name -> column -> result, beside ``family`` and ``state`` (of the package when it was made).
+    """
+
+    def __init__(self, path: pathlib.Path, versions: dict[str, str], way: str) -> None:
+        self.path, self.versions, self.way = path, versions, way
+        self.types: dict[str, dict[str, Any]] = {}
+
+    @classmethod
+    def open(cls, path: pathlib.Path, versions: dict[str, str], way: str) -> Results:
+        """Return the results of a file as far as they were made with the same versions, and in the same way."""
+        results = cls(path, versions, way)
+        if path.exists():
+            held = json.loads(path.read_text(encoding="utf-8"))
+            if held["versions"] == versions and held["way"] == way:
+                results.types = held["types"]
+        return results
+
+    @classmethod
+    def read(cls, path: pathlib.Path) -> Results:
+        """Return the results of a file, whatever made them."""
+        held = json.loads(path.read_text(encoding="utf-8"))
+        results = cls(path, held["versions"], held["way"])
+        results.types = held["types"]
+        return results
+
+    def missing(self, name: str, columns: list[str]) -> list[str]:
+        """Return those of the columns that are not recorded for a type."""
+        held = self.types.get(name, {}).get("columns", {})
+        return [column for column in columns if column not in held]
+
+    def passed(self, name: str) -> dict[str, bool | None]:
+        """Return which columns of a type are recorded, and whether they passed."""
+        held = self.types.get(name, {}).get("columns", {})
+        return {column: result["ok"] for column, result in held.items()}
+
+    def record(self, name: str, columns: dict[str, dict[str, Any]], state: str) -> None:
+        """Add results of a type, and write the file."""
+        entry = self.types.setdefault(name, {"columns": {}})
+        entry["columns"] |= columns
+        entry["state"] = state
+        self.write()
+
+    def write(self) -> None:
+        """Write the file; a reader finds the old one or the new one, never half of it."""
+        held = {"versions": self.versions, "way": self.way, "types": dict(sorted(self.types.items()))}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        partial.write_text(json.dumps(held, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(partial, self.path)
+
+
+def symbol_of(result: dict[str, Any] | None) -> str:
+    """Return how a result is shown: passed, failed, does not apply, not tried.
+
+    >>> symbol_of({"ok": True}), symbol_of({"ok": False}), symbol_of({"ok": None}), symbol_of(None)
+    ('✓', '✗', '–', '')
+    """
+    if result is None:
+        return ""
+    return {True: "✓", False: "✗", None: "–"}[result["ok"]]
+
+
+def failures(results: Results, columns: list[str]) -> dict[str, dict[str, list[str]]]:
+    """Group failures: column -> reason -> types. Numbers in a reason are left out, so that alike ones come together."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name, entry in sorted(results.types.items()):
+        for column in columns:
+            result = entry["columns"].get(column)
+            if result is not None and result["ok"] is False:
+                found.setdefault(column, {}).setdefault(_alike(result["why"]), []).append(name)
+    return found
+
+
+def _alike(reason: str) -> str:
+    digits = "".join("#" if letter.isdigit() else letter for letter in reason)
+    while "##" in digits:
+        digits = digits.replace("##", "#")
+    return digits

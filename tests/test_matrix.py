@@ -1,0 +1,187 @@
+"""The matrix: its runner survives anything, resumes, and its page says what its results say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from matrix import __main__ as command_line
+from matrix.models import layer_classes, make_model, type_names
+from matrix.page import page_of
+from matrix.results import Results, failures
+from matrix.runner import Limits, Runner, read_events, sample
+
+from .test_matrix_fakes import load_fake, run_fake
+
+VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0"}
+COLUMNS = ["built", "round trip", "export"]
+OK = {"ok": True, "seconds": 1.0}
+# one type of every kind of cache layer in transformers 5.23 that is quick to build
+SAMPLE = ["llama", "mistral", "gemma2", "qwen3_next", "falcon_h1", "deepseek_v32", "mamba", "nemotron_h"]
+
+
+@pytest.fixture
+def runner():
+    return Runner("yobx_flatten", Limits(seconds=60.0, gigabytes=64.0), run_fake, load_fake, preload=())
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_small_model_is_built_of_every_kind(name):
+    """Each has fewer than five million weights, and the layers its configuration promises."""
+    model = make_model(name)
+    assert sum(weight.numel() for weight in model.parameters()) < 5e6
+    assert layer_classes(name)
+
+
+def test_the_sample_of_types_covers_all_layer_classes_first():
+    """No kind comes twice before every kind has come once."""
+    chosen = sample([*SAMPLE, "phi3", "qwen2"], layer_classes, len(SAMPLE))
+    kinds = [layer_classes(name) for name in chosen]
+    assert len(set(kinds)) == len({layer_classes(name) for name in [*SAMPLE, "phi3", "qwen2"]})
+
+
+def test_names_of_types_are_unique_and_lead_back_to_their_family():
+    names = type_names()
+    assert len(names) == len(set(names))
+    assert {"llama", "seq2seq:t5", "speech:whisper"} <= set(names)
+
+
+def test_a_type_that_works_has_a_result_per_column(runner):
+    results = runner.run_type("works", COLUMNS, {"earlier": True})
+    assert [results[column]["ok"] for column in COLUMNS] == [True, True, True]
+    assert results["export"]["known"] == {"earlier": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("crashes", "SIGSEGV: the process was ended by a signal"),
+        ("exits", "exit code 1: no more"),
+        ("eats", "exit code 1: MemoryError"),
+        ("fails", "ValueError: wrong"),
+    ],
+)
+def test_what_ends_a_process_is_recorded_where_it_happened(runner, name, why):
+    """The column before it keeps its result."""
+    results = runner.run_type(name, COLUMNS, {})
+    assert results["built"]["ok"] is True
+    assert results["round trip"]["ok"] is False
+    assert results["round trip"]["why"] == why
+    assert results["export"]["ok"] is (True if name == "fails" else None)
+
+
+def test_a_process_that_hangs_is_ended_after_the_time_limit():
+    runner = Runner("yobx_flatten", Limits(seconds=5.0, gigabytes=64.0), run_fake, load_fake, preload=())
+    results = runner.run_type("hangs", COLUMNS, {})
+    assert results["round trip"]["why"] == "TimeoutError: more than 5 seconds"
+    assert results["export"] == {"ok": None, "why": "round trip ended the process"}
+
+
+def test_a_stored_program_is_loaded_in_another_process(runner):
+    """Its time counts for both."""
+    results = runner.run_type("works", [*COLUMNS, "save and load"], {})
+    assert results["save and load"] == {"ok": True, "way": "yobx_flatten", "seconds": 0.6}
+
+
+def test_several_types_run_at_a_time_and_one_that_dies_stops_no_other(runner):
+    work = [(name, COLUMNS, {}) for name in ("crashes", "works", "fails")]
+    found = dict(runner.run_types(work, jobs=2))
+    assert {name: results["round trip"]["ok"] for name, results in found.items()} == {
+        "crashes": False,
+        "works": True,
+        "fails": False,
+    }
+
+
+def test_a_process_that_says_nothing_fails_in_its_first_column(tmp_path):
+    results = read_events(tmp_path, COLUMNS, "exit code 3", 2.0)
+    assert results["built"] == {"ok": False, "why": "exit code 3", "seconds": 2.0}
+
+
+@pytest.fixture
+def results(tmp_path):
+    results = Results(tmp_path / "matrix.json", VERSIONS, "yobx_flatten")
+    results.record("llama", dict.fromkeys(COLUMNS, OK), "state1")
+    failed = {"ok": False, "why": "ValueError: axis 3", "seconds": 1.0}
+    results.record("odd", {"built": OK, "round trip": OK, "export": failed}, "state1")
+    results.record("even", {"built": OK, "round trip": OK, "export": {**failed, "why": "ValueError: axis 4"}}, "state2")
+    return results
+
+
+def test_results_come_back_from_their_file_for_the_same_versions_only(results):
+    again = Results.open(results.path, VERSIONS, "yobx_flatten")
+    assert again.types == results.types
+    assert Results.open(results.path, {**VERSIONS, "torch": "2.14.0"}, "yobx_flatten").types == {}
+    assert Results.open(results.path, VERSIONS, "executorch").types == {}
+
+
+def test_the_file_is_sorted_and_nothing_is_left_beside_it(results):
+    assert list(json.loads(results.path.read_text(encoding="utf-8"))["types"]) == ["even", "llama", "odd"]
+    assert [path.name for path in results.path.parent.iterdir()] == ["matrix.json"]
+
+
+@pytest.mark.parametrize(
+    ("redo", "expected"),
+    [
+        (None, {"new": COLUMNS}),
+        ("all", {"llama": COLUMNS, "odd": COLUMNS, "even": COLUMNS, "new": COLUMNS}),
+        ("failed", {"odd": COLUMNS, "even": COLUMNS, "new": COLUMNS}),
+        ("outdated", {"even": COLUMNS, "new": COLUMNS}),
+    ],
+)
+def test_what_is_recorded_is_not_run_again_unless_asked_for(results, redo, expected):
+    work = command_line.work_left(results, ["llama", "odd", "even", "new"], COLUMNS, redo, "state1")
+    assert {name: columns for name, columns, _ in work} == expected
+
+
+def test_a_new_column_alone_is_run_with_what_is_known_of_the_others(results):
+    work = list(command_line.work_left(results, ["llama"], [*COLUMNS, "onnx"], None, "state1"))
+    assert work == [("llama", ["onnx"], dict.fromkeys(COLUMNS, True))]
+
+
+def test_failures_that_differ_in_a_number_only_come_together(results):
+    assert failures(results, COLUMNS) == {"export": {"ValueError: axis #": ["even", "odd"]}}
+
+
+def test_the_page_says_what_the_file_says(results):
+    """Counts per column, a row per type, the reasons, the versions."""
+    page = page_of(results, COLUMNS, [], "matrix.json")
+    assert "| export | 1 | 2 | 0 |" in page
+    assert "| `llama` |  | ✓ | ✓ | ✓ |" in page
+    assert "| `odd` |  | ✓ | ✓ | ✗ |" in page
+    assert "- `even`, `odd`: `ValueError: axis #`" in page
+    assert "torch 2.13.0" in page
+    assert "data/matrix.json" in page
+
+
+def test_the_page_compares_the_types_that_all_have(results, tmp_path):
+    peer = Results(tmp_path / "peer.json", VERSIONS, "executorch")
+    peer.record("llama", {"built": OK, "export": {"ok": False, "why": "KeyError", "seconds": 1.0}}, "state1")
+    page = page_of(results, COLUMNS, [peer], "matrix.json")
+    assert "| column | yobx_flatten | executorch |" in page
+    assert "| export | 1 of 1 | 0 of 1 |" in page
+
+
+def test_an_unknown_column_is_refused_with_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        command_line.parse(["--columns", "exprot"])
+    assert "exprot is not a column; they are built, prefill" in capsys.readouterr().err
+
+
+def test_an_unknown_type_is_refused():
+    options = command_line.parse(["--only", "lama", "--output", "x.json"])
+    with pytest.raises(SystemExit, match="lama is not among the 1 types"):
+        command_line.choose(options, ["llama"])
+
+
+def test_the_committed_page_is_the_one_of_the_committed_results():
+    """Numbers in the page come from the file: `python -m matrix --page docs/matrix.md` writes it."""
+    docs = Path(__file__).parent.parent / "docs"
+    files = [path for path in sorted((docs / "data").glob("matrix-*.json")) if path.stem.count("-") == 1]
+    if not files:
+        pytest.skip("no results are committed")
+    from matrix.cases import COLUMNS as ALL_COLUMNS
+
+    peers = [Results.read(path) for path in sorted(files[-1].parent.glob(f"{files[-1].stem}-*.json"))]
+    expected = page_of(Results.read(files[-1]), list(ALL_COLUMNS), peers, files[-1].name)
+    assert (docs / "matrix.md").read_text(encoding="utf-8") == expected

@@ -116,6 +116,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     state = library_state(ROOT / "yobx_flatten")
     results = Results.open(options.output, installed_versions(), options.way)
+    if options.output.exists() and not results.types and Results.read(options.output).types and not options.redo:
+        held = ", ".join(f"{library} {version}" for library, version in Results.read(options.output).versions.items())
+        raise SystemExit(f"{options.output} was made with {held}: name another --output, or --redo to replace it")
     work = list(work_left(results, choose(options), options.columns, options.redo, state))
     runner = Runner(options.way, Limits(options.timeout, options.memory))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

@@ -72,7 +72,11 @@ class Trial:
     @functools.cached_property
     def program(self) -> Any:
         """The exported program, exported once."""
-        kwargs = self.inputs(EXAMPLE)
+        return self.export(EXAMPLE)
+
+    def export(self, sizes: DecodeSizes) -> Any:
+        """Export a decode call of these sizes."""
+        kwargs = self.inputs(sizes)
         with self.way.block(self.model):
             return self.way.export(self.model, kwargs)
 
@@ -163,13 +167,13 @@ def export(trial: Trial) -> dict[str, Any]:
     return {"nodes": len(trial.program.graph.nodes)}
 
 
-def _replay(trial: Trial, sizes: DecodeSizes) -> dict[str, Any]:
+def _replay(trial: Trial, sizes: DecodeSizes, program: Any = None) -> dict[str, Any]:
     expected = loop(trial.model, trial.inputs(sizes))
     kwargs = trial.inputs(sizes)
     if trial.way.name != "yobx_flatten":
         kwargs.pop("use_cache", None)
     with trial.way.block(trial.model):
-        found = loop(trial.program.module(), kwargs)
+        found = loop((program or trial.program).module(), kwargs)
     return _compare(found, expected)
 
 
@@ -189,8 +193,18 @@ def two_tokens(trial: Trial) -> dict[str, Any]:
 
 
 def one_token(trial: Trial) -> dict[str, Any]:
-    """Replay 3 decode steps of one token after 7, batch 3: what generating does."""
-    return _replay(trial, DecodeSizes(3, 7, 1))
+    """Replay 3 decode steps of one token after 7, batch 3: what generating does.
+
+    A program of 3 tokens may have unrolled a loop over them. Then one of its own, exported from a call of one token,
+    must serve other batches and lengths.
+    """
+    sizes = DecodeSizes(3, 7, 1)
+    try:
+        return _replay(trial, sizes)
+    except Exception:  # whatever a program says to sizes that it was not made for
+        own = trial.export(DecodeSizes(2, 5, 1))
+        results = [_replay(trial, one, own) for one in (sizes, dataclasses.replace(trial.past_the_window, new=1))]
+        return {"difference": max(result["difference"] for result in results), "own": True}
 
 
 def past_the_window(trial: Trial) -> dict[str, Any]:

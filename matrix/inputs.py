@@ -59,7 +59,8 @@ def decode(model: Any, sizes: DecodeSizes, seed: int = 0) -> dict[str, Any]:
         kwargs = _text_inputs(model, sizes, seed)
     if kwargs.get(name) is None:
         raise NoCacheError(f"{type(model).__name__} returned no {name}")
-    return kwargs
+    # tokens are cut from a longer row; the strides of the cut would be part of the program in some of the ways
+    return {key: value.contiguous() if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
 
 
 def _tokens(model: Any, sizes: DecodeSizes, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -115,6 +115,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
         "audio_config": {"adapter_out_dim": 64, "adapter_input_size": 64, "conv_output_size": 64},
     },
+    "chameleon": {"default": {"vocabulary_map": {"<image>": 8}}, "vocabulary_map": {"<image>": 8}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
+    "hunyuan_vl": {"text_config": {"head_dim": 16}},
+    "inkling2": {"vision_config": {"text_hidden_size": 64}, "audio_config": {"text_hidden_size": 64}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "glm4v_moe": {
+        "text_config": {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+            }
+        }
+    },
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
     "gemma3n_text": {
         "num_hidden_layers": 4,
@@ -181,5 +196,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
 }
+OVERRIDES["cohere_compass"] = {"text_config": OVERRIDES["cohere_compass_text"]}
 OVERRIDES["qwen4_exp"] = {"text_config": OVERRIDES["qwen4_exp_text"]}
 OVERRIDES |= dict.fromkeys(_MROPE_TYPES, _MROPE)

@@ -98,14 +98,14 @@ class Results:
 
 
 def symbol_of(result: dict[str, Any] | None) -> str:
-    """Return how a result is shown: passed, failed, does not apply, not tried.
+    """Return how a result is shown: passed (``*``: by a program of its own), failed, does not apply, not tried.
 
     >>> symbol_of({"ok": True}), symbol_of({"ok": False}), symbol_of({"ok": None}), symbol_of(None)
     ('✓', '✗', '–', '')
     """
     if result is None:
         return ""
-    return {True: "✓", False: "✗", None: "–"}[result["ok"]]
+    return {True: "✓*" if result.get("own") else "✓", False: "✗", None: "–"}[result["ok"]]
 
 
 def failures(results: Results, columns: list[str]) -> dict[str, dict[str, list[str]]]:

@@ -63,6 +63,7 @@ class Runner:
         self.way, self.limits, self.run, self.load = way, limits, run, load
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(list(preload))
+        self._processes: set[Any] = set()
 
     def run_types(self, work: list[Work], jobs: int) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
         """Run several types, ``jobs`` at a time; yield each with its results when it is done."""
@@ -74,6 +75,8 @@ class Runner:
             finally:
                 for future in running:
                     future.cancel()
+                for process in list(self._processes):  # when the caller stops early: nobody waits for these any more
+                    _end(process)
 
     def run_type(self, name: str, columns: list[str], known: dict[str, bool | None]) -> dict[str, dict[str, Any]]:
         """Run columns of one type.
@@ -106,16 +109,14 @@ class Runner:
             target=_limited, args=(target, arguments, folder, self.limits.gigabytes), daemon=False
         )
         process.start()
+        self._processes.add(process)
         try:
             process.join(self.limits.seconds)
             if process.is_alive():
                 return f"TimeoutError: more than {self.limits.seconds:.0f} seconds"
         finally:
-            if process.is_alive():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid or 0, signal.SIGKILL)  # what it started ends with it
-                process.kill()
-                process.join()
+            _end(process)
+            self._processes.discard(process)
         code = process.exitcode or 0
         if code == 0:
             return None
@@ -124,6 +125,15 @@ class Runner:
         output = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")[-_OUTPUT_KEPT:]
         said = [line.strip() for line in output.splitlines() if line.strip()]
         return f"exit code {code}: {said[-1][:200]}" if said else f"exit code {code}"
+
+
+def _end(process: Any) -> None:
+    """End a process, and what it started."""
+    if process.is_alive():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
 
 
 def _limited(target: Callable[..., None], arguments: tuple[Any, ...], folder: pathlib.Path, gigabytes: float) -> None:

@@ -36,6 +36,23 @@ class Way:
             return torch.export.export(model, (), copy.deepcopy(kwargs), dynamic_shapes=dynamic_shapes(kwargs))
 
 
+def _with_contiguous_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which layers hold no slices: strides would be part of the program, and refuse every other cache."""
+    given = copy.deepcopy(kwargs)
+    given.pop("use_cache", None)
+    for cache in given.values():
+        for inner in (
+            cache,
+            getattr(cache, "self_attention_cache", None),
+            getattr(cache, "cross_attention_cache", None),
+        ):
+            for layer in getattr(inner, "layers", ()):
+                for name, value in vars(layer).items():
+                    if isinstance(value, torch.Tensor):
+                        setattr(layer, name, value.contiguous())
+    return given
+
+
 class TransformersExporters(Way):
     """How ``transformers.exporters`` does it: patches for its models, every axis ``Dim.AUTO``."""
 
@@ -58,8 +75,7 @@ class TransformersExporters(Way):
         """Export with its exporter, dynamic."""
         from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 
-        given = copy.deepcopy(kwargs)
-        given.pop("use_cache", None)
+        given = _with_contiguous_caches(kwargs)
         program, _ = DynamoExporter().export_program(model, given, DynamoConfig(dynamic=True))
         return program
 
@@ -81,7 +97,7 @@ class Executorch(Way):
         """Export with ``torch.export``, every axis ``Dim.AUTO``."""
         from transformers.exporters.exporter_dynamo import get_auto_dynamic_shapes
 
-        given = copy.deepcopy(kwargs)
+        given = _with_contiguous_caches(kwargs)
         with torch.no_grad():
             return torch.export.export(model, (), given, dynamic_shapes=get_auto_dynamic_shapes(given))
 

@@ -22,7 +22,7 @@ LAYERS: dict[str, list[list[str]]] = {
         ["backends.*"],
         ["registry"],
         ["export_hook", "describe", "huggingface.layers", "huggingface.state"],
-        ["huggingface.layouts"],
+        ["huggingface.layouts", "huggingface.loaded"],
         ["huggingface.*"],
         ["huggingface.other_caches"],
         ["huggingface.known"],

@@ -115,6 +115,13 @@ def test_results_come_back_from_their_file_for_the_same_versions_only(results):
     assert Results.open(results.path, VERSIONS, "executorch").types == {}
 
 
+def test_results_of_other_versions_are_not_replaced_without_being_asked(results):
+    results.versions = {**VERSIONS, "torch": "0.1"}
+    results.write()
+    with pytest.raises(SystemExit, match=r"was made with python 3\.11\.7, torch 0\.1.*name another --output"):
+        command_line.main(["--only", "llama", "--output", str(results.path)])
+
+
 def test_the_file_is_sorted_and_nothing_is_left_beside_it(results):
     assert list(json.loads(results.path.read_text(encoding="utf-8"))["types"]) == ["even", "llama", "odd"]
     assert [path.name for path in results.path.parent.iterdir()] == ["matrix.json"]
@@ -149,7 +156,7 @@ def test_the_page_says_what_the_file_says(results):
     assert "| export | 1 | 2 | 0 |" in page
     assert "| `llama` |  | ✓ | ✓ | ✓ |" in page
     assert "| `odd` |  | ✓ | ✓ | ✗ |" in page
-    assert "- `even`, `odd`: `ValueError: axis #`" in page
+    assert "- `even`, `odd`: `ValueError: axis 4`" in page
     assert "torch 2.13.0" in page
     assert "data/matrix.json" in page
 

@@ -29,6 +29,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from .arguments import check_arguments, check_cases, explain_leaf, shapes_by_name
 from .errors import FlattenError, MissingDependencyError, ReplayError
+from .huggingface.cases import cache_name
 from .naming import leaf_names, output_names
 from .replay import Case, CaseResult, clone, replay
 from .scopes import register_flattening_functions
@@ -235,6 +236,7 @@ class _Export:
         tolerance: float,
     ) -> None:
         self.module, self.args, self.kwargs, self.steps = module, args, kwargs, steps
+        self.cache_is = cache_name(kwargs) or ""
         self.patches = {"patch_transformers": "transformers" in sys.modules}
         self.report = ExportReport(type(module).__qualname__, [], [], 0.0, tolerance=tolerance)
         self.why_not = "transformers is not imported"
@@ -289,9 +291,9 @@ class _Export:
         """Axes that may vary, but that torch takes for fixed, since the example has size 0 or 1 there."""
         if self.shapes is None:
             return []
-        cache = self.kwargs.get("past_key_values")
+        cache = self.kwargs.get(self.cache_is)
         if cache is not None and not leaf_names(cache):
-            return ["past_key_values is empty"]
+            return [f"{self.cache_is} is empty"]
         inputs = self.named(self.args, self.kwargs)
         with self.block():
             leaves = zip(leaf_names(inputs), pytree.tree_leaves(inputs), _leaf_shapes(inputs, self.shapes), strict=True)
@@ -339,11 +341,11 @@ class _Export:
             with torch.no_grad():
                 outputs = module(*args, **clone(dict(kwargs)))
             leaves = pytree.tree_leaves(outputs)
-            self.last_cache = getattr(outputs, "past_key_values", None)
+            self.last_cache = getattr(outputs, self.cache_is, None)
             return dict(zip(output_names(outputs), leaves, strict=True))
 
         def feed_back(kwargs: Mapping[str, Any], outputs: dict[str, Any]) -> Mapping[str, Any]:
-            return {**kwargs, "past_key_values": self.last_cache}
+            return {**kwargs, self.cache_is: self.last_cache}
 
         for case in chosen:
             logger.info("replaying %s with torch.export", case.name)
@@ -420,8 +422,8 @@ class _Export:
         def feed_back(kwargs: Mapping[str, Any], outputs: dict[str, Any]) -> Mapping[str, Any]:
             leaves, spec = pytree.tree_flatten(dict(kwargs))
             own = [
-                outputs.get("present" + name.removeprefix("past_key_values"), leaf)
-                if name.startswith("past_key_values.")
+                outputs.get("present" + name.removeprefix(self.cache_is), leaf)
+                if name.startswith(f"{self.cache_is}.")
                 else leaf
                 for name, leaf in zip(leaf_names(dict(kwargs)), leaves, strict=True)
             ]

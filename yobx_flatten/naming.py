@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .huggingface.cases import CACHE_NAMES
 from .tree import key_name, node_of
 
 __all__ = ["leaf_names", "output_names"]
@@ -45,7 +46,7 @@ def output_names(outputs: Any) -> list[str]:
     (['output'], ['output.0', 'output.1'], ['logits', 'present.0'])
     """
     # what tools for generation call the cache that comes out
-    names = leaf_names(outputs, {"past_key_values": "present"})
+    names = leaf_names(outputs, dict.fromkeys(CACHE_NAMES, "present"))
     if isinstance(outputs, (tuple, list)):
         return [f"output.{name}" for name in names]
     return [name or "output" for name in names]

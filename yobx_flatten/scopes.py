@@ -148,13 +148,17 @@ class Undo(dict[type, bool]):
         super().__init__()
         self._stack = contextlib.ExitStack()
         self._lock = threading.Lock()
+        self._undone = False
 
     def _add(self, cls: type, recipe: Recipe | None) -> None:
-        held_before = REGISTRY.recipe_in_force(cls) is not None
-        claim = None if recipe is None else REGISTRY.claim(recipe)
-        self[cls] = claim is not None and not held_before
-        if claim is not None:
-            self._stack.callback(REGISTRY.release, claim)
+        with self._lock:
+            if self._undone:  # a module whose import began inside and ends outside
+                return
+            held_before = REGISTRY.recipe_in_force(cls) is not None
+            claim = None if recipe is None else REGISTRY.claim(recipe)
+            self[cls] = claim is not None and not held_before
+            if claim is not None:
+                self._stack.callback(REGISTRY.release, claim)
 
     def _add_imports(self, wanted: Callable[[str], bool], recipes_of: Callable[[ModuleType], list[Recipe]]) -> None:
         """Register what modules define that are imported while this is in force."""
@@ -173,6 +177,7 @@ class Undo(dict[type, bool]):
 
     def _undo(self) -> None:
         with self._lock:
+            self._undone = True
             stack = self._stack.pop_all()  # so that a second call, from another thread too, finds nothing to do
         stack.close()
 
@@ -186,9 +191,10 @@ def register_cache_flattening(
     you registered yourself with :func:`register_class_flattening` keeps your functions.
 
     Args:
-        patch_transformers: ``DynamicCache``, ``StaticCache``, ``EncoderDecoderCache`` and ``BaseModelOutput``, and
-            traces that serve all lengths (see :mod:`yobx_flatten.huggingface.tracing`).
-        patch_diffusers: the output classes of the diffusers models and pipelines imported so far.
+        patch_transformers: every cache class of transformers and of its models, also of those imported later inside,
+            and traces that serve all lengths (see :mod:`yobx_flatten.huggingface.tracing`). The ``ModelOutput`` family
+            keeps the registration that transformers makes.
+        patch_diffusers: the output classes of the diffusers models and pipelines, also of those imported later inside.
         verbose: 1 or more logs what is done.
 
     Returns:
@@ -216,6 +222,7 @@ def register_cache_flattening(
 
                 for recipe in diffusers_recipes():
                     undo._add(recipe.cls, recipe)
+                undo._add_imports(_is_diffusers_module, lambda module: diffusers_recipes(module.__name__))
             undo._add_hook(None)
             logger.info("put in force: %s", ", ".join(c.__name__ for c, done in undo.items() if done) or "nothing new")
     except BaseException:
@@ -287,6 +294,10 @@ def _run_check(recipe: Recipe, f_check: Callable[[], Any]) -> None:
     check_round_trip(recipe, sample)
 
 
+def _is_diffusers_module(name: str) -> bool:
+    return name.startswith("diffusers.")
+
+
 def _is_model_module(name: str) -> bool:
     return name.startswith("transformers.models.") and name.count(".") == 3
 
@@ -305,8 +316,14 @@ def _log_level(verbose: int) -> Iterator[None]:
         yield
         return
     found = logger.level
+    # who asks to see what is done and configured no logging sees it, too
+    handler = None if logger.hasHandlers() else logging.StreamHandler()
+    if handler is not None:
+        logger.addHandler(handler)
     logger.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
     try:
         yield
     finally:
         logger.setLevel(found)
+        if handler is not None:
+            logger.removeHandler(handler)

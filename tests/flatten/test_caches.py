@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderC
 from tests.models import ENCODER_DECODERS, WINDOW, continued_alike, go_on, new_cache, start
 from yobx_flatten import register_flattening_functions
 from yobx_flatten.describe import string_type
-from yobx_flatten.errors import CacheStructureError, SpecMismatchError, UnsupportedLayerError
+from yobx_flatten.errors import CacheStructureError, SpecMismatchError
 from yobx_flatten.huggingface.builders import (
     make_dynamic_cache,
     make_encoder_decoder_cache,
@@ -698,25 +698,19 @@ class OwnLayer(DynamicLayer):
     """A layer of the user's own."""
 
 
-@pytest.mark.parametrize("layout", ["D", "DD", "DW"])
-def test_an_unknown_layer_is_named_with_its_index(layout):
-    """Nothing is flattened as the parent class, whose state may be less."""
-    cache = made(layout)
-    cache.layers.append(OwnLayer())
-    cache.layers[-1].update(*states())
-    with pytest.raises(UnsupportedLayerError) as caught:
-        flatten_dynamic_cache(cache)
-    assert f"layers[{len(layout)}]" in str(caught.value)
-    assert "OwnLayer" in str(caught.value)
-
-
-def test_a_cache_of_unknown_layers_only_is_refused():
-    """Also where all layers are of one class."""
-    cache = DynamicCache()
-    cache.layers = [OwnLayer()]
-    cache.layers[0].update(*states())
-    with pytest.raises(UnsupportedLayerError, match=r"layers\[0\].*OwnLayer"):
-        flatten_dynamic_cache(cache)
+@pytest.mark.parametrize("layout", ["", "D", "DD", "DW"])
+def test_a_layer_without_a_row_keeps_its_class_its_tensors_and_its_place(layout):
+    """It comes apart by its attributes, not as the parent class, whose state may be less."""
+    cache = made(layout) if layout else DynamicCache()
+    own = OwnLayer()
+    own.scale = 0.5
+    own.update(*states())
+    cache.layers = [*cache.layers[: len(layout)], own]
+    rebuilt = unflatten_dynamic_cache(*flatten_dynamic_cache(cache))
+    assert [type(layer) for layer in rebuilt.layers] == [type(layer) for layer in cache.layers]
+    assert rebuilt.layers[-1].keys is own.keys
+    assert rebuilt.layers[-1].values is own.values
+    assert rebuilt.layers[-1].scale == 0.5
 
 
 def test_sliding_layers_that_disagree_are_named():

@@ -118,16 +118,14 @@ class OwnLayer(cache_utils.DynamicLayer):
     """A layer of the user's own."""
 
 
-def test_an_unknown_class_is_named_with_those_that_are_known():
-    """A subclass is another class: its state may be more."""
-    with pytest.raises(UnsupportedLayerError, match=r"test_layers\.OwnLayer .* DynamicSlidingWindowLayer"):
-        kind_of(OwnLayer)
+def test_a_subclass_has_no_row():
+    """Its state may be more than that of its parent."""
+    assert kind_of(OwnLayer) is None
 
 
-def test_a_class_of_the_same_name_elsewhere_is_unknown():
+def test_a_class_of_the_same_name_elsewhere_has_no_row():
     """Names alone prove nothing."""
-    with pytest.raises(UnsupportedLayerError, match="elsewhere"):
-        kind_of(type("DynamicLayer", (cache_utils.DynamicLayer,), {"__module__": "elsewhere"}))
+    assert kind_of(type("DynamicLayer", (cache_utils.DynamicLayer,), {"__module__": "elsewhere"})) is None
 
 
 @pytest.mark.parametrize("code", ["Q8", "", "w8"])

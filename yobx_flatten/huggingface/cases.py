@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
 
 from ..errors import FlattenError, InvalidArgumentError, describe_class
 
-__all__ = ["DecodeSizes", "decode_inputs", "default_sizes", "next_inputs", "why_not_resizable"]
+__all__ = [
+    "CACHE_NAMES",
+    "DecodeSizes",
+    "cache_name",
+    "decode_inputs",
+    "default_sizes",
+    "next_inputs",
+    "why_not_resizable",
+]
 
-_DECODER = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}
+CACHE_NAMES = ("past_key_values", "cache_params")
+"""What models call the cache they take and return; the second are those without attention."""
+
+_DECODER = {"input_ids", "attention_mask", "position_ids", *CACHE_NAMES, "use_cache"}
 _ENCODER_DECODER = {
     "decoder_input_ids",
     "decoder_attention_mask",
@@ -54,6 +65,15 @@ class DecodeSizes:
     def __str__(self) -> str:
         padding = f", {self.padding} padded" if self.padding else ""
         return f"batch {self.batch}, past {self.past}, new {self.new}{padding}"
+
+
+def cache_name(names: Container[str]) -> str | None:
+    """Tell which of a model's inputs or outputs is its cache.
+
+    >>> cache_name(["input_ids", "cache_params"])
+    'cache_params'
+    """
+    return next((name for name in CACHE_NAMES if name in names), None)
 
 
 def why_not_resizable(model: Any, kwargs: Mapping[str, Any]) -> str | None:
@@ -155,9 +175,9 @@ def decode_inputs(
         like = dict.fromkeys(
             ("decoder_input_ids", "encoder_outputs", "attention_mask", "past_key_values")
             if encoder_decoder
-            else ("input_ids", "attention_mask", "past_key_values")
+            else _decoder_inputs(model)
         )
-    if sizes.past == 0 and "past_key_values" in like:
+    if sizes.past == 0 and cache_name(like) is not None:
         raise InvalidArgumentError(
             f"decode_inputs: a cache cannot be filled with no tokens ({sizes}). Give past=1 or more, or leave "
             "past_key_values out of `like`."
@@ -165,7 +185,8 @@ def decode_inputs(
     mask = torch.ones_like(tokens)
     mask[0, : sizes.padding] = 0
     past, new = slice(0, sizes.past), slice(sizes.past, None)
-    fresh = _fresh_cache(model, like.get("past_key_values"))
+    cache_is = cache_name(like)
+    fresh = _fresh_cache(model, like.get(cache_is or ""))
     made: dict[str, Any] = {}
     with torch.no_grad():
         if encoder_decoder:
@@ -174,24 +195,24 @@ def decode_inputs(
             source_mask[0, sizes.source - min(2, sizes.source - 1) :] = 0  # encoders are padded on the right
             encoder_outputs = model.get_encoder()(input_ids=source, attention_mask=source_mask)
             prefill = {"encoder_outputs": encoder_outputs, "attention_mask": source_mask}
-            if "past_key_values" not in like:
+            if cache_is is None:
                 made = {**prefill, "decoder_input_ids": tokens, "decoder_attention_mask": mask}
                 return {name: made.get(name, value) for name, value in like.items()}
             if "decoder_attention_mask" in like:
                 prefill["decoder_attention_mask"] = mask[:, past]
-            cache = model(decoder_input_ids=tokens[:, past], past_key_values=fresh, use_cache=True, **prefill)
+            cache = model(decoder_input_ids=tokens[:, past], use_cache=True, **{cache_is: fresh}, **prefill)
             made = {**prefill, "decoder_input_ids": tokens[:, new], "decoder_attention_mask": mask}
         else:
-            prefill = {"attention_mask": mask[:, past]}
+            prefill = {"attention_mask": mask[:, past]} if "attention_mask" in like else {}
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
-            if "past_key_values" not in like:
+            if cache_is is None:
                 made = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
                 return {name: made.get(name, value) for name, value in like.items()}
             if "position_ids" in like:
                 prefill["position_ids"] = positions[:, past]
-            cache = model(input_ids=tokens[:, past], past_key_values=fresh, use_cache=True, **prefill)
+            cache = model(input_ids=tokens[:, past], use_cache=True, **{cache_is: fresh}, **prefill)
             made = {"input_ids": tokens[:, new], "attention_mask": mask, "position_ids": positions[:, new]}
-    made["past_key_values"] = cache.past_key_values
+    made[cache_is] = getattr(cache, cache_is)
     # what is not a tensor (use_cache=True, ...) is the caller's
     return {name: made.get(name, value) for name, value in like.items()}
 
@@ -207,10 +228,11 @@ def next_inputs(kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[
     Returns:
         Keyword arguments, or ``None`` when there is no cache to go on with.
     """
-    cache = getattr(outputs, "past_key_values", None)
-    if cache is None or kwargs.get("past_key_values") is None:
+    cache_is = cache_name(kwargs) or ""
+    cache = getattr(outputs, cache_is, None)
+    if cache is None or kwargs[cache_is] is None:
         return None
-    following = {**kwargs, "past_key_values": cache}
+    following = {**kwargs, cache_is: cache}
     encoder_decoder = "decoder_input_ids" in kwargs
     ids_name = "decoder_input_ids" if encoder_decoder else "input_ids"
     ids = kwargs[ids_name]
@@ -222,6 +244,13 @@ def next_inputs(kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
         following["position_ids"] = kwargs["position_ids"] + ids.shape[1]
     return following
+
+
+def _decoder_inputs(model: Any) -> tuple[str, ...]:
+    # models without attention take a mask of the new tokens only, and have no use for one while they decode
+    if cache_name(inspect.signature(model.forward).parameters) == "cache_params":
+        return "input_ids", "cache_params"
+    return "input_ids", "attention_mask", "past_key_values"
 
 
 def _fresh_cache(model: Any, example: Any) -> Any:

@@ -323,9 +323,9 @@ def is_leaf_name(name: str) -> bool:
 def rebuild_by_attributes(cls: type, template: Template, leaves: Iterator[Any], length: Any) -> Any:
     """Build an object without a row around its leaves."""
     obj: Any = object.__new__(cls)
-    held, used = build_state(template, leaves, length)
+    held, used, real = build_state(template, leaves, length)
     obj.__dict__.update(held)
-    if not all(isinstance(leaf, (torch.Tensor, int, torch.SymInt)) for leaf in used):
+    if not real:
         held = obj.__dict__
         held[PLACEHOLDERS] = template
     window = held.get("sliding_window")

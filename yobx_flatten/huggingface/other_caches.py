@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-import torch
 import torch.utils._pytree as pytree
 from torch.utils._pytree import MappingKey
 
@@ -22,6 +20,7 @@ from ..recipe import Recipe
 from .caches import axes_of_leaf, label_of_leaf, layers_of, new_cache
 from .layers import PLACEHOLDERS
 from .layouts import flatten_layers, is_leaf_name, rebuild_by_attributes, unflatten_layers
+from .loaded import ModelClasses, classes_of, subclasses_of
 from .state import build_state, follow_state, leaf_paths, read_state
 
 __all__ = ["cache_recipes", "cache_recipes_of_module"]
@@ -40,8 +39,8 @@ def cache_recipes(known: set[type], remedy: str) -> list[Recipe]:
     """
     import transformers.cache_utils as cache_utils
 
-    classes = dict.fromkeys(_subclasses(cache_utils.Cache))
-    classes.update(dict.fromkeys(_plain_classes_of_models()))
+    classes = dict.fromkeys(subclasses_of(cache_utils.Cache))
+    classes.update(dict.fromkeys(_PLAIN_CACHES()))
     if hasattr(cache_utils, "KVSharingDict"):
         classes[cache_utils.KVSharingDict] = None
     recipes = (_recipe(cls, remedy) for cls in classes if cls not in known)
@@ -52,8 +51,7 @@ def cache_recipes_of_module(module: ModuleType, remedy: str) -> list[Recipe]:
     """Recipes of the cache classes that one module of a model defines."""
     from transformers.cache_utils import Cache
 
-    own = [cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == module.__name__]
-    classes = [cls for cls in own if issubclass(cls, Cache) or _is_plain_cache(cls)]
+    classes = [cls for cls in classes_of(module) if issubclass(cls, Cache) or _is_plain_cache(cls)]
     return [recipe for recipe in (_recipe(cls, remedy) for cls in classes) if recipe is not None]
 
 
@@ -119,9 +117,9 @@ def _cache_functions(cls: Any) -> tuple[Any, Any]:
         cache.layer_class_to_replicate = DynamicLayer if only_full else None
         if split < len(context):
             template = json.loads(context[split].removeprefix(_OWN))
-            held, used = build_state(template, iter(leaves[count:]), 0)
+            held, _, real = build_state(template, iter(leaves[count:]), 0)
             vars(cache).update(held)
-            if not all(isinstance(leaf, (torch.Tensor, int)) for leaf in used):
+            if not real:
                 vars(cache)[PLACEHOLDERS] = template
         return cache
 
@@ -159,33 +157,12 @@ def _with_keys(flatten: Any) -> Any:
 # -- which classes there are -----------------------------------------------------------------------------------------
 
 
-def _subclasses(cls: Any) -> Iterator[type]:
-    for child in cls.__subclasses__():
-        yield child
-        yield from _subclasses(child)
-
-
-_SCANNED: dict[str, list[type]] = {}
-_LAST_SCAN: list[Any] = [0, []]  # number of modules then, classes found
-
-
-def _plain_classes_of_models() -> list[type]:
-    """Caches of imported models that do not inherit ``Cache``. A module is looked at once."""
-    if _LAST_SCAN[0] != len(sys.modules):
-        found: list[type] = []
-        for name, module in list(sys.modules.items()):
-            if name.startswith("transformers.models."):
-                if name not in _SCANNED:
-                    own = [cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == name]
-                    _SCANNED[name] = [cls for cls in own if _is_plain_cache(cls)]
-                found += _SCANNED[name]
-        _LAST_SCAN[:] = len(sys.modules), found
-    return list(_LAST_SCAN[1])
-
-
 def _is_plain_cache(cls: Any) -> bool:
     """Tell whether a class is a model's cache without being a ``Cache``, by its name and what it is not."""
     if not cls.__name__.endswith("Cache") or inspect.isabstract(cls):
         return False
     bases = {base.__name__ for base in cls.__mro__}
     return not bases & {"Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "Module", "PreTrainedConfig"}
+
+
+_PLAIN_CACHES = ModelClasses(_is_plain_cache)  # of imported models, that do not inherit `Cache`

@@ -5,7 +5,7 @@ class                     children                 keys                       st
 ========================  =======================  =========================  ===================================
 ``ModelOutput`` family    the fields that are set  ``['last_hidden_state']``  their names
 diffusers' ``BaseOutput`` the fields that are set  ``['sample']``             their names
-``BatchEncoding``         the values of ``.data``  ``['input_ids']``          the keys, ``n_sequences``
+``BatchEncoding``         the values of ``.data``  ``['input_ids']``          the keys
 ``BatchFeature``          the values of ``.data``  ``['pixel_values']``       the keys, ``skip_tensor_conversion``
 plain dataclasses         every field              ``.token_embeds``          the names
 ========================  =======================  =========================  ===================================
@@ -13,9 +13,13 @@ plain dataclasses         every field              ``.token_embeds``          th
 *Fields that are* ``None``: a ``ModelOutput`` leaves them out, so two outputs with different fields set are two
 structures; a plain dataclass keeps them, and ``None`` is a leaf to torch.
 
-*What is dropped*: the ``Encoding`` objects of fast tokenizers in a ``BatchEncoding``. They hold the text of one batch,
-cannot be stored, and no model reads them; a rebuilt ``BatchEncoding`` has ``is_fast == False`` and cannot map tokens to
-words. The original keeps them.
+*What is dropped*: what a tokenizer notes beside the tensors of a ``BatchEncoding``: the ``Encoding`` objects of fast
+tokenizers, which hold the text of one batch and cannot be stored, and ``n_sequences``, which only serves to read them.
+No model reads either, and one program takes what any tokenizer, or a hand, put together. A rebuilt ``BatchEncoding``
+has ``is_fast == False`` and cannot map tokens to words; the original keeps them.
+
+What a ``BatchFeature`` holds beside tensors (sizes, names) are leaves, too: ``torch.export`` takes numbers and strings
+for part of the program, and refuses arrays of numpy. Pass ``return_tensors="pt"`` to the processor.
 
 transformers registers every ``ModelOutput`` itself, once, when the class is made; taken away it would be gone for the
 rest of the process. Where its registration is right (it names the fields), it is left in force; transformers 4.56
@@ -115,6 +119,9 @@ _CONTAINERS = {
     "transformers.tokenization_utils_base": "BatchEncoding",
     "transformers.feature_extraction_utils": "BatchFeature",
 }
+# a tokenizer's notes
+_DROPPED = ("_encodings", "_n_sequences")
+
 _Functions = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 _RECIPES: dict[type, Recipe] = {}
 
@@ -139,9 +146,7 @@ def _lack_keys(base: Any) -> bool:
     nodes = (pytree.SUPPORTED_NODES.get(cls) for cls in base.__subclasses__())
     found = next((node for node in nodes if node is not None), None)
     # ours in force: we are inside a block that found theirs without keys
-    return found is not None and (
-        found.flatten_with_keys_fn is None or found.flatten_fn is flatten_base_model_output
-    )
+    return found is not None and (found.flatten_with_keys_fn is None or found.flatten_fn is flatten_base_model_output)
 
 
 def _full_name(cls: type) -> str:
@@ -156,10 +161,11 @@ def _model_output(cls: type) -> _Functions:
 
 def _container(cls: type) -> _Functions:
     """Functions of a class that keeps its content in ``data`` and little beside it."""
+    dropped = dict.fromkeys(_DROPPED) if _is_encoding(cls) else {}
 
     def flatten(obj: Any) -> tuple[list[Any], list[Any]]:
         held = vars(obj)
-        beside = {name: value for name, value in held.items() if name not in ("data", "_encodings")}
+        beside = {name: value for name, value in held.items() if name != "data" and name not in _DROPPED}
         return list(held["data"].values()), [list(held["data"]), beside]
 
     def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
@@ -167,20 +173,21 @@ def _container(cls: type) -> _Functions:
         return [(MappingKey(key), value) for key, value in zip(static[0], values, strict=True)], static
 
     def unflatten(values: Iterable[Any], static: list[Any], output_type: type | None = None) -> Any:
-        obj = object.__new__(cls)  # the constructor may convert what it is given
-        held = obj.__dict__
-        held["data"] = dict(zip(static[0], values, strict=True))
-        if "_n_sequences" in static[1]:
-            held["_encodings"] = None
-        held.update(static[1])
+        obj: Any = object.__new__(cls)  # the constructor may convert what it is given
+        data = dict(zip(static[0], values, strict=True))
+        obj.__dict__.update({"data": data, **dropped, **static[1]})
         return obj
 
     return flatten, flatten_with_keys, unflatten
 
 
-def _is_plain_output(cls: Any) -> bool:
+def _is_encoding(cls: type) -> bool:
+    return any(base.__name__ == "BatchEncoding" for base in cls.__mro__)
+
+
+def _is_plain_output(cls: type) -> bool:
     """Tell whether a model's class is a plain dataclass made of tensors (``EsmFold2DenoiserConditioning``)."""
-    if not dataclasses.is_dataclass(cls) or is_mapping_like(cls):
+    if is_mapping_like(cls) or not dataclasses.is_dataclass(cls):
         return False
     return any("Tensor" in str(field.type) for field in dataclasses.fields(cls))
 
@@ -191,8 +198,8 @@ _DATACLASSES = ModelClasses(_is_plain_output)
 # -- diffusers -------------------------------------------------------------------------------------------------------
 
 
-def diffusers_recipes() -> list[Recipe]:
-    """Recipes of the diffusers output classes that are defined so far (those of imported pipelines and models).
+def diffusers_recipes(module: str | None = None) -> list[Recipe]:
+    """Recipes of the diffusers output classes that are defined so far, all or those of one module.
 
     diffusers registers them with torch without keys, so an exported program cannot name its outputs.
     """

@@ -201,7 +201,7 @@ def follow_state(template: Template, held: dict[str, Any]) -> list[Any]:
     return leaves
 
 
-def build_state(template: Template, leaves: Iterator[Any], length: Any) -> tuple[dict[str, Any], list[Any]]:
+def build_state(template: Template, leaves: Iterator[Any], length: Any) -> tuple[dict[str, Any], list[Any], bool]:
     """Put the attributes of an object together around its leaves.
 
     Args:
@@ -210,14 +210,18 @@ def build_state(template: Template, leaves: Iterator[Any], length: Any) -> tuple
         length: the number of tokens seen.
 
     Returns:
-        The attributes, and the leaves that were used.
+        The attributes, the leaves that were used, and whether these are what the template says, not placeholders: torch
+        also counts leaves through with integers.
     """
     used: list[Any] = []
+    real = True
 
     def build(entry: list[Any]) -> Any:
+        nonlocal real
         kind = entry[0]
         if kind in ("tensor", "number"):
             used.append(next(leaves))
+            real = real and isinstance(used[-1], torch.Tensor if kind == "tensor" else (int, torch.SymInt))
             return used[-1]
         if kind == "length":
             return length
@@ -246,4 +250,4 @@ def build_state(template: Template, leaves: Iterator[Any], length: Any) -> tuple
         leaf = used[index]
         if isinstance(leaf, torch.Tensor):
             held[name] = leaf.shape[axis[0]] if axis else getattr(leaf, kind)
-    return held, used
+    return held, used, real

@@ -5,6 +5,9 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 MATRIX_ARGS ?=
+# What `make compat` runs, and with which versions of transformers.
+VERSIONS ?= 4.56.2 4.57.6 5.0.0 5.17.0 5.23.0
+COMPAT_TESTS ?= tests/flatten --ignore=tests/flatten/test_demo.py
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -20,7 +23,7 @@ NEEDS_notebooks := --editable '.[all]' --group notebooks
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint format types doctest docs notebooks bench matrix clean distclean
+.PHONY: help demo test compat lint format types doctest docs notebooks bench matrix clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +33,9 @@ demo: $(VENV)/.has-demo  ## flatten, export and replay a model, in front of your
 
 test: $(VENV)/.has-test  ## run the tests (PYTEST_ARGS="-k cache -n 2" and the like are passed on)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+compat:  ## run the core and cache tests with older transformers, too (VERSIONS="4.56.2 5.23.0" for some of them)
+	@PYTHON="$(PYTHON)" .ci/compat "$(VERSIONS)" $(COMPAT_TESTS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.has-lint  ## check style and formatting
 	$(BIN)/ruff check .
@@ -75,8 +81,8 @@ clean:  ## remove what the targets built, but not the virtual environment
 	rm -rf build dist docs/auto_examples docs/sg_execution_times.rst .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find yobx_flatten roundpipe_runtime matrix tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean  ## remove the virtual environment too
-	rm -rf $(VENV)
+distclean: clean  ## remove the virtual environments too
+	rm -rf $(VENV) .venv-compat-*
 
 # `--group` needs a newer pip than Python brings; its version comes from constraints.txt too.
 $(VENV)/.has-pip: pyproject.toml constraints.txt

@@ -4,6 +4,7 @@ import logging
 import os
 import warnings
 from importlib.metadata import version as version_of
+from pathlib import Path
 
 project = "yobx_flatten"
 author = "The yobx_flatten authors"
@@ -20,7 +21,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
 ]
 
-exclude_patterns = ["examples", "**/*.ipynb", "auto_examples/**/*.md5", "auto_examples/**/*.py", "_build"]
+exclude_patterns = ["_generated", "examples", "**/*.ipynb", "auto_examples/**/*.md5", "auto_examples/**/*.py", "_build"]
 suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions, which Sphinx cannot pickle
 
 # --- pages ------------------------------------------------------------------------------------------------------------
@@ -79,3 +80,36 @@ warnings.filterwarnings("ignore", message=r".isinstance\(treespec, LeafSpec\). i
 logging.getLogger("torch.onnx._internal.exporter._registration").addFilter(
     lambda record: "torchvision" not in str(record.msg)
 )
+
+# --- generated pages --------------------------------------------------------------------------------------------------
+
+
+def _write_flattening_list() -> None:
+    """Write the table of `guide/flattening_list.md` from what the code itself says, next to it."""
+    import dataclasses
+
+    from yobx_flatten import flattening_list
+
+    kinds = {"layer": "Layers of caches", "cache": "Caches", "output": "Outputs", "container": "Containers"}
+    heads = ["class", "code", "leaves", "counts tokens in", "static", "registered by", "registered in", "since"]
+    lines = []
+    rows = [row for row in flattening_list() if not row.cls.startswith("transformers.models.")]
+    for kind, title in kinds.items():
+        # what registers a layer is its cache
+        count = len(heads) if kind != "layer" else 5
+        shown = heads[:count] if kind != "layer" else [*heads[:5], "since"]
+        lines += [f"## {title}", "", " | ".join(["", *shown, ""]).strip(), "|---" * len(shown) + "|"]
+        for row in rows:
+            if row.kind == kind:
+                _, cls, code, *rest = dataclasses.astuple(row)
+                cells = rest if kind != "layer" else [*rest[:3], rest[-1]]
+                lines.append(" | ".join(["", f"`{cls.rpartition('.')[2]}`", f"`{code}`", *cells, ""]).strip())
+        lines.append("")
+    path = Path(__file__).parent / "_generated" / "flattening_list.md"
+    text = "\n".join(lines)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:  # an untouched file is not built again
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+_write_flattening_list()

@@ -153,10 +153,10 @@ _OUTPUT_BASES = {"transformers": "ModelOutput", "diffusers": "BaseOutput"}
 
 
 def _is_output(cls: type, library: str) -> bool:
-    # By name: the library may not be there, and asking must not import it.
+    # By name: the library may not be there, and asking must not import it. transformers < 5.17 registers the base, too.
     return any(
         base.__qualname__ == _OUTPUT_BASES[library] and base.__module__.startswith(f"{library}.")
-        for base in cls.__mro__[1:]
+        for base in cls.__mro__
     )
 
 

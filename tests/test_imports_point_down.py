@@ -26,7 +26,7 @@ LAYERS: dict[str, list[list[str]]] = {
         ["huggingface.*"],
         ["huggingface.other_caches"],
         ["huggingface.known"],
-        ["scopes", "tree"],
+        ["scopes", "tree", "listing"],
         ["shapes", "naming"],
         ["replay"],
         ["arguments"],

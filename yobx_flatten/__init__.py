@@ -54,6 +54,9 @@ from .huggingface.outputs import (
     flatten_with_keys_base_model_output,
     unflatten_base_model_output,
 )
+
+# the Flattening List
+from .listing import FlatteningRow, flattening_list
 from .replay import Case, CaseResult
 
 # register classes, and the block to export in
@@ -82,6 +85,8 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "register_flattening_functions",
     "Undo",
     "WRONG_REGISTRATIONS",
+    "flattening_list",
+    "FlatteningRow",
     # export with proof
     "export_program",
     "export_onnx",

@@ -40,6 +40,12 @@ class TraceSupport(Protocol):
 
     modules: str
 
+    def acquire(self) -> None:
+        """Put in place what programs of its models need wherever they are called: a block opens."""
+
+    def release(self) -> None:
+        """Put it back: a block closes."""
+
     def prepare(self, tree: Any) -> Any:
         """Return the example inputs as the trace should see them."""
 
@@ -67,6 +73,8 @@ class ExportHook:
 
     def acquire(self, support: TraceSupport | None) -> None:
         """Open: exports from now on are wrapped, with ``support`` if given."""
+        if support is not None:
+            support.acquire()
         with self._lock:
             self._supports.append(support)
             if len(self._supports) > 1:
@@ -82,6 +90,8 @@ class ExportHook:
 
     def release(self, support: TraceSupport | None) -> None:
         """Close what :meth:`acquire` opened."""
+        if support is not None:
+            support.release()
         with self._lock:
             self._supports.remove(support)
             if self._supports:

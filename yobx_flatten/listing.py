@@ -27,6 +27,8 @@ class FlatteningRow:
         registered_by: ``"yobx_flatten"`` inside the block, ``"transformers"`` where its own registration stays in
             force, ``"-"`` for layers, which are part of their cache's node.
         tables: where it is registered; empty for layers.
+        since: the first of the versions of transformers we test with that has the class (4.56, 4.57, 5.0, 5.17, 5.23);
+            empty for classes of models.
     """
 
     kind: str
@@ -37,6 +39,7 @@ class FlatteningRow:
     static: str
     registered_by: str
     tables: str
+    since: str
 
 
 def flattening_list() -> list[FlatteningRow]:
@@ -55,6 +58,22 @@ def flattening_list() -> list[FlatteningRow]:
     if importlib.util.find_spec("transformers") is None:
         return []
     return [*_layers(), *_nodes()]
+
+
+# Classes that came later than 4.56, the oldest version we test with. Where a version renamed a class, it is the same.
+_SINCE = {
+    "5.17": {"MtpCache", "DFlashCache", "DynamicIndexedLayer", "StaticIndexedLayer"},
+    "5.23": {"KVSharingDict", "Fp8QuantizedLayer", "DummyLayer"},
+}
+
+
+def _since(cls: type) -> str:
+    if cls.__module__.startswith("transformers.models."):
+        return ""
+    name = cls.__name__
+    if name.startswith("LinearAttention"):
+        return "5.17"
+    return next((version for version, names in _SINCE.items() if name in names), "4.56")
 
 
 # -- layers ----------------------------------------------------------------------------------------------------------
@@ -90,14 +109,14 @@ def _layers() -> Iterator[FlatteningRow]:
     for cls in vars(cache_utils).values():
         if isinstance(cls, type) and cls.__module__ == cache_utils.__name__ and cls.__name__ in letters:
             letter = letters[cls.__name__]
-            yield FlatteningRow("layer", _full_name(cls), letter, *_LAYERS[letter], "-", "")
+            yield FlatteningRow("layer", _full_name(cls), letter, *_LAYERS[letter], "-", "", _since(cls))
     bases = tuple(
         getattr(cache_utils, name)
         for name in ("CacheLayerMixin", "LinearAttentionCacheLayerMixin")
         if hasattr(cache_utils, name)
     )
     for cls in ModelClasses(lambda cls: issubclass(cls, bases))():
-        yield FlatteningRow("layer", _full_name(cls), cls.__name__.replace("_", ""), *_BY_ATTRIBUTES, "-", "")
+        yield FlatteningRow("layer", _full_name(cls), cls.__name__.replace("_", ""), *_BY_ATTRIBUTES, "-", "", "")
 
 
 # -- nodes -----------------------------------------------------------------------------------------------------------
@@ -140,8 +159,10 @@ def _node(cls: Any, recipe: Any) -> FlatteningRow:
     else:
         kind = "cache"
         words = _CACHES.get(name) or (_LAYERED if issubclass(cls, Cache) else _BY_ATTRIBUTES)
-    code, by = ("-", "transformers") if recipe is None else (recipe.name, "yobx_flatten")
-    return FlatteningRow(kind, _full_name(cls), code, *words, by, _TABLES if recipe is not None else _OTHERS_TABLES)
+    code, by, tables = ("-", "transformers", _OTHERS_TABLES)
+    if recipe is not None:
+        code, by, tables = recipe.name, "yobx_flatten", _TABLES
+    return FlatteningRow(kind, _full_name(cls), code, *words, by, tables, _since(cls))
 
 
 def _full_name(cls: type) -> str:

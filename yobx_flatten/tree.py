@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
@@ -42,6 +43,9 @@ def node_of(obj: Any) -> Node | None:
         return Node([key for key, _ in pairs], [child for _, child in pairs], None)
     children, _ = node.flatten_fn(obj)
     children = list(children)
+    # transformers < 5.17 registers its outputs, which are mappings, without keys
+    if isinstance(obj, Mapping) and len(obj) == len(children):
+        return Node([pytree.MappingKey(key) for key in obj], children, None)
     return Node([pytree.SequenceKey(i) for i in range(len(children))], children, None)
 
 

@@ -221,6 +221,10 @@ def fail():
     raise FailedInTraceError
 
 
+# transformers >= 5.17 keeps a tensor beside the window
+HAS_WINDOW_TENSOR = "_sliding_window_tensor" in vars(DynamicSlidingWindowLayer(8))
+
+
 def traced_attributes():
     """What a trace replaces, by name."""
     import transformers.cache_utils as cache_utils
@@ -236,8 +240,9 @@ def traced_attributes():
             (cache_utils.DynamicLayer, "lazy_initialization"),
             (masking_utils, "prepare_padding_mask"),
             (masking_utils, "_ignore_causal_mask_sdpa"),
+            (masking_utils, "_vmap_for_bhqkv"),
         ]
-        if name in vars(owner)
+        if name in vars(owner) and not (name == "__init__" and not HAS_WINDOW_TENSOR)
     }
 
 

@@ -72,7 +72,10 @@ def test_the_program_decomposes(exported):
     """No constant was made in the trace that `run_decompositions` would miss."""
     name, program = exported
     decomposed = program.run_decompositions({})
-    assert not decomposed.constants or all("lifted" not in key for key in decomposed.constants)
+    # transformers < 5.17 makes a tensor in gemma2's own code
+    assert set(decomposed.graph_signature.lifted_tensor_constants) <= decomposed.constants.keys()
+    if not (name == "gemma2" and any("lifted" in key for key in program.constants)):
+        assert all("lifted" not in key for key in decomposed.constants)
     kwargs = decode_inputs(make_model(name), SIZES["at the window"])
     with torch.no_grad():
         expected = make_model(name)(**copy.deepcopy(kwargs)).logits
@@ -172,7 +175,9 @@ def test_a_saved_program_runs_in_a_fresh_process(tmp_path: pathlib.Path):
     for name in ("gemma3", "mistral"):
         kwargs = decode_inputs(make_model(name), SIZES["past the window, a padded row, a chunk"])
         cache = kwargs.pop("past_key_values")
-        with register_flattening_functions(patch_transformers=True):
+        # no_grad: elsewhere torch 2.13 cannot load a `torch.no_grad()` region whose results nobody uses, and gemma3 in
+        # transformers 5.0 has one ("Node.meta wrap_with_set_grad_enabled_1 is missing val field")
+        with register_flattening_functions(patch_transformers=True), torch.no_grad():
             program = _program(name)
             torch.export.save(program, tmp_path / f"{name}.pt2")
             leaves, spec = torch.utils._pytree.tree_flatten(cache)

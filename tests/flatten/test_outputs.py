@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 from transformers import BatchEncoding, BatchFeature
-from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPast,
+    BaseModelOutputWithPastAndCrossAttentions,
+    CausalLMOutputWithPast,
+)
 from transformers.utils.generic import ModelOutput
 
 from tests.models import start
@@ -82,6 +87,19 @@ def test_transformers_registration_stays_where_it_is_right():
         assert pytree.SUPPORTED_NODES[BaseModelOutput].flatten_with_keys_fn is not None
     assert undo[BaseModelOutput] is not THEIRS_HAS_KEYS
     assert pytree.SUPPORTED_NODES[BaseModelOutput] is theirs
+
+
+def test_every_output_class_has_keys_inside_the_block():
+    """transformers < 5.17 registers them without, and T5's encoder returns this one: `torch.export` would refuse it."""
+    cls = BaseModelOutputWithPastAndCrossAttentions
+    theirs = pytree.SUPPORTED_NODES[cls]
+    with register_flattening_functions(patch_transformers=True):
+        with register_flattening_functions(patch_transformers=True):
+            pass
+        paths = [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path(cls(last_hidden_state=torch.ones(2)))]
+        assert pytree.SUPPORTED_NODES[cls].flatten_fn is theirs.flatten_fn
+    assert paths == ["['last_hidden_state']"]
+    assert pytree.SUPPORTED_NODES[cls] is theirs
 
 
 @pytest.mark.skipif(not THEIRS_HAS_KEYS, reason="transformers 4.56 registers outputs without keys")

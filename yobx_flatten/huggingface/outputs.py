@@ -22,8 +22,10 @@ What a ``BatchFeature`` holds beside tensors (sizes, names) are leaves, too: ``t
 for part of the program, and refuses arrays of numpy. Pass ``return_tensors="pt"`` to the processor.
 
 transformers registers every ``ModelOutput`` itself, once, when the class is made; taken away it would be gone for the
-rest of the process. Where its registration is right (it names the fields), it is left in force; transformers 4.56
-registers without keys, and there ours step in for the length of the block.
+rest of the process. Where its registration is right (it names the fields), it is left in force; versions before
+5.17 register without keys, and there :mod:`yobx_flatten.huggingface.tracing` adds them for the length of the block.
+Only ``BaseModelOutput`` gets a recipe of ours then: a recipe has a stored name of its own, and a fresh process that
+loads a program would not find the class behind it.
 """
 
 from __future__ import annotations
@@ -89,10 +91,6 @@ def output_recipes(remedy: str) -> dict[type, Recipe | None]:
     modeling_outputs = sys.modules.get("transformers.modeling_outputs")
     if modeling_outputs is not None:
         recipes[modeling_outputs.BaseModelOutput] = _recipe(modeling_outputs.BaseModelOutput, _model_output, remedy)
-    generic = sys.modules.get("transformers.utils.generic")
-    if generic is not None and _lack_keys(generic.ModelOutput):
-        for cls in subclasses_of(generic.ModelOutput):
-            recipes[cls] = _recipe(cls, _model_output, remedy)
     for module, name in _CONTAINERS.items():
         container = getattr(sys.modules.get(module), name, None)
         for cls in () if container is None else (container, *subclasses_of(container)):
@@ -104,14 +102,7 @@ def output_recipes(remedy: str) -> dict[type, Recipe | None]:
 
 def output_recipes_of_module(module: ModuleType, remedy: str) -> list[Recipe]:
     """Recipes of the outputs that one module of a model defines."""
-    from transformers.utils.generic import ModelOutput
-
-    recipes = []
-    for cls in classes_of(module):
-        if issubclass(cls, ModelOutput):
-            recipes.append(_recipe(cls, _model_output, remedy))
-        elif _is_plain_output(cls):
-            recipes.append(_recipe(cls, functions_of, remedy))
+    recipes = [_recipe(cls, functions_of, remedy) for cls in classes_of(module) if _is_plain_output(cls)]
     return [recipe for recipe in recipes if recipe is not None]
 
 
@@ -139,14 +130,6 @@ def _recipe(cls: type, functions: Callable[[type], _Functions], remedy: str) -> 
         name = f"yobx_flatten.transformers:{short}"
         recipe = _RECIPES[cls] = Recipe(cls, flatten, unflatten, flatten_with_keys, name, remedy)
     return recipe
-
-
-def _lack_keys(base: Any) -> bool:
-    """Tell whether this version of transformers registers its outputs without keys: one class speaks for all."""
-    nodes = (pytree.SUPPORTED_NODES.get(cls) for cls in base.__subclasses__())
-    found = next((node for node in nodes if node is not None), None)
-    # ours in force: we are inside a block that found theirs without keys
-    return found is not None and (found.flatten_with_keys_fn is None or found.flatten_fn is flatten_base_model_output)
 
 
 def _full_name(cls: type) -> str:

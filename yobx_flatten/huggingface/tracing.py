@@ -6,7 +6,7 @@ same values without a branch:
 
 * a sliding layer knows how many keys it kept from their shape, so ``kept + query`` keys are attended to, starting at
   position ``seen - kept``; of those it keeps the last ``window - 1``, or all if there are fewer;
-* masks are always made, and padded by ``max(missing, 0)``;
+* masks are always made, padded by ``max(missing, 0)``, and by broadcasting;
 * an empty layer starts from a slice of its first keys, not from a new tensor: a tensor made in a trace is a constant of
   the program that ``run_decompositions`` and the ONNX exporter do not find again
   (https://github.com/pytorch/pytorch/issues/179555).
@@ -28,6 +28,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..patches import AttributePatch
+from .loaded import subclasses_of
 
 __all__ = ["TRANSFORMERS_TRACING", "TransformersTracing", "onnx_translations"]
 
@@ -39,7 +40,39 @@ class TransformersTracing:
 
     def __init__(self) -> None:
         self._patches: dict[tuple[str, str], AttributePatch] = {}
+        self._keys_given: dict[type, AttributePatch] = {}
+        self._blocks = 0
         self._lock = threading.Lock()
+
+    def acquire(self) -> None:
+        """Open a block: outputs that transformers registered without keys have them from now on."""
+        with self._lock:
+            self._blocks += 1
+            self._give_keys()
+
+    def release(self) -> None:
+        """Close a block; the last one puts the registrations back."""
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks == 0:
+                for patch in self._keys_given.values():
+                    patch.release()
+                self._keys_given.clear()
+
+    def _give_keys(self) -> None:
+        # 4.56 to 5.0 register every ModelOutput without keys, and torch.export refuses to trace or to call a program
+        # that is given one (T5 returns such an encoder output). Specs and stored programs stay as they are.
+        from transformers.utils.generic import ModelOutput
+
+        base = pytree.SUPPORTED_NODES.get(ModelOutput)
+        if base is None or base.flatten_with_keys_fn is not None:
+            return
+        for cls in subclasses_of(ModelOutput):
+            node = pytree.SUPPORTED_NODES.get(cls)
+            if cls not in self._keys_given and node is not None and node.flatten_with_keys_fn is None:
+                keyed = node._replace(flatten_with_keys_fn=pytree._dict_flatten_with_keys)
+                patch = self._keys_given[cls] = AttributePatch(pytree.SUPPORTED_NODES, cls, keyed)
+                patch.acquire()
 
     def prepare(self, tree: Any) -> Any:
         """Return the inputs with the tensors of their caches contiguous.
@@ -61,6 +94,7 @@ class TransformersTracing:
     def traceable(self) -> Iterator[None]:
         """Put the traceable versions in place, and the originals back."""
         with self._lock:
+            self._give_keys()  # also to those of models that were imported inside the block
             patches = [
                 self._patches.setdefault((owner, name), AttributePatch(target, name, make(vars(target)[name])))
                 for owner, target, name, make in _replacements()
@@ -107,6 +141,9 @@ def _replacements() -> Iterator[tuple[str, Any, str, Callable[[Any], Any]]]:
     if masks is not None:
         yield "masks", masks, "prepare_padding_mask", _prepare_padding_mask
         yield "masks", masks, "_ignore_causal_mask_sdpa", _never_ignore_the_mask
+        if hasattr(masks, "_vmap_for_bhqkv"):  # 4.56 and 4.57; later versions broadcast by themselves
+            yield "masks", masks, "_vmap_for_bhqkv", _broadcast_for_bhqkv
+            yield "masks", masks, "TransformGetItemToIndex", _nothing_to_transform
 
 
 def _sliding_update(original: Any) -> Any:
@@ -196,6 +233,28 @@ def _never_ignore_the_mask(original: Any) -> Any:
         return False
 
     return _ignore_causal_mask_sdpa
+
+
+def _broadcast_for_bhqkv(original: Any) -> Any:
+    # What 4.56 and 4.57 vmap over four indices, later versions broadcast. Under vmap an index into the padding mask
+    # becomes an operator (`flat_apply`) that torch 2.13 cannot store: "Unsupported getattr attribute
+    # function_const_func_spec0".
+    def _vmap_for_bhqkv(mask_function: Any, bh_indices: bool = True) -> Any:
+        def broadcast(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            if not bh_indices:  # batch and head are None
+                return mask_function(batch, head, query[:, None], key[None, :]).expand(query.shape[0], key.shape[0])
+            mask = mask_function(
+                batch[:, None, None, None], head[None, :, None, None], query[None, None, :, None], key[None, None, None]
+            )
+            return mask.expand(batch.shape[0], head.shape[0], query.shape[0], key.shape[0])
+
+        return broadcast
+
+    return _vmap_for_bhqkv
+
+
+def _nothing_to_transform(original: Any) -> Any:
+    return contextlib.nullcontext
 
 
 TRANSFORMERS_TRACING = TransformersTracing()

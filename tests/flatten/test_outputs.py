@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch.utils import _pytree as pytree
-from transformers import BatchEncoding, BatchFeature
+from transformers import BatchEncoding, BatchFeature, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPast,
@@ -133,15 +133,15 @@ def test_every_wrong_registration_says_why_and_is_one_we_replace():
 
 def test_the_stored_names_are_stable():
     """A saved program finds its classes by them, in later versions too."""
-    names = {cls.__name__: recipe.name for cls, recipe in transformers_recipes().items() if recipe is not None}
+    recipes = transformers_recipes()
     expected = {
-        "DynamicCache": "yobx_flatten.transformers:DynamicCache",
-        "StaticCache": "yobx_flatten.transformers:StaticCache",
-        "EncoderDecoderCache": "yobx_flatten.transformers:EncoderDecoderCache",
-        "BatchEncoding": "yobx_flatten.transformers:transformers.tokenization_utils_base.BatchEncoding",
-        "BatchFeature": "yobx_flatten.transformers:transformers.feature_extraction_utils.BatchFeature",
+        DynamicCache: "yobx_flatten.transformers:DynamicCache",
+        StaticCache: "yobx_flatten.transformers:StaticCache",
+        EncoderDecoderCache: "yobx_flatten.transformers:EncoderDecoderCache",
+        BatchEncoding: "yobx_flatten.transformers:transformers.tokenization_utils_base.BatchEncoding",
+        BatchFeature: "yobx_flatten.transformers:transformers.feature_extraction_utils.BatchFeature",
     }
-    assert {name: names[name] for name in expected} == expected
+    assert {cls: recipes[cls].name for cls in expected} == expected
 
 
 # -- the ModelOutput family
@@ -252,30 +252,6 @@ def test_an_output_is_exported_as_input_and_as_output():
     assert torch.equal(found.inner.features, torch.full((4, 3), 2.0))
     assert (len(found.hidden_states), found.past_key_values.get_seq_length()) == (1, 7)
     assert output_names(found)[:3] == ["logits", "inner.features", "hidden_states.0"]
-
-
-@pytest.fixture
-def keyless(monkeypatch):
-    """As with transformers 4.56: every output is registered without keys."""
-    for cls, node in list(pytree.SUPPORTED_NODES.items()):
-        if isinstance(cls, type) and issubclass(cls, ModelOutput):
-            bare = node._replace(flatten_with_keys_fn=None)
-            monkeypatch.setitem(pytree.SUPPORTED_NODES, cls, bare)
-
-
-def test_the_whole_family_gets_keys_where_theirs_has_none(keyless):
-    """Inside nested blocks too; afterwards theirs is back."""
-    before = dict(pytree.SUPPORTED_NODES)
-    with register_flattening_functions(patch_transformers=True) as undo:
-        with register_flattening_functions(patch_transformers=True):
-            pass
-        paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(nested())[0]]
-        leaves, spec = pytree.tree_flatten(nested())
-        rebuilt = pytree.tree_unflatten(leaves, spec)
-    assert paths == NESTED_PATHS
-    assert (type(rebuilt), type(rebuilt.inner)) == (Outer, Inner)
-    assert undo[Outer] is undo[CausalLMOutputWithPast] is True
-    assert all(pytree.SUPPORTED_NODES[cls] is node for cls, node in before.items())
 
 
 # -- what tokenizers and processors hand over

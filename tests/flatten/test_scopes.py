@@ -771,7 +771,9 @@ def test_each_class_says_whether_this_call_put_ours_in_force():
     second = register_cache_flattening(patch_transformers=True)
     unregister_cache_flattening(second)
     unregister_cache_flattening(first)
-    assert {cls for cls, done in first.items() if done} == expected
+    done = {cls for cls, ours in first.items() if ours}
+    assert expected <= done  # and whatever else this version of transformers has
+    assert (BaseModelOutput in done) == (BaseModelOutput in expected)
     assert (second.keys(), any(second.values())) == (first.keys(), False)
 
 

@@ -82,20 +82,24 @@ class ImportHook(importlib.abc.MetaPathFinder):
         if not self._wanted(fullname):
             return None
         for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
+            if isinstance(finder, ImportHook) or not hasattr(finder, "find_spec"):
                 continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                self._add_action(spec.loader)
+                # Python asks the first hook only: it acts for all that wait for this module
+                hooks = [hook for hook in sys.meta_path if isinstance(hook, ImportHook) and hook._wanted(fullname)]
+                _act_after(spec.loader, [hook._action for hook in hooks])
                 return spec
         return None
 
-    def _add_action(self, loader: Any) -> None:
-        execute, action = loader.exec_module, self._action
 
-        def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
-            execute(module)
+def _act_after(loader: Any, actions: list[Callable[[ModuleType], None]]) -> None:
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        del loader.exec_module
+        execute(module)
+        for action in actions:
             action(module)
 
-        loader.exec_module = exec_module  # on this module's own loader object, until it is used
+    loader.exec_module = exec_module  # on this module's own loader object, until it is used

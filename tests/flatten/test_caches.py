@@ -449,6 +449,7 @@ class Calls(TorchFunctionMode):
 def test_flatten_and_unflatten_make_no_tensor(block, monkeypatch, name, static, past):
     """A tensor made there becomes a constant of an exported program; `update` copies all there is."""
     cache = start(name, static=static, past=past).cache
+    pytree.tree_flatten(cache)  # a class is read once, its `update` too
     owners = [cache_utils.Cache, EncoderDecoderCache]
     owners += {type(layer) for layer in getattr(cache, "layers", ())}
     for owner in owners:

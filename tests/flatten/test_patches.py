@@ -218,3 +218,20 @@ def test_the_loader_is_as_python_made_it_afterwards(module_name, hook_for):
     hook_for(module_name, lambda module: None)
     module = importlib.import_module(module_name)
     assert "exec_module" not in vars(module.__spec__.loader)
+
+
+def test_two_hooks_for_one_module_both_act(tmp_path, monkeypatch):
+    """As in nested blocks: neither asks the other without end, and both hear of the import."""
+    (tmp_path / "waited_for_twice.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    heard = []
+    hooks = [ImportHook("waited_for_twice".__eq__, lambda module, n=n: heard.append((n, module.VALUE))) for n in (1, 2)]
+    for hook in hooks:
+        hook.install()
+    try:
+        __import__("waited_for_twice")
+    finally:
+        for hook in hooks:
+            hook.remove()
+        sys.modules.pop("waited_for_twice", None)
+    assert sorted(heard) == [(1, 1), (2, 1)]

@@ -60,7 +60,7 @@ class TorchCpp:
         with pytree._NODE_REGISTRY_LOCK:
             found = self.read(recipe.cls)
             if pytree._cxx_pytree_imported:
-                with _order_kept(recipe.cls):
+                with _order_kept(found):
                     if found is not None:
                         sys.modules["optree"].unregister_pytree_node(recipe.cls, namespace=_NAMESPACE)
                     try:
@@ -83,7 +83,7 @@ class TorchCpp:
                 current = _registered(cls)
                 if current is not None and current.flatten_func is not recipe.flatten:
                     return  # somebody else registered the class after us
-                with _order_kept(cls):
+                with _order_kept(found):
                     if current is not None:
                         sys.modules["optree"].unregister_pytree_node(cls, namespace=_NAMESPACE)
                     if isinstance(found, _Pending):
@@ -123,14 +123,14 @@ def _register_again(found: Any) -> None:
 
 
 @contextlib.contextmanager
-def _order_kept(cls: type) -> Iterator[None]:
-    """Optree can only append; a class that is registered again goes back to its place."""
+def _order_kept(found: Any) -> Iterator[None]:
+    """Optree can only append; a class that was there before goes back to its place."""
     table = _table()
-    order = list(table)
+    order = list(table) if found is not None else []
     try:
         yield
     finally:
-        if (_NAMESPACE, cls) in order and list(table) != order:
+        if order and list(table) != order:
             for key in [key for key in order if key in table] + [key for key in table if key not in order]:
                 table[key] = table.pop(key)
 

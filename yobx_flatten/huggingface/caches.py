@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.utils._pytree import MappingKey
 
-from ..errors import CacheStructureError
+from ..errors import CacheStructureError, describe_class
 from .layers import kind_of
 from .layouts import flatten_layers, is_leaf_name, unflatten_layers
 
@@ -42,14 +42,14 @@ def flatten_dynamic_cache(cache: Any) -> tuple[list[Any], list[str]]:
     """Take a ``DynamicCache`` apart.
 
     Args:
-        cache: a ``transformers.DynamicCache`` whose layers are ``DynamicLayer`` or ``DynamicSlidingWindowLayer``.
+        cache: a ``transformers.DynamicCache``, with layers of any class.
 
     Returns:
         The cache's own tensors, each of shape (batch, heads, length, head size), and their names.
 
     Raises:
         CacheStructureError: when a layer is half-initialised, or sliding layers have not seen what full layers hold.
-        UnsupportedLayerError: when a layer is of another class.
+        StaticDataError: when a layer of a class without a row has an attribute that cannot be stored.
     """
     return flatten_layers(layers_of(cache), plain=True)
 
@@ -84,14 +84,14 @@ def flatten_static_cache(cache: Any) -> tuple[list[Any], list[str]]:
     """Take a ``StaticCache`` apart.
 
     Args:
-        cache: a ``transformers.StaticCache`` whose layers are ``StaticLayer`` or ``StaticSlidingWindowLayer``.
+        cache: a ``transformers.StaticCache``, with layers of any class.
 
     Returns:
         The cache's own tensors, of shape (batch, heads, maximal length, head size), its counters, and their names.
 
     Raises:
         CacheStructureError: when a layer is half-initialised.
-        UnsupportedLayerError: when a layer is of another class.
+        StaticDataError: when a layer of a class without a row has an attribute that cannot be stored.
     """
     return flatten_layers(layers_of(cache), plain=False)
 
@@ -212,7 +212,12 @@ def label_of_cache(name: str, below: str) -> str:
 
 def layers_of(cache: Any) -> list[Any]:
     """Return the layers of a cache that can be rebuilt."""
-    if cache.offloading:
+    if not hasattr(cache, "layers"):
+        raise CacheStructureError(
+            f"Expected a cache with layers, found {describe_class(cache)}. A DynamicCache is what "
+            "make_dynamic_cache(pairs) makes, or a model returns as past_key_values."
+        )
+    if getattr(cache, "offloading", False):
         raise CacheStructureError(
             f"This {type(cache).__qualname__} moves its layers between devices (offloading=True), and a rebuilt one "
             "would not go on to do so. Pass one made with offloading=False."

@@ -41,20 +41,20 @@ class TransformersTracing:
     def __init__(self) -> None:
         self._patches: dict[tuple[str, str], AttributePatch] = {}
         self._keys_given: dict[type, AttributePatch] = {}
-        self._blocks = 0
+        self._open = 0
         self._lock = threading.Lock()
 
     def acquire(self) -> None:
-        """Open a block: outputs that transformers registered without keys have them from now on."""
+        """Open a block or a trace: outputs that transformers registered without keys have them from now on."""
         with self._lock:
-            self._blocks += 1
+            self._open += 1
             self._give_keys()
 
     def release(self) -> None:
-        """Close a block; the last one puts the registrations back."""
+        """Close a block or a trace; the last one puts the registrations back."""
         with self._lock:
-            self._blocks -= 1
-            if self._blocks == 0:
+            self._open -= 1
+            if self._open == 0:
                 for patch in self._keys_given.values():
                     patch.release()
                 self._keys_given.clear()
@@ -94,12 +94,13 @@ class TransformersTracing:
     def traceable(self) -> Iterator[None]:
         """Put the traceable versions in place, and the originals back."""
         with self._lock:
-            self._give_keys()  # also to those of models that were imported inside the block
             patches = [
                 self._patches.setdefault((owner, name), AttributePatch(target, name, make(vars(target)[name])))
                 for owner, target, name, make in _replacements()
             ]
         with contextlib.ExitStack() as stack:
+            self.acquire()  # again: for models imported inside the block, and for a trace that outlives its block
+            stack.callback(self.release)
             for patch in patches:
                 patch.acquire()
                 stack.callback(patch.release)

@@ -11,11 +11,7 @@ from .results import Results, failures, symbol_of
 
 __all__ = ["page_of"]
 
-_INTRODUCTION = """---
-orphan: true
----
-
-# The matrix
+_INTRODUCTION = """# The matrix
 
 Every model type of the installed transformers, with random weights from a small configuration, against everything the
 package promises. `make matrix` runs it (`python -m matrix --help` says how to run less); this page is written from

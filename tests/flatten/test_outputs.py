@@ -129,6 +129,9 @@ def test_every_wrong_registration_says_why_and_is_one_we_replace():
     ours = {f"{cls.__module__}.{cls.__qualname__}" for cls in transformers_recipes()}
     assert set(WRONG_REGISTRATIONS) <= ours
     assert all(len(reason) > 20 for reason in WRONG_REGISTRATIONS.values())
+    assert DynamicCache in WRONG_REGISTRATIONS
+    assert WRONG_REGISTRATIONS[DynamicCache] == WRONG_REGISTRATIONS["transformers.cache_utils.DynamicCache"]
+    assert (int in WRONG_REGISTRATIONS, WRONG_REGISTRATIONS.get(int)) == (False, None)
 
 
 def test_the_stored_names_are_stable():

@@ -14,19 +14,39 @@ __all__ = ["WRONG_REGISTRATIONS", "transformers_recipes", "transformers_recipes_
 
 _REMEDY = "with register_flattening_functions(patch_transformers=True): ..."
 
-WRONG_REGISTRATIONS: dict[str, str] = {
-    "transformers.cache_utils.DynamicCache": (
-        "transformers' executorch registration rebuilds caches through `update` (which copies every tensor), forgets "
-        "how many tokens a sliding layer has seen, and shifts layers that hold nothing yet; transformers' exporters "
-        "store "
-        "that number, the dtype and the device as static data, so that a program refuses every other length"
-    ),
-    "transformers.cache_utils.StaticCache": "transformers' exporters store the number of tokens seen as static data",
-    "transformers.cache_utils.EncoderDecoderCache": (
-        "transformers' exporters store the number of tokens seen as static data; others forget `is_updated`"
-    ),
-    "transformers.modeling_outputs.BaseModelOutput": "transformers 4.56 registers it without keys; later versions with",
-}
+
+class _ByClass(dict[str, str]):
+    """A dict by full class name that also answers for the classes themselves, without importing them."""
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(_full_name(key))
+
+    def __getitem__(self, key: Any) -> str:
+        return super().__getitem__(_full_name(key))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(_full_name(key), default)
+
+
+def _full_name(key: Any) -> Any:
+    return f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else key
+
+
+_COUNTED = (
+    "transformers' exporters store the number of tokens seen as static data, so that a program refuses other lengths"
+)
+
+WRONG_REGISTRATIONS = _ByClass(
+    {
+        "transformers.cache_utils.DynamicCache": (
+            "transformers' executorch registration rebuilds caches through `update`, which copies every tensor, and "
+            f"forgets how many tokens a sliding layer has seen; {_COUNTED}"
+        ),
+        "transformers.cache_utils.StaticCache": _COUNTED,
+        "transformers.cache_utils.EncoderDecoderCache": f"several forget `is_updated`; {_COUNTED}",
+        "transformers.modeling_outputs.BaseModelOutput": "transformers before 5.17 registers it without keys",
+    }
+)
 """Registrations that others make and that are known not to work for exports, by class. Inside the block ours are in
 force instead; afterwards theirs again."""
 

@@ -29,6 +29,7 @@ LAYERS: dict[str, list[list[str]]] = {
         ["scopes", "tree", "listing"],
         ["shapes", "naming"],
         ["replay"],
+        ["report"],
         ["arguments"],
         ["export"],
         ["demo"],

@@ -32,7 +32,7 @@ from .errors import (
 )
 
 # export with proof
-from .export import ExportedModel, ExportReport, export_onnx, export_program
+from .export import ExportedModel, export_onnx, export_program
 
 # caches and outputs of transformers: build them, take them apart, put them together
 from .huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
@@ -58,6 +58,7 @@ from .huggingface.outputs import (
 # the Flattening List
 from .listing import FlatteningRow, flattening_list
 from .replay import Case, CaseResult
+from .report import ExportReport
 
 # register classes, and the block to export in
 from .scopes import (

@@ -27,10 +27,11 @@ from typing import Any
 import torch
 
 from .errors import MissingDependencyError, ReplayError
-from .export import ExportReport, export_onnx
+from .export import export_onnx
 from .huggingface.cases import DecodeSizes, decode_inputs
 from .huggingface.layers import code_of
 from .replay import Case
+from .report import ExportReport
 
 __all__ = ["MODELS", "run_demo"]
 

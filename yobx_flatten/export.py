@@ -31,64 +31,16 @@ from .arguments import check_arguments, check_cases, explain_leaf, shapes_by_nam
 from .errors import FlattenError, MissingDependencyError, ReplayError
 from .huggingface.cases import cache_name
 from .naming import leaf_names, output_names
-from .replay import Case, CaseResult, clone, replay
+from .replay import Case, clone, replay
+from .report import ExportReport
 from .scopes import register_flattening_functions
 from .shapes import check_dynamic_shapes
 from .shapes import dynamic_shapes as write_dynamic_shapes
 from .tree import node_of
 
-__all__ = ["ExportReport", "ExportedModel", "export_onnx", "export_program"]
+__all__ = ["ExportedModel", "export_onnx", "export_program"]
 
 logger = logging.getLogger("yobx_flatten")
-
-
-@dataclasses.dataclass
-class ExportReport:
-    """What an export took and whether it does what the eager model does. ``print(report)`` shows it as a table.
-
-    Attributes:
-        module: the class that was exported.
-        input_names: names of the program's inputs, in order.
-        output_names: names of its outputs, in order.
-        export_seconds: time of ``torch.export``.
-        onnx_seconds: time of the conversion to ONNX, ``None`` without one.
-        onnx_bytes: size of the ONNX file and its external data, ``None`` without one.
-        cases: one result per case and runtime.
-        tolerance: largest absolute difference allowed.
-        remarks: what was not checked, and why.
-    """
-
-    module: str
-    input_names: list[str]
-    output_names: list[str]
-    export_seconds: float
-    onnx_seconds: float | None = None
-    onnx_bytes: int | None = None
-    cases: list[CaseResult] = dataclasses.field(default_factory=list)
-    tolerance: float = 1e-4
-    remarks: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def max_difference(self) -> float:
-        """The largest difference of all cases and outputs, infinite when one of them stopped."""
-        return max((case.max_difference for case in self.cases), default=0.0)
-
-    @property
-    def ok(self) -> bool:
-        """Tell whether every case is within the tolerance."""
-        return self.max_difference <= self.tolerance
-
-    def __str__(self) -> str:
-        sizes = f", ONNX in {self.onnx_seconds:.1f} s, {self.onnx_bytes / 1e6:.2f} MB" if self.onnx_bytes else ""
-        lines = [f"{self.module}: exported in {self.export_seconds:.1f} s{sizes}"]
-        width = max((len(case.case) for case in self.cases), default=4)
-        lines += [f"  {'case':{width}}  {'runtime':12}  steps  max difference  worst output"] if self.cases else []
-        for case in self.cases:
-            worst = max(case.differences, key=case.differences.__getitem__, default="-")
-            shown = case.error if case.error is not None else f"{case.max_difference:<14.1e}  {worst}"
-            lines.append(f"  {case.case:{width}}  {case.runtime:12}  {case.steps:<5}  {shown}")
-        lines += [f"  note: {remark}" for remark in self.remarks]
-        return "\n".join(lines)
 
 
 @dataclasses.dataclass

@@ -334,7 +334,7 @@ class _Export:
                     input_names=self.report.input_names,
                     output_names=self.report.output_names,
                     opset_version=opset_version,
-                    custom_translation_table=self.translations(),
+                    custom_translation_table=self.translations(program),
                     dynamo=True,
                     verbose=False,
                 )
@@ -351,12 +351,12 @@ class _Export:
             folder.rmdir()
         self.report.onnx_seconds = time.perf_counter() - start
 
-    def translations(self) -> dict[Any, Any]:
+    def translations(self, program: ExportedProgram) -> dict[Any, Any]:
         if not self.patches["patch_transformers"]:
             return {}
         from .huggingface.tracing import onnx_translations
 
-        return onnx_translations()
+        return onnx_translations(program)
 
     def replay_onnx(self, path: pathlib.Path, cases: Sequence[Case]) -> None:
         import onnxruntime

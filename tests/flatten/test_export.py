@@ -1,12 +1,13 @@
 """Export with proof: names, replay, report, and what happens when something does not fit."""
 
+import importlib.util
 import pathlib
 
 import onnx
 import onnxruntime
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, MixtralConfig, MixtralForCausalLM
 
 from tests.models import WINDOW, make_model
 from yobx_flatten import (
@@ -279,3 +280,22 @@ def test_a_static_cache_is_exported_and_replayed():
     exported = export_program(model, (), decode_inputs(model, DecodeSizes(batch=2, past=5, new=2), like=like), steps=2)
     assert exported.report.ok
     assert len(exported.report.cases) == 4
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers.exporters") is None, reason="transformers before 5.17 brings no translation"
+)
+def test_a_mixture_of_experts_is_translated(tmp_path):
+    """Experts multiply in groups, by an operator of transformers that torch's exporter does not know."""
+    config = MixtralConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=1,
+        num_local_experts=4,
+    )
+    model = MixtralForCausalLM(config).eval()
+    report = export_onnx(model, (), decode_inputs(model, DecodeSizes()), tmp_path / "mixtral.onnx", steps=2).report
+    assert report.max_difference < 1e-5

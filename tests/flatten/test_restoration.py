@@ -510,7 +510,8 @@ with block():
 new = set(sys.modules) - before
 heavy = ("transformers.models", "transformers.modeling_outputs", "transformers.modeling_utils", "torch._dynamo",
          "torch.export._trace", "torch.onnx._internal.exporter", "optree", "torch.utils._cxx_pytree", "onnx", "jax")
-print(sorted(name for name in new if name.startswith(heavy)))
+# transformers 5.17 puts names of its former "fast" image processors into sys.modules, without loading them
+print(sorted(name for name in new if name.startswith(heavy) and not name.endswith("_fast")))
 """
     program = program.replace("VERSION", str(tuple(map(int, transformers.__version__.split(".")[:2]))))
     assert in_a_fresh_process(program) == ["flatten_dynamic_cache", "[]"]

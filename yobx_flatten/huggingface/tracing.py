@@ -21,6 +21,7 @@ import importlib.util
 import inspect
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,11 +108,14 @@ class TransformersTracing:
             yield
 
 
-def onnx_translations() -> dict[Any, Any]:
+def onnx_translations(program: torch.export.ExportedProgram) -> dict[Any, Any]:
     """Translations of operators of transformers that torch's ONNX exporter does not know.
 
     Mixtures of experts multiply in groups, by an operator that transformers defines; its own exporters (5.17 and later)
-    bring the translation.
+    bring the translation. They are large, so they are imported only for a program that needs them.
+
+    Args:
+        program: the program to be converted.
 
     Returns:
         What ``torch.onnx.export(custom_translation_table=...)`` takes; empty for versions without.
@@ -119,11 +123,16 @@ def onnx_translations() -> dict[Any, Any]:
     fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
     if fallback is None or importlib.util.find_spec("transformers.exporters") is None:
         return {}
+    wanted = {fallback.default, torch.ops.aten._grouped_mm.default} & {node.target for node in program.graph.nodes}
+    if not wanted:
+        return {}
     try:
-        from transformers.exporters.exporter_onnx import _ONNX_TRANSLATION_TABLE
+        with warnings.catch_warnings():
+            # 5.17's exporters import every model that they patch, and some use torch.jit.script
+            warnings.filterwarnings("ignore", r".torch\.jit\.script. is deprecated", DeprecationWarning)
+            from transformers.exporters.exporter_onnx import _ONNX_TRANSLATION_TABLE
     except ImportError:  # 5.0 to 5.16
         return {}
-    wanted = (fallback.default, torch.ops.aten._grouped_mm.default)
     return {op: _ONNX_TRANSLATION_TABLE[op] for op in wanted if op in _ONNX_TRANSLATION_TABLE}
 
 

@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from yobx_flatten import DecodeSizes
 
 from .inputs import NoCacheError, cache_name, decode, go_on, loop
+from .media import PictureEncoder, picture_of
 from .models import make_model, window_of
 from .ways import Way
 
@@ -121,9 +122,17 @@ def prefill(trial: Trial) -> dict[str, Any]:
         "layers": _layer_names(cache),
         "window": trial.window,
         "argument": name,
+        "picture": _has_picture(kwargs),
         # how much the logits depend on what the cache holds
         "sensitivity": _significant(_difference(ours, theirs)),
     }
+
+
+def _has_picture(kwargs: dict[str, Any]) -> bool:
+    """Tell whether the cache has seen a picture: the prompt is longer than the tokens that were asked for."""
+    mask = kwargs.get("attention_mask")
+    longer = isinstance(mask, torch.Tensor) and "input_ids" in kwargs and mask.shape[1] > EXAMPLE.past + EXAMPLE.new
+    return longer or any(name.startswith("image_") for name in kwargs)
 
 
 def _layer_names(cache: Any) -> list[str]:
@@ -268,6 +277,22 @@ def onnxruntime_loop(trial: Trial) -> dict[str, Any]:
     return {"difference": _significant(max(case.max_difference for case in results))}
 
 
+# -- pictures --------------------------------------------------------------------------------------------------------
+
+
+def picture(trial: Trial) -> dict[str, Any]:
+    """Export the encoder of two pictures, and run the program on two others."""
+    found = [picture_of(trial.model, 2, torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    if found[0] is None or found[1] is None:
+        raise SkipColumnError("there is no picture that we know how to make for this model")
+    (example, _), (other, _) = found
+    encoder = PictureEncoder(trial.model)
+    shapes = {name: dict.fromkeys(range(given.dim()), torch.export.Dim.AUTO) for name, given in example.items()}
+    with trial.way.block(trial.model), torch.no_grad():
+        program = torch.export.export(encoder, (copy.deepcopy(example),), dynamic_shapes=(shapes,))
+        return _compare([program.module()(copy.deepcopy(other))], [encoder(other)])
+
+
 # -- comparing -------------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +338,7 @@ COLUMNS: dict[str, Callable[[Trial], dict[str, Any]]] = {
     "save and load": saved,
     "onnx": onnx,
     "onnxruntime": onnxruntime_loop,
+    "picture": picture,
 }
 
 # What must have passed before a column is tried.
@@ -324,4 +350,5 @@ NEEDS: dict[str, str] = {
     **dict.fromkeys(("past the window", "left padding", "save and load"), "export"),
     "onnx": "prefill",
     "onnxruntime": "onnx",
+    "picture": "built",
 }

@@ -1,7 +1,7 @@
 """Decode inputs for every family of models, and the loop that goes on from them.
 
 The text models get theirs from `yobx_flatten.decode_inputs`; here is what that function is not for: models whose
-state is not called ``past_key_values``, and encoders that read sounds.
+state is not called ``past_key_values``, prompts with a picture, encoders that read pictures or sounds.
 """
 
 from __future__ import annotations
@@ -15,23 +15,31 @@ import torch
 
 from yobx_flatten import DecodeSizes, decode_inputs
 
+from .media import IMAGE_TOKEN, encoder_inputs, picture_of, reads_media
+from .particular import PARTICULAR, NoCacheError
+
 __all__ = ["NoCacheError", "cache_name", "decode", "eager_loop", "go_on", "loop"]
 
 # how models name their state, as input and as output
 _CACHE_NAMES = ("past_key_values", "cache_params", "state", "past_buckets_states", "mems")
-
-
-class NoCacheError(ValueError):
-    """The model keeps nothing between two calls, so there is nothing to take apart."""
+# what else comes out of a call and goes into the next one
+_CARRIED = ("encoder_past_key_values", "padding_cache")
+# what a call takes for each of its tokens
+_PER_TOKEN = ("encoder_inputs_embeds", "image_attention_mask")
 
 
 def cache_name(model: Any) -> str:
     """Return the name of the argument that takes the cache.
 
     Raises:
-        NoCacheError: when the model has none of the names we know.
+        NoCacheError: when the model has none of the names we know, or takes a picture in every call.
     """
-    parameters = inspect.signature(model.forward).parameters
+    parameters = dict(inspect.signature(model.forward).parameters)
+    picture = parameters.get("pixel_values")
+    if picture is not None and picture.default is picture.empty:  # BLIP and its like read it again in every call
+        raise NoCacheError(f"{type(model).__name__}.forward takes a picture in every call, and returns no cache")
+    if "kwargs" in parameters and hasattr(model, "get_decoder"):  # handed on to the language model (VibeVoice)
+        parameters |= inspect.signature(model.get_decoder().forward).parameters
     for name in _CACHE_NAMES:
         if name in parameters:
             return name
@@ -51,12 +59,17 @@ def decode(model: Any, sizes: DecodeSizes, seed: int = 0) -> dict[str, Any]:
         Exception: whatever the model raises.
     """
     name = cache_name(model)
-    if name != "past_key_values":
+    own = PARTICULAR.get(model.config.model_type)
+    kwargs: dict[str, Any] | None
+    if own is not None:
+        with torch.no_grad():
+            kwargs = own(model, sizes, seed)
+    elif name != "past_key_values":
         kwargs = _state_inputs(model, sizes, seed, name)
-    elif getattr(model, "main_input_name", "input_ids") in ("input_features", "input_values"):
-        kwargs = _speech_inputs(model, sizes, seed)
+    elif reads_media(model):
+        kwargs = _encoded_inputs(model, sizes, seed)
     else:
-        kwargs = _text_inputs(model, sizes, seed)
+        kwargs = _picture_inputs(model, sizes, seed) or _text_inputs(model, sizes, seed)
     if kwargs.get(name) is None:
         raise NoCacheError(f"{type(model).__name__} returned no {name}")
     # tokens are cut from a longer row; the strides of the cut would be part of the program in some of the ways
@@ -91,20 +104,11 @@ def _state_inputs(model: Any, sizes: DecodeSizes, seed: int, name: str) -> dict[
     return {"input_ids": tokens[:, sizes.past :], name: getattr(outputs, name, None), "use_cache": True}
 
 
-def _speech_inputs(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
-    config = model.config
+def _encoded_inputs(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
     tokens, _ = _tokens(model, sizes, seed)
-    generator = torch.Generator().manual_seed(seed + 1)
-    if model.main_input_name == "input_features":
-        encoder = getattr(config, "encoder_config", None) or getattr(config, "audio_config", None) or config
-        named = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim")
-        bins = next((size for one in (encoder, config) for name in named if (size := getattr(one, name, None))), 80)
-        length = 2 * getattr(encoder, "max_source_positions", 32)
-        shape = (sizes.batch, bins, length) if "whisper" in config.model_type else (sizes.batch, length, bins)
-    else:
-        shape = (sizes.batch, 4000)
     with torch.no_grad():
-        encoded = model.get_encoder()(torch.randn(shape, generator=generator))
+        read = encoder_inputs(model, sizes.batch, torch.Generator().manual_seed(seed + 1))
+        encoded = model.get_encoder()(**read)
         outputs = model(decoder_input_ids=tokens[:, : sizes.past], encoder_outputs=encoded, use_cache=True)
     return {
         "decoder_input_ids": tokens[:, sizes.past :],
@@ -113,16 +117,76 @@ def _speech_inputs(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
     }
 
 
+def _picture_inputs(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any] | None:
+    """A prompt that begins with a picture; ``None`` when the model takes none, or none that we can make."""
+    found = picture_of(model, sizes.batch, torch.Generator().manual_seed(seed + 1))
+    if found is None:
+        return None
+    read, length = found
+    tokens, mask = _tokens(model, sizes, seed)
+    tokens = tokens % IMAGE_TOKEN
+    places = tokens.new_full((sizes.batch, length), IMAGE_TOKEN)
+    start = sizes.padding
+    tokens = torch.cat([tokens[:, :start], places, tokens[:, start:]], dim=1)
+    mask = torch.cat([mask[:, :start], torch.ones_like(places), mask[:, start:]], dim=1)
+    past = length + sizes.past
+    prefill = {"input_ids": tokens[:, :past], "attention_mask": mask[:, :past], **read}
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in inspect.signature(model.forward).parameters:
+            prefill[name] = (prefill["input_ids"] == IMAGE_TOKEN).long()
+    try:
+        with torch.no_grad():
+            cache = model(**prefill, use_cache=True).past_key_values
+    except Exception:  # the form was right for the encoder, but not for the prompt
+        cache = None
+    positions = _positions(model, mask, past)
+    if cache is None:
+        return None
+    return {"input_ids": tokens[:, past:], "attention_mask": mask, **positions, "past_key_values": cache}
+
+
+def _positions(model: Any, mask: torch.Tensor, past: int) -> dict[str, torch.Tensor]:
+    """Positions of time, height and width where a picture takes fewer of them than it has tokens.
+
+    Such models remember the difference of their last prompt, as an attribute; it would be a constant of the program.
+    """
+    holder = next((one for one in model.modules() if getattr(one, "rope_deltas", None) is not None), None)
+    if holder is None:
+        return {}
+    after = mask.cumsum(-1)[:, past:] - 1 + holder.rope_deltas.view(-1, 1)
+    holder.rope_deltas = None
+    axes = (model.config.get_text_config(decoder=True).rope_parameters or {}).get("mrope_section", (1, 1, 1))
+    return {"position_ids": after.expand(len(axes), -1, -1)}
+
+
 def following(kwargs: dict[str, Any], outputs: Any, tokens: torch.Tensor) -> dict[str, Any]:
     """Make the inputs of the next call: the cache that came out, these tokens, a longer mask."""
     name = next(name for name in _CACHE_NAMES if name in kwargs)
-    ids, mask = ("decoder_input_ids", "decoder_attention_mask")
-    if ids not in kwargs:
-        ids, mask = ("input_ids", "attention_mask")
+    ids = _ids_name(kwargs)
+    mask = "attention_mask" if ids == "input_ids" else "decoder_attention_mask"
     after = {**kwargs, name: getattr(outputs, name), ids: tokens}
+    after |= {one: getattr(outputs, one) for one in _CARRIED if kwargs.get(one) is not None}
+    for one in _PER_TOKEN:
+        if isinstance(kwargs.get(one), torch.Tensor):
+            after[one] = kwargs[one][:, : kwargs[one].shape[1] * tokens.shape[1] // kwargs[ids].shape[1]]
     if isinstance(kwargs.get(mask), torch.Tensor):
-        after[mask] = torch.cat([kwargs[mask], torch.ones_like(tokens)], dim=1)
+        after[mask] = torch.cat([kwargs[mask], kwargs[mask].new_ones(tokens.shape[:2])], dim=1)
+    if isinstance(kwargs.get("position_ids"), torch.Tensor):
+        after["position_ids"] = kwargs["position_ids"][..., -1:] + 1 + torch.arange(tokens.shape[1])
     return after
+
+
+def _ids_name(kwargs: dict[str, Any]) -> str:
+    return "input_ids" if "input_ids" in kwargs else "decoder_input_ids"
+
+
+def _likeliest(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The next token of each row; of each channel where a step has several."""
+    if ids.dim() == 2:
+        return logits[:, -1:].argmax(-1)
+    if logits.shape[0] == ids.shape[0]:  # only the first channel is predicted
+        return logits[:, -1:, None].argmax(-1).expand(-1, -1, ids.shape[2])
+    return logits[:, -1].argmax(-1).view(ids.shape[0], 1, ids.shape[2])
 
 
 def loop(call: Callable[..., Any], kwargs: dict[str, Any], steps: int = 3, seed: int = 7) -> list[torch.Tensor]:
@@ -135,7 +199,7 @@ def loop(call: Callable[..., Any], kwargs: dict[str, Any], steps: int = 3, seed:
         with torch.no_grad():
             outputs = call(**kwargs)
         logits.append(outputs.logits)
-        ids = kwargs["decoder_input_ids" if "decoder_input_ids" in kwargs else "input_ids"]
+        ids = kwargs[_ids_name(kwargs)]
         generator = torch.Generator().manual_seed(seed + step)
         tokens = torch.randint(0, outputs.logits.shape[-1], ids.shape, generator=generator)
         kwargs = following(kwargs, outputs, tokens)
@@ -155,5 +219,6 @@ def go_on(model: Any, kwargs: dict[str, Any], cache: Any, steps: int = 8) -> lis
         with torch.no_grad():
             outputs = model(**kwargs)
         logits.append(outputs.logits)
-        kwargs = following(kwargs, outputs, outputs.logits[:, -1:].argmax(-1))
+        ids = kwargs[_ids_name(kwargs)]
+        kwargs = following(kwargs, outputs, _likeliest(outputs.logits, ids))
     return logits

@@ -7,6 +7,7 @@ with one entry per layer to one layer of every kind, and what is particular to a
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .media import TOKENS_OF_MEDIA
 from .overrides import ADJUSTMENTS, OVERRIDES, SIZES, WINDOW_FIELDS
 
 __all__ = [
@@ -92,6 +94,10 @@ def make_config(name: str) -> Any:
     config = _small(getattr(transformers, named) if named else CONFIG_MAPPING[model_type], own)
     if family == "causal" and getattr(config, "is_decoder", None) is False:
         config.is_decoder = True  # encoders that can also decode keep a cache only then
+    for field, token in TOKENS_OF_MEDIA.items():
+        if isinstance(_read(config, field), int):
+            with contextlib.suppress(AttributeError):  # some work it out
+                setattr(config, field, token)
     return config
 
 
@@ -179,10 +185,22 @@ def make_model(name: str, *, seed: int = 0) -> Any:
         raise TooLargeError(f"{size / 1e6:.0f} million parameters with the small configuration")
     torch.manual_seed(seed)
     model = build(config).eval()
+    _break_ties(model)
     language = getattr(config, "default_language", ...)
     if language is None:  # adapters per language: which one is part of the input
         model.set_default_language(config.languages[0])
     return model
+
+
+def _break_ties(model: Any) -> None:
+    """Make constant weights random: a router of zeros likes every expert alike, and who breaks the tie is left open.
+
+    Norms of ones and biases of zeros would also hide that a program leaves them out.
+    """
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.is_floating_point() and weight.numel() > 1 and weight.min() == weight.max():
+                weight += 0.1 * torch.randn_like(weight)
 
 
 @functools.cache

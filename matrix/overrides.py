@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .overrides_families import FAMILY_OVERRIDES
+
 __all__ = ["ADJUSTMENTS", "OVERRIDES", "SIZES", "WINDOW_FIELDS"]
 
 WINDOW_FIELDS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
@@ -30,7 +32,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("d_kv", "d_head", "attention_head_size", "v_head_dim", "qk_nope_head_dim", "global_head_dim"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "kv_lora_rank", "q_lora_rank", "o_lora_rank", "index_head_dim"), 16),
     "rotary_dim": 8,
-    "index_n_heads": 4,
+    "index_n_heads": 32,  # few heads score many tokens exactly 0 (relu), and which of equals is chosen is left open
     "index_topk": 8,
     # vocabulary and positions
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size"), 128),
@@ -117,7 +119,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "chameleon": {"default": {"vocabulary_map": {"<image>": 8}}, "vocabulary_map": {"<image>": 8}},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
-    "hunyuan_vl": {"text_config": {"head_dim": 16}},
     "inkling2": {"vision_config": {"text_hidden_size": 64}, "audio_config": {"text_hidden_size": 64}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
     "glm4v_moe": {
@@ -171,7 +172,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
-        "indexer_n_heads": 4,
+        "indexer_n_heads": 32,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 8,
@@ -199,3 +200,4 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 OVERRIDES["cohere_compass"] = {"text_config": OVERRIDES["cohere_compass_text"]}
 OVERRIDES["qwen4_exp"] = {"text_config": OVERRIDES["qwen4_exp_text"]}
 OVERRIDES |= dict.fromkeys(_MROPE_TYPES, _MROPE)
+OVERRIDES |= FAMILY_OVERRIDES

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from .results import Results, failures, symbol_of
+from .causes import CAUSES
+from .results import Results, passes, symbol_of, untried
 
 __all__ = ["page_of"]
 
@@ -31,6 +32,7 @@ package promises. `make matrix` runs it (`python -m matrix --help` says how to r
 | save and load | the program is stored, and loaded in a process that has seen no model |
 | onnx | `export_onnx` writes a file |
 | onnxruntime | that file runs for 3 steps over its own outputs, in other sizes and past the window |
+| picture | the encoder of two pictures is exported, and computes two others (vision-language models) |
 
 ✓ passed, ✓* passed by a program of its own that was exported from a call of one token (the one of three tokens has
 unrolled a loop over them), ✗ failed, – does not apply or was not tried because an earlier column did not pass, empty:
@@ -40,9 +42,12 @@ not run.
 _FAMILIES = {
     "causal": "Causal language models",
     "seq2seq": "Encoder-decoder models",
-    "image": "Vision-language models (text only: the prompt has no image)",
+    "image": "Vision-language models",
     "speech": "Speech models",
 }
+# the page begins with how many types pass all of the columns up to one
+_UP_TO = {"round trip": "round trip", "save and load": "torch.export", "onnx": "ONNX", "onnxruntime": "onnxruntime"}
+
 # Logits that hardly depend on the cache say little about it.
 _SENSITIVE = 1e-3
 
@@ -57,7 +62,11 @@ def page_of(results: Results, columns: list[str], peers: Iterable[Results], file
         file: the name of the file the results are from.
     """
     versions = ", ".join(f"{library} {version}" for library, version in results.versions.items())
-    parts = [_INTRODUCTION.format(file=f"data/{file}", versions=versions), _summary(results, columns)]
+    parts = [
+        _INTRODUCTION.format(file=f"data/{file}", versions=versions),
+        _at_a_glance(results, columns),
+        _summary(results, columns),
+    ]
     others = list(peers)
     if others:
         parts.append(_comparison([results, *others], columns))
@@ -75,12 +84,37 @@ def page_of(results: Results, columns: list[str], peers: Iterable[Results], file
     return "\n".join(parts)
 
 
+def _at_a_glance(results: Results, columns: list[str]) -> str:
+    ends = [end for end in _UP_TO if end in columns]
+    lines = [
+        "## At a glance\n\nTypes that pass every column that applies to them, up to and including ...\n",
+        _row(["", "types", "built", "with a cache", *(_UP_TO[end] for end in ends)]),
+        _rule(4 + len(ends)),
+    ]
+    for family, title in _FAMILIES.items():
+        entries = [entry for name, entry in results.types.items() if _family(name) == family]
+        if entries:
+            cached = [entry for entry in entries if passes(entry, ["prefill"]) and _cache(entry["columns"]["prefill"])]
+            built = sum(passes(entry, ["built"]) for entry in entries)
+            through = [
+                sum(passes(entry, columns[: columns.index(end) + 1]) for entry in cached)
+                if any(end in entry["columns"] for entry in cached)
+                else ""
+                for end in ends
+            ]
+            lines.append(_row([title, *map(str, (len(entries), built, len(cached), *through))]))
+    return "\n".join(lines) + "\n"
+
+
 def _summary(results: Results, columns: list[str]) -> str:
-    lines = [f"## In numbers\n\n{len(results.types)} types.\n", _row(["column", "passed", "failed", "–"]), _rule(4)]
+    lines = ["## Column by column\n", _row(["column", "passed", "failed", "does not apply", "not tried"]), _rule(5)]
     for column in columns:
         counts = _counts(results, results.types, column)
         if sum(counts.values()):
-            lines.append(_row([column, *(str(counts[ok]) for ok in (True, False, None))]))
+            late = sum(
+                untried(entry["columns"][column]) for entry in results.types.values() if column in entry["columns"]
+            )
+            lines.append(_row([column, *map(str, (counts[True], counts[False], counts[None] - late, late))]))
     layers = Counter(
         layer for entry in results.types.values() for layer in entry["columns"].get("prefill", {}).get("layers", ())
     )
@@ -116,13 +150,19 @@ def _comparison(all_results: list[Results], columns: list[str]) -> str:
 
 
 def _table(results: Results, names: list[str], columns: list[str]) -> str:
-    run = [column for column in columns if any(column in results.types[name]["columns"] for name in names)]
+    # without those that were not run, or apply to none of these types
+    run = [column for column in columns if any(_tried(results.types[name], column) for name in names)]
     lines = [_row(["type", "cache", *run]), _rule(2 + len(run))]
     for name in names:
         held = results.types[name]["columns"]
         signs = [symbol_of(held.get(column)) for column in run]
         lines.append(_row([f"`{name}`", _cache(held.get("prefill", {})), *signs]))
     return "\n".join(lines) + "\n"
+
+
+def _tried(entry: dict[str, Any], column: str) -> bool:
+    result = entry["columns"].get(column)
+    return result is not None and (result["ok"] is not None or untried(result))
 
 
 def _cache(prefill: dict[str, Any]) -> str:
@@ -133,24 +173,32 @@ def _cache(prefill: dict[str, Any]) -> str:
 
 
 def _reasons(results: Results, columns: list[str]) -> str:
-    lines = ["## What fails, and why\n"]
-    found = failures(results, columns)
-    for column, reasons in ((column, found[column]) for column in columns if column in found):
-        lines.append(f"**{column}**\n")
-        for _, names in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0])):
-            first = results.types[names[0]]["columns"][column]["why"]
-            shown = re.sub(r"[`\s]+", " ", first).strip()
-            lines.append(f"- {_codes(names)}: `{shown}`")
-        lines.append("")
+    """What fails: a row per type and reason, its columns together; then what does not apply."""
+    rows: dict[tuple[str, str], list[str]] = {}
     skipped: dict[str, list[str]] = {}
     for name, entry in sorted(results.types.items()):
+        failed = [column for column in columns if entry["columns"].get(column, {"ok": None})["ok"] is False]
+        if failed:
+            why = CAUSES.get(name) or f"`{_clean(entry['columns'][failed[0]]['why'])}`"
+            rows.setdefault((", ".join(failed), why), []).append(name)
         for column, result in entry["columns"].items():
-            if result["ok"] is None and not result["why"].endswith(("did not pass", "ended the process")):
-                skipped.setdefault(f"{column}: {result['why'].partition(': ')[2] or result['why']}", []).append(name)
+            if result["ok"] is None and not untried(result) and (column != "picture" or _family(name) == "image"):
+                why = result["why"].partition(": ")[2] or result["why"]
+                skipped.setdefault(f"{column}: {_clean(why)}", []).append(name)
+    parts = []
+    if rows:
+        parts += ["## What fails, and why\n", _row(["types", "columns", "known cause, or what the first one says"])]
+        parts.append(_rule(3))
+        parts += [_row([_codes(names), failed, why]) for (failed, why), names in rows.items()]
     if skipped:
-        lines.append("**does not apply**\n")
-        lines += [f"- {_codes(names)}: {reason}" for reason, names in sorted(skipped.items())]
-    return "\n".join(lines) + "\n" if len(lines) > 1 else ""
+        parts.append("\n## What does not apply\n")
+        parts += [f"- {_codes(names)}: {reason}" for reason, names in sorted(skipped.items())]
+    return "\n".join(parts) + "\n" if parts else ""
+
+
+def _clean(said: str) -> str:
+    """One line of what an error says, without what would end a cell or its code."""
+    return re.sub(r"[`\s|]+|\x1b\[\d*m", " ", said).strip()
 
 
 def _counts(results: Results, names: Iterable[str], column: str) -> Counter[Any]:

@@ -10,7 +10,17 @@ import pathlib
 import platform
 from typing import Any
 
-__all__ = ["FAILED", "LIBRARIES", "Results", "failures", "installed_versions", "library_state", "symbol_of"]
+__all__ = [
+    "FAILED",
+    "LIBRARIES",
+    "Results",
+    "failures",
+    "installed_versions",
+    "library_state",
+    "passes",
+    "symbol_of",
+    "untried",
+]
 
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
 FAILED = "did not run"
@@ -106,6 +116,25 @@ def symbol_of(result: dict[str, Any] | None) -> str:
     if result is None:
         return ""
     return {True: "✓*" if result.get("own") else "✓", False: "✗", None: "–"}[result["ok"]]
+
+
+def untried(result: dict[str, Any]) -> bool:
+    """Tell whether a column was left out because an earlier one did not pass.
+
+    >>> untried({"ok": None, "why": "export did not pass"}), untried({"ok": None, "why": "takes no mask"})
+    (True, False)
+    """
+    return result["ok"] is None and result.get("why", "").endswith(("did not pass", "ended the process"))
+
+
+def passes(entry: dict[str, Any], columns: list[str]) -> bool:
+    """Tell whether a type passes all of these columns, or those of them that apply to it and were run.
+
+    >>> passes({"columns": {"built": {"ok": True}, "left padding": {"ok": None, "why": "takes no mask"}}}, ["built"])
+    True
+    """
+    held = [entry["columns"][column] for column in columns if column in entry["columns"]]
+    return bool(held) and not any(result["ok"] is False or untried(result) for result in held)
 
 
 def failures(results: Results, columns: list[str]) -> dict[str, dict[str, list[str]]]:

@@ -23,9 +23,14 @@ STORED = "save and load"
 def first_line(error: BaseException) -> str:
     r"""Return the exception's type and the first 200 characters of what it says.
 
+    torch's ONNX exporter says the same of everything, and what it means by it in the cause.
+
     >>> first_line(ValueError("no such thing\nbecause"))
     'ValueError: no such thing because'
     """
+    if type(error).__module__.startswith("torch.onnx"):
+        while error.__cause__ is not None:
+            error = error.__cause__
     said = " ".join(str(error).split())
     return f"{type(error).__name__}: {said[:200]}" if said else type(error).__name__
 

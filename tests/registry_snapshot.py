@@ -7,12 +7,15 @@ Two changes are the right of whoever imports a module, and are no difference:
 
 * torch, transformers and diffusers register classes of their own for good while the module that defines them is
   imported;
-* the first import of ``torch.utils._cxx_pytree`` moves what was pending into optree's namespace ``"torch"``.
+* the first import of ``torch.utils._cxx_pytree`` moves what was pending into optree's namespace ``"torch"``, and the
+  first import of optree what waited for it into our own namespace.
+
+JAX forgets no class. What is compared there is the recipe of ours that it follows.
 """
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,8 @@ import torch.utils._pytree as pytree
 
 PENDING = "torch.utils._pytree._cxx_pytree_pending_imports"
 OPTREE = "optree.registry._NODETYPE_REGISTRY"
+WAITING = "recipes that wait for optree"
+JAX = "recipes that JAX follows, or will"
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,8 @@ def take() -> Snapshot:
             ),
             PENDING: tuple(_pending_entries()),
             OPTREE: tuple(_optree_entries()),
+            WAITING: tuple(_recipes("optree", lambda backend: backend.waiting._recipes)),
+            JAX: tuple(_recipes("jax", _followed_by_jax)),
             "torch.fx._pytree.SUPPORTED_NODES": tuple(
                 Entry(cls, cls, (function,)) for cls, function in fx_pytree.SUPPORTED_NODES.items()
             ),
@@ -113,6 +120,18 @@ def _optree_entries() -> Iterable[Entry]:
         yield Entry(key, cls, (node.type, node.flatten_func, node.unflatten_func, node.path_entry_type))
 
 
+def _recipes(library: str, held: Callable[[Any], Mapping[type, Any]]) -> Iterable[Entry]:
+    registry = sys.modules.get("yobx_flatten.registry")
+    if registry is not None:
+        (backend,) = registry.REGISTRY._libraries[library]
+        yield from (Entry(cls, cls, (recipe,)) for cls, recipe in held(backend).items())
+
+
+def _followed_by_jax(backend: Any) -> Mapping[type, Any]:
+    in_force = {cls: node.in_force for cls, node in backend._nodes.items() if node.in_force is not None}
+    return {**backend.waiting._recipes, **in_force}
+
+
 def _after_first_imports(before: Snapshot, after: Snapshot) -> dict[str, tuple[Entry, ...]]:
     """Return the tables of `before` as the libraries imported since then leave them, if nobody else does anything."""
     tables = dict(before.tables)
@@ -120,6 +139,8 @@ def _after_first_imports(before: Snapshot, after: Snapshot) -> dict[str, tuple[E
     if "optree.registry" in imported:
         # Its own classes are not in a namespace.
         tables[OPTREE] = tuple(entry for entry in after.tables[OPTREE] if not isinstance(entry.key, tuple))
+        tables[OPTREE] += tuple(_delivered(entry, after.tables[OPTREE]) for entry in before.tables[WAITING])
+        tables[WAITING] = ()
     if "torch.utils._cxx_pytree" in imported:
         arrived = {entry.key: entry for entry in after.tables[OPTREE]}
         tables[OPTREE] += tuple(
@@ -139,6 +160,16 @@ def _moved(pending: Entry, arrived: Mapping[Any, Entry]) -> Entry:
     if key in arrived and arrived[key].parts[1] is flatten:
         return arrived[key]
     return Entry(key, pending.cls, (pending.cls, flatten))
+
+
+def _delivered(waiting: Entry, arrived: Iterable[Entry]) -> Entry:
+    """Return a recipe that waited as it looks in optree, where our functions are bound to it."""
+    key = ("yobx_flatten", waiting.cls)
+    (recipe,) = waiting.parts
+    for entry in arrived:
+        if entry.key == key and entry.parts[1].args == (recipe,):
+            return entry
+    return Entry(key, waiting.cls, (waiting.cls, recipe))
 
 
 def _registered_by_its_import(cls: type, imported: frozenset[str]) -> bool:

@@ -272,3 +272,26 @@ def keep(before) -> Callable[[], None]:
 def test_what_a_fixture_undoes_is_no_leak(keep):
     """The check comes last, after the fixtures of the test have cleaned up."""
     assert Point in pytree.SUPPORTED_NODES
+
+
+OUR_LEAK = "yobx_flatten.register_class_flattening(Point, flatten, unflatten, None, backends=('optree', 'jax'))"
+OURS = "import yobx_flatten, yobx_flatten.registry"
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ((OURS, OUR_LEAK), {registry_snapshot.WAITING, registry_snapshot.JAX}),
+        ((OURS, "import optree, jax", OUR_LEAK), {registry_snapshot.OPTREE, registry_snapshot.JAX}),
+        ((OURS, OUR_LEAK, "import optree, jax"), {registry_snapshot.OPTREE, registry_snapshot.JAX}),
+        ((OURS, OUR_LEAK, "yobx_flatten.unregister_class_flattening(Point)", "import optree, jax"), set()),
+        ((OURS, OUR_LEAK, "before = registry_snapshot.take()", "import optree, jax"), set()),
+    ],
+    ids=["waiting", "delivered", "waiting and delivered", "taken back", "delivered by an import"],
+)
+def test_a_class_left_with_optree_or_jax_is_found(lines, found):
+    """Whether it waits for the library or was delivered; the delivery itself is no change."""
+    for library in ("optree", "jax"):
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    changes = in_a_fresh_process(*lines).splitlines()
+    assert {change.partition(": tests.")[0] for change in changes} == found

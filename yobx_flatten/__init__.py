@@ -11,8 +11,30 @@ caches of transformers, too, and one program serves all lengths::
 
 from __future__ import annotations
 
+# flatten functions from the names of attributes
+from .codegen import functions_from_fields
+
+# write a node the way JAX does
+from .decorators import (
+    pytree_dataclass,
+    register,
+    register_pytree_node,
+    register_pytree_node_class,
+    register_pytree_with_keys,
+    register_pytree_with_keys_class,
+    static_field,
+)
+
 # what a thing is made of, in one line
 from .describe import string_type
+
+# what is wrong with an object, an example, an error, a recipe
+from .diagnose.conformance import check_recipe
+from .diagnose.drawing import Drawing, DrawingRow, explain
+from .diagnose.export_errors import Explanation, explain_error
+from .diagnose.inputs import Finding, Findings, check_inputs
+from .diagnose.opaque import Unregistered, find_unregistered
+from .diagnose.spec_diff import Difference, compare_specs
 
 # what can go wrong
 from .errors import (
@@ -55,8 +77,14 @@ from .huggingface.outputs import (
     unflatten_base_model_output,
 )
 
+# the leaves of a thing, with what its axes mean
+from .leaf import Leaf, leaves
+
 # the Flattening List
 from .listing import FlatteningRow, flattening_list
+
+# classes that another library knows
+from .mirror import mirror
 from .replay import Case, CaseResult
 from .report import ExportReport
 
@@ -81,6 +109,7 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "register_class_flattening",
     "unregister_class_flattening",
     "make_flattening_function_for_dataclass",
+    "functions_from_fields",
     "register_cache_flattening",
     "unregister_cache_flattening",
     "register_flattening_functions",
@@ -88,6 +117,16 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "WRONG_REGISTRATIONS",
     "flattening_list",
     "FlatteningRow",
+    # write a node the way JAX does
+    "register",
+    "register_pytree_node",
+    "register_pytree_node_class",
+    "register_pytree_with_keys",
+    "register_pytree_with_keys_class",
+    "pytree_dataclass",
+    "static_field",
+    # classes that another library knows
+    "mirror",
     # export with proof
     "export_program",
     "export_onnx",
@@ -119,6 +158,22 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "unflatten_base_model_output",
     # what a thing is made of
     "string_type",
+    "leaves",
+    "Leaf",
+    # diagnose: what is wrong with an object, an example, an error, a recipe
+    "find_unregistered",
+    "Unregistered",
+    "explain",
+    "Drawing",
+    "DrawingRow",
+    "check_inputs",
+    "Findings",
+    "Finding",
+    "explain_error",
+    "Explanation",
+    "compare_specs",
+    "Difference",
+    "check_recipe",
     # what can go wrong
     "FlattenError",
     "InvalidArgumentError",

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from .diagnose.contents import Layouts, class_name
+from .diagnose.opaque import torch_leaves
+from .diagnose.remedies import remedy_for
 from .errors import DynamicShapesError, InvalidArgumentError, NotRegisteredError, describe_class
-from .registry import REGISTRY
 from .replay import Case
-from .tree import key_name, node_of
 
-__all__ = ["check_arguments", "check_cases", "explain_leaf", "shapes_by_name"]
+__all__ = ["check_arguments", "check_cases", "did_you_mean", "explain_leaf", "inputs_by_name", "shapes_by_name"]
 
 _EXAMPLE = '\n    export_program(module, (x,), {"y": y})'
 
@@ -44,10 +46,42 @@ def check_arguments(module: Any, args: Any, kwargs: Any) -> None:
     try:
         signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
+        unknown = [name for name in kwargs or {} if name not in signature.parameters]
         raise InvalidArgumentError(
             f"{type(module).__qualname__}.forward cannot be called with these args and kwargs: {error}. Its parameters "
-            f"are {', '.join(signature.parameters)}."
+            f"are {', '.join(signature.parameters)}.{did_you_mean(unknown, signature.parameters)}"
         ) from None
+
+
+def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """A sentence that proposes names for misspelt ones, or nothing.
+
+    >>> did_you_mean(["attention_masks"], ["input_ids", "attention_mask"])
+    " Did you mean 'attention_mask'?"
+    """
+    names = list(known)
+    close = [match for name in unknown for match in difflib.get_close_matches(name, names, n=1)]
+    return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
+
+
+def inputs_by_name(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """All inputs by the name that ``forward`` gives them, in the order of its parameters.
+
+    Returns:
+        ``args`` and ``kwargs`` themselves, under these names, where the names of ``forward`` are not known or do not
+        fit.
+    """
+    kwargs = kwargs or {}
+    if isinstance(module, torch.nn.Module):
+        try:
+            bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+        except (TypeError, ValueError):
+            bound = None
+        if bound is not None:
+            swallowed = {p.name for p in bound.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD}
+            named = {name: value for name, value in bound.arguments.items() if name not in swallowed}
+            return {**named, **{name: value for name, value in kwargs.items() if name not in named}}
+    return {**({"args": args} if args else {}), **({"kwargs": dict(kwargs)} if kwargs else {})}
 
 
 def check_cases(cases: Iterable[Any]) -> list[Case]:
@@ -98,23 +132,14 @@ def explain_leaf(inputs: Mapping[str, Any], refusal: str) -> NotRegisteredError 
         inputs: by parameter name.
         refusal: what ``torch.export`` says, which names the class and neither place nor remedy.
     """
-    for path, leaf in _leaves(inputs, ()):
-        if str(type(leaf)) in refusal:
-            cls = type(leaf)
-            remedy = REGISTRY.remedy(cls) or (
-                f"register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
-            )
-            return NotRegisteredError(
-                f"{'.'.join(path)} is a {describe_class(cls)}, which torch does not know how to flatten. Register it "
-                f"first:\n    {remedy}"
-            )
+    layouts = Layouts()
+    for name, value in inputs.items():
+        for path, leaf in torch_leaves(value, name):
+            if str(type(leaf)) in refusal:
+                remedy = remedy_for(type(leaf), leaf, layouts)
+                line = remedy.line.replace("\n", "\n    ")
+                return NotRegisteredError(
+                    f"{path} is a {class_name(type(leaf))}, which torch does not know how to flatten. "
+                    f"{remedy.advice}:\n    {line}"
+                )
     return None
-
-
-def _leaves(obj: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    node = node_of(obj)
-    if node is None:
-        yield path, obj
-        return
-    for key, child in zip(node.keys, node.children, strict=True):
-        yield from _leaves(child, (*path, key_name(key)))

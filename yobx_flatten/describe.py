@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import SUPPORTED_NODES
 
 __all__ = ["string_type"]
@@ -300,7 +299,7 @@ def _tensor(writer: _Writer, obj: Any) -> str:
     place = ("C" if obj.device.type in ("cpu", "meta") else "G") if writer.device else ""
     text = place + _array_text(writer, "F" if fake else "T", code, obj.shape)
     # Reading a value inside a trace fails, or leaves a node in the graph.
-    tracing = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    tracing = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     if not writer.values or fake or obj.is_meta or tracing:
         return text
     return text + _values(writer, _torch_values, obj)

@@ -27,6 +27,7 @@ import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
+from . import onnx_operators
 from .arguments import check_arguments, check_cases, explain_leaf, shapes_by_name
 from .errors import FlattenError, MissingDependencyError, ReplayError
 from .huggingface.cases import cache_name
@@ -282,7 +283,7 @@ class _Export:
         inputs = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
         results = [spec for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
         self.report.input_names = _named(self.input_leaves, inputs)
-        self.report.output_names = _named(output_names(outputs), results)
+        self.report.output_names = _named(output_names(outputs, self.input_leaves), results)
         return program
 
     def replay_program(self, program: ExportedProgram, cases: Iterable[Case] | None) -> list[Case]:
@@ -294,14 +295,16 @@ class _Export:
                 outputs = module(*args, **clone(dict(kwargs)))
             leaves = pytree.tree_leaves(outputs)
             self.last_cache = getattr(outputs, self.cache_is, None)
-            return dict(zip(output_names(outputs), leaves, strict=True))
+            return dict(zip(output_names(outputs, self.input_leaves), leaves, strict=True))
 
         def feed_back(kwargs: Mapping[str, Any], outputs: dict[str, Any]) -> Mapping[str, Any]:
             return {**kwargs, self.cache_is: self.last_cache}
 
         for case in chosen:
             logger.info("replaying %s with torch.export", case.name)
-            self.report.cases.append(replay("torch.export", run, self.module, case, _following(), feed_back))
+            self.report.cases.append(
+                replay("torch.export", run, self.module, case, _following(), feed_back, taken=self.input_leaves)
+            )
         return chosen
 
     def choose_cases(self, cases: Iterable[Case] | None) -> Sequence[Case]:
@@ -330,7 +333,7 @@ class _Export:
         try:
             with _without_noise():
                 converted = torch.onnx.export(
-                    program,
+                    onnx_operators.without_complex_unsqueeze(program),
                     input_names=self.report.input_names,
                     output_names=self.report.output_names,
                     opset_version=opset_version,
@@ -353,10 +356,10 @@ class _Export:
 
     def translations(self, program: ExportedProgram) -> dict[Any, Any]:
         if not self.patches["patch_transformers"]:
-            return {}
+            return onnx_operators.translations()
         from .huggingface.tracing import onnx_translations
 
-        return onnx_translations(program)
+        return {**onnx_operators.translations(), **onnx_translations(program)}
 
     def replay_onnx(self, path: pathlib.Path, cases: Sequence[Case]) -> None:
         import onnxruntime
@@ -374,7 +377,7 @@ class _Export:
         def feed_back(kwargs: Mapping[str, Any], outputs: dict[str, Any]) -> Mapping[str, Any]:
             leaves, spec = pytree.tree_flatten(dict(kwargs))
             own = [
-                outputs.get("present" + name.removeprefix(self.cache_is), leaf)
+                _like(leaf, outputs.get("present" + name.removeprefix(self.cache_is), leaf))
                 if name.startswith(f"{self.cache_is}.")
                 else leaf
                 for name, leaf in zip(leaf_names(dict(kwargs)), leaves, strict=True)
@@ -383,7 +386,9 @@ class _Export:
 
         for case in cases:
             logger.info("replaying %s with onnxruntime", case.name)
-            self.report.cases.append(replay("onnxruntime", run, self.module, case, _following(), feed_back))
+            self.report.cases.append(
+                replay("onnxruntime", run, self.module, case, _following(), feed_back, taken=self.input_leaves)
+            )
 
     def finish(self, program: ExportedProgram, path: pathlib.Path | None) -> ExportedModel:
         if not self.report.ok:
@@ -442,6 +447,11 @@ def _following() -> Any:
     from .huggingface.cases import next_inputs
 
     return next_inputs
+
+
+def _like(given: Any, found: Any) -> Any:
+    """What came out of a graph in place of an input: a counter is a number again, not a tensor without axes."""
+    return int(found) if type(given) is int else found
 
 
 def _to_numpy(leaf: Any) -> Any:

@@ -71,6 +71,12 @@ class ExportHook:
             for number, protocol in pytree._SUPPORTED_PROTOCOLS.items()
         ]
 
+    @property
+    def active(self) -> bool:
+        """Whether somebody's exports are wrapped at present."""
+        with self._lock:
+            return bool(self._supports)
+
     def acquire(self, support: TraceSupport | None) -> None:
         """Open: exports from now on are wrapped, with ``support`` if given."""
         if support is not None:
@@ -143,6 +149,7 @@ class ExportHook:
             args, kwargs = _without_slices(args), _without_slices(kwargs)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(_duck_shapes_off())
+                stack.enter_context(_plain_attention())
                 for support in supports:
                     args, kwargs = support.prepare(args), support.prepare(kwargs)
                     stack.enter_context(support.traceable())
@@ -160,6 +167,17 @@ def _without_slices(tree: Any) -> Any:
     if not any(map(_is_slice, pytree.tree_leaves(tree))):
         return tree
     return pytree.tree_map(lambda leaf: leaf.contiguous() if _is_slice(leaf) else leaf, tree)
+
+
+def _plain_attention() -> contextlib.AbstractContextManager[None]:
+    """Trace the attention with the strides of its plain kernel, those that every other kernel's callers may rely on.
+
+    The attention stays one operator, but a ``contiguous`` behind it is dropped where the CPU's fused kernel happens to
+    return strides that make it needless. The ONNX exporter then cannot view the result ("Cannot view a tensor with
+    shape", T5 and AFMoE in torch 2.13). The fused kernel also asks whether there is one row
+    (https://github.com/pytorch/pytorch/issues/180202).
+    """
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def _is_slice(leaf: Any) -> bool:
@@ -209,10 +227,7 @@ class _RememberingProgram(ExportedProgram):
         attention = torch.ops.aten.scaled_dot_product_attention.default
         if decomp_table is None or attention in decomp_table:
             return super().run_decompositions(decomp_table, *args, **kwargs)
-        # The attention stays one operator, but a `contiguous` behind it is dropped where the CPU's fused kernel happens
-        # to return strides that make it needless. The ONNX exporter then cannot view the result ("Cannot view a tensor
-        # with shape", T5 in torch 2.13). The plain kernel has the strides that every other one may rely on.
-        with sdpa_kernel(SDPBackend.MATH):
+        with _plain_attention():
             return super().run_decompositions(decomp_table, *args, **kwargs)
 
 

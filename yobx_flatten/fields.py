@@ -1,41 +1,48 @@
-"""Flatten functions read off a class: dataclasses by their fields, mapping-like classes by ``keys`` and ``values``."""
+"""Flatten functions read off a class that says by itself what it holds.
+
+=====================================  ================================  ===============================================
+class                                  children                          static part
+=====================================  ================================  ===============================================
+pydantic model                         fields, extra values, private     fields whose ``json_schema_extra`` says so, and
+                                       attributes                        which were set
+``tree_flatten``/``tree_unflatten``    as the author says                as the author says
+attrs class                            attributes                        those whose metadata says ``static``
+mapping-like: ``keys()``/``values()``  values                            keys
+dataclass, of flax, equinox, chex too  fields                            those whose metadata says ``static``, or flax's
+                                                                         ``pytree_node=False``
+``__slots__`` and no ``__dict__``      slots
+=====================================  ================================  ===============================================
+
+None of these libraries is imported: the classes carry marks.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import operator
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch.utils._pytree import GetAttrKey, MappingKey
+from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, is_namedtuple_class
 
+from .codegen import checked, functions_from_fields, name_functions
 from .errors import InvalidRegistrationError, describe_class
-from .recipe import Flatten, FlattenWithKeys, Unflatten, require_class
+from .keys import torch_key
+from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_class
 
-__all__ = ["functions_of", "is_mapping_like", "snake_case"]
+__all__ = ["functions_of", "is_mapping_like", "recipe_of"]
 
-
-def snake_case(name: str) -> str:
-    """Spell a class name as a function name.
-
-    >>> snake_case("HiddenState"), snake_case("BaseModelOutput"), snake_case("_Private")
-    ('hidden_state', 'base_model_output', '_private')
-    """
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-
-
-def is_mapping_like(cls: type) -> bool:
-    """Tell whether instances list their content by ``keys()`` and ``values()``."""
-    return all(callable(getattr(cls, name, None)) for name in ("keys", "values"))
+_Functions = tuple[Flatten, FlattenWithKeys, Unflatten]
 
 
 def functions_of(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
-    """Make the flatten, keyed flatten and unflatten functions of a dataclass or a mapping-like class.
+    """Make the flatten, keyed flatten and unflatten functions of a class that says by itself what it holds.
 
     Args:
-        cls: a class with ``keys()`` and ``values()`` (a ``dict`` subclass, a ``ModelOutput``), or a dataclass. A field
-            declared with ``dataclasses.field(metadata={"static": True})`` becomes static data.
+        cls: a dataclass (flax, chex and equinox write dataclasses, too), an attrs class, a pydantic model, a class with
+            ``keys()`` and ``values()`` (a ``dict`` subclass, a ``ModelOutput``), one with JAX's ``tree_flatten()`` and
+            ``tree_unflatten()``, or one with nothing but ``__slots__``. A field declared with
+            ``metadata={"static": True}`` becomes static data. What an instance holds beside its fields does not come
+            back; no constructor is called.
 
     Returns:
         The three functions, named ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``.
@@ -44,23 +51,56 @@ def functions_of(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
         InvalidRegistrationError: for any other class.
     """
     require_class(cls, "make_flattening_function_for_dataclass")
-    if is_mapping_like(cls):
-        functions = _mapping_functions(cls)
-    elif dataclasses.is_dataclass(cls):
-        functions = _dataclass_functions(cls)
-    else:
-        raise InvalidRegistrationError(
-            f"make_flattening_function_for_dataclass: {describe_class(cls)} is neither a dataclass nor has keys() and "
-            "values(). Write the three functions yourself:\n"
-            f"    register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
-        )
-    for prefix, function in zip(("flatten", "flatten_with_keys", "unflatten"), functions, strict=True):
-        function.__name__ = function.__qualname__ = f"{prefix}_{snake_case(cls.__name__)}"
-        function.__doc__ = f"{prefix} for {cls.__qualname__}"
-    return functions
+    if is_namedtuple_class(cls):
+        raise InvalidRegistrationError(_about_namedtuples(cls))
+    for fits, read in _READERS:
+        if fits(cls):
+            return name_functions(cls, read(cls))
+    raise InvalidRegistrationError(
+        f"make_flattening_function_for_dataclass: {describe_class(cls)} is neither a dataclass nor has keys() and "
+        "values(), nor is it an attrs class, a pydantic model, or a class with tree_flatten() and tree_unflatten() or "
+        "nothing but __slots__. Write the three functions yourself:\n"
+        f"    register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
+    )
 
 
-def _mapping_functions(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
+def recipe_of(cls: type) -> Recipe:
+    """Make a recipe of a class that says by itself what it holds; see :func:`functions_of`."""
+    flatten, flatten_with_keys, unflatten = functions_of(cls)
+    return Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys)
+
+
+def is_mapping_like(cls: type) -> bool:
+    """Tell whether instances list their content by ``keys()`` and ``values()``."""
+    return all(callable(getattr(cls, name, None)) for name in ("keys", "values"))
+
+
+def _is_static(metadata: Mapping[Any, Any]) -> bool:
+    # `pytree_node` is flax's word; equinox and JAX say `static`, as we do
+    return bool(metadata.get("static", False)) or metadata.get("pytree_node", True) is False
+
+
+def _by_metadata(cls: type, fields: Iterable[Any]) -> _Functions:
+    metadata = {field.name: field.metadata for field in fields}
+    static_names = [name for name in metadata if _is_static(metadata[name])]
+    return functions_from_fields(cls, [name for name in metadata if name not in static_names], static_names)
+
+
+def _dataclass_functions(cls: type) -> _Functions:
+    return _by_metadata(cls, dataclasses.fields(cls))
+
+
+def _attrs_functions(cls: type) -> _Functions:
+    # by the name of the attribute: `_x` is passed to the constructor as `x`, but that is not called
+    return _by_metadata(cls, cls.__attrs_attrs__)  # type: ignore[attr-defined] # attrs writes it
+
+
+def _is_mapping(cls: type) -> bool:
+    # chex writes dataclasses with the methods of a mapping; their fields say more
+    return is_mapping_like(cls) and (issubclass(cls, dict) or not dataclasses.is_dataclass(cls))
+
+
+def _mapping_functions(cls: type) -> _Functions:
     rebuild: Callable[[zip[tuple[Any, Any]]], Any]
     if issubclass(cls, dict) and not dataclasses.is_dataclass(cls):
         rebuild = cls  # any hashable key, not only names
@@ -82,40 +122,112 @@ def _mapping_functions(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
     return flatten, flatten_with_keys, unflatten
 
 
-def _dataclass_functions(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
-    fields = dataclasses.fields(cls)
-    names = [f.name for f in fields if not f.metadata.get("static", False)]
-    static_names = [f.name for f in fields if f.metadata.get("static", False)]
-    read_children, read_static = _reader(names), _reader(static_names)
-    path = [GetAttrKey(name) for name in names]
+def _is_written_for_jax(cls: type) -> bool:
+    return hasattr(cls, "tree_unflatten") and (hasattr(cls, "tree_flatten") or hasattr(cls, "tree_flatten_with_keys"))
+
+
+def _jax_functions(cls: Any) -> _Functions:
+    """The methods of ``jax.tree_util.register_pytree_node_class``; their unflatten takes the static part first."""
+    plain, with_keys = getattr(cls, "tree_flatten", None), getattr(cls, "tree_flatten_with_keys", None)
+
+    def flatten(obj: Any) -> tuple[list[Any], Any]:
+        if plain is None:
+            pairs, static = flatten_with_keys(obj)
+            return [child for _, child in pairs], static
+        children, static = plain(obj)
+        return list(children), static
+
+    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        if with_keys is None:
+            children, static = flatten(obj)
+            return [(SequenceKey(i), child) for i, child in enumerate(children)], static
+        pairs, static = with_keys(obj)
+        return [(torch_key(key), child) for key, child in pairs], static
+
+    def unflatten(children: Iterable[Any], static: Any, output_type: type | None = None) -> Any:
+        return cls.tree_unflatten(static, tuple(children))
+
+    return flatten, flatten_with_keys, unflatten
+
+
+def _is_pydantic_model(cls: type) -> bool:
+    return hasattr(cls, "__pydantic_fields__") and hasattr(cls, "model_construct")
+
+
+def _pydantic_functions(cls: Any) -> _Functions:
+    """Fields, extra values and private attributes, without validation, as ``model_construct`` sets them."""
+    extras = {name: field.json_schema_extra for name, field in cls.__pydantic_fields__.items()}
+    static_names = [name for name, extra in extras.items() if isinstance(extra, dict) and _is_static(extra)]
+    names = [name for name in extras if name not in static_names]
+    is_root = cls.__pydantic_root_model__  # holds one field, and has no place for more
     set_field = object.__setattr__
 
     def flatten(obj: Any) -> tuple[list[Any], Any]:
-        return read_children(obj), [names, read_static(obj)] if static_names else names
+        state = obj.__dict__
+        extra = None if is_root else obj.__pydantic_extra__
+        private = None if is_root else obj.__pydantic_private__
+        static = {
+            "names": names,
+            "static": [checked(state[name], f"{cls.__qualname__}.{name}") for name in static_names],
+            "set": sorted(obj.__pydantic_fields_set__),
+            "extra": None if extra is None else list(extra),
+            "private": None if private is None else list(private),
+        }
+        return [*(state[name] for name in names), *(extra or {}).values(), *(private or {}).values()], static
 
     def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Any]:
         children, static = flatten(obj)
-        return list(zip(path, children, strict=True)), static
+        everything = [*names, *(static["extra"] or ()), *(static["private"] or ())]
+        return [(GetAttrKey(name), child) for name, child in zip(everything, children, strict=True)], static
 
     def unflatten(children: Iterable[Any], static: Any, output_type: type | None = None) -> Any:
-        # neither __init__ nor __post_init__: they may refuse the placeholders that a trace puts in, or compute anew
-        # what is already there; object.__setattr__ because the class may be frozen
-        obj: Any = object.__new__(cls)
-        for name, child in zip(names, children, strict=True):
-            set_field(obj, name, child)
-        if static_names:
-            for name, value in zip(static_names, static[1], strict=True):
-                set_field(obj, name, value)
+        given = dict(zip([*names, *(static["extra"] or ()), *(static["private"] or ())], children, strict=True))
+        given.update(zip(static_names, static["static"], strict=True))
+        obj = object.__new__(cls)
+        set_field(obj, "__dict__", {name: given[name] for name in extras})
+        set_field(obj, "__pydantic_fields_set__", set(static["set"]))
+        if not is_root:
+            for place in ("extra", "private"):
+                held = None if static[place] is None else {name: given[name] for name in static[place]}
+                set_field(obj, f"__pydantic_{place}__", held)
         return obj
 
     return flatten, flatten_with_keys, unflatten
 
 
-def _reader(names: list[str]) -> Callable[[Any], list[Any]]:
-    """Read several attributes at once: attrgetter does it in C, but returns a bare value for one name."""
-    if not names:
-        return lambda obj: []
-    read = operator.attrgetter(*names)
-    if len(names) == 1:
-        return lambda obj: [read(obj)]
-    return lambda obj: list(read(obj))
+def _slots_of(cls: type) -> list[str]:
+    """The slots of a class and of its bases, as they are spelt in the instance; bases come first."""
+    found = []
+    for base in reversed(cls.__mro__):
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return [name for name in dict.fromkeys(found) if name != "__weakref__"]
+
+
+def _has_only_slots(cls: type) -> bool:
+    return cls.__dictoffset__ == 0 and cls.__itemsize__ == 0 and bool(_slots_of(cls))
+
+
+def _slots_functions(cls: type) -> _Functions:
+    return functions_from_fields(cls, _slots_of(cls))
+
+
+def _about_namedtuples(cls: type) -> str:
+    return (
+        f"make_flattening_function_for_dataclass: {describe_class(cls)} is a named tuple, which torch, optree and JAX "
+        "take apart by themselves, whatever is registered. Only torch.export.save wants a name for it:\n"
+        f'    torch.utils._pytree._register_namedtuple({cls.__qualname__}, serialized_type_name="...")'
+    )
+
+
+# The first row that fits is used: what an author wrote for the purpose comes before what a library wrote.
+_READERS: tuple[tuple[Callable[[type], bool], Callable[[type], _Functions]], ...] = (
+    (_is_pydantic_model, _pydantic_functions),
+    (_is_written_for_jax, _jax_functions),
+    (lambda cls: hasattr(cls, "__attrs_attrs__"), _attrs_functions),
+    (_is_mapping, _mapping_functions),
+    (dataclasses.is_dataclass, _dataclass_functions),
+    (_has_only_slots, _slots_functions),
+)

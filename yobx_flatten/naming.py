@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from .huggingface.cases import CACHE_NAMES
@@ -39,14 +40,21 @@ def leaf_names(tree: Any, renamed: dict[str, str] | None = None) -> list[str]:
     return names
 
 
-def output_names(outputs: Any) -> list[str]:
+def output_names(outputs: Any, taken: Collection[str] = ()) -> list[str]:
     """Name every leaf of a module's outputs.
+
+    Args:
+        outputs: nested outputs.
+        taken: names of inputs. An output of the same name is called ``output.<name>``, since a name means one thing in
+            an ONNX graph (Qwen2Audio returns the attention mask that it was given).
 
     >>> output_names(3), output_names((1, 2)), output_names({"logits": 1, "past_key_values": [2]})
     (['output'], ['output.0', 'output.1'], ['logits', 'present.0'])
+    >>> output_names({"logits": 1, "attention_mask": 2}, ["input_ids", "attention_mask"])
+    ['logits', 'output.attention_mask']
     """
     # what tools for generation call the cache that comes out
     names = leaf_names(outputs, dict.fromkeys(CACHE_NAMES, "present"))
     if isinstance(outputs, (tuple, list)):
         return [f"output.{name}" for name in names]
-    return [name or "output" for name in names]
+    return [f"output.{name}" if name in taken else name or "output" for name in names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -78,7 +79,13 @@ class Recipe:
 
     def same_functions(self, other: Recipe) -> bool:
         """Tell whether both recipes do the same, so that registering one after the other changes nothing."""
-        return (self.flatten, self.unflatten, _given(self)) == (other.flatten, other.unflatten, _given(other))
+        mine, theirs = (self.flatten, self.unflatten, _given(self)), (other.flatten, other.unflatten, _given(other))
+        return all(map(_same_function, mine, theirs))
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether the author named the children; they are numbered otherwise."""
+        return _given(self) is not None
 
 
 def require_class(target: object, function: str = "register_class_flattening") -> None:
@@ -92,12 +99,20 @@ def require_class(target: object, function: str = "register_class_flattening") -
     )
 
 
-def require_callable(target: type, argument: str, function: object, arity: int) -> None:
+def require_callable(
+    target: type,
+    argument: str,
+    function: object,
+    arity: int,
+    *,
+    caller: str = "register_class_flattening",
+    needed: str | None = None,
+) -> None:
     """Refuse a function that cannot take the arguments it will be called with."""
-    needed = ("()", "(obj)", "(children, static)")[arity]
+    needed = needed or ("()", "(obj)", "(children, static)")[arity]
     if not callable(function):
         raise InvalidRegistrationError(
-            f"register_class_flattening({target.__qualname__}): {argument} must be a function {needed}, found "
+            f"{caller}({target.__qualname__}): {argument} must be a function {needed}, found "
             f"{describe_class(function)}."
         )
     try:
@@ -108,9 +123,14 @@ def require_callable(target: type, argument: str, function: object, arity: int) 
         signature.bind(*range(arity))
     except TypeError as error:
         raise InvalidRegistrationError(
-            f"register_class_flattening({target.__qualname__}): {argument} is called as f{needed}, but its signature "
+            f"{caller}({target.__qualname__}): {argument} is called as f{needed}, but its signature "
             f"is {signature} ({error})."
         ) from None
+
+
+def _same_function(one: object, other: object) -> bool:
+    # not `==` for everything: the registry asks while it holds its lock, and a callable object may define `__eq__`
+    return one is other or (isinstance(one, types.MethodType) and one == other)
 
 
 def _given(recipe: Recipe) -> FlattenWithKeys | None:

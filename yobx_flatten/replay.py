@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -88,6 +88,8 @@ def replay(
     case: Case,
     following: Next,
     feed_back: Callable[[Mapping[str, Any], dict[str, Any]], Mapping[str, Any]],
+    *,
+    taken: Collection[str] = (),
 ) -> CaseResult:
     """Run one case eagerly and by the program, and compare every output of every step.
 
@@ -98,6 +100,7 @@ def replay(
         case: the inputs.
         following: makes the next step's inputs from the eager outputs.
         feed_back: puts the program's own outputs in place of the eager cache in the next step's inputs.
+        taken: names of inputs, see :func:`.naming.output_names`.
 
     Returns:
         The differences, or why the case stopped.
@@ -115,7 +118,7 @@ def replay(
             reason = f"step {index}: {type(error).__name__}: {str(error).strip()[:500]}"
             return CaseResult(case.name, runtime, index, differences, seconds, reason)
         seconds += time.perf_counter() - start
-        wanted = dict(zip(output_names(eager), pytree.tree_leaves(eager), strict=True))
+        wanted = dict(zip(output_names(eager, taken), pytree.tree_leaves(eager), strict=True))
         for name, value in wanted.items():
             if value is None or isinstance(value, (bool, str)):
                 continue

@@ -1,17 +1,24 @@
-"""Does an object come back from flatten and unflatten as it went in? The check behind ``f_check``."""
+"""Does an object come back from flatten and unflatten as it went in? What ``f_check`` and ``check_recipe`` ask.
+
+Each check takes a recipe that is in force and a sample, and raises for one kind of difference.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from .errors import RoundTripError
+from .errors import RoundTripError, StaticDataError, describe_class
+from .hashable import hashable
 from .recipe import Recipe
 
-__all__ = ["check_round_trip"]
+__all__ = ["CHECKS", "check_round_trip"]
 
 
 def check_round_trip(recipe: Recipe, sample: Any) -> None:
@@ -24,10 +31,31 @@ def check_round_trip(recipe: Recipe, sample: Any) -> None:
     Raises:
         RoundTripError: naming the class, the function and the difference.
     """
-    name, cls = recipe.cls.__qualname__, recipe.cls
-    if type(sample) is not cls:
+    name = recipe.cls.__qualname__
+    if type(sample) is not recipe.cls:
         raise RoundTripError(f"f_check of {name} returned a {type(sample).__qualname__}; return an instance of {name}.")
-    children, static = _pair(name, "f_flatten", recipe.flatten(sample))
+    for check in CHECKS.values():
+        check(recipe, sample)
+
+
+# -- the checks ------------------------------------------------------------------------------------------------------
+
+
+def _check_no_tensors_in_static(recipe: Recipe, sample: Any) -> None:
+    """The static part holds neither tensors nor arrays: they change from call to call."""
+    _, static = _flatten(recipe, sample)
+    for found in _tensors_in(static):
+        raise RoundTripError(
+            f"{recipe.cls.__qualname__}: its tree spec cannot be stored in a saved program: Static data holds "
+            f"{describe_class(found)}, which cannot be stored with a tree spec. Return it among the children if it may "
+            "change between calls, otherwise store its name or its numbers."
+        )
+
+
+def _check_keys(recipe: Recipe, sample: Any) -> None:
+    """The keyed flatten gives the same children and static part, under keys that torch knows."""
+    name = recipe.cls.__qualname__
+    children, static = _flatten(recipe, sample)
     keyed, keyed_static = _pair(name, "f_flatten_with_keys", recipe.flatten_with_keys(sample))
     if not all(isinstance(item, tuple) and len(item) == 2 for item in keyed):
         raise RoundTripError(f"{name}: f_flatten_with_keys must return a list of (key, child) pairs first.")
@@ -43,10 +71,16 @@ def check_round_trip(recipe: Recipe, sample: Any) -> None:
             f"  f_flatten:           {len(children)} children, static {static!r}\n"
             f"  f_flatten_with_keys: {len(keyed)} children, static {keyed_static!r}"
         )
+
+
+def _check_rebuilt(recipe: Recipe, sample: Any) -> None:
+    """The rebuilt object is of the same class, holds the same children (no copies) and has an equal static part."""
+    name, cls = recipe.cls.__qualname__, recipe.cls
+    children, static = _flatten(recipe, sample)
     rebuilt = recipe.unflatten(list(children), static)
     if type(rebuilt) is not cls:
         raise RoundTripError(f"{name}: f_unflatten returned a {type(rebuilt).__qualname__} instead of a {name}.")
-    children_again, static_again = _pair(name, "f_flatten", recipe.flatten(rebuilt))
+    children_again, static_again = _flatten(recipe, rebuilt)
     if not _same(children_again, children):
         raise RoundTripError(
             f"{name}: the rebuilt object has other children than the original "
@@ -58,12 +92,50 @@ def check_round_trip(recipe: Recipe, sample: Any) -> None:
             f"{name}: the rebuilt object has another static part than the original.\n"
             f"  original: {static!r}\n  rebuilt:  {static_again!r}"
         )
-    _check_libraries(name, sample)
 
 
-def _check_libraries(name: str, sample: Any) -> None:
-    """The spec survives storage, and torch's C++ pytree sees the same leaves as its Python one."""
-    leaves, spec = pytree.tree_flatten(sample)
+def _check_no_tensors_made(recipe: Recipe, sample: Any) -> None:
+    """Unflatten makes no tensor: made in a trace, it would be a constant of the program.
+
+    See https://github.com/pytorch/pytorch/issues/179555: the constant is not found again by ``run_decompositions``.
+    """
+    children, static = _flatten(recipe, sample)
+    with _recorded() as operators:
+        recipe.unflatten(list(children), static)
+    if operators:
+        raise RoundTripError(
+            f"{recipe.cls.__qualname__}: f_unflatten calls {', '.join(operators)}. A tensor made there becomes a "
+            "constant of the program. Return it among the children, or make it where it is used."
+        )
+
+
+def _check_placeholders(recipe: Recipe, sample: Any) -> None:
+    """Unflatten takes whatever stands in the place of a tensor: torch.export puts shapes there, JAX bare objects."""
+    children, static = _flatten(recipe, sample)
+    placeholders = [object() if _is_leaf(child) else child for child in children]
+    try:
+        recipe.unflatten(placeholders, static)
+    except Exception as error:
+        raise RoundTripError(
+            f"{recipe.cls.__qualname__}: f_unflatten fails with placeholders in the place of the children "
+            f"({type(error).__name__}: {error}). Let it store the children as they are, without a look inside; what is "
+            "computed from them belongs into the static part."
+        ) from error
+
+
+def _check_hashable(recipe: Recipe, sample: Any) -> None:
+    """The static part hashes, or is made of lists, dicts and sets of what does: JAX keeps programs by it."""
+    _, static = _flatten(recipe, sample)
+    try:
+        hashable(static)
+    except StaticDataError as error:
+        raise RoundTripError(f"{recipe.cls.__qualname__}: {error}") from error
+
+
+def _check_stored(recipe: Recipe, sample: Any) -> None:
+    """The spec survives ``torch.export.save``."""
+    name = recipe.cls.__qualname__
+    spec = pytree.tree_structure(sample)
     try:
         stored = pytree.treespec_loads(pytree.treespec_dumps(spec))
     except Exception as error:
@@ -72,9 +144,33 @@ def _check_libraries(name: str, sample: Any) -> None:
         raise RoundTripError(
             f"{name}: its tree spec does not survive torch.export.save.\n  before: {spec}\n  after:  {stored}"
         )
+
+
+def _check_cpp(recipe: Recipe, sample: Any) -> None:
+    """The C++ pytree of torch sees the same leaves as its Python one, where it is in use."""
     cxx = sys.modules.get("torch.utils._cxx_pytree")
-    if cxx is not None and not _same(cxx.tree_leaves(sample), leaves):
+    if cxx is not None and not _same(cxx.tree_leaves(sample), pytree.tree_leaves(sample)):
+        name = recipe.cls.__qualname__
         raise RoundTripError(f"{name}: torch's C++ pytree and its Python pytree see different leaves.")
+
+
+CHECKS: dict[str, Callable[[Recipe, Any], None]] = {
+    "no tensors in the static part": _check_no_tensors_in_static,
+    "keyed equals plain": _check_keys,
+    "comes back the same": _check_rebuilt,
+    "unflatten makes no tensors": _check_no_tensors_made,
+    "placeholders are accepted": _check_placeholders,
+    "the spec can be stored": _check_stored,
+    "the static part hashes": _check_hashable,
+    "C++ agrees with Python": _check_cpp,
+}
+
+
+# -- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _flatten(recipe: Recipe, obj: Any) -> tuple[list[Any], Any]:
+    return _pair(recipe.cls.__qualname__, "f_flatten", recipe.flatten(obj))
 
 
 def _pair(name: str, function: str, result: Any) -> tuple[list[Any], Any]:
@@ -85,6 +181,47 @@ def _pair(name: str, function: str, result: Any) -> tuple[list[Any], Any]:
         f"{' of ' + str(len(result)) if isinstance(result, (tuple, list)) else ''}.\n"
         f"    return [obj.a, obj.b], None"
     )
+
+
+def _tensors_in(static: Any) -> Iterator[Any]:
+    numpy = sys.modules.get("numpy")
+    arrays = (torch.Tensor,) if numpy is None else (torch.Tensor, numpy.ndarray)
+    left, seen = [static], set()
+    while left:
+        value = left.pop()
+        if isinstance(value, arrays):
+            yield value
+        elif isinstance(value, (list, tuple, set, frozenset, dict)) and id(value) not in seen:
+            seen.add(id(value))
+            left += [*value, *value.values()] if isinstance(value, dict) else value
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch annotates it no further
+        self.operators: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators[f"torch.ops.{func}"] = None
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[dict[str, None]]:
+    # `with recorder:` also writes down, for the whole process, that a mode is on; two threads that do so at the same time
+    # leave that note behind (torch.utils._python_dispatch, torch 2.13)
+    recorder = _Recorder()
+    _push_mode(recorder)
+    try:
+        yield recorder.operators
+    finally:
+        _pop_mode()
+
+
+def _is_leaf(child: Any) -> bool:
+    return pytree._get_node_type(child) not in pytree.SUPPORTED_NODES
 
 
 def _difference(found: list[Any], expected: list[Any]) -> str:

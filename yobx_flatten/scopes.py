@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +15,7 @@ from .export_hook import EXPORT_HOOK, TraceSupport
 from .fields import functions_of
 from .patches import ImportHook
 from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_class
-from .registry import REGISTRY
+from .registry import REGISTRY, TORCH
 from .roundtrip import check_round_trip
 
 __all__ = [
@@ -38,6 +38,8 @@ def register_class_flattening(
     f_flatten_with_keys: FlattenWithKeys | None,
     f_check: Callable[[], Any] | None = None,
     verbose: int = 0,
+    *,
+    backends: str | Iterable[str] = TORCH,
 ) -> bool:
     """Tell torch how instances of one class come apart: its Python pytree, its C++ pytree and ``torch.fx``.
 
@@ -51,13 +53,19 @@ def register_class_flattening(
         f_check: makes an instance, which is taken apart and rebuilt at once; a difference undoes the registration. It
             may also check for itself and return ``None`` or ``True``; ``False`` means that it failed.
         verbose: 1 or more logs what is done (logger ``yobx_flatten``).
+        backends: which libraries to tell: ``"torch"`` (the three tables above), ``"optree"`` (its namespace
+            ``"yobx_flatten"``), ``"jax"``; ``"all"`` is every one of them that is installed. A library that is not
+            imported yet is told when it is.
 
     Returns:
         ``True`` if this call registered the class; ``False`` if it was registered already, by us with the same
-        functions or by somebody else, whose functions stay in force.
+        functions or by somebody else, whose functions stay in force. With several libraries, ``True`` if one of them
+        is new to the class.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class or a function cannot be called as needed.
+        InvalidArgumentError: when ``backends`` names an unknown library.
+        MissingDependencyError: when ``backends`` names a library that is not installed.
         AlreadyRegisteredError: when it is registered by us with other functions.
         RoundTripError: when the check finds a difference. Nothing is registered then.
 
@@ -78,10 +86,11 @@ def register_class_flattening(
     >>> unregister_class_flattening(Pair)
     """
     recipe = Recipe.from_functions(cls, f_flatten, f_unflatten, f_flatten_with_keys)
+    libraries = REGISTRY.libraries(backends, "register_class_flattening")
     if f_check is not None:
         require_callable(cls, "f_check", f_check, 0)
     with _log_level(verbose):
-        claim = REGISTRY.claim_for_user(recipe)
+        claim = REGISTRY.claim_for_user(recipe, libraries)
         if claim is None:
             logger.debug("%s is registered already", describe_class(cls))
             return False
@@ -97,6 +106,8 @@ def register_class_flattening(
 
 def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
     """Undo :func:`register_class_flattening`: every table is as it was before.
+
+    JAX alone cannot forget a class: it goes on taking instances apart as it did last.
 
     Args:
         cls: the class.
@@ -118,8 +129,10 @@ def make_flattening_function_for_dataclass(
     """Make the three functions that :func:`register_class_flattening` wants, for a class whose fields say it all.
 
     Args:
-        cls: a class with ``keys()`` and ``values()`` (a ``dict`` subclass, a ``ModelOutput``), or a plain dataclass. A
-            dataclass field with ``metadata={"static": True}`` becomes static data.
+        cls: a class with ``keys()`` and ``values()`` (a ``dict`` subclass, a ``ModelOutput``), a dataclass (flax, chex
+            and equinox write dataclasses, too), an attrs class, a pydantic model, one with JAX's ``tree_flatten`` and
+            ``tree_unflatten``, or one with nothing but ``__slots__``. A field with ``metadata={"static": True}``
+            becomes static data, and so does flax's ``pytree_node=False``.
         supported_classes: the class is added to this set.
 
     Returns:

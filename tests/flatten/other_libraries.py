@@ -52,8 +52,9 @@ def forget(*classes: type) -> None:
             entry for entry in pytree._cxx_pytree_pending_imports if entry[0][0] is not cls
         ]
         registry = sys.modules.get("optree.registry")
-        if registry is not None and ("torch", cls) in registry._NODETYPE_REGISTRY:
-            sys.modules["optree"].unregister_pytree_node(cls, namespace="torch")
+        for namespace in ("torch", "yobx_flatten"):
+            if registry is not None and (namespace, cls) in registry._NODETYPE_REGISTRY:
+                sys.modules["optree"].unregister_pytree_node(cls, namespace=namespace)
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ def test_an_object_that_torch_refuses_is_named_by_its_place_and_the_line_that_re
     """torch names the class only."""
     with pytest.raises(
         NotRegisteredError,
-        match=r"by\.deep\.1 is a .*Opaque, .*\n    register_class_flattening\(Opaque,",
+        match=r"by\['deep'\]\[1\] is a .*Opaque, .*\n    register_class_flattening\(Opaque,",
     ):
         export_program(Scale(), (X,), {"by": {"deep": [X, Opaque()]}})
 

@@ -123,6 +123,16 @@ def test_a_subclass_has_no_row():
     assert kind_of(OwnLayer) is None
 
 
+def test_a_class_without_a_row_is_noted_once(caplog):
+    """In the log, not in an error: its attributes speak for themselves."""
+    cls = type("NewLayer", (cache_utils.DynamicLayer,), {"__module__": __name__})
+    with caplog.at_level("DEBUG", logger="yobx_flatten"):
+        assert [kind_of(cls), kind_of(cls)] == [None, None]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"no row for {__name__}.NewLayer: taken apart by its attributes"
+    ]
+
+
 def test_a_class_of_the_same_name_elsewhere_has_no_row():
     """Names alone prove nothing."""
     assert kind_of(type("DynamicLayer", (cache_utils.DynamicLayer,), {"__module__": "elsewhere"})) is None

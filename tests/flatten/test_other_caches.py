@@ -1,7 +1,6 @@
 """Every other cache: subclasses of `Cache`, models' own, those that do not inherit it, and the user's."""
 
 import copy
-import importlib
 import subprocess
 import sys
 
@@ -11,108 +10,13 @@ from torch.utils import _pytree as pytree
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from tests.flatten.test_state import equal
+from tests.flatten.every_cache import CACHES, equal, filled, minimax, states, voxtral
 from yobx_flatten import register_flattening_functions
 from yobx_flatten.errors import StaticDataError
 
 pytestmark = pytest.mark.skipif(not hasattr(cache_utils, "KVSharingDict"), reason="cache classes of 5.23")
 
 
-def states(length=3, batch=2, dtype=torch.float32, device="cpu"):
-    shape = (batch, 2, length, 4)
-    return torch.ones(shape, dtype=dtype, device=device), torch.ones(shape, dtype=dtype, device=device)
-
-
-def of_model(module, name):
-    return getattr(importlib.import_module(f"transformers.models.{module}"), name)
-
-
-def filled(cache, **options):
-    for layer in range(2):
-        cache.update(*states(**options), layer)
-    return cache
-
-
-def mtp(**options):
-    return filled(cache_utils.MtpCache(), **options)
-
-
-def dflash(length=3, **options):
-    cache = filled(cache_utils.DFlashCache(), length=length, **options)
-    cache.set_previous_accepted_tokens(length - 1)
-    return cache
-
-
-def minimax(batch=2, dtype=torch.float32, device="cpu", length=3):
-    cache = filled(of_model("minimax.modeling_minimax", "MiniMaxCache")(), length=length, batch=batch, dtype=dtype)
-    cache.set_linear_cache(2, torch.ones(batch, 2, 4, 4, dtype=dtype))
-    return cache
-
-
-def shared(**options):
-    return cache_utils.KVSharingDict({"full": states(**options), "sliding": states(**options)})
-
-
-def xlstm(batch=2, dtype=torch.float32, length=3, device="cpu"):
-    config = of_model("xlstm.configuration_xlstm", "xLSTMConfig")(hidden_size=32, num_heads=2, num_hidden_layers=2)
-    cache = of_model("xlstm.modeling_xlstm", "xLSTMCache")(config, batch, dtype=dtype, device=device)
-    cache.seqlen_offset = length
-    return cache
-
-
-def mimi(batch=2, dtype=torch.float32, length=3, device="cpu"):
-    cache = of_model("mimi.modeling_mimi", "MimiConv1dPaddingCache")(2, [2, 3], ["constant", "replicate"], [4, 4])
-    cache.update(torch.ones(batch, 4, length, dtype=dtype), 0)
-    return cache
-
-
-def voxtral(batch=2, dtype=torch.float32, length=3, device="cpu"):
-    module = "voxtral_realtime.modeling_voxtral_realtime"
-    cache = of_model(module, "VoxtralRealtimeConv1dPaddingCache")()
-    convolution = torch.nn.Identity()
-    convolution.left_pad, convolution.in_channels = 2, 4
-    for key in ("conv1", "conv2"):
-        cache.update(torch.ones(batch, 4, length, dtype=dtype), key, convolution)
-    return cache
-
-
-def reformer(batch=2, dtype=torch.float32, length=3, device="cpu"):
-    cache = of_model("reformer.modeling_reformer", "ReformerDynamicCache")()
-    cache.update(None, torch.ones(batch, length, 4, dtype=dtype), 0)
-    cache.update(torch.ones(batch, 2, 1, length, dtype=torch.long), torch.ones(batch, length, 4, dtype=dtype), 1)
-    return cache
-
-
-def sam2_video(batch=2, dtype=torch.float32, length=3, device="cpu"):
-    cache = of_model("sam2_video.modeling_sam2_video", "Sam2VideoInferenceCache")()
-    x = torch.ones(length, batch, 4, dtype=dtype)
-    cache.cache_vision_features(0, {"vision_feats": [x, x + 1], "vision_pos_embeds": [x + 2]})
-    return cache
-
-
-def parakeet(batch=2, dtype=torch.float32, length=3, device="cpu"):
-    configuration = importlib.import_module("transformers.models.parakeet.configuration_parakeet")
-    name = "ParakeetRNNTConfig" if hasattr(configuration, "ParakeetRNNTConfig") else "ParakeetTDTConfig"
-    config = getattr(configuration, name)()
-    cache = of_model("parakeet.generation_parakeet", "ParakeetRNNTDecoderCache")(config)
-    size, layers = config.decoder_hidden_size, config.num_decoder_layers
-    state = torch.ones(layers, batch, size, dtype=dtype)
-    cache.update(torch.ones(batch, 1, size, dtype=dtype), state, state + 1)
-    return cache
-
-
-CACHES = {
-    "MtpCache": mtp,
-    "DFlashCache": dflash,
-    "MiniMaxCache": minimax,
-    "KVSharingDict": shared,
-    "xLSTMCache": xlstm,
-    "MimiConv1dPaddingCache": mimi,
-    "VoxtralRealtimeConv1dPaddingCache": voxtral,
-    "ReformerDynamicCache": reformer,
-    "Sam2VideoInferenceCache": sam2_video,
-    "ParakeetRNNTDecoderCache": parakeet,
-}
 every_cache = pytest.mark.parametrize("name", CACHES)
 
 
@@ -217,7 +121,7 @@ def test_a_users_layer_and_cache_come_back():
 def test_an_attribute_of_a_cache_that_cannot_be_stored_is_named():
     """Nothing is left out in silence."""
     cache = filled(NotedCache())
-    cache.callback = torch.nn.functional.gelu
+    cache.callback = lambda: 1
     with (
         register_flattening_functions(patch_transformers=True),
         pytest.raises(StaticDataError, match="'callback' holds"),

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from yobx_flatten.errors import AlreadyRegisteredError, NotRegisteredError
+from yobx_flatten.errors import (
+    AlreadyRegisteredError,
+    InvalidArgumentError,
+    MissingDependencyError,
+    NotRegisteredError,
+)
 from yobx_flatten.recipe import Recipe
 from yobx_flatten.registry import Registry
 
@@ -69,7 +74,7 @@ def shelves():
 
 @pytest.fixture
 def registry(shelves):
-    return Registry(shelves)
+    return Registry({"torch": shelves})
 
 
 def test_a_claimed_class_is_in_force_in_every_library(registry, shelves):
@@ -264,3 +269,141 @@ def test_a_recipe_cannot_be_changed():
     """A recipe is data: what is in force does not change under its holders."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe_for().name = "other"
+
+
+# Several libraries.
+
+
+@pytest.fixture
+def two_libraries():
+    shelves = {name: Shelf(name) for name in ("torch", "optree")}
+    return Registry({name: (shelf,) for name, shelf in shelves.items()}), shelves
+
+
+def test_a_user_chooses_the_libraries(two_libraries):
+    """Only the chosen one is told, and only it has a recipe in force."""
+    registry, shelves = two_libraries
+    recipe = recipe_for()
+    assert registry.claim_for_user(recipe, ("optree",)) is not None
+    assert [shelf.held for shelf in shelves.values()] == [{}, {Pair: recipe}]
+    assert (registry.recipe_in_force(Pair), registry.recipe_in_force(Pair, "optree")) == (None, recipe)
+
+
+def test_the_same_functions_reach_one_more_library(two_libraries):
+    """The second call claims what the first left out; one release by the user ends both."""
+    registry, shelves = two_libraries
+    registry.claim_for_user(recipe_for(), ("torch",))
+    claim = registry.claim_for_user(recipe_for(), ("torch", "optree"))
+    assert claim is not None
+    assert claim.libraries == ("optree",)
+    registry.release_user(Pair)
+    assert [shelf.held for shelf in shelves.values()] == [{}, {}]
+
+
+def test_a_library_of_others_does_not_keep_ours_out_of_the_rest(two_libraries):
+    """Theirs stays where it is; the other library gets ours."""
+    registry, shelves = two_libraries
+    shelves["optree"].held[Pair] = "theirs"
+    recipe = recipe_for()
+    registry.claim_for_user(recipe, ("torch", "optree"))
+    assert [shelf.held for shelf in shelves.values()] == [{Pair: recipe}, {Pair: "theirs"}]
+    registry.release_user(Pair)
+    assert [shelf.held for shelf in shelves.values()] == [{}, {Pair: "theirs"}]
+
+
+def test_other_functions_in_one_library_refuse_the_whole_call(two_libraries):
+    """Nothing is half-registered: the free library is not told, either."""
+    registry, shelves = two_libraries
+    registry.claim_for_user(recipe_for(), ("optree",))
+    with pytest.raises(AlreadyRegisteredError):
+        registry.claim_for_user(recipe_for(flatten=lambda obj: ([], 1)), ("torch", "optree"))
+    assert shelves["torch"].held == {}
+
+
+def test_a_second_library_that_fails_undoes_the_first(two_libraries):
+    """Where optree refuses, torch has what it had."""
+    registry, shelves = two_libraries
+    shelves["optree"].refuses = True
+    with pytest.raises(KeyboardInterrupt):
+        registry.claim_for_user(recipe_for(), ("torch", "optree"))
+    assert shelves["torch"].held == {}
+    assert registry.recipe_in_force(Pair) is None
+
+
+def test_a_block_and_a_user_in_another_library_do_not_meet(two_libraries):
+    """She has the class in optree, the block in torch; each goes by itself."""
+    registry, shelves = two_libraries
+    registry.claim_for_user(recipe_for(flatten=lambda obj: ([], 1)), ("optree",))
+    claim = registry.claim(recipe_for())
+    assert claim is not None
+    registry.release_user(Pair)
+    assert list(shelves["torch"].held) == [Pair]
+    registry.release(claim)
+    assert [shelf.held for shelf in shelves.values()] == [{}, {}]
+
+
+def test_libraries_are_chosen_by_name(two_libraries):
+    """One name, several in any order, or all; they are told in our order."""
+    registry, _ = two_libraries
+    chosen = [registry.libraries(names, "register") for names in ("optree", ("optree", "torch"), "all", ["all"])]
+    assert chosen == [("optree",), ("torch", "optree"), ("torch", "optree"), ("torch", "optree")]
+
+
+def test_an_unknown_library_is_refused(two_libraries):
+    """The message has the name, and those that are known."""
+    registry, _ = two_libraries
+    with pytest.raises(InvalidArgumentError) as caught:
+        registry.libraries(("torch", "numpy"), "register")
+    assert str(caught.value) == (
+        "register: backends names libraries out of 'torch', 'optree', or is 'all'; found the str 'numpy'.\n"
+        "    register(..., backends=('torch',))"
+    )
+
+
+def test_a_library_that_is_not_installed_is_refused_by_name(two_libraries, monkeypatch):
+    """Asked for by name it is missed; "all" means those that are there."""
+    registry, _ = two_libraries
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="which is not installed:\n    pip install optree"):
+        registry.libraries("optree", "register")
+    assert registry.libraries("all", "register") == ("torch", "optree")
+
+
+def test_the_base_of_an_unregistered_class_is_found():
+    """A base that the user registered, not one of a block, and not the class itself."""
+    registry = Registry({"torch": (Shelf("torch"),)})
+    sub = type("Sub", (type("Middle", (Pair,), {}),), {})
+    registry.claim(recipe_for(Other))
+    registry.claim_for_user(recipe_for())
+    found = [registry.registered_base(cls) for cls in (sub, Pair, type("OfOther", (Other,), {}))]
+    assert found == [Pair, None, None]
+
+
+class Comparing:
+    """A function of a user's that says whether a lock is held when she is asked to compare or to show it."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry, self.held = registry, []
+
+    def __call__(self, obj):
+        return [], None
+
+    def __eq__(self, other):
+        self.held.append(self.registry._lock._is_owned())
+        return NotImplemented
+
+    def __hash__(self):
+        return 0
+
+    def __repr__(self):
+        self.held.append(self.registry._lock._is_owned())
+        return "Comparing"
+
+
+def test_neither_eq_nor_repr_of_a_function_runs_under_the_lock(registry):
+    """Functions are compared by identity, and messages are written outside."""
+    one, other = Comparing(registry), Comparing(registry)
+    registry.claim_for_user(recipe_for(flatten=one))
+    with pytest.raises(AlreadyRegisteredError, match="Comparing instead of Comparing"):
+        registry.claim_for_user(recipe_for(flatten=other))
+    assert True not in one.held + other.held

@@ -147,7 +147,7 @@ def test_leaves_that_differ_in_the_cpp_pytree_are_found():
     recipe = recipe_for()
     cpp_only = recipe_for(flatten=lambda bag: ([], None))
     with in_force(recipe):
-        backend = REGISTRY._backends[1]
+        backend = REGISTRY._libraries["torch"][1]
         found = backend.read(Bag)
         backend.write(cpp_only)
         try:

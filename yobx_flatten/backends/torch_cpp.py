@@ -7,14 +7,13 @@ registered twice makes every later ``torch.compile`` of the process fail.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
 
 from ..recipe import Recipe
+from .optree_table import order_kept, register_again, registered, unregister
 
 __all__ = ["TorchCpp"]
 
@@ -39,7 +38,7 @@ class TorchCpp:
             return None
         with pytree._NODE_REGISTRY_LOCK:
             if pytree._cxx_pytree_imported:
-                return _registered(cls)
+                return registered(_NAMESPACE, cls)
             for place, entry in enumerate(pytree._cxx_pytree_pending_imports):
                 if entry[0][0] is cls:
                     return _Pending(place, entry)
@@ -60,13 +59,13 @@ class TorchCpp:
         with pytree._NODE_REGISTRY_LOCK:
             found = self.read(recipe.cls)
             if pytree._cxx_pytree_imported:
-                with _order_kept(found):
+                with order_kept(found):
                     if found is not None:
-                        sys.modules["optree"].unregister_pytree_node(recipe.cls, namespace=_NAMESPACE)
+                        unregister(_NAMESPACE, recipe.cls)
                     try:
                         _register(recipe.cls, recipe.flatten, recipe.unflatten)
                     except BaseException:
-                        _register_again(found)
+                        register_again(found)
                         raise
             else:
                 entry = (recipe.cls, recipe.flatten, recipe.unflatten), {"serialized_type_name": recipe.name}
@@ -80,59 +79,25 @@ class TorchCpp:
         cls = recipe.cls
         with pytree._NODE_REGISTRY_LOCK:
             if pytree._cxx_pytree_imported:
-                current = _registered(cls)
+                current = registered(_NAMESPACE, cls)
                 if current is not None and current.flatten_func is not recipe.flatten:
                     return  # somebody else registered the class after us
-                with _order_kept(found):
+                with order_kept(found):
                     if current is not None:
-                        sys.modules["optree"].unregister_pytree_node(cls, namespace=_NAMESPACE)
+                        unregister(_NAMESPACE, cls)
                     if isinstance(found, _Pending):
                         _register(*found.entry[0])
                     else:
-                        _register_again(found)
+                        register_again(found)
                 return
             place = _drop_pending(cls, recipe)
             if isinstance(found, _Pending) and self.read(cls) is None:
                 pytree._cxx_pytree_pending_imports.insert(found.place if place is None else place, found.entry)
 
 
-def _registered(cls: type) -> Any:
-    # there is no public way to ask optree for one class of one namespace
-    return _table().get((_NAMESPACE, cls))
-
-
-def _table() -> dict[Any, Any]:
-    return sys.modules["optree.registry"]._NODETYPE_REGISTRY  # type: ignore[no-any-return] # a dict
-
-
 def _register(cls: type, flatten: Any, unflatten: Any) -> None:
     # torch's own function: it turns the arguments of `unflatten` round, as optree wants them
     sys.modules["torch.utils._cxx_pytree"]._private_register_pytree_node(cls, flatten, unflatten)
-
-
-def _register_again(found: Any) -> None:
-    """Register what optree held before, with the very same functions."""
-    if found is not None:
-        sys.modules["optree"].register_pytree_node(
-            found.type,
-            found.flatten_func,
-            found.unflatten_func,
-            path_entry_type=found.path_entry_type,
-            namespace=_NAMESPACE,
-        )
-
-
-@contextlib.contextmanager
-def _order_kept(found: Any) -> Iterator[None]:
-    """Optree can only append; a class that was there before goes back to its place."""
-    table = _table()
-    order = list(table) if found is not None else []
-    try:
-        yield
-    finally:
-        if order and list(table) != order:
-            for key in [key for key in order if key in table] + [key for key in table if key not in order]:
-                table[key] = table.pop(key)
 
 
 def _drop_pending(cls: type, recipe: Recipe | None) -> int | None:

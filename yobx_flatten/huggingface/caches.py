@@ -13,6 +13,7 @@ sliding layers comes from:
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from torch.utils._pytree import MappingKey
 
 from ..errors import CacheStructureError, describe_class
-from .layers import kind_of
+from .layers import kind_of, kind_of_code
 from .layouts import flatten_layers, is_leaf_name, unflatten_layers
 
 __all__ = [
@@ -70,14 +71,14 @@ def unflatten_dynamic_cache(values: Iterable[Any], context: list[str], output_ty
     Returns:
         A cache that goes on generating as the original would.
     """
-    from transformers.cache_utils import DynamicCache, DynamicLayer
+    return new_cache(_dynamic_cache(), unflatten_layers(values, context), grows=True)
 
-    cache = new_cache(DynamicCache, unflatten_layers(values, context))
-    only_full = all(type(layer) is DynamicLayer for layer in cache.layers)
-    # A cache of full layers only may have been made to grow by one layer per layer of the model; one made from a
-    # configuration has all of them and never asks. Both are the same kind of cache to a program.
-    cache.layer_class_to_replicate = DynamicLayer if only_full else None
-    return cache
+
+@functools.cache
+def _dynamic_cache() -> Any:
+    from transformers.cache_utils import DynamicCache
+
+    return DynamicCache
 
 
 def flatten_static_cache(cache: Any) -> tuple[list[Any], list[str]]:
@@ -105,9 +106,7 @@ def unflatten_static_cache(values: Iterable[Any], context: list[str], output_typ
     """Put a ``StaticCache`` together around the given leaves, without copying them."""
     from transformers.cache_utils import StaticCache
 
-    cache = new_cache(StaticCache, unflatten_layers(values, context))
-    cache.layer_class_to_replicate = None
-    return cache
+    return new_cache(StaticCache, unflatten_layers(values, context), grows=False)
 
 
 def flatten_encoder_decoder_cache(cache: Any) -> tuple[list[Any], list[str]]:
@@ -171,6 +170,7 @@ _AXES: dict[str, dict[int, str]] = {
     "rnn_state": {0: "batch"},
     "position": {},
     "length": {},
+    "entry_count": {},  # numbers vary as they are
 }
 
 
@@ -230,10 +230,20 @@ def _with_keys(values: list[Any], names: list[str]) -> tuple[list[tuple[Any, Any
     return [(MappingKey(name), value) for name, value in zip(leaf_names, values, strict=True)], names
 
 
-def new_cache(cls: Any, layers: list[Any]) -> Any:
-    """Make a cache of the given layers, without its constructor."""
+def new_cache(cls: Any, layers: list[Any], *, grows: bool) -> Any:
+    """Make a cache of the given layers, without its constructor.
+
+    Args:
+        cls: its class.
+        layers: its layers.
+        grows: whether a cache of this class makes the layers it lacks, as long as all it has are full ones.
+    """
     cache = cls.__new__(cls)
-    cache.layers, cache.offloading = layers, False
+    # A cache of full layers only may have been made to grow by one layer per layer of the model; one made from a
+    # configuration has all of them and never asks. Both are the same kind of cache to a program.
+    full = kind_of_code("D")[0].cls
+    replicated = full if grows and set(map(type, layers)) <= {full} else None
+    cache.__dict__ = {"layers": layers, "layer_class_to_replicate": replicated, "offloading": False}
     return cache
 
 

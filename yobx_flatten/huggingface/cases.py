@@ -159,7 +159,7 @@ def decode_inputs(
         )
     config = model.config.get_text_config(decoder=True)
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
-    device = model.get_input_embeddings().weight.device
+    device = next(model.parameters()).device  # not of get_input_embeddings(): some models have several, or none
     generator = torch.Generator().manual_seed(seed)
 
     def given_or_random(name: str, given: torch.Tensor | None, length: int) -> torch.Tensor:
@@ -211,6 +211,10 @@ def decode_inputs(
             if "position_ids" in like:
                 prefill["position_ids"] = positions[:, past]
             cache = model(input_ids=tokens[:, past], use_cache=True, **{cache_is: fresh}, **prefill)
+            if getattr(cache, cache_is, None) is None and cache_is == "past_key_values":
+                # generate() always hands one over, and some models make none of their own (Granite4Vision)
+                fresh = _dynamic_cache(config)
+                cache = model(input_ids=tokens[:, past], use_cache=True, past_key_values=fresh, **prefill)
             made = {"input_ids": tokens[:, new], "attention_mask": mask, "position_ids": positions[:, new]}
     made[cache_is] = getattr(cache, cache_is)
     # what is not a tensor (use_cache=True, ...) is the caller's
@@ -240,7 +244,8 @@ def next_inputs(kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[
     following[ids_name] = torch.randint(0, outputs.logits.shape[-1], ids.shape, generator=generator).to(ids.device)
     mask_name = "decoder_attention_mask" if encoder_decoder else "attention_mask"
     if isinstance(kwargs.get(mask_name), torch.Tensor):
-        following[mask_name] = torch.cat([kwargs[mask_name], torch.ones_like(ids)], dim=1)
+        mask = kwargs[mask_name]
+        following[mask_name] = torch.cat([mask, mask.new_ones(ids.shape[:2])], dim=1)
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
         following["position_ids"] = kwargs["position_ids"] + ids.shape[1]
     return following
@@ -253,12 +258,19 @@ def _decoder_inputs(model: Any) -> tuple[str, ...]:
     return "input_ids", "attention_mask", "past_key_values"
 
 
+def _dynamic_cache(config: Any) -> Any:
+    from transformers.cache_utils import DynamicCache
+
+    takes_config = "config" in inspect.signature(DynamicCache.__init__).parameters  # not before 4.57
+    return DynamicCache(config=config) if takes_config else DynamicCache()
+
+
 def _fresh_cache(model: Any, example: Any) -> Any:
     """An empty static cache like the example's; ``None`` lets the model make its own."""
     if type(example).__name__ != "StaticCache":
         return None
     from transformers.cache_utils import StaticCache
 
-    longest = max(layer.max_cache_len for layer in example.layers)
+    longest = max(getattr(layer, "max_cache_len", 0) for layer in example.layers)  # a dummy layer has none
     cache_of = inspect.signature(StaticCache.__init__).parameters
     return StaticCache(**{"config": model.config, "max_cache_len": longest} if "config" in cache_of else {})

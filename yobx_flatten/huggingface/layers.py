@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from ..errors import CacheStructureError, UnsupportedLayerError, describe_class
+from .state import SIZES, Template
 
 __all__ = [
     "LETTERS",
@@ -40,7 +41,7 @@ __all__ = [
     "kind_of",
     "kind_of_code",
     "remember",
-    "window_tensor",
+    "window_tensors",
 ]
 
 # Marks a layer that was rebuilt around ``None``, which torch puts in for a while: it is not half-initialised.
@@ -74,19 +75,9 @@ OTHER_LETTERS = {
     "DummyLayer": "Z",
 }
 
-# A static layer derives these from its tensors when it is filled; which ones it has depends on the version.
-_DERIVED = {
-    "batch_size": lambda keys, values: keys.shape[0],
-    "max_batch_size": lambda keys, values: keys.shape[0],
-    "num_heads": lambda keys, values: keys.shape[1],
-    "head_dim": lambda keys, values: keys.shape[-1],
-    "k_head_dim": lambda keys, values: keys.shape[-1],
-    "v_head_dim": lambda keys, values: values.shape[-1],
-}
-
-# window and device -> the tensor that transformers 5 keeps beside the window (DDP gathers it). Remembered when a layer
+# window -> device -> the tensor that transformers 5 keeps beside the window (DDP gathers it). Remembered when a layer
 # is taken apart, because unflatten must not make tensors: inside a trace they become constants of the program.
-_WINDOW_TENSORS: dict[tuple[int, torch.device], torch.Tensor] = {}
+_WINDOW_TENSORS: dict[int, dict[torch.device, torch.Tensor]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,13 +112,6 @@ class LayerKind:
             return "cumulative_length_int"
         return "cumulative_length" if self.letter in "WX" else None
 
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """The attributes that the configuration fixes, and that differ between layers of the class."""
-        if self.letter == "W":
-            return ("sliding_window", "record_past") if self.has_recording else ("sliding_window",)
-        return ("max_cache_len",) if self.is_static else ()
-
     def code(self, layer: Any) -> str:
         """Return the letter and what the configuration fixes, ``W8`` for a window of 8.
 
@@ -159,24 +143,37 @@ class LayerKind:
             "layer.update(keys, values), or empty it with layer.reset()."
         )
 
-    def fixed(self, parameter: str) -> dict[str, Any]:
-        """Return the attributes of a filled layer that its configuration fixes.
+    def template(self, parameter: str, *, filled: bool, has_position: bool) -> Template:
+        """Say of every attribute what stands there, as of the layers without a row.
 
         Args:
             parameter: what stands behind the letter in the code.
+            filled: the layer holds keys and values.
+            has_position: it counts in a tensor; in a stored program that is as it was when it was stored.
         """
-        held: dict[str, Any] = {"is_initialized": True} if self.has_flag else {}
+        held: list[Any] = ["tensor"] if filled else ["fixed", None]
+        template: Template = {"keys": held, "values": held}
+        if self.has_flag:
+            template["is_initialized"] = ["fixed", filled]
         if self.letter == "W":
-            held["sliding_window"] = int(parameter.rstrip("r"))
+            template["sliding_window"] = ["fixed", int(parameter.rstrip("r"))]
             if self.has_recording:
-                held["record_past"] = parameter.endswith("r")
+                template["record_past"] = ["fixed", parameter.endswith("r")]
         elif self.is_static:
-            held["max_cache_len"] = int(parameter)
-        return held
+            template["max_cache_len"] = ["fixed", int(parameter)]
+        if filled:
+            if has_position:
+                template["cumulative_length"] = ["tensor"]
+            if self.counter is not None:
+                template[self.counter] = ["length"]
+            template |= {"dtype": ["dtype", 0], "device": ["device", 0]}
+            leaves = {"keys": 0, "values": 1}
+            template |= {name: ["shape", leaves[part], axis] for name, (part, axis) in self._sizes}
+        return template
 
-    def derived_attributes(self) -> list[tuple[str, Any]]:
-        """Return the attributes that a filled static layer takes from its tensors, and how."""
-        return [(name, _DERIVED[name]) for name in self.derived]
+    @property
+    def _sizes(self) -> list[tuple[str, tuple[str, int]]]:
+        return [(name, SIZES[name]) for name in self.derived]
 
     def empty(self, parameter: str) -> Any:
         """Make a layer that holds nothing yet: only here the constructor runs."""
@@ -193,12 +190,12 @@ def remember(held: dict[str, Any]) -> None:
     """Keep the tensor that goes with a sliding layer's window, for the layers that are rebuilt from it."""
     tensor = held.get("_sliding_window_tensor")
     if type(tensor) is torch.Tensor:
-        _WINDOW_TENSORS.setdefault((held["sliding_window"], tensor.device), tensor)
+        window_tensors(held["sliding_window"]).setdefault(tensor.device, tensor)
 
 
-def window_tensor(window: int, device: torch.device) -> torch.Tensor | None:
-    """Return the tensor that goes with a window, as remembered when a layer with that window was taken apart."""
-    return _WINDOW_TENSORS.get((window, device))
+def window_tensors(window: int) -> dict[torch.device, torch.Tensor]:
+    """Return the tensors that go with a window, as remembered when a layer with that window was taken apart."""
+    return _WINDOW_TENSORS.setdefault(window, {})
 
 
 def kind_of(cls: type) -> LayerKind | None:
@@ -232,7 +229,7 @@ def _read_kind(cls: Any) -> LayerKind | None:
         letter,
         has_flag="is_initialized" in vars(dynamic()),
         has_recording=hasattr(cls, "activate_past_recording"),
-        derived=tuple(name for name in _DERIVED if name in names),
+        derived=tuple(name for name in SIZES if name in names),
         # a tensor is counted up in place; older versions' sliding layers count in an integer of the same name
         has_position=letter in "SX" and "add_" in cls.update.__code__.co_names,
     )

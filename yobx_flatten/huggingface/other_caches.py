@@ -7,6 +7,7 @@ attributes.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Iterable
@@ -21,7 +22,8 @@ from .caches import axes_of_leaf, label_of_leaf, layers_of, new_cache
 from .layers import PLACEHOLDERS
 from .layouts import flatten_layers, is_leaf_name, rebuild_by_attributes, unflatten_layers
 from .loaded import ModelClasses, classes_of, subclasses_of
-from .state import build_state, follow_state, leaf_paths, read_state
+from .quick import object_builder, read_object
+from .state import Template, build_state
 
 __all__ = ["cache_recipes", "cache_recipes_of_module"]
 
@@ -90,33 +92,25 @@ def _is_ours(cls: type) -> bool:
 
 
 def _cache_functions(cls: Any) -> tuple[Any, Any]:
-    from transformers.cache_utils import DynamicCache, DynamicLayer
+    from transformers.cache_utils import DynamicCache
 
     plain = issubclass(cls, DynamicCache)
 
     def flatten(cache: Any) -> tuple[list[Any], list[str]]:
         values, names = flatten_layers(layers_of(cache), plain=plain)
-        held = vars(cache)
-        own = {name: value for name, value in held.items() if name not in _STANDARD}
-        if own:
-            template = held.get(PLACEHOLDERS)
-            if template is None:
-                template, leaves = read_state(own)
-            else:
-                leaves = follow_state(template, own)
+        if not vars(cache).keys() <= _STANDARD:
+            template, paths, leaves = read_object(cache, _STANDARD)
             values = [*values, *leaves]
-            names = [*names, _OWN + json.dumps(template), *leaf_paths(template)]
+            names = [*names, _OWN + template, *paths]
         return values, names
 
     def unflatten(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
         leaves = list(values)
         split = next((index for index, name in enumerate(context) if name.startswith(_OWN)), len(context))
         count = sum(map(is_leaf_name, context[:split]))
-        cache = new_cache(cls, unflatten_layers(leaves[:count], context[:split]))
-        only_full = plain and all(type(layer) is DynamicLayer for layer in cache.layers)
-        cache.layer_class_to_replicate = DynamicLayer if only_full else None
+        cache = new_cache(cls, unflatten_layers(leaves[:count], context[:split]), grows=plain)
         if split < len(context):
-            template = json.loads(context[split].removeprefix(_OWN))
+            template = _template(context[split])
             held, _, real = build_state(template, iter(leaves[count:]), 0)
             vars(cache).update(held)
             if not real:
@@ -126,21 +120,24 @@ def _cache_functions(cls: Any) -> tuple[Any, Any]:
     return flatten, unflatten
 
 
+@functools.lru_cache(maxsize=1024)
+def _template(name: str) -> Template:
+    template: Template = json.loads(name.removeprefix(_OWN))
+    return template
+
+
 # -- no Cache at all -------------------------------------------------------------------------------------------------
 
 
 def _plain_functions(cls: type) -> tuple[Any, Any]:
     def flatten(obj: Any) -> tuple[list[Any], list[str]]:
-        held = vars(obj)
-        template = held.get(PLACEHOLDERS)
-        if template is None:
-            template, leaves = read_state(held)
-        else:
-            leaves = follow_state(template, held)
-        return leaves, [_OWN + json.dumps(template), *leaf_paths(template)]
+        template, paths, leaves = read_object(obj, {PLACEHOLDERS})
+        return leaves, [_OWN + template, *paths]
 
     def unflatten(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
-        return rebuild_by_attributes(cls, json.loads(context[0].removeprefix(_OWN)), iter(list(values)), 0)
+        leaves = list(values)
+        obj = object_builder(cls, context[0].removeprefix(_OWN))(leaves)
+        return rebuild_by_attributes(cls, _template(context[0]), iter(leaves), 0) if obj is None else obj
 
     return flatten, unflatten
 

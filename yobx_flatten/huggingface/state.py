@@ -27,7 +27,18 @@ import torch
 from ..errors import StaticDataError, describe_class
 from ..static_codec import dump_static, load_static, locate
 
-__all__ = ["LENGTHS", "Template", "build_state", "follow_state", "leaf_paths", "read_state"]
+__all__ = [
+    "LENGTHS",
+    "SIZES",
+    "Template",
+    "build_state",
+    "follow_state",
+    "follows_leaf",
+    "leaf_paths",
+    "leaf_types",
+    "read_like",
+    "read_state",
+]
 
 Template = dict[str, list[Any]]
 
@@ -35,11 +46,11 @@ Template = dict[str, list[Any]]
 LENGTHS = {"cumulative_length", "cumulative_length_int"}
 
 # The names under which caches count; everything else that is an integer is fixed by configuration.
-_COUNTS = re.compile(r"count|seen|offset|accepted|(^|_)position(_|$)|num_tokens|cumulative")
+_COUNTS = re.compile(r"count|seen|offset|accepted|(^|_)position(_|$)|num_tokens|cumulative|prefill_length")
 _FIXED = re.compile(r"max|kernel|window|size|rate|layers|states$")
 
 # What static layers note about their own tensors.
-_SIZES = {
+SIZES = {
     "batch_size": ("keys", 0),
     "max_batch_size": ("keys", 0),
     "num_heads": ("keys", 1),
@@ -72,14 +83,14 @@ def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Templat
         if name in _DROPPED:
             continue
         template[name] = []  # in its place
-        if isinstance(value, (torch.dtype, torch.device)) or name in _SIZES:
+        if follows_leaf(name, value):
             waiting.append((name, value))
         elif in_cache and name in LENGTHS and not isinstance(value, torch.Tensor):
             template[name] = ["length"]
         else:
             template[name] = _read(value, name, leaves)
     for name, value in waiting:
-        template[name] = _read_like(name, value, leaves, template)
+        template[name] = read_like(name, value, leaves, template)
     return template, leaves
 
 
@@ -124,7 +135,7 @@ def _counts(name: str) -> bool:
 def _holds_leaves(values: Any, name: str) -> bool:
     return any(
         isinstance(x, torch.Tensor)
-        or (type(x) is int and _counts(name))
+        or (type(x) in (int, torch.SymInt) and _counts(name))
         or (type(x) is dict and _holds_leaves(x.values(), name))
         or (type(x) in (list, tuple) and _holds_leaves(x, name))
         or _is_part(x)
@@ -132,11 +143,16 @@ def _holds_leaves(values: Any, name: str) -> bool:
     )
 
 
-def _read_like(name: str, value: Any, leaves: list[Any], template: Template) -> list[Any]:
-    """A dtype or device that one of the leaves has, too: not fixed, it follows the leaf."""
+def follows_leaf(name: str, value: Any) -> bool:
+    """Tell whether an attribute is a dtype, a device or a size, which follow the leaf that has them, too."""
+    return isinstance(value, (torch.dtype, torch.device)) or name in SIZES
+
+
+def read_like(name: str, value: Any, leaves: list[Any], template: Template) -> list[Any]:
+    """Return the entry of a dtype, device or size: it follows a leaf that has it, too, and is fixed otherwise."""
     paths = leaf_paths(template)
-    if name in _SIZES:
-        path, axis = _SIZES[name]
+    if name in SIZES:
+        path, axis = SIZES[name]
         index = paths.index(path) if path in paths else None
         fits = index is not None and leaves[index].dim() > 1 and leaves[index].shape[axis] is not None
         return ["shape", index, axis] if fits else ["fixed", dump_static(value)]
@@ -157,26 +173,31 @@ def _is_floating(leaf: Any) -> bool:
 
 def leaf_paths(template: Template) -> list[str]:
     """Name the leaves of a template: ``keys``, ``conv_states.0``."""
-    paths: list[str] = []
+    return [path for path, _ in _leaves_of(template)]
 
-    def walk(entry: list[Any], path: str) -> None:
-        if not entry:
-            return
-        if entry[0] in ("tensor", "number"):
-            paths.append(path)
-        elif entry[0] == "dict":
-            for key, below in entry[1]:
-                walk(below, f"{path}.{load_static(key)}")
-        elif entry[0] in ("list", "tuple"):
-            for index, below in enumerate(entry[1]):
-                walk(below, f"{path}.{index}")
-        elif entry[0] == "object":
-            for attribute, below in entry[2].items():
-                walk(below, f"{path}.{attribute}")
+
+def leaf_types(template: Template) -> list[type]:
+    """List what the leaves of a template are: tensors, or integers that count."""
+    return [torch.Tensor if kind == "tensor" else int for _, kind in _leaves_of(template)]
+
+
+def _leaves_of(template: Template) -> Iterator[tuple[str, str]]:
+    def walk(entry: list[Any], path: str) -> Iterator[tuple[str, str]]:
+        kind, *rest = entry or [""]
+        if kind in ("tensor", "number"):
+            yield path, kind
+        elif kind == "dict":
+            for key, below in rest[0]:
+                yield from walk(below, f"{path}.{load_static(key)}")
+        elif kind in ("list", "tuple"):
+            for index, below in enumerate(rest[0]):
+                yield from walk(below, f"{path}.{index}")
+        elif kind == "object":
+            for attribute, below in rest[1].items():
+                yield from walk(below, f"{path}.{attribute}")
 
     for name, entry in template.items():
-        walk(entry, name)
-    return paths
+        yield from walk(entry, name)
 
 
 def follow_state(template: Template, held: dict[str, Any]) -> list[Any]:
@@ -249,5 +270,10 @@ def build_state(template: Template, leaves: Iterator[Any], length: Any) -> tuple
     for name, (kind, index, *axis) in late:
         leaf = used[index]
         if isinstance(leaf, torch.Tensor):
-            held[name] = leaf.shape[axis[0]] if axis else getattr(leaf, kind)
+            held[name] = _size(leaf, *axis) if axis else getattr(leaf, kind)
     return held, used, real
+
+
+def _size(leaf: torch.Tensor, axis: int) -> Any:
+    # the sum of a tensor may stand in its place for a while
+    return leaf.shape[axis] if leaf.dim() > max(axis, ~axis) else None

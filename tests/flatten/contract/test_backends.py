@@ -15,18 +15,21 @@ import torch.utils._pytree as pytree
 from tests import registry_snapshot
 from tests.flatten import other_libraries
 from tests.flatten.other_libraries import their_flatten, their_fx_match, their_fx_rule, their_unflatten
+from yobx_flatten.backends.jax import Jax
+from yobx_flatten.backends.optree import NAMESPACE, Optree
 from yobx_flatten.backends.torch_cpp import TorchCpp
 from yobx_flatten.backends.torch_fx import TorchFx
 from yobx_flatten.backends.torch_python import TorchPython
 from yobx_flatten.errors import SpecMismatchError
 from yobx_flatten.recipe import Recipe
 
-# Before the first import of `torch.utils._cxx_pytree` its backend works on a list of pending classes. That needs a
-# process of its own: `test_the_pending_list_passes_the_same_tests` runs this file again, with this variable set.
-PENDING_ONLY = "CONTRACT_OF_THE_PENDING_LIST"
-CPP = "torch_cpp_pending" if os.environ.get(PENDING_ONLY) else "torch_cpp"
-BACKENDS = [CPP] if os.environ.get(PENDING_ONLY) else ["torch_python", CPP, "torch_fx"]
-in_the_main_run = pytest.mark.skipif(PENDING_ONLY in os.environ, reason="runs once, in the main run")
+# Before the first import of `torch.utils._cxx_pytree` its backend works on a list of pending classes, and before that
+# of optree and JAX theirs let recipes wait. That needs a process each, and JAX, which keeps threads, gets one as well:
+# `test_it_passes_the_same_tests_in_a_process_of_its_own` runs this file again, with this variable set.
+ONLY = "CONTRACT_OF"
+ALONE = ["torch_cpp_pending", "optree_waiting", "jax_waiting", "jax"]
+BACKENDS = [os.environ[ONLY]] if ONLY in os.environ else ["torch_python", "torch_cpp", "torch_fx", "optree"]
+in_the_main_run = pytest.mark.skipif(ONLY in os.environ, reason="runs once, in the main run")
 
 
 class Pair:
@@ -61,8 +64,8 @@ def flatten_with_keys(pair):
     return [(pytree.GetAttrKey("a"), pair.a), (pytree.GetAttrKey("b"), pair.b)], None
 
 
-def recipe_for(cls=Pair, name="tests:Pair"):
-    return Recipe(cls, flatten, unflatten, flatten_with_keys, name, "register it")
+def recipe_for(cls=None, name="tests:Pair"):
+    return Recipe(cls or Pair, flatten, unflatten, flatten_with_keys, name, "register it")
 
 
 class PythonLibrary:
@@ -138,6 +141,67 @@ class PendingLibrary:
     leaves = None  # nothing comes apart before the import
 
 
+class OptreeLibrary:
+    """Our own namespace of optree, as the tests see it."""
+
+    theirs = (their_flatten, their_unflatten)
+
+    def __init__(self):
+        self.optree = pytest.importorskip("optree", reason="optree is not installed")
+        self.backend = Optree()
+        self.write_calls = (self.optree, "register_pytree_node")
+
+    def register(self, cls, name=None):
+        self.optree.register_pytree_node(cls, their_flatten, their_unflatten, namespace=NAMESPACE)
+
+    def register_after_us(self, cls):
+        self.optree.unregister_pytree_node(cls, namespace=NAMESPACE)
+        self.register(cls)
+
+    def functions(self, cls):
+        node = sys.modules["optree.registry"]._NODETYPE_REGISTRY.get((NAMESPACE, cls))
+        return None if node is None else (node.flatten_func, node.unflatten_func)
+
+    def leaves(self, obj):
+        return self.optree.tree_leaves(obj, namespace=NAMESPACE)
+
+
+class WaitingLibrary:
+    """Recipes that wait for a library, which nobody but us can do."""
+
+    write_calls = None
+    leaves = None
+
+    def __init__(self, module, backend):
+        assert module not in sys.modules
+        self.backend = backend
+
+    def register(self, cls, name=None):
+        pytest.skip("only we let a recipe wait: others register when the library is there")
+
+    register_after_us = register
+
+    def functions(self, cls):
+        return self.backend.waiting.get(cls)
+
+
+class JaxLibrary:
+    """JAX's registry, as the tests see it."""
+
+    def __init__(self):
+        self.jax = pytest.importorskip("jax", reason="jax is not installed")
+        self.backend = Jax()
+        self.write_calls = (self.jax.tree_util, "register_pytree_with_keys")
+
+    def register(self, cls, name=None):
+        pytest.xfail("JAX takes one registration per class, for good: https://github.com/jax-ml/jax/issues/21666")
+
+    register_after_us = register
+
+    def leaves(self, obj):
+        return self.jax.tree_util.tree_leaves(obj)
+
+
 class FxLibrary:
     """`torch.fx._pytree`, as the tests see it."""
 
@@ -173,12 +237,19 @@ LIBRARIES = {
     "torch_python": PythonLibrary,
     "torch_cpp": CppLibrary,
     "torch_cpp_pending": PendingLibrary,
+    "optree": OptreeLibrary,
+    "optree_waiting": lambda: WaitingLibrary("optree", Optree()),
+    "jax": JaxLibrary,
+    "jax_waiting": lambda: WaitingLibrary("jax", Jax()),
     "torch_fx": FxLibrary,
 }
 
 
 @pytest.fixture(params=BACKENDS)
-def library(request):
+def library(request, monkeypatch):
+    for cls in (Pair, Other, Setting, Point):  # fresh ones: JAX would remember those of the last test
+        fresh = type(cls.__name__, (cls,), {"__module__": __name__, "__qualname__": cls.__qualname__})
+        monkeypatch.setattr(sys.modules[__name__], cls.__name__, fresh)
     with other_libraries.forgotten_afterwards(Pair, Other, Setting, Point):
         yield LIBRARIES[request.param]()
 
@@ -350,7 +421,7 @@ def test_a_write_that_fails_changes_nothing(library, backend, monkeypatch):
 
 
 @in_the_main_run
-@pytest.mark.parametrize("name", [CPP, "torch_fx"])
+@pytest.mark.parametrize("name", ["torch_cpp", "torch_fx", "optree"])
 def test_a_write_over_theirs_that_fails_keeps_theirs(name, monkeypatch):
     """Where the library refuses ours, the earlier registration is still in force."""
     library = LIBRARIES[name]()
@@ -423,12 +494,13 @@ def test_a_dataclass_of_torch_comes_back_as_such(backend):
 
 
 @in_the_main_run
-def test_the_pending_list_passes_the_same_tests():
-    """Before the first import of `torch.utils._cxx_pytree` its backend keeps every promise, too."""
+@pytest.mark.parametrize("name", ALONE)
+def test_it_passes_the_same_tests_in_a_process_of_its_own(name):
+    """Before the import of its library, and with JAX, a backend keeps every promise, too."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
         cwd=Path(__file__).parents[3],
-        env={**os.environ, PENDING_ONLY: "1"},
+        env={**os.environ, ONLY: name},
         capture_output=True,
         text=True,
         check=False,

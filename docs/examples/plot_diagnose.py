@@ -1,0 +1,156 @@
+"""
+A failing export, diagnosed
+===========================
+
+A decoder is to be exported. Its inputs are a cache, an object of a class that nobody registered, and a mask; torch
+refuses them one after the other, naming a class each time and never a place. Here the inputs are drawn as torch sees
+them, what is marked is registered, and what torch says later is put into other words.
+"""
+
+# %%
+# The inputs
+# ----------
+#
+# A model with random weights, wrapped in a module that takes what a program usually takes: tokens, the cache, and some
+# state of its own.
+
+import dataclasses
+
+import matplotlib.pyplot as plt
+import torch
+import transformers
+
+from yobx_flatten import (
+    check_inputs,
+    dynamic_shapes,
+    explain,
+    explain_error,
+    register,
+    register_flattening_functions,
+    unregister_class_flattening,
+)
+
+transformers.logging.set_verbosity_error()
+config = transformers.LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+torch.manual_seed(0)
+model = transformers.LlamaForCausalLM(config).eval()
+
+
+@dataclasses.dataclass
+class Guidance:
+    """What steers the next token."""
+
+    bias: torch.Tensor
+    scale: float = dataclasses.field(default=2.0, metadata={"static": True})
+
+
+class Decoder(torch.nn.Module):
+    """One step: tokens and cache in, steered logits and cache out."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, past_key_values, steering):
+        outputs = self.model(input_ids=input_ids, past_key_values=past_key_values)
+        guidance = steering["guidance"]
+        return outputs.logits + guidance.scale * guidance.bias, outputs.past_key_values
+
+
+with torch.no_grad():
+    cache = model(input_ids=torch.zeros(2, 5, dtype=torch.int64)).past_key_values
+kwargs = {
+    "input_ids": torch.ones(2, 3, dtype=torch.int64),
+    "past_key_values": cache,
+    "steering": {"guidance": Guidance(torch.zeros(64)), "history": [torch.zeros(64), torch.ones(64)]},
+}
+
+# %%
+# What torch says
+# ---------------
+#
+# The class, and three ways to go on. ``explain_error`` adds the place, and the way that fits.
+
+decoder = Decoder(model)
+try:
+    torch.export.export(decoder, (), kwargs)
+except ValueError as error:
+    print("torch:  ", str(error)[:76], "...")
+    print("in other words:", explain_error(error, decoder, (), kwargs))
+
+# %%
+# What torch sees
+# ---------------
+#
+# ``check_inputs`` lists everything at once, ``explain`` draws it.
+
+print(check_inputs(decoder, (), kwargs))
+before = explain(kwargs, name="kwargs")
+print(before)
+
+# %%
+# With the lines that it prints, everything comes apart.
+
+register(Guidance)
+with register_flattening_functions(patch_transformers=True):
+    after = explain(kwargs, name="kwargs")
+print(after)
+
+# %%
+# A picture
+# ---------
+#
+# The rows of a drawing know what they are, so that it can be drawn in colours, too: before and after.
+
+COLORS = {"node": "#4c72b0", "tensor": "#3a923a", "value": "#8c8c8c", "opaque": "#c44e52"}
+MEANS = {"node": "comes apart", "tensor": "tensor", "value": "other leaf", "opaque": "a leaf that holds tensors"}
+
+
+def draw(ax, drawing, title):
+    for number, row in enumerate(drawing.rows):
+        color = COLORS[row.kind]
+        parent = next((n for n in range(number - 1, -1, -1) if drawing.rows[n].depth == row.depth - 1), None)
+        if parent is not None:
+            ax.plot(
+                [row.depth - 1, row.depth - 1, row.depth], [parent, number, number], color="#c8c8c8", lw=1, zorder=0
+            )
+        ax.plot(row.depth, number, "o" if row.kind == "node" else "s", color=color, ms=7)
+        text = row.text.removeprefix("✗ ").replace(", not registered:", ":")
+        ax.text(row.depth + 0.2, number, f"{row.label}   {text}", va="center", size=8.5, color=color)
+    ax.set_title(title, loc="left", fontsize=11)
+    ax.set_xlim(-0.3, 7.5)
+    ax.set_ylim(10.6, -0.8)
+    ax.axis("off")
+
+
+fig, (left, right) = plt.subplots(1, 2, figsize=(10.4, 4), layout="constrained")
+draw(left, before, "Outside the block: two leaves hold tensors")
+draw(right, after, "Inside, with Guidance registered")
+handles = [plt.Line2D([], [], marker="s", ls="", color=color, label=MEANS[kind]) for kind, color in COLORS.items()]
+fig.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+
+# %%
+# The export
+# ----------
+#
+# Now it passes. A call with another structure is refused, in two walls of text; the difference is one line.
+
+with register_flattening_functions(patch_transformers=True):
+    print(check_inputs(decoder, (), kwargs, dynamic_shapes(kwargs)))
+    program = torch.export.export(decoder, (), kwargs, dynamic_shapes=dynamic_shapes(kwargs))
+    wrong = {**kwargs, "steering": {"guidance": Guidance(torch.zeros(64), scale=3.0), "history": [torch.zeros(64)]}}
+    try:
+        program.module()(**wrong)
+    except ValueError as error:
+        print(f"torch:   {len(str(error))} characters")
+        print("in other words:", explain_error(error, program, (), wrong))
+
+unregister_class_flattening(Guidance)

@@ -1,0 +1,109 @@
+"""What is particular to encoder-decoder, vision-language and speech types; the format is that of `overrides`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["FAMILY_OVERRIDES"]
+
+_CODEC = {"num_filters": 4, "depths": [1] * 7, "hidden_size": 8}
+# a pyramid of convolutions, one entry per stage
+_DAVIT = {
+    "embed_dim": [16, 32],
+    "depths": [1, 1],
+    "patch_size": [7, 3],
+    "patch_stride": [4, 2],
+    "patch_padding": [3, 1],
+    "patch_prenorm": [False, True],
+    "num_heads": [2, 4],
+    "num_groups": [2, 4],
+    "window_size": 4,
+}
+# the encoder of "encoder-decoder" and its like reads, the decoder keeps a cache and looks at the encoder
+_DECODER = {"is_decoder": True, "add_cross_attention": True}
+_OMNI = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+
+FAMILY_OVERRIDES: dict[str, dict[str, Any]] = {
+    "deepseek_ocr2": {
+        "text_config": {
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_hidden_layers": 2,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        "vision_config": {"sam_config": {"image_size": 64, "patch_size": 8, "downsample_channels": [16, 64]}},
+    },
+    "dia": {
+        "decoder_config": {
+            "cross_hidden_size": 64,
+            "cross_head_dim": 16,
+            "cross_num_attention_heads": 4,
+            "cross_num_key_value_heads": 4,
+        }
+    },
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}},
+    "emu3": {
+        "vocabulary_map": {"<image>": 8, "<|extra_200|>": 9, "<|visual token 000000|>": 10},
+        "vq_config": {"base_channels": 32, "codebook_size": 64, "channel_multiplier": [1, 1]},
+    },
+    "encoder-decoder": {"decoder": _DECODER},
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            "moe_intermediate_size": [32, 32],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+        }
+    },
+    "evolla": {"model": "EvollaForProteinText2Text"},
+    "florence2": {"vision_config": _DAVIT},
+    "glm5_next": {"text_config": {"index_topk": 8, "index_kpool": 4, "qk_rope_head_dim": 0, "head_dim": ...}},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2", "spatial_target_layers": [1]},
+    "hunyuan_vl": {
+        "text_config": {
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]},
+        }
+    },
+    "janus": {"vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "latent_channels": 32}},
+    "kyutai_speech_to_text": {
+        "audio_pad_token_id": 3,
+        "num_codebooks": 4,
+        "codebook_vocab_size": 128,
+        "codec_config": {"upsample_groups": 64},
+    },
+    "mistral4": {"head_dim": 16},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2], "text_hidden_size": 64}},
+    "moonshine_streaming": {"num_key_value_heads": 4},  # its attention takes as many heads as there are for queries
+    "muse_spark": {
+        "audio_config": {
+            "patch_sizes": [4, 4],
+            "hidden_sizes": [16, 32],
+            "depths": [1, 1],
+            "num_hidden_layers": 2,
+            "out_hidden_size": 64,
+        }
+    },
+    "nemo_speechlm": {
+        "word_timestamp_config": {"blank_token_id": 127},
+        "audio_config": {"hidden_size": ..., "diarization_config": {"head_config": {"audio_hidden_size": 64}}},
+        "text_config": {"n_groups": 1},
+    },
+    "pp_formulanet": {
+        "vision_config": {
+            "image_size": 64,
+            "patch_size": 8,
+            "post_conv_in_channels": 16,
+            "post_conv_mid_channels": 16,
+            "post_conv_out_channels": 64,
+            "decoder_hidden_size": 64,
+            "output_channels": 16,
+        }
+    },
+    "qwen2_5_omni_thinker": {"text_config": _OMNI, "vision_start_token_id": 5},
+    "qwen3_omni_moe_thinker": {"text_config": _OMNI, "vision_start_token_id": 5},
+    "speech-encoder-decoder": {"decoder": _DECODER},
+    "step3p7": {"text_config": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}},
+    "vibevoice": {"audio_config": _CODEC, "semantic_model_config": _CODEC},
+    "vibevoice_asr": {"acoustic_tokenizer_encoder_config": _CODEC, "semantic_tokenizer_encoder_config": _CODEC},
+    "vision-encoder-decoder": {"decoder": _DECODER},
+}

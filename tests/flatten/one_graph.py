@@ -1,0 +1,102 @@
+"""Exports a model once, and steps through decode calls of other sizes beside the eager model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.cache_utils import StaticCache
+
+from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes
+from yobx_flatten.huggingface.cases import next_inputs
+
+__all__ = ["WINDOW", "assert_serves", "export_decode", "small_model", "some_sizes"]
+
+WINDOW = 8
+STEPS = 3
+_SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@functools.cache
+def small_model(config_class: str, model_class: str, options: tuple[tuple[str, Any], ...] = ()) -> Any:
+    """Return a small model with random weights; skip the test where the installed transformers has no such class.
+
+    Args:
+        config_class: name of the configuration.
+        model_class: name of the model.
+        options: what differs from the usual sizes, as pairs; ``...`` leaves a field alone.
+    """
+    if not hasattr(transformers, config_class):
+        pytest.skip(f"transformers {transformers.__version__} has no {config_class}")
+    chosen = {key: value for key, value in {**_SIZES, **dict(options)}.items() if value is not ...}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return getattr(transformers, model_class)(getattr(transformers, config_class)(**chosen)).eval()
+
+
+def inputs(model: Any, sizes: DecodeSizes, room: int | None, seed: int = 0) -> dict[str, Any]:
+    """Decode inputs; with a static cache of that room."""
+    if room is None:
+        return decode_inputs(model, sizes, seed=seed)
+    cache = StaticCache(config=model.config, max_cache_len=room)
+    return decode_inputs(model, sizes, like={"input_ids": 0, "attention_mask": 0, "past_key_values": cache}, seed=seed)
+
+
+def export_decode(model: Any, sizes: DecodeSizes, *, room: int | None = None) -> Any:
+    """Export one decode call inside a block that is open; return the callable program."""
+    kwargs = inputs(model, sizes, room)
+    with torch.no_grad():
+        program = torch.export.export(model, (), copy.deepcopy(kwargs), dynamic_shapes=dynamic_shapes(kwargs))
+    return program.module()
+
+
+def assert_serves(program: Any, model: Any, cases: Iterable[DecodeSizes], *, room: int | None = None) -> None:
+    """Compare some steps of every case, each fed with the cache that came out of the one before."""
+    for sizes in cases:
+        case = inputs(model, sizes, room, seed=sizes.past)
+        found, expected = _steps(program, case), _steps(model, case)
+        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            difference = (ours - theirs).abs().max().item()
+            assert difference < 1e-4, f"{sizes}, step {step}: logits differ by {difference:.1e}"
+
+
+def _steps(call: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    logits = []
+    kwargs = copy.deepcopy(kwargs)
+    for _ in range(STEPS):
+        with torch.no_grad():
+            outputs = call(**{**kwargs, "past_key_values": copy.deepcopy(kwargs["past_key_values"])})
+        logits.append(outputs.logits)
+        kwargs = next_inputs(kwargs, outputs)
+    return logits
+
+
+def some_sizes() -> list[DecodeSizes]:
+    """Below, at and past the window; one token, two and more; other batches; a padded row."""
+    return [
+        DecodeSizes(3, 4, 1),
+        DecodeSizes(1, 3, 2),
+        DecodeSizes(3, WINDOW - 3, 3),
+        DecodeSizes(2, WINDOW - 1, 1),
+        DecodeSizes(1, WINDOW, 3),
+        DecodeSizes(4, 2 * WINDOW + 5, 1, padding=3),
+        DecodeSizes(2, WINDOW + 1, 3, padding=WINDOW + 1),
+        DecodeSizes(2, 5, WINDOW + 3, padding=2),
+    ]

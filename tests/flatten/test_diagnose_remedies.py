@@ -1,0 +1,137 @@
+"""Each line that is printed can be pasted: afterwards torch takes the object apart."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+
+import yobx_flatten
+from yobx_flatten import check_recipe, find_unregistered, unregister_class_flattening
+
+X = torch.zeros(2, 3)
+
+
+class Plain:
+    def __init__(self):
+        self.key, self.value, self.window, self.mask = X, [X], 8, None
+
+
+class Slotted:
+    __slots__ = ("a", "b")
+
+    def __init__(self):
+        self.a, self.b = X, "name"
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    hidden: torch.Tensor
+    step: int = dataclasses.field(default=1, metadata={"static": True})
+
+
+class Items(dict):
+    pass
+
+
+class Row(list):
+    pass
+
+
+class Written:
+    def __init__(self, a, name):
+        self.a, self.name = a, name
+
+    def tree_flatten(self):
+        return (self.a,), self.name
+
+    @classmethod
+    def tree_unflatten(cls, name, children):
+        return cls(*children, name)
+
+
+@pytest.mark.parametrize(
+    ("sample", "lines"),
+    [
+        (
+            Plain(),
+            "f, k, u = functions_from_fields(Plain, ['key', 'value', 'mask'], ['window'])\n"
+            "register_class_flattening(Plain, f, u, k)",
+        ),
+        (Slotted(), "register(Slotted)"),
+        (Frozen(X), "register(Frozen)"),
+        (Items(a=X), "register(Items)"),
+        (
+            Row([X]),
+            "register_class_flattening(Row, lambda x: (list(x), None), lambda items, _: Row(items), None)",
+        ),
+        (Written(X, "n"), "register_pytree_node_class(Written)"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_the_line_registers_the_class(sample, lines):
+    """Written out, pasted, and checked by a round trip."""
+    (found,) = find_unregistered(sample)
+    assert found.remedy == lines
+    cls = type(sample)
+    exec(found.remedy, {**{name: getattr(yobx_flatten, name) for name in yobx_flatten.__all__}, cls.__name__: cls})
+    try:
+        assert find_unregistered(sample) == []
+        assert X in pytree.tree_leaves(sample)[:1]
+        check_recipe(cls, sample)
+    finally:
+        unregister_class_flattening(cls)
+
+
+def test_the_block_registers_the_caches_of_transformers():
+    """The line is a block, for the whole family."""
+    transformers = pytest.importorskip("transformers")
+    cache = transformers.DynamicCache()
+    cache.update(X[None, None], X[None, None], 0)
+    found = find_unregistered(cache)
+    assert [one.remedy for one in found] == ["with register_flattening_functions(patch_transformers=True): ..."]
+    with yobx_flatten.register_flattening_functions(patch_transformers=True):
+        assert find_unregistered(cache) == []
+
+
+def test_the_block_registers_the_outputs_of_diffusers(monkeypatch):
+    """diffusers registers them itself; where it did not, the block does."""
+    scheduling = pytest.importorskip("diffusers.schedulers.scheduling_utils")
+    output = scheduling.SchedulerOutput(prev_sample=X)
+    monkeypatch.delitem(pytree.SUPPORTED_NODES, scheduling.SchedulerOutput)
+    found = find_unregistered(output)
+    assert [one.remedy for one in found] == ["with register_flattening_functions(patch_diffusers=True): ..."]
+
+
+def test_a_class_that_jax_knows_is_mirrored():
+    """flax, equinox and hand-written ones: what JAX was told is told to torch."""
+    jax = pytest.importorskip("jax", reason="JAX is optional")
+
+    class Known:
+        def __init__(self, a):
+            self.a = a
+
+    jax.tree_util.register_pytree_node(Known, lambda k: ((k.a,), None), lambda _, children: Known(*children))
+    sample = Known(X)
+    (found,) = find_unregistered(sample)
+    assert found.remedy == "mirror(Known)"
+    exec(found.remedy, {"mirror": yobx_flatten.mirror, "Known": Known})
+    try:
+        assert pytree.tree_leaves(sample)[0] is X
+    finally:
+        unregister_class_flattening(Known)
+
+
+def test_a_class_without_attributes_gets_the_names_of_the_arguments():
+    """Nothing can be read off it; it is refused by torch.export all the same."""
+    found = yobx_flatten.check_inputs(Takes(), (object.__new__(Empty),))
+    assert found[0].remedy == "register_class_flattening(Empty, f_flatten, f_unflatten, f_flatten_with_keys)"
+
+
+class Empty:
+    pass
+
+
+class Takes(torch.nn.Module):
+    def forward(self, x):
+        return x

@@ -1,0 +1,432 @@
+"""A class that one library knows comes apart in the others as it does there."""
+
+import dataclasses
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+
+from tests.flatten import other_libraries
+from yobx_flatten import (
+    AlreadyRegisteredError,
+    InvalidArgumentError,
+    InvalidRegistrationError,
+    MissingDependencyError,
+    NotRegisteredError,
+    RoundTripError,
+    mirror,
+    register,
+    register_class_flattening,
+    unregister_class_flattening,
+)
+
+jax = pytest.importorskip("jax", reason="mirrors JAX")
+jnp = jax.numpy
+
+
+class Pair:
+    def __init__(self, a, b, name="pair"):
+        self.a, self.b, self.name = a, b, name
+
+    def __eq__(self, other):
+        return vars(self) == vars(other)
+
+    __hash__ = None
+
+
+def pair_class():
+    """A new class each time: JAX keeps every one that it was told of."""
+    return type("Pair", (Pair,), {})
+
+
+def with_jax(cls, keys=None):
+    def flatten(obj):
+        return (obj.a, obj.b), (obj.name, len(obj.name))
+
+    def flatten_with_keys(obj):
+        children, static = flatten(obj)
+        return list(zip(keys, children, strict=True)), static
+
+    def unflatten(static, children):
+        return cls(*children, static[0])
+
+    if keys is None:
+        jax.tree_util.register_pytree_node(cls, flatten, unflatten)
+    else:
+        jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    return cls
+
+
+@pytest.fixture
+def mirrored():
+    """Mirrors, and takes back behind the test."""
+    held = []
+
+    def call(cls, **options):
+        answer = mirror(cls, **options)
+        held.append(cls)
+        return answer
+
+    yield call
+    for cls in dict.fromkeys(held):
+        unregister_class_flattening(cls)
+
+
+@pytest.fixture(params=["flax", "equinox", "chex"])
+def of_a_library(request):
+    """An object of a class that the library registered with JAX: `w` is a child, `size` static where it can be."""
+    if request.param == "flax":
+        struct = pytest.importorskip("flax.struct", reason="flax writes the class")
+
+        @struct.dataclass
+        class FlaxState:
+            w: Any
+            size: int = struct.field(pytree_node=False, default=3)
+
+        return FlaxState({"x": torch.ones(2), "y": torch.zeros(1)})
+    if request.param == "equinox":
+        equinox = pytest.importorskip("equinox", reason="equinox writes the class")
+
+        class EquinoxState(equinox.Module):
+            w: Any
+            size: int = equinox.field(static=True)
+
+        return EquinoxState({"x": torch.ones(2), "y": torch.zeros(1)}, 3)
+    chex = pytest.importorskip("chex", reason="chex writes the class")
+
+    @chex.dataclass
+    class ChexState:
+        w: Any
+        size: Any
+
+    return ChexState(w={"x": torch.ones(2), "y": torch.zeros(1)}, size=torch.tensor(3))
+
+
+def test_a_class_of_a_jax_library_is_a_node_of_torch(mirrored, of_a_library):
+    """Leaves, key paths, a rebuilt object of the class, and a spec that is the same once it was stored."""
+    cls = type(of_a_library)
+    assert mirrored(cls, f_check=lambda: of_a_library) is True
+    pairs, spec = pytree.tree_flatten_with_path(of_a_library)
+    leaves = {pytree.keystr(path): leaf for path, leaf in pairs}
+    assert leaves[".w['x']"] is of_a_library.w["x"]
+    assert leaves.keys() - {".size"} == {".w['x']", ".w['y']"}
+    assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+    doubled = pytree.tree_map(lambda t: 2 * t, of_a_library)
+    assert (type(doubled), doubled.w["x"].tolist()) == (cls, [2, 2])
+    assert int(doubled.size) == (6 if ".size" in leaves else 3)
+
+
+def test_gradients_flow_through_a_mirrored_class(mirrored, of_a_library):
+    """The children are the very tensors."""
+    mirrored(type(of_a_library))
+    of_a_library.w["x"].requires_grad_()
+    leaves, spec = pytree.tree_flatten(of_a_library)
+    (pytree.tree_unflatten(leaves, spec).w["x"] * torch.tensor([2.0, 3.0])).sum().backward()
+    assert of_a_library.w["x"].grad.tolist() == [2, 3]
+
+
+def test_a_mirrored_class_is_exported(mirrored, of_a_library):
+    """As an input and as an output; the program refuses other static data."""
+
+    class Double(torch.nn.Module):
+        def forward(self, state):
+            return pytree.tree_map(lambda t: 2 * t, state)
+
+    mirrored(type(of_a_library))
+    program = torch.export.export(Double(), (of_a_library,))
+    found = program.module()(of_a_library)
+    assert (type(found), found.w["x"].tolist(), found.w["y"].tolist()) == (type(of_a_library), [2, 2], [0])
+
+
+def test_a_program_of_a_mirrored_class_runs_in_a_fresh_process(tmp_path):
+    """The static part is stored as plain data, so a program that was saved takes the class's objects elsewhere."""
+    pytest.importorskip("equinox", reason="equinox writes one class")
+    pytest.importorskip("flax.struct", reason="flax writes the other")
+    (tmp_path / "states.py").write_text(
+        textwrap.dedent("""
+            import equinox, flax.struct, jax, torch
+            import torch.utils._pytree as pytree
+            from yobx_flatten import mirror
+
+            @flax.struct.dataclass
+            class Flax:
+                w: object
+                size: tuple = flax.struct.field(pytree_node=False, default=(2, 3))
+
+            class Equinox(equinox.Module):
+                inner: object
+                mode: str = equinox.field(static=True)
+
+            class Double(torch.nn.Module):
+                def forward(self, state):
+                    return pytree.tree_map(lambda t: 2 * t, state)
+
+            mirror(Flax)
+            mirror(Equinox)
+            example = Equinox(Flax(torch.ones(2)), "fast")
+        """)
+    )
+    save = "from states import *; torch.export.save(torch.export.export(Double(), (example,)), 'p.pt2')"
+    load = (
+        "from states import *; found = torch.export.load('p.pt2').module()(example)\n"
+        "print(type(found).__name__, found.mode, found.inner.size, found.inner.w.tolist())"
+    )
+    printed = ""
+    for code in (save, load):
+        run = [sys.executable, "-c", f"import sys; sys.path[:0] = {[str(tmp_path), *sys.path]!r}\n{code}"]
+        done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
+    assert printed == "Equinox fast (2, 3) [2.0, 2.0]\n"
+
+
+@pytest.mark.parametrize(
+    ("keys", "shown"),
+    [
+        (None, ["[0]", "[1]"]),
+        ([jax.tree_util.GetAttrKey("a"), jax.tree_util.GetAttrKey("b")], [".a", ".b"]),
+        ([jax.tree_util.DictKey("a"), jax.tree_util.DictKey(1)], ["['a']", "[1]"]),
+        ([jax.tree_util.SequenceKey(0), jax.tree_util.FlattenedIndexKey(1)], ["[0]", "[1]"]),
+    ],
+    ids=["none", "attributes", "keys of a dict", "positions"],
+)
+def test_keys_of_jax_become_keys_of_torch(mirrored, keys, shown):
+    """Each of the four kinds, with the class that torch.export knows."""
+    cls = with_jax(pair_class(), keys)
+    mirrored(cls)
+    pairs, spec = pytree.tree_flatten_with_path(cls(1, None))
+    assert [pytree.keystr(path) for path, _ in pairs] == shown
+    assert all(type(path[0]) in (pytree.GetAttrKey, pytree.MappingKey, pytree.SequenceKey) for path, _ in pairs)
+    assert (spec.context, [leaf for _, leaf in pairs]) == (("pair", 4), [1, None])
+
+
+def test_a_child_may_be_none_or_a_container(mirrored):
+    """One level is taken apart, and put together from whatever comes back."""
+    cls = with_jax(pair_class())
+    mirrored(cls)
+    obj = cls(None, {"x": [1, cls(2, 3)]}, "outer")
+    assert pytree.tree_leaves(obj) == [None, 1, 2, 3]
+    assert pytree.tree_map(lambda x: x, obj) == obj
+    node = pytree.SUPPORTED_NODES[cls]
+    assert vars(node.unflatten_fn(["anything", None], ("x", 1))) == {"a": "anything", "b": None, "name": "x"}
+
+
+def test_the_c_plus_plus_pytree_of_torch_knows_a_mirrored_class(mirrored):
+    """All three tables of torch are told."""
+    cls = with_jax(pair_class())
+    mirrored(cls)
+    import torch.utils._cxx_pytree as cxx
+
+    assert cxx.tree_leaves(cls(1, [2])) == [1, 2]
+    assert cxx.tree_map(lambda x: x, cls(1, [2])) == cls(1, [2])
+
+
+def test_mirroring_twice_changes_nothing():
+    """The second call says so; one removal takes it back, and JAX goes on as before."""
+    cls = with_jax(pair_class())
+    assert [mirror(cls), mirror(cls)] == [True, False]
+    unregister_class_flattening(cls)
+    assert pytree.tree_leaves(obj := cls(1, 2)) == [obj]
+    assert jax.tree.leaves(obj) == [1, 2]
+    with pytest.raises(NotRegisteredError):
+        unregister_class_flattening(cls)
+    assert mirror(cls) is True
+    unregister_class_flattening(cls)
+
+
+def test_another_library_can_be_told_later():
+    """It gets the same functions; one removal takes both back."""
+    optree = pytest.importorskip("optree", reason="the other library")
+    cls = with_jax(pair_class())
+    assert [mirror(cls), mirror(cls, to=("torch", "optree")), mirror(cls, to="optree")] == [True, True, False]
+    assert optree.tree_leaves(cls(1, 2), namespace="yobx_flatten") == [1, 2]
+    unregister_class_flattening(cls)
+    assert len(optree.tree_leaves(cls(1, 2), namespace="yobx_flatten")) == 1
+
+
+def test_a_class_whose_fields_say_it_all_can_be_read_instead():
+    """What is read off the class is Python, and a strict export looks into it."""
+    equinox = pytest.importorskip("equinox", reason="equinox writes the class")
+
+    class Scale(equinox.Module):
+        weight: Any
+        power: int = equinox.field(static=True)
+
+    class Power(torch.nn.Module):
+        def forward(self, scale):
+            return scale.weight**scale.power
+
+    example = Scale(torch.tensor([2.0, 3.0]), 2)
+    register(Scale)
+    try:
+        program = torch.export.export(Power(), (example,), strict=True)
+        assert program.module()(example).tolist() == [4, 9]
+    finally:
+        unregister_class_flattening(Scale)
+
+
+def test_functions_of_your_own_are_not_replaced():
+    """Who registered the class with torch already keeps it that way."""
+    cls = with_jax(pair_class())
+    register_class_flattening(cls, lambda p: ([p.a], (p.b, p.name)), lambda c, s: cls(*c, *s), None)
+    try:
+        with pytest.raises(AlreadyRegisteredError, match="with other functions"):
+            mirror(cls)
+        assert pytree.tree_leaves(cls(1, 2)) == [1]
+    finally:
+        unregister_class_flattening(cls)
+
+
+def test_what_somebody_else_registered_with_torch_stays():
+    """`False`, and nothing is changed."""
+    cls = with_jax(pair_class())
+    other_libraries.register(cls, name="test_mirror.Pair")
+    try:
+        assert mirror(cls) is False
+        assert pytree.SUPPORTED_NODES[cls].flatten_fn is other_libraries.their_flatten
+    finally:
+        other_libraries.forget(cls)
+
+
+def test_static_data_that_cannot_be_stored_is_refused_where_there_is_an_example():
+    """The message says where in the static part it stands; nothing is registered."""
+    cls = pair_class()
+    jax.tree_util.register_pytree_node(
+        cls, lambda p: ((p.a,), {"b": [p.b]}), lambda static, children: cls(*children, static["b"][0])
+    )
+    with pytest.raises(RoundTripError, match=r"static\['b'\]\[0\]"):
+        mirror(cls, f_check=lambda: cls(torch.ones(1), object()))
+    assert cls not in pytree.SUPPORTED_NODES
+
+
+@dataclasses.dataclass
+class Step:
+    x: Any
+    size: list
+
+
+@pytest.fixture
+def known_to_torch():
+    cls = type("Step", (Step,), {})
+    pytree.register_pytree_node(
+        cls,
+        lambda s: ([s.x], {"size": s.size}),
+        lambda children, static: cls(*children, static["size"]),
+        flatten_with_keys_fn=lambda s: ([(pytree.GetAttrKey("x"), s.x)], {"size": s.size}),
+        serialized_type_name="test_mirror.Step",
+    )
+    yield cls
+    other_libraries.forget(cls)
+
+
+def test_a_class_of_torch_is_a_node_of_jax(mirrored, known_to_torch):
+    """`jit`, `grad` and `vmap` pass through it; a static list is a key of compiled functions like any other."""
+    assert mirrored(known_to_torch, source="torch", to="jax") is True
+    step = known_to_torch(jnp.arange(3.0), [1, 2])
+    traced = []
+
+    @jax.jit
+    def double(s):
+        traced.append(s.size)
+        return known_to_torch(2 * s.x, s.size)
+
+    for _ in range(2):
+        assert (double(step).x.tolist(), double(step).size) == ([0, 2, 4], [1, 2])
+    double(known_to_torch(step.x, [1, 3]))
+    assert traced == [[1, 2], [1, 3]]
+    assert jax.grad(lambda s: (s.x**2).sum())(step).x.tolist() == [0, 2, 4]
+    assert jax.vmap(double)(step).x.tolist() == [0, 2, 4]
+    ((path, _),), _ = jax.tree_util.tree_flatten_with_path(step)
+    assert path == (jax.tree_util.GetAttrKey("x"),)
+
+
+def test_a_model_output_is_a_node_of_jax_and_optree():
+    """transformers registers it with torch; its keys become those of the other two."""
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    optree = pytest.importorskip("optree", reason="one of the two")
+    cls = type("Output", (outputs.BaseModelOutput,), {})  # transformers registers it on the spot
+    try:
+        assert mirror(cls, source="torch", to=("jax", "optree")) is True
+        output = cls(last_hidden_state=jnp.ones(2), hidden_states=(jnp.zeros(1),))
+        doubled = jax.jit(lambda o: jax.tree.map(lambda x: x + 1, o))(output)
+        assert (type(doubled), doubled.last_hidden_state.tolist(), doubled.attentions) == (cls, [2, 2], None)
+        assert optree.tree_paths(output, namespace="yobx_flatten") == [("last_hidden_state",), ("hidden_states", 0)]
+        unregister_class_flattening(cls)
+    finally:
+        other_libraries.forget(cls)
+
+
+def test_a_class_of_optree_is_a_node_of_torch_and_jax(mirrored):
+    """From any namespace; its entries become keys."""
+    optree = pytest.importorskip("optree", reason="mirrors optree")
+    cls = pair_class()
+    optree.register_pytree_node(
+        cls,
+        lambda p: ((p.a, p.b), p.name, ("a", "b")),
+        lambda name, children: cls(*children, name),
+        path_entry_type=optree.GetAttrEntry,
+        namespace="test_mirror",
+    )
+    try:
+        assert mirrored(cls, source="optree", to=("torch", "jax"), namespace="test_mirror") is True
+        pairs, spec = pytree.tree_flatten_with_path(cls(1, 2))
+        assert [(pytree.keystr(path), leaf) for path, leaf in pairs] == [(".a", 1), (".b", 2)]
+        assert pytree.tree_unflatten([3, 4], spec) == cls(3, 4)
+        assert jax.tree.map(lambda x: 2 * x, cls(1, 2)) == cls(2, 4)
+    finally:
+        optree.unregister_pytree_node(cls, namespace="test_mirror")
+
+
+def test_what_is_registered_here_is_mirrored_as_it_is(mirrored):
+    """Our own recipe serves the other library, and one removal takes both back."""
+    cls = dataclasses.make_dataclass("Made", ["x"])
+    register(cls, backends="torch")
+    mirrored(cls, source="torch", to="jax")
+    assert jax.tree.leaves(cls([1, 2])) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"source": "numpy"}, InvalidArgumentError, "out of 'torch', 'jax', 'optree', found the str 'numpy'"),
+        ({"source": "jax", "to": "tensorflow"}, InvalidArgumentError, "found the str 'tensorflow'"),
+        ({"source": "jax", "to": "jax"}, InvalidArgumentError, "name a library, and another one"),
+        ({"source": "jax", "to": ()}, InvalidArgumentError, "name a library, and another one"),
+        ({"source": "jax"}, NotRegisteredError, "Step is not registered with JAX.*\n    register"),
+        ({"source": "torch", "to": "jax"}, NotRegisteredError, "Step is not registered with torch"),
+        ({"source": "optree", "namespace": "x"}, NotRegisteredError, r"not registered with optree \(namespace 'x'\)"),
+    ],
+)
+def test_what_cannot_be_mirrored_is_refused(options, error, said):
+    """With what was found, and the line to type."""
+    with pytest.raises(error, match=said):
+        mirror(Step, **options)
+
+
+def test_an_instance_is_refused():
+    """The message asks whether its class was meant."""
+    with pytest.raises(InvalidRegistrationError, match="Did you mean type"):
+        mirror(Step(1, []))
+
+
+def test_a_library_that_is_not_installed_is_named(monkeypatch):
+    """With the line that installs it."""
+    found = __import__("importlib.util", fromlist=["util"]).find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "optree" else found(name))
+    with pytest.raises(MissingDependencyError, match="pip install optree"):
+        mirror(Step, source="optree")
+
+
+def test_mirroring_imports_neither_library():
+    """A class cannot be known to a library that nobody imported."""
+    code = (
+        "import sys, yobx_flatten\n"
+        "try:\n    yobx_flatten.mirror(type('C', (), {}))\n"
+        "except yobx_flatten.NotRegisteredError:\n    print('jax' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,89 @@
+"""One program for all lengths, for models whose own functions loop over tokens, experts, windows or queries."""
+
+import pytest
+
+from tests.flatten.one_graph import WINDOW, assert_serves, export_decode, small_model, some_sizes
+from yobx_flatten import DecodeSizes, register_flattening_functions
+
+
+class _Listed(list):
+    """A list that can be the key of a cache."""
+
+    def __hash__(self):
+        return hash(tuple(self))
+
+
+class _Options(dict):
+    """Options that can be the key of a cache."""
+
+    def __hash__(self):
+        return hash(tuple(self))
+
+
+MODELS = {
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        (
+            ("attn_layer_period", 2),
+            ("attn_layer_offset", 1),
+            ("expert_layer_period", 2),
+            ("expert_layer_offset", 1),
+            ("num_experts", 2),
+            ("mamba_d_state", 4),
+            ("mamba_dt_rank", 4),
+            ("use_mamba_kernels", False),
+        ),
+    ),
+    "minimax": (
+        "MiniMaxConfig",
+        "MiniMaxForCausalLM",
+        (
+            ("layer_types", _Listed(["full_attention", "linear_attention"])),
+            ("num_local_experts", 2),
+            ("head_dim", 8),
+            ("block_size", 4),
+        ),
+    ),
+    "zaya": (
+        "ZayaConfig",
+        "ZayaForCausalLM",
+        (("head_dim", 8), ("num_experts", 2), ("num_experts_per_tok", 1)),
+    ),
+}
+EXAMPLE = DecodeSizes(2, WINDOW + 4, 3)
+
+
+EXPERTS = {
+    "dbrx": (
+        "DbrxConfig",
+        "DbrxForCausalLM",
+        (
+            *((name, ...) for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")),
+            ("num_key_value_heads", ...),
+            ("max_position_embeddings", ...),
+            ("d_model", 32),
+            ("n_heads", 4),
+            ("n_layers", 2),
+            ("max_seq_len", 128),
+            ("attn_config", _Options(kv_n_heads=2, rope_theta=10000.0, clip_qkv=8)),
+            ("ffn_config", _Options(hidden_size=32, ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2)),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_have_one_program(name):
+    """A loop over the experts that are hit, which no trace can follow, is a product with all of them."""
+    model = small_model(*EXPERTS[name])
+    with register_flattening_functions(patch_transformers=True):
+        assert_serves(export_decode(model, EXAMPLE), model, some_sizes())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_recurrence_has_one_program(name):
+    """A program exported from three new tokens serves one, two and many: the same state goes on."""
+    model = small_model(*MODELS[name])
+    with register_flattening_functions(patch_transformers=True):
+        assert_serves(export_decode(model, EXAMPLE), model, some_sizes())

@@ -1,0 +1,84 @@
+"""What the page "What differs" says beside its programs, which tests/test_docs_guide.py runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parent.parent / "docs" / "guide" / "differences.md"
+
+
+def fresh(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_section_has_a_program_that_prints():
+    """A statement without a program is not on the page."""
+    sections = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    without = [text.splitlines()[0] for text in sections if "```python" not in text or "```text" not in text]
+    assert not without
+
+
+def test_torch_hands_unflatten_a_list_and_jax_a_tuple():
+    """Functions of torch and of JAX are called differently in more than the order."""
+    pytest.importorskip("jax", reason="one of the two")
+    assert (
+        fresh(
+            "import jax, torch.utils._pytree as pytree\n"
+            "class Node: pass\n"
+            "kinds = []\n"
+            "pytree.register_pytree_node(Node, lambda n: ([1], None), lambda c, s: kinds.append(type(c)))\n"
+            "jax.tree_util.register_pytree_node(Node, lambda n: ([1], None), lambda s, c: kinds.append(type(c)))\n"
+            "pytree.tree_map(lambda x: x, Node()); jax.tree.map(lambda x: x, Node())\n"
+            "print(*(kind.__name__ for kind in kinds))\n"
+        )
+        == "list tuple\n"
+    )
+
+
+def test_optree_and_jax_pickle_their_specs():
+    """They write no text; torch writes JSON."""
+    pytest.importorskip("jax", reason="one of the two")
+    pytest.importorskip("optree", reason="the other one")
+    assert (
+        fresh(
+            "import jax, optree, pickle, torch.utils._pytree as pytree\n"
+            "for structure in (jax.tree.structure, optree.tree_structure):\n"
+            "    print(pickle.loads(pickle.dumps(structure([1, {'a': 2}]))) == structure([1, {'a': 2}]))\n"
+            "print(pytree.treespec_dumps(pytree.tree_structure([1]))[:4])\n"
+        )
+        == "True\nTrue\n[1, \n"
+    )
+
+
+def test_torch_does_not_look_at_what_is_registered_for_a_named_tuple():
+    """Its own way of taking named tuples apart comes first."""
+    assert (
+        fresh(
+            "import collections, torch.utils._pytree as pytree\n"
+            "Point = collections.namedtuple('Point', 'x y')\n"
+            "pytree.register_pytree_node(Point, lambda p: ([p.x], p.y), lambda c, y: Point(*c, y))\n"
+            "print(pytree.tree_leaves(Point(1, 2)))\n"
+        )
+        == "[1, 2]\n"
+    )
+
+
+def test_a_named_tuple_is_saved_under_the_name_that_torch_is_given():
+    """Without one its spec cannot be stored."""
+    assert (
+        fresh(
+            "import collections, torch.utils._pytree as pytree\n"
+            "Point = collections.namedtuple('Point', 'x y')\n"
+            "spec = pytree.tree_structure(Point(1, 2))\n"
+            "try:\n    pytree.treespec_dumps(spec)\n"
+            "except NotImplementedError:\n    print('no name')\n"
+            "pytree._register_namedtuple(Point, serialized_type_name='a.Point')\n"
+            "print(pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec)\n"
+        )
+        == "no name\nTrue\n"
+    )

@@ -1,0 +1,1 @@
+"""What is wrong with an object, an example, a message or a recipe: nothing here changes anything."""

@@ -1,0 +1,61 @@
+"""Whether the registration of a class keeps all that is asked of one: :func:`check_recipe`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.utils._pytree as pytree
+
+from ..errors import InvalidArgumentError, NotRegisteredError, describe_class
+from ..recipe import Recipe, require_class
+from ..registry import REGISTRY
+from ..roundtrip import CHECKS
+
+__all__ = ["check_recipe", "recipe_of"]
+
+
+def check_recipe(cls: type, sample: Any) -> None:
+    """Check the registration of a class that is in force with torch, whoever made it.
+
+    Args:
+        cls: the class.
+        sample: an instance, as different from a trivial one as possible: what is not in it is not checked.
+
+    Raises:
+        NotRegisteredError: when torch does not know the class.
+        InvalidArgumentError: when ``sample`` is no instance of exactly this class.
+        RoundTripError: when one of these does not hold, tried in this order: no tensors in the static part; the keyed
+            flatten agrees with the plain one; the object comes back with the same children, not copies, and an equal
+            static part; unflatten makes no tensors; unflatten accepts placeholders; the spec survives storage; the
+            static part hashes; torch's C++ pytree, if it is in use, agrees with the Python one.
+
+    >>> import collections
+    >>> check_recipe(collections.OrderedDict, collections.OrderedDict(a=1, b=[2, 3]))
+    """
+    require_class(cls, "check_recipe")
+    recipe = recipe_of(cls)
+    if type(sample) is not cls:
+        raise InvalidArgumentError(
+            f"check_recipe: expected an instance of {describe_class(cls)}, found {describe_class(sample)}. A subclass "
+            "has a registration of its own."
+        )
+    for check in CHECKS.values():
+        check(recipe, sample)
+
+
+def recipe_of(cls: type) -> Recipe:
+    """The functions in force for a class, ours or somebody else's.
+
+    Raises:
+        NotRegisteredError: when there are none.
+    """
+    ours = REGISTRY.recipe_in_force(cls)
+    if ours is not None:
+        return ours
+    node = pytree.SUPPORTED_NODES.get(cls)
+    if node is None:
+        raise NotRegisteredError(
+            f"check_recipe: torch does not know how to flatten {describe_class(cls)}. Register it first:\n"
+            f"    {REGISTRY.remedy(cls) or f'register_class_flattening({cls.__qualname__}, ...)'}"
+        )
+    return Recipe.from_functions(cls, node.flatten_fn, node.unflatten_fn, node.flatten_with_keys_fn)

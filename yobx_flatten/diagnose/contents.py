@@ -1,0 +1,205 @@
+"""What any object holds, read without running a line of its class.
+
+``getattr`` runs properties and ``__getattr__``, ``isinstance`` reads ``__class__``, ``len`` and ``iter`` are the
+class's own. Here an attribute is read where Python keeps it: the instance's ``__dict__`` and the slots, each by its
+descriptor, and the items of the built-in containers by the functions of the built-in class::
+
+    class Layer(Base):                  state.layers          a list            list.__iter__
+        __slots__ = ("keys",)           state.layers[0]       a Layer
+        name = "a"                      state.layers[0].keys  a slot            member descriptor
+        @property
+        def size(self): ...             never called
+
+Not entered: classes, modules of Python, functions and methods (so neither closures nor globals), weak references,
+generators, frames. A ``torch.nn.Module`` is looked into like any object, a ``functools.partial`` too: its arguments
+are data.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Layout", "Layouts", "class_name", "is_known_base", "size_in_bytes", "spell_key"]
+
+_mro: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
+_namespace: Callable[[type], Any] = type.__dict__["__dict__"].__get__
+
+_NUMBERS = (bool, int, float, complex, str, bytes, bytearray, type(None), type(...), range)
+_CLOSED = (
+    *_NUMBERS,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.CodeType,
+    types.FrameType,
+    types.TracebackType,
+    types.GeneratorType,
+    types.CoroutineType,
+    types.AsyncGeneratorType,
+    types.CellType,
+    property,
+    classmethod,
+    staticmethod,
+    weakref.ref,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+_Items = Callable[[Any], Iterable[tuple[str, Any]]]
+
+
+def _by_position(cls: Any) -> _Items:
+    iterate = cls.__iter__
+    return lambda obj: ((f"[{index}]", item) for index, item in enumerate(iterate(obj)))
+
+
+def _of_a_set(cls: Any) -> _Items:
+    iterate = cls.__iter__  # an item of a set has no path in Python; the number says which one it is
+    return lambda obj: ((f"{{{index}}}", item) for index, item in enumerate(iterate(obj)))
+
+
+def _by_key(obj: Any) -> Iterator[tuple[str, Any]]:
+    return ((f"[{spell_key(key)}]", value) for key, value in dict.items(obj))
+
+
+_ITEMS: dict[type, _Items] = {
+    dict: _by_key,
+    list: _by_position(list),
+    tuple: _by_position(tuple),
+    collections.deque: _by_position(collections.deque),
+    set: _of_a_set(set),
+    frozenset: _of_a_set(frozenset),
+}
+
+
+class Layout(NamedTuple):
+    """Where the instances of one class keep what they hold."""
+
+    is_tensor: bool
+    is_closed: bool
+    attributes: Callable[[Any], Any] | None  # reads `__dict__`
+    slots: tuple[tuple[str, Callable[[Any], Any]], ...]
+    items: _Items | None
+
+    def names(self, obj: Any) -> list[tuple[str, Any]]:
+        """The attributes of an instance, by name."""
+        found: list[tuple[str, Any]] = []
+        for name, read in self.slots:
+            try:
+                found.append((name, read(obj)))
+            except AttributeError:  # a slot that was never set
+                continue
+        if self.attributes is not None:
+            found += dict.items(self.attributes(obj))
+        return found
+
+    def children(self, obj: Any) -> list[tuple[str, Any]]:
+        """What an instance holds: the Python to append to the way to it, and the object."""
+        found = [(_spell_attribute(name), value) for name, value in self.names(obj)]
+        return found if self.items is None else [*found, *self.items(obj)]
+
+
+class Layouts:
+    """Layouts of classes, each worked out once. Lives as long as one walk, so classes are known by their id."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Layout] = {}
+        self._arrays = tuple(
+            cls for cls in (_loaded("numpy", "ndarray"), _loaded("jax._src.array", "ArrayImpl")) if cls is not None
+        )
+
+    def __call__(self, cls: type) -> Layout:
+        """Return the layout of a class."""
+        found = self._by_id.get(id(cls))
+        if found is None:
+            found = self._by_id[id(cls)] = self._work_out(cls)
+        return found
+
+    def _work_out(self, cls: type) -> Layout:
+        bases = _mro(cls)
+        if any(base is torch.Tensor or any(base is array for array in self._arrays) for base in bases):
+            return Layout(True, True, None, (), None)
+        if any(base is closed for base in bases for closed in _CLOSED):
+            return Layout(False, True, None, (), None)
+        attributes, slots, items = None, [], None
+        for base in bases:
+            for name, value in _namespace(base).items():
+                kind = type(value)
+                if name == "__dict__":
+                    if attributes is None and kind in (types.GetSetDescriptorType, types.MemberDescriptorType):
+                        attributes = value.__get__
+                elif kind is types.MemberDescriptorType:
+                    slots.append((name, value.__get__))
+            if items is None:
+                items = next((_ITEMS[built_in] for built_in in _ITEMS if base is built_in), None)
+        return Layout(False, False, attributes, tuple(slots), items)
+
+
+def size_in_bytes(tensor: Any) -> int:
+    """What a tensor or an array takes, if every element takes its own place; 0 where it does not say."""
+    try:
+        if issubclass(type(tensor), torch.Tensor):
+            with torch._C.DisableTorchFunctionSubclass():  # a subclass may answer with code of its own
+                return int(torch.Tensor.numel(tensor) * torch.Tensor.element_size(tensor))
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and issubclass(type(tensor), numpy.ndarray):
+            return int(numpy.ndarray.nbytes.__get__(tensor))
+        return int(tensor.nbytes)
+    except Exception:  # nested and sparse layouts do not say; a size that a trace does not know cannot be an int
+        return 0
+
+
+def class_name(cls: type) -> str:
+    """The full name of a class, read without asking its metaclass.
+
+    >>> class_name(collections.OrderedDict), class_name(dict)
+    ('collections.OrderedDict', 'dict')
+    """
+    module, name = _MODULE(cls), _QUALNAME(cls)
+    return name if module == "builtins" else f"{module}.{name}"
+
+
+_MODULE: Callable[[type], str] = type.__dict__["__module__"].__get__
+_QUALNAME: Callable[[type], str] = type.__dict__["__qualname__"].__get__
+
+
+def is_known_base(cls: type, names: Iterable[str]) -> bool:
+    """Tell whether a class or one of its bases is defined in one of the packages."""
+    return any(str(_MODULE(base)).partition(".")[0] in names for base in _mro(cls))
+
+
+def spell_key(key: Any) -> str:
+    """Spell the key of a dict; an object whose ``__repr__`` is its own business by its class.
+
+    >>> spell_key("a"), spell_key((1, "b")), spell_key(collections.OrderedDict())
+    ("'a'", "(1, 'b')", '<OrderedDict>')
+    """
+    if any(type(key) is kind for kind in _NUMBERS):
+        return repr(key)
+    if type(key) is tuple:
+        inner = [spell_key(item) for item in key]
+        return f"({', '.join(inner)}{',' if len(inner) == 1 else ''})"
+    return f"<{_QUALNAME(type(key)) if not issubclass(type(key), type) else _QUALNAME(key)}>"
+
+
+def _spell_attribute(name: Any) -> str:
+    return f".{name}" if type(name) is str and name.isidentifier() else f".__dict__[{spell_key(name)}]"
+
+
+def _loaded(module: str, name: str) -> Any:
+    """A class of a library, if somebody imported it."""
+    return getattr(sys.modules.get(module), name, None)

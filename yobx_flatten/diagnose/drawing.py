@@ -1,0 +1,214 @@
+"""A nested object as a tree drawn in text: :func:`explain`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from .contents import Layouts, class_name
+from .opaque import Unregistered, children_of, find_unregistered, spell_bytes, spell_count, spell_entry
+
+__all__ = ["Drawing", "DrawingRow", "explain"]
+
+_DEEPEST = 50
+_LONGEST_PERIOD = 8
+_FEWEST = 3  # so many equal siblings become one row
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DrawingRow:
+    """One row of a drawing.
+
+    Attributes:
+        depth: 0 for the object itself.
+        label: the step to it, as Python: ``['a']``, ``[0] … [31]``, ``.hidden``.
+        text: what stands there.
+        kind: ``"node"`` (comes apart), ``"tensor"``, ``"value"`` (any other leaf) or ``"opaque"`` (a leaf that holds
+            tensors).
+        branch: the lines in front of it.
+    """
+
+    depth: int
+    label: str
+    text: str
+    kind: str
+    branch: str
+
+    def __str__(self) -> str:
+        return f"{self.branch}{self.label}: {self.text}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drawing:
+    """An explained tree. Its ``str`` is the drawing.
+
+    Attributes:
+        rows: from top to bottom.
+        unregistered: what :func:`~yobx_flatten.find_unregistered` finds.
+        width: columns that a row may take.
+    """
+
+    rows: tuple[DrawingRow, ...]
+    unregistered: tuple[Unregistered, ...]
+    width: int = 80
+
+    def __str__(self) -> str:
+        lines = [_cut(str(row), self.width) for row in self.rows]
+        remedies = dict.fromkeys((found.advice, found.remedy) for found in self.unregistered)
+        for advice in dict.fromkeys(advice for advice, _ in remedies):
+            lines += ["", f"✗ {advice}:"]
+            lines += [f"    {line}" for a, remedy in remedies if a == advice for line in remedy.split("\n")]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def explain(tree: Any, *, name: str = "tree", width: int = 80) -> Drawing:
+    """Draw what torch makes of an object: nodes, leaves with their types and shapes, static parts.
+
+    A leaf that holds tensors is marked, and the line that registers it stands below. Three and more equal siblings
+    are one row, also those that take turns (``key_0, value_0, key_1, value_1, ...``).
+
+    Args:
+        tree: anything.
+        name: what to call it.
+        width: columns that a row may take; longer ones are cut.
+
+    Returns:
+        A drawing, to be printed; its ``rows`` are there for other pictures.
+
+    >>> print(explain({"x": torch.zeros(2, 3), "layers": [torch.zeros(4)] * 24, "flag": True}, name="kwargs"))
+    kwargs: dict of 3
+    ├─ ['x']: float32[2, 3]
+    ├─ ['layers']: list of 24
+    │  └─ [0] … [23]: 24 × float32[4]
+    └─ ['flag']: True
+    """
+    reader = _Reader(find_unregistered(tree, name=name))
+    root = reader.part(name, name, tree, 0)
+    rows = [DrawingRow(0, root.label, root.text, root.kind, "")]
+    _draw(root, 1, "", rows)
+    return Drawing(tuple(rows), tuple(reader.unregistered), width)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """An object and what is below it, before it is drawn. Equal parts look equal, but for the numbers in labels."""
+
+    label: str = dataclasses.field(compare=False)
+    text: str
+    kind: str
+    below: tuple[_Part, ...] = ()
+
+    @property
+    def pattern(self) -> tuple[str, _Part]:
+        return re.sub(r"\d+", "#", self.label), self
+
+
+class _Reader:
+    """Reads an object part by part."""
+
+    def __init__(self, unregistered: list[Unregistered]) -> None:
+        self.unregistered = unregistered
+        self._opaque = {found.path: found for found in unregistered}
+        self._layouts = Layouts()
+        self._inside: list[int] = []
+
+    def part(self, label: str, path: str, obj: Any, depth: int) -> _Part:
+        node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(obj))
+        if node is None:
+            return self._leaf(label, path, obj)
+        if id(obj) in self._inside or depth > _DEEPEST:
+            return _Part(label, "… (the same object again)" if depth <= _DEEPEST else "…", "value")
+        children = children_of(node, obj, path)
+        self._inside.append(id(obj))
+        below = [self.part(spell_entry(key), path + spell_entry(key), child, depth + 1) for key, child in children]
+        self._inside.pop()
+        return _Part(label, _node_text(node, obj, [key for key, _ in children]), "node", tuple(_merged(below)))
+
+    def _leaf(self, label: str, path: str, obj: Any) -> _Part:
+        if path in self._opaque:
+            found = self._opaque[path]
+            holds = f"{spell_count(found.tensors)}, {spell_bytes(found.nbytes)}"
+            return _Part(label, f"✗ {_short_name(found.cls)}, not registered: {holds}", "opaque")
+        if self._layouts(type(obj)).is_tensor:
+            return _Part(label, _tensor_text(obj), "tensor")
+        closed = self._layouts(type(obj)).is_closed and not issubclass(type(obj), type)
+        return _Part(label, _one_line(obj) if closed else f"{class_name(type(obj))}, a leaf without tensors", "value")
+
+
+def _node_text(node: Any, obj: Any, keys: list[Any]) -> str:
+    cls = type(obj)
+    name = _short_name(cls)
+    if cls.__module__ in ("builtins", "collections"):
+        return f"{name} of {len(keys)}"
+    static = node.flatten_fn(obj)[1]
+    names = [getattr(key, "key", getattr(key, "name", None)) for key in keys]
+    if type(static) is list and len(static) == 2 and static[0] == names and names:
+        static = static[1]  # our own way to write it: the names of the children, then the values of static fields
+    if static is None or (type(static) is list and static == names) or pytree._get_node_type(obj) is not cls:
+        return name
+    return f"{name}, static {_one_line(static)}"
+
+
+def _tensor_text(tensor: Any) -> str:
+    device = getattr(tensor, "device", None)
+    where = "" if not isinstance(device, torch.device) or device.type == "cpu" else f" on {device}"
+    array = "" if isinstance(tensor, torch.Tensor) else f"{type(tensor).__module__.partition('.')[0]} "
+    return f"{array}{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{where}"
+
+
+def _short_name(cls: type) -> str:
+    return class_name(cls).rpartition("<locals>.")[2].rpartition(".")[2]
+
+
+def _one_line(value: Any) -> str:
+    try:
+        return " ".join(repr(value).split())
+    except Exception as error:  # whatever a user's __repr__ raises
+        return f"<{type(value).__qualname__}: its __repr__ raised {type(error).__name__}>"
+
+
+def _merged(parts: list[_Part]) -> list[_Part]:
+    """Make one part of several equal ones, also of those that take turns."""
+    merged: list[_Part] = []
+    patterns = [part.pattern for part in parts]
+    start = 0
+    while start < len(parts):
+        period, times = _best_repetition(patterns, start)
+        for first in range(start, start + period):
+            part, last = parts[first], parts[first + period * (times - 1)]
+            if times > 1:
+                part = dataclasses.replace(part, label=f"{part.label} … {last.label}", text=f"{times} × {part.text}")
+            merged.append(part)
+        start += period * times
+    return merged
+
+
+def _best_repetition(patterns: list[tuple[str, _Part]], start: int) -> tuple[int, int]:
+    """How many of the next siblings take turns, and how often; ``(1, 1)`` if they do not."""
+    best = (1, 1)
+    for period in range(1, _LONGEST_PERIOD + 1):
+        end = start + period
+        while end < len(patterns) and patterns[end] == patterns[end - period]:
+            end += 1
+        times = (end - start) // period
+        if times >= _FEWEST and times * period > best[0] * best[1]:
+            best = (period, times)
+    return best
+
+
+def _draw(part: _Part, depth: int, indent: str, rows: list[DrawingRow]) -> None:
+    for number, child in enumerate(part.below, 1):
+        is_last = number == len(part.below)
+        rows.append(DrawingRow(depth, child.label, child.text, child.kind, indent + ("└─ " if is_last else "├─ ")))
+        _draw(child, depth + 1, indent + ("   " if is_last else "│  "), rows)
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: width - 1] + "…"

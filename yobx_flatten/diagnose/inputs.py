@@ -1,0 +1,319 @@
+"""What is wrong with the inputs of an export, before anything is traced: :func:`check_inputs`."""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+from ..arguments import check_arguments, did_you_mean, inputs_by_name, shapes_by_name
+from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
+from ..export_hook import EXPORT_HOOK
+from ..shapes import check_dynamic_shapes
+from ..shapes import dynamic_shapes as write_dynamic_shapes
+from .contents import Layouts, class_name
+from .opaque import find_unregistered, torch_leaves
+from .remedies import remedy_for
+from .varying import Axis, varying_axes
+
+__all__ = ["Finding", "Findings", "check_inputs"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing to know before an export.
+
+    Attributes:
+        severity: ``"error"``: the export fails, or the program is wrong. ``"warning"``: the program may refuse, or
+            fix, more than you mean.
+        path: the input it is about, as Python inside ``forward``.
+        message: what is the matter.
+        remedy: what to type; empty where there is nothing to type.
+        kind: the error that :meth:`Findings.raise_errors` raises for it.
+    """
+
+    severity: str
+    path: str
+    message: str
+    remedy: str = ""
+    kind: type[FlattenError] = InvalidArgumentError
+
+    @property
+    def text(self) -> str:
+        """The message with the line to type."""
+        remedy = self.remedy.replace("\n", "\n    ")
+        return f"{self.message}\n    {remedy}" if remedy else self.message
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.text}"
+
+
+class Findings(tuple[Finding, ...]):
+    """What :func:`check_inputs` found. Its ``str`` is what to read; empty, it is false."""
+
+    __slots__ = ()
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """Those with which the export fails or goes wrong."""
+        return tuple(finding for finding in self if finding.severity == "error")
+
+    def raise_errors(self) -> None:
+        """Raise if there are errors; warnings do not count.
+
+        Raises:
+            FlattenError: the one that fits the first error: ``InvalidArgumentError``, ``NotRegisteredError`` or
+                ``DynamicShapesError``. It lists all of them.
+        """
+        if self.errors:
+            raise self.errors[0].kind("\n".join(finding.text for finding in self.errors))
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "nothing found"
+
+    def __repr__(self) -> str:
+        return f"Findings({', '.join(map(repr, self))})"
+
+
+def check_inputs(
+    module: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Findings:
+    """Look over what ``torch.export.export`` is about to be given. Nothing is traced, and the module is not called.
+
+    Call it where you export: inside the block, classes that the block registers are registered.
+
+    Args:
+        module: the module to export.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        dynamic_shapes: as for ``torch.export.export``; ``"auto"`` as for :func:`~yobx_flatten.export_program`.
+
+    Returns:
+        Errors first, then warnings: arguments that ``forward`` does not take, does not name or never reads; objects of
+        classes that nobody registered; ``dynamic_shapes`` that do not fit; one tensor passed twice; slices of larger
+        tensors; sizes of 0 and 1 that are to vary; different axes that are to vary and have equal sizes.
+
+    >>> class Adds(torch.nn.Module):
+    ...     def forward(self, x, y):
+    ...         return x + y
+    >>> x = torch.zeros(3, 3)
+    >>> print(check_inputs(Adds(), (x, x)))
+    error: y is the same tensor as x. torch.export takes the two for one, and the program ignores x. Pass a copy:
+        y.clone()
+    """
+    kwargs = kwargs or {}
+    try:
+        check_arguments(module, args, kwargs)
+        found: list[Finding] = []
+    except InvalidArgumentError as error:
+        found = [Finding("error", "", str(error))]
+        if not _can_be_walked(args, kwargs):
+            return Findings(found)
+    inputs = inputs_by_name(module, args, kwargs)
+    leaves = [item for name, value in inputs.items() for item in torch_leaves(value, name)]
+    if isinstance(module, torch.nn.Module):
+        found += _names(module, kwargs, inputs)
+    found += _classes(inputs, leaves)
+    tensors = [(path, leaf) for path, leaf in leaves if issubclass(type(leaf), torch.Tensor)]
+    found += _duplicates(tensors)
+    found += _slices(tensors)
+    shapes, misfit = _shapes(inputs, dynamic_shapes)
+    found += misfit
+    if shapes is not None and not misfit:
+        axes = list(varying_axes(inputs, shapes))
+        found += _sizes_that_stay(axes)
+        found += _equal_sizes(axes)
+    return Findings(sorted(found, key=lambda finding: finding.severity))
+
+
+def _can_be_walked(args: Any, kwargs: Any) -> bool:
+    return isinstance(args, tuple) and isinstance(kwargs, Mapping)
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def _names(module: torch.nn.Module, kwargs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Iterator[Finding]:
+    """Arguments that ``forward`` swallows in its ``**kwargs``, and those that it never reads."""
+    try:
+        parameters = inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):
+        return
+    forward = f"{type(module).__qualname__}.forward"
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for name in kwargs:
+            if name not in parameters:
+                hint = did_you_mean([name], parameters)
+                yield Finding(
+                    "warning", name, f"{forward} has no parameter {name!r}; it disappears in its **kwargs.{hint}"
+                )
+    for name in _never_read(module.forward):
+        if inputs.get(name) is not None:
+            yield Finding("warning", name, f"{name} is passed, but {forward} never reads it.")
+
+
+def _never_read(function: Callable[..., Any]) -> list[str]:
+    """The parameters that the code of a Python function does not mention."""
+    inner = inspect.unwrap(function)
+    code = getattr(getattr(inner, "__func__", inner), "__code__", None)
+    if code is None or {"locals", "eval", "exec", "vars"} & set(code.co_names):
+        return []
+    read: set[Any] = set(code.co_cellvars)  # read by a function inside
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "STORE_FAST_LOAD_FAST")):
+            read.update(instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,))
+    count = code.co_argcount + code.co_kwonlyargcount
+    return [name for name in code.co_varnames[:count] if name not in read and name != "self"]
+
+
+# -- classes ---------------------------------------------------------------------------------------------------------
+
+_TAKEN: tuple[type, ...] = (
+    *(int, float, complex, bool, str, bytes, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(torch.SymInt, torch.SymFloat, torch.SymBool, torch.ScriptObject),
+)
+
+
+def _classes(inputs: Mapping[str, Any], leaves: list[tuple[str, Any]]) -> Iterator[Finding]:
+    explained = set()
+    for name, value in inputs.items():
+        for unregistered in find_unregistered(value, name=name):
+            if unregistered.inside is None:
+                explained.add(unregistered.path)
+                yield Finding("error", unregistered.path, str(unregistered).split("\n")[0], unregistered.remedy, _CLASS)
+    layouts = Layouts()
+    for path, leaf in leaves:
+        if path in explained or issubclass(type(leaf), (torch.Tensor, *_TAKEN)):
+            continue
+        if layouts(type(leaf)).is_tensor:
+            message = f"{path} is a {class_name(type(leaf))}; torch.export takes tensors of torch. Pass one instead:"
+            yield Finding("error", path, message, f"torch.as_tensor({path})")
+        else:
+            remedy = remedy_for(type(leaf), leaf, layouts)
+            message = f"{path} is a {class_name(type(leaf))}, which torch.export does not take. {remedy.advice}:"
+            yield Finding("error", path, message, remedy.line, _CLASS)
+
+
+_CLASS = NotRegisteredError
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def _duplicates(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
+    first_path: dict[int, str] = {}
+    first_start: dict[int, str] = {}
+    for path, tensor in tensors:
+        if id(tensor) in first_path:
+            other = first_path[id(tensor)]
+            yield Finding(
+                "error",
+                path,
+                f"{path} is the same tensor as {other}. torch.export takes the two for one, and the program ignores "
+                f"{other}. Pass a copy:",
+                f"{path}.clone()",
+            )
+            continue
+        first_path[id(tensor)] = path
+        start = _address(tensor)
+        if start is None:
+            continue
+        if start in first_start:
+            yield Finding(
+                "warning",
+                path,
+                f"{path} and {first_start[start]} share their memory. If the module writes into one of them, the "
+                "program cannot be decomposed, nor converted to ONNX. Pass a copy then:",
+                f"{path}.clone()",
+            )
+        first_start.setdefault(start, path)
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Where the memory of a tensor begins, if it has any."""
+    try:
+        return tensor.data_ptr() or None
+    except RuntimeError:  # a FakeTensor, a sparse one
+        return None
+
+
+def _slices(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
+    if EXPORT_HOOK.active:  # the block passes a contiguous copy to the trace
+        return
+    for path, tensor in tensors:
+        if _leaves_gaps(tensor):
+            yield Finding(
+                "warning",
+                path,
+                f"{path} is a slice of a larger tensor. Its strides may become part of the program, which then refuses "
+                "others. Pass a contiguous example, or export inside register_flattening_functions():",
+                f"{path}.contiguous()",
+            )
+
+
+def _leaves_gaps(tensor: torch.Tensor) -> bool:
+    """Tell whether there is foreign memory between a tensor's first and last element."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return span > tensor.numel()
+
+
+# -- sizes that are to vary ------------------------------------------------------------------------------------------
+
+
+def _shapes(inputs: dict[str, Any], shapes: Any) -> tuple[Any, list[Finding]]:
+    if shapes is None:
+        return None, []
+    try:
+        if isinstance(shapes, str) and shapes == "auto":
+            return write_dynamic_shapes(inputs), []
+        if not isinstance(shapes, Mapping):
+            shapes = shapes_by_name(inputs, shapes)
+        check_dynamic_shapes(inputs, dict(shapes))
+    except DynamicShapesError as error:
+        path, text = str(error).partition(":")[0], f"dynamic_shapes does not fit: {error}"
+        return None, [Finding("error", path, text, "", DynamicShapesError)]
+    return dict(shapes), []
+
+
+def _sizes_that_stay(axes: list[Axis]) -> Iterator[Finding]:
+    for axis in axes:
+        if axis.size in (0, 1):
+            yield Finding(
+                "warning",
+                axis.path,
+                f"{axis.path} has size {axis.size} along axis {axis.number}, which may vary: torch.export takes sizes "
+                "0 and 1 for fixed. Pass an example of size 2 or more along this axis.",
+            )
+
+
+def _equal_sizes(axes: list[Axis]) -> Iterator[Finding]:
+    """Axes that vary by different names, or in different places of a shape, and are of one size in the example.
+
+    Axis 0 of one tensor and axis 0 of another are taken for the same thing, most often the batch.
+    """
+    by_size: dict[int, dict[Any, Axis]] = {}
+    for axis in axes:
+        named = getattr(axis.dim, "__name__", None) if isinstance(axis.dim, Dim) else None
+        by_size.setdefault(axis.size, {}).setdefault(named or axis.number, axis)
+    for size, different in by_size.items():
+        if size < 2 or len(different) < 2:
+            continue
+        where = " and ".join(f"axis {axis.number} of {axis.path}" for axis in different.values())
+        path = next(iter(different.values())).path
+        yield Finding(
+            "warning",
+            path,
+            f"{where} may vary and have the same size, {size}: a branch of the module on whether they are equal goes "
+            "one way for good. Pass an example in which they differ.",
+        )

@@ -1,0 +1,176 @@
+"""Objects that hold tensors and that torch does not take apart: where they are, and the line to type.
+
+::
+
+    {"state": State(caches=[DynamicCache, DynamicCache]), "x": tensor}
+
+    torch sees      a dict -> State, a leaf          -> tensor
+    we look inside           State -> list -> two DynamicCache -> 8 tensors
+    found           tree['state'], and in it tree['state'].caches[0] and tree['state'].caches[1]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch.utils._pytree as pytree
+
+from ..errors import describe_class
+from .contents import Layouts, class_name, spell_key
+from .inside import Holder, holders_in
+from .remedies import Remedy, registers_what_is_inside, remedy_for
+
+__all__ = [
+    "Unregistered",
+    "children_of",
+    "find_unregistered",
+    "spell_bytes",
+    "spell_count",
+    "spell_entry",
+    "torch_leaves",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unregistered:
+    """An object that holds tensors and that torch's pytree does not take apart.
+
+    Attributes:
+        path: the way to it, as Python.
+        cls: its class.
+        tensors: how many tensors (and arrays of numpy and JAX) it holds. For an object inside of a leaf, one that it
+            holds twice counts twice.
+        nbytes: what they take.
+        remedy: the line to type.
+        advice: what the line does, in words.
+        inside: the path of the leaf it is inside of; ``None`` if it is a leaf itself. Once that one is registered,
+            this one is a leaf.
+    """
+
+    path: str
+    cls: type
+    tensors: int
+    nbytes: int
+    remedy: str
+    advice: str = "Register it first"
+    inside: str | None = None
+
+    def __str__(self) -> str:
+        """Say what, where, and what to do."""
+        remedy = self.remedy.replace("\n", "\n    ")
+        where = "" if self.inside is None else f" (inside {self.inside})"
+        return (
+            f"{self.path}{where} is a {class_name(self.cls)}, which torch does not know how to flatten. It holds "
+            f"{spell_count(self.tensors)}, {spell_bytes(self.nbytes)}. {self.advice}:\n    {remedy}"
+        )
+
+
+def find_unregistered(tree: Any, *, name: str = "tree") -> list[Unregistered]:
+    """Find every object that holds tensors and that torch does not take apart, in the order of the tree.
+
+    Neither properties nor other code of the objects runs, and nothing is imported: attributes, ``__slots__`` and the
+    items of built-in containers are read where Python keeps them. Only the flatten functions of registered classes
+    are called. A ``torch.nn.Module`` counts with its parameters; functions are not looked into.
+
+    Args:
+        tree: anything: arguments, outputs, a batch.
+        name: what ``tree`` is called where you type the line; the paths begin with it.
+
+    Returns:
+        The leaves, and what would become a leaf once they are registered: each has ``path``, ``cls``, ``tensors``,
+        ``nbytes``, ``remedy`` and ``inside``. Printed, it says all of that.
+
+    >>> import torch
+    >>> class Memory:
+    ...     def __init__(self):
+    ...         self.rows = [torch.zeros(2, 3), torch.zeros(4)]
+    >>> (found,) = find_unregistered({"x": torch.zeros(1), "m": [Memory()]}, name="kwargs")
+    >>> found.path, found.cls.__name__, found.tensors, found.nbytes
+    ("kwargs['m'][0]", 'Memory', 2, 40)
+    """
+    layouts = Layouts()
+    found: list[Unregistered] = []
+    seen: dict[int, list[Holder]] = {}
+    remedies: dict[int, Remedy] = {}
+    covers: dict[int, bool] = {}  # by the id of the class, since a metaclass may hash in its own way
+
+    def is_covering(cls: type) -> bool:
+        if id(cls) not in covers:
+            covers[id(cls)] = registers_what_is_inside(cls)
+        return covers[id(cls)]
+
+    for path, leaf in torch_leaves(tree, name):
+        if layouts(type(leaf)).is_closed:
+            continue
+        if id(leaf) not in seen:
+            seen[id(leaf)] = holders_in(leaf, layouts, is_covering)
+        for holder in seen[id(leaf)]:
+            cls = type(holder.obj)
+            if id(cls) not in remedies:
+                remedies[id(cls)] = remedy_for(cls, holder.obj, layouts)
+            advice, line = remedies[id(cls)]
+            inside = None if holder.obj is leaf else path
+            found.append(Unregistered(path + holder.path, cls, holder.tensors, holder.nbytes, line, advice, inside))
+    return found
+
+
+def torch_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves that torch's pytree sees, with the way to each; an object that holds itself ends the way."""
+    inside: set[int] = set()
+    # an entry without a path says that its object has been left; it also keeps the object, and so its id, alive
+    stack: list[tuple[str | None, Any]] = [(name, tree)]
+    while stack:
+        path, obj = stack.pop()
+        if path is None:
+            inside.discard(id(obj))
+            continue
+        node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(obj))
+        if node is None:
+            yield path, obj
+        elif id(obj) not in inside:
+            inside.add(id(obj))
+            stack.append((None, obj))
+            stack += [(path + spell_entry(key), child) for key, child in reversed(children_of(node, obj, path))]
+
+
+def children_of(node: Any, obj: Any, path: str) -> list[tuple[Any, Any]]:
+    """The children of a registered object with their keys."""
+    try:
+        if node.flatten_with_keys_fn is not None:
+            return list(node.flatten_with_keys_fn(obj)[0])
+        return [(pytree.SequenceKey(index), child) for index, child in enumerate(node.flatten_fn(obj)[0])]
+    except Exception as error:
+        error.add_note(f"while {path}, {describe_class(type(obj))}, was taken apart")
+        raise
+
+
+def spell_entry(key: Any) -> str:
+    """Spell one step of a key path as Python.
+
+    >>> spell_entry(pytree.MappingKey("a")), spell_entry(pytree.SequenceKey(2)), spell_entry(pytree.GetAttrKey("x"))
+    ("['a']", '[2]', '.x')
+    """
+    if isinstance(key, pytree.MappingKey):
+        return f"[{spell_key(key.key)}]"
+    return str(key)
+
+
+def spell_count(tensors: int) -> str:
+    """Spell a number of tensors."""
+    return f"{tensors} tensor{'' if tensors == 1 else 's'}"
+
+
+def spell_bytes(nbytes: int) -> str:
+    """Spell a size.
+
+    >>> spell_bytes(40), spell_bytes(1536), spell_bytes(3 * 2**20)
+    ('40 bytes', '1.5 kB', '3.0 MB')
+    """
+    size, unit = float(nbytes), "bytes"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{nbytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"

@@ -1,0 +1,120 @@
+"""The line to type for an object of a class that is not registered."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import InvalidRegistrationError
+from ..fields import functions_of
+from ..registry import REGISTRY
+from .contents import Layouts, is_known_base
+
+__all__ = ["Remedy", "registers_what_is_inside", "remedy_for"]
+
+
+class Remedy(NamedTuple):
+    """What to do, in words, and the line to type."""
+
+    advice: str
+    line: str
+
+
+def remedy_for(cls: type, obj: Any, layouts: Layouts) -> Remedy:
+    """Return what registers a class, or avoids the need to.
+
+    Args:
+        cls: the class.
+        obj: an instance, whose attributes tell children from static data.
+        layouts: where instances keep what they hold.
+    """
+    if issubclass(cls, torch.nn.Module):
+        return Remedy("A module is no input: make it a submodule of the one that uses it", "self.part = part")
+    if cls.__module__.partition(".")[0] in {*sys.stdlib_module_names, "builtins"} - {"__main__"}:
+        return Remedy("torch takes apart lists, tuples and dicts: pass one of these", "[...]")
+    base = REGISTRY.registered_base(cls)
+    why = "" if base is None else f" ({base.__qualname__} is registered, which does not count for its subclasses)"
+    return Remedy(f"Register it first{why}", _block(cls) or _own(cls, obj, layouts))
+
+
+def _own(cls: type, obj: Any, layouts: Layouts) -> str:
+    """The line for a class that no library brings a recipe for."""
+    name = cls.__qualname__.rpartition("<locals>.")[2]
+    if _is_registered_with_jax(cls):
+        return f"mirror({name})"
+    if _has(cls, "tree_flatten", "tree_unflatten"):
+        return f"register_pytree_node_class({name})"
+    try:
+        functions_of(cls)
+    except InvalidRegistrationError:
+        return _by_attributes(name, obj, layouts)
+    return f"register({name})"
+
+
+def registers_what_is_inside(cls: type) -> bool:
+    """Tell whether the line for a class is enough for the objects it is made of, as for a cache and its layers."""
+    return _block(cls) is not None
+
+
+def _block(cls: type) -> str | None:
+    """The block that registers a class of transformers or diffusers, or one derived from them."""
+    remedy = REGISTRY.remedy(cls)
+    if remedy is not None and remedy.startswith("with "):
+        return remedy
+    if "transformers.cache_utils" in sys.modules and is_known_base(cls, ("transformers",)):
+        from ..huggingface.known import transformers_recipes
+
+        recipe = transformers_recipes().get(cls)
+        return None if recipe is None else recipe.remedy
+    if "diffusers.utils.outputs" in sys.modules and is_known_base(cls, ("diffusers",)):
+        from ..huggingface.outputs import diffusers_recipes
+
+        return next((recipe.remedy for recipe in diffusers_recipes() if recipe.cls is cls), None)
+    return None
+
+
+def _has(cls: type, *names: str) -> bool:
+    return all(any(name in vars(base) for base in cls.__mro__) for name in names)
+
+
+def _is_registered_with_jax(cls: type) -> bool:
+    registry = getattr(sys.modules.get("jax._src.tree_util"), "_registry", ())
+    return cls in registry and REGISTRY.remedy(cls) is None  # JAX never forgets those that we told it about
+
+
+def _by_attributes(name: str, obj: Any, layouts: Layouts) -> str:
+    """The line for a class that is neither a dataclass nor like a dict, from what one instance holds."""
+    layout = layouts(type(obj))
+    if layout.items is not None:
+        return f"register_class_flattening({name}, lambda x: (list(x), None), lambda items, _: {name}(items), None)"
+    attributes = [(key, value) for key, value in layout.names(obj) if type(key) is str and key.isidentifier()]
+    children = [key for key, value in attributes if _may_hold_tensors(value, obj, layouts)]
+    static = [key for key, _ in attributes if key not in children]
+    if not attributes:
+        return f"register_class_flattening({name}, f_flatten, f_unflatten, f_flatten_with_keys)"
+    return (
+        f"f, k, u = functions_from_fields({name}, {children}{f', {static}' if static else ''})\n"
+        f"register_class_flattening({name}, f, u, k)"
+    )
+
+
+def _may_hold_tensors(value: Any, owner: Any, layouts: Layouts) -> bool:
+    """Tensors, ``None`` in their place, and what holds some; an empty container, since it may be filled later.
+
+    What is only reached through the owner is not the value's.
+    """
+    if value is None or (type(value) in (list, tuple, dict) and not value):
+        return True
+    seen, left = {id(value), id(owner)}, [] if value is owner else [value]
+    while left:
+        layout = layouts(type(left[-1]))
+        if layout.is_tensor:
+            return True
+        obj = left.pop()
+        if not layout.is_closed:
+            below = [child for _, child in layout.children(obj) if id(child) not in seen]
+            seen.update(map(id, below))
+            left += below
+    return False

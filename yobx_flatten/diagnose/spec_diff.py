@@ -1,0 +1,232 @@
+"""Where two structures differ: key paths with both values, instead of two walls of text."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch.utils._pytree as pytree
+from torch.export import ExportedProgram
+
+from ..errors import InvalidArgumentError, describe_class
+from ..fields import is_mapping_like
+
+__all__ = ["Difference", "compare_spec_texts", "compare_specs"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """One place in which two structures differ.
+
+    Attributes:
+        path: the way to it, as Python.
+        first: what is there in the first structure.
+        second: what is there in the second one.
+        names: what the two are called.
+    """
+
+    path: str
+    first: str
+    second: str
+    names: tuple[str, str] = ("first", "second")
+
+    def __str__(self) -> str:
+        width = max(map(len, self.names)) + 1
+        sides = zip(self.names, (self.first, self.second), strict=True)
+        return "\n".join([self.path, *(f"    {f'{name}:':<{width}} {value}" for name, value in sides)])
+
+
+def compare_specs(
+    first: Any, second: Any, *, name: str = "tree", names: tuple[str, str] = ("first", "second")
+) -> list[Difference]:
+    """Say where two structures differ.
+
+    Args:
+        first: a ``TreeSpec`` of ``torch.utils._pytree``, an ``ExportedProgram`` (its inputs are compared), or any
+            other object, whose structure is taken. ``(args, kwargs)`` is what a program is called with.
+        second: the other one.
+        name: what the paths begin with; the structure of a call begins with ``args`` and ``kwargs`` instead.
+        names: what the two are called in the text.
+
+    Returns:
+        One :class:`Difference` per place; nothing is reported below it. An empty list means that a program made for
+        one takes the other.
+
+    Raises:
+        InvalidArgumentError: when ``names`` is no pair.
+
+    >>> for difference in compare_specs({"x": 1, "y": [2, 3]}, {"x": 1, "y": [2]}, names=("exported", "called")):
+    ...     print(difference)
+    tree['y']
+        exported: list of 2
+        called:   list of 1
+    """
+    if len(names) != 2:
+        raise InvalidArgumentError(f'compare_specs: names must be a pair like ("first", "second"), found {names!r}.')
+    left, right = _view(_spec_of(first)), _view(_spec_of(second))
+    return list(_compare(left, right, name, names))
+
+
+def compare_spec_texts(first: str, second: str, names: tuple[str, str]) -> list[Difference] | None:
+    """Compare two specs as torch prints them into a message; ``None`` if they cannot be read."""
+    try:
+        left, right = _parse(first), _parse(second)
+    except (ValueError, IndexError):
+        return None
+    return list(_compare(left, right, "tree", names))
+
+
+# -- what the two are made of ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _View:
+    """One node of a structure: its class, its static part without the names of its children, its children by step."""
+
+    cls: str
+    static: str
+    children: dict[str, _View]
+    is_leaf: bool = False
+
+    @property
+    def text(self) -> str:
+        """The node in words."""
+        if self.is_leaf:
+            return "a leaf"
+        if not self.children or all(re.fullmatch(r"\[\d+\]", step) for step in self.children):
+            return f"{self.cls} of {len(self.children)}"
+        return f"{self.cls} with {', '.join(self.children)}"
+
+
+_LEAF = _View("", "", {}, is_leaf=True)
+
+
+def _spec_of(obj: Any) -> pytree.TreeSpec:
+    if isinstance(obj, pytree.TreeSpec):
+        return obj
+    if isinstance(obj, ExportedProgram):
+        if obj.call_spec.in_spec is None:
+            raise InvalidArgumentError(f"compare_specs: {describe_class(obj)} does not know its inputs.")
+        spec: pytree.TreeSpec = obj.call_spec.in_spec
+        return spec
+    return pytree.tree_structure(obj)
+
+
+def _view(spec: pytree.TreeSpec) -> _View:
+    if spec.is_leaf():
+        return _LEAF
+    children = [_view(child) for child in spec.children()]
+    if spec.type is collections.namedtuple:  # stands for all named tuples; which one is in the static part
+        return _node(spec.context.__qualname__, list(spec.context._fields), children, True)
+    return _node(spec.type.__qualname__, spec.context, children, _has_fields(spec.type))
+
+
+def _has_fields(cls: Any) -> bool:
+    return dataclasses.is_dataclass(cls) and not is_mapping_like(cast("type", cls))
+
+
+def _node(cls: str, context: Any, children: list[_View], by_attribute: bool) -> _View:
+    """Take the names of the children out of the static part, if it holds them, as a list or as the first of a pair."""
+    names, static = None, context
+    if _names_fit(context, children):
+        names, static = context, None
+    elif isinstance(context, (list, tuple)) and len(context) == 2 and _names_fit(context[0], children):
+        names, static = context
+    steps = [f"[{index}]" for index in range(len(children))]
+    if names is not None:
+        steps = [f".{name}" if by_attribute else f"[{name!r}]" for name in names]
+    shown = "" if static is None or static == [] else " ".join(repr(static).split())
+    return _View(cls, shown, dict(zip(steps, children, strict=True)))
+
+
+def _names_fit(names: Any, children: list[_View]) -> bool:
+    return (
+        isinstance(names, list)
+        and len(names) == len(children) > 0
+        and all(isinstance(name, (str, int)) for name in names)
+        and len(set(names)) == len(names)
+    )
+
+
+# -- specs in a message ----------------------------------------------------------------------------------------------
+
+
+def _parse(text: str) -> _View:
+    """Read ``TreeSpec(dict, ['a', 'b'], [*, TreeSpec(list, None, [*])])``."""
+    text = text.strip()
+    if text == "*":
+        return _LEAF
+    if not (text.startswith("TreeSpec(") and text.endswith(")")):
+        raise ValueError(text)
+    cls, *context, below = _split(text.removeprefix("TreeSpec(")[:-1])
+    if not (below.startswith("[") and below.endswith("]")):
+        raise ValueError(below)
+    children = [_parse(child) for child in _split(below[1:-1])]
+    spelled = ", ".join(context)
+    try:
+        static = ast.literal_eval(spelled)
+    except (ValueError, SyntaxError):
+        return _View(cls, spelled, {f"[{index}]": child for index, child in enumerate(children)})
+    classes = [kind for kind in pytree.SUPPORTED_NODES if getattr(kind, "__name__", "") == cls]
+    return _node(cls, static, children, len(classes) == 1 and _has_fields(classes[0]))
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas that are neither in brackets nor in quotes."""
+    parts, depth, quote, start = [], 0, "", 0
+    skip = False
+    for position, sign in enumerate(text):
+        if skip:
+            skip = False
+        elif quote:
+            skip = sign == "\\"
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign in "([{<":
+            depth += 1
+        elif sign in ")]}>":
+            depth -= 1
+        elif sign == "," and depth == 0:
+            parts.append(text[start:position].strip())
+            start = position + 1
+    rest = text[start:].strip()
+    return [*parts, rest] if rest else parts
+
+
+# -- comparing -------------------------------------------------------------------------------------------------------
+
+
+def _compare(left: _View, right: _View, path: str, names: tuple[str, str]) -> Iterator[Difference]:
+    if _is_call(left) and _is_call(right):
+        for step, part in (("[0]", "args"), ("[1]", "kwargs")):
+            yield from _compare(left.children[step], right.children[step], part, names)
+        return
+    if left.is_leaf and right.is_leaf:
+        return
+    positions = [step for step in left.children if step.startswith("[") and step[1:-1].isdigit()]
+    other_count = len(left.children) != len(right.children)
+    if left.cls != right.cls or (other_count and len(positions) == len(left.children)):
+        yield Difference(path, left.text, right.text, names)
+        return
+    if left.static != right.static:
+        yield Difference(path, f"static {left.static or None}", f"static {right.static or None}", names)
+    common = [step for step in left.children if step in right.children]
+    if common != [step for step in right.children if step in left.children]:
+        yield Difference(path, f"in the order {', '.join(left.children)}", ", ".join(right.children), names)
+    for step in dict.fromkeys([*left.children, *right.children]):
+        if step in common:
+            yield from _compare(left.children[step], right.children[step], path + step, names)
+        else:
+            sides = [side.children[step].text if step in side.children else "not there" for side in (left, right)]
+            yield Difference(path + step, sides[0], sides[1], names)
+
+
+def _is_call(view: _View) -> bool:
+    """Tell whether a structure is that of a program's inputs: a tuple of positional ones, a dict of the others."""
+    classes = [child.cls for child in view.children.values()]
+    return view.cls == "tuple" and classes == ["tuple", "dict"]

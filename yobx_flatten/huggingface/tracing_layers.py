@@ -1,0 +1,212 @@
+"""Cache layers that do the same for every length: the traceable versions of their methods.
+
+A layer branches on the number of tokens it has seen, and a trace follows one branch. Here the same tensors come out of
+arithmetic on lengths:
+
+* a sliding layer knows how many keys it kept from their shape, so ``kept + query`` keys are attended to, starting at
+  position ``seen - kept``; of those it keeps the last ``window - 1``, or all if there are fewer;
+* a static sliding layer shows the last ``window - 1`` keys it has seen, the new ones, and unused slots up to its size;
+* an empty layer starts from a slice of its first keys, not from a new tensor: a tensor made in a trace is a constant of
+  the program that ``run_decompositions`` and the ONNX exporter do not find again
+  (https://github.com/pytorch/pytorch/issues/179555).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["layer_replacements"]
+
+
+def layer_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Yield class, method and replacement for the layers of the installed transformers."""
+    cache_utils: Any = sys.modules["transformers.cache_utils"]
+    sliding, full = cache_utils.DynamicSlidingWindowLayer, cache_utils.DynamicLayer
+    yield sliding, "update", _sliding_update
+    yield sliding, "get_mask_sizes", _sliding_mask_sizes
+    yield full, "lazy_initialization", _lazy_initialization
+    if "lazy_initialization" in vars(sliding):
+        yield sliding, "lazy_initialization", _lazy_initialization
+    if "_sliding_window_tensor" in sliding.__init__.__code__.co_names:
+        yield sliding, "__init__", _sliding_init
+    static = getattr(cache_utils, "StaticSlidingWindowLayer", None) or cache_utils.SlidingWindowLayer  # 4.56
+    yield static, "update", _static_sliding_update
+    yield static, "get_mask_sizes", _static_sliding_mask_sizes
+    if "tensor" in cache_utils.StaticLayer.__init__.__code__.co_names:
+        yield cache_utils.StaticLayer, "__init__", _static_init
+    indexed = getattr(cache_utils, "DynamicIndexedLayer", None)
+    if indexed is not None:
+        yield indexed, "lazy_initialization_indexer", _lazy_initialization_indexer
+    linear = getattr(cache_utils, "LinearAttentionLayer", None)
+    if linear is not None and "conv_kernel_size" in inspect.signature(linear.update_conv_state).parameters:
+        yield linear, "update_conv_state", _update_conv_state
+
+
+# -- layers that grow ------------------------------------------------------------------------------------------------
+
+
+def _sliding_update(original: Any) -> Any:
+    def update(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if getattr(self, "record_past", False):
+            return original(self, key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+        if self.keys is None:
+            _start_empty(self, key_states, value_states)
+        self.cumulative_length = self.cumulative_length + key_states.shape[-2]
+        keys = torch.cat([self.keys, key_states], dim=-2)
+        values = torch.cat([self.values, value_states], dim=-2)
+        count = keys.shape[-2]
+        last = torch.arange(torch.sym_min(count, self.sliding_window - 1), device=keys.device)
+        last = last + torch.sym_max(count - self.sliding_window + 1, 0)
+        # Not keys[:, :, start:]: a slice asks whether start is 0, and whether its strides are those of a contiguous
+        # tensor. Either answer is fixed in the program, which then refuses lengths on the other side of the window.
+        self.keys, self.values = keys.index_select(2, last), values.index_select(2, last)
+        return keys, values
+
+    return update
+
+
+def _sliding_mask_sizes(original: Any) -> Any:
+    count = _query_counter(original)
+
+    def get_mask_sizes(self: Any, query: Any) -> tuple[Any, Any]:
+        if getattr(self, "record_past", False):
+            return original(self, query)  # type: ignore[no-any-return]
+        kept = 0 if self.keys is None or self.keys.dim() < 2 else self.keys.shape[-2]
+        return kept + count(query), self.cumulative_length - kept
+
+    return get_mask_sizes
+
+
+def _query_counter(get_mask_sizes: Any) -> Callable[[Any], Any]:
+    # 4.56 to 5.0 pass the positions of the new tokens, later versions their number
+    takes_positions = "cache_position" in inspect.signature(get_mask_sizes).parameters
+    return (lambda query: query.shape[0]) if takes_positions else (lambda query: query)
+
+
+def _lazy_initialization(original: Any) -> Any:
+    def lazy_initialization(self: Any, key_states: Any, value_states: Any = None) -> None:
+        _start_empty(self, key_states, key_states if value_states is None else value_states)
+
+    return lazy_initialization
+
+
+def _start_empty(layer: Any, key_states: Any, value_states: Any) -> None:
+    layer.dtype, layer.device = key_states.dtype, key_states.device
+    layer.keys, layer.values = key_states[..., :0, :], value_states[..., :0, :]
+    layer.is_initialized = True
+
+
+def _lazy_initialization_indexer(original: Any) -> Any:
+    def lazy_initialization_indexer(self: Any, indexer_key_states: Any) -> None:
+        self.indexer_dtype, self.indexer_device = indexer_key_states.dtype, indexer_key_states.device
+        self.indexer_keys = indexer_key_states[:, :0]
+        self.is_indexer_initialized = True
+
+    return lazy_initialization_indexer
+
+
+def _sliding_init(original: Any) -> Any:
+    def __init__(self: Any, sliding_window: int, *args: Any, **kwargs: Any) -> None:
+        # the layer's tensor copy of its window is only read by DDP's gather, outside of any trace
+        with _without_new_tensors():
+            original(self, sliding_window, *args, **kwargs)
+        self.__dict__.pop("_sliding_window_tensor", None)
+
+    return __init__
+
+
+@contextlib.contextmanager
+def _without_new_tensors() -> Iterator[None]:
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    with unset_fake_temporarily(), disable_proxy_modes_tracing():
+        yield
+
+
+# -- layers of fixed size --------------------------------------------------------------------------------------------
+
+# What a static sliding layer with 4 slots shows of its slots (a-d) and the new keys (x, y), and what it keeps:
+#
+#   seen  slots    new   shown        kept
+#   1     a - - -  x y   a x y -      a x y -      there is room: unused slots are shown, and masked
+#   3     a b c -  x y   a b c x y    b c x y      it becomes full
+#   9     a b c d  x y   b c d x y    c d x y      it is full; a is out of the window
+
+
+def _static_sliding_update(original: Any) -> Any:
+    def update(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.keys is None:
+            self.lazy_initialization(*((key_states, value_states)[: _filled_from(self)]))
+        counter = _counter(self)
+        size, new, seen = self.max_cache_len, key_states.shape[-2], vars(self)[counter]
+        kept, first = torch.sym_min(seen, size - 1), torch.sym_min(torch.sym_max(seen - size + 1, 0), 1)
+        shown = torch.sym_max(kept + new, size)
+        slot = torch.arange(shown, device=key_states.device)
+        slot = torch.where(slot < kept, slot + first, torch.where(slot < kept + new, slot + (size - kept), slot))
+        keys = torch.cat([self.keys, key_states], dim=-2).index_select(2, slot)
+        values = torch.cat([self.values, value_states], dim=-2).index_select(2, slot)
+        last = torch.arange(size, device=key_states.device) + (shown - size)
+        self.keys.copy_(keys.index_select(2, last))  # in place, like the original: a caller may hold these tensors
+        self.values.copy_(values.index_select(2, last))
+        vars(self)[counter] = seen + new
+        if counter != "cumulative_length":  # the tensor beside the integer, which stops where the layer is full
+            self.cumulative_length.add_(new * torch.sym_min(torch.sym_max(size - seen - new + 1, 0), 1))
+        return keys, values
+
+    return update
+
+
+def _static_sliding_mask_sizes(original: Any) -> Any:
+    count = _query_counter(original)
+
+    def get_mask_sizes(self: Any, query: Any) -> tuple[Any, Any]:
+        size, seen = self.max_cache_len, vars(self)[_counter(self)]
+        return torch.sym_max(torch.sym_min(seen, size - 1) + count(query), size), torch.sym_max(seen - size + 1, 0)
+
+    return get_mask_sizes
+
+
+def _counter(layer: Any) -> str:
+    return "cumulative_length_int" if "cumulative_length_int" in vars(layer) else "cumulative_length"
+
+
+def _filled_from(layer: Any) -> int:
+    """Number of tensors that the method takes which fills a layer: 4.56 and 4.57 take the keys only."""
+    return len(inspect.signature(type(layer).lazy_initialization).parameters) - 1
+
+
+def _static_init(original: Any) -> Any:
+    def __init__(self: Any, max_cache_len: int, *args: Any, **kwargs: Any) -> None:
+        with _without_new_tensors():
+            original(self, max_cache_len, *args, **kwargs)
+        self.cumulative_length = torch.zeros((), dtype=torch.int64)  # an operator of the graph, not a constant
+
+    return __init__
+
+
+# -- linear attention ------------------------------------------------------------------------------------------------
+
+
+def _update_conv_state(original: Any) -> Any:
+    def update_conv_state(
+        self: Any, conv_states: Any, state_idx: int = 0, conv_kernel_size: Any = None, **kwargs: Any
+    ) -> Any:
+        if self.record_past or self.has_previous_state[state_idx]:
+            return original(self, conv_states, state_idx, conv_kernel_size=conv_kernel_size, **kwargs)
+        if not self.is_conv_states_initialized[state_idx]:
+            self.lazy_initialization(conv_states=conv_states, state_idx=state_idx, conv_kernel_size=conv_kernel_size)
+        # the first tokens, fewer than the kernel takes or more: padded without asking which
+        self.has_previous_state[state_idx] = True
+        size = self.conv_kernel_size[state_idx]
+        full = torch.nn.functional.pad(conv_states, (torch.sym_max(size - conv_states.shape[-1], 0), 0))
+        self.conv_states[state_idx].copy_(full[..., -size:])
+        return full
+
+    return update_conv_state

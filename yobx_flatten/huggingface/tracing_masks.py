@@ -1,0 +1,71 @@
+"""Attention masks that are made the same way for every length: always, padded by ``max(missing, 0)``, and broadcast."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["mask_replacements"]
+
+
+def mask_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Yield module, function and replacement for the masks of the installed transformers, if they are imported."""
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None:
+        return
+    yield masks, "prepare_padding_mask", _prepare_padding_mask
+    yield masks, "_ignore_causal_mask_sdpa", _never_ignore_the_mask
+    if hasattr(masks, "_vmap_for_bhqkv"):  # 4.56 and 4.57; later versions broadcast by themselves
+        yield masks, "_vmap_for_bhqkv", _broadcast_for_bhqkv
+        yield masks, "TransformGetItemToIndex", _nothing_to_transform
+
+
+def _prepare_padding_mask(original: Any) -> Any:
+    def prepare_padding_mask(attention_mask: Any, kv_length: Any, kv_offset: Any, *args: Any, **kwargs: Any) -> Any:
+        if attention_mask is None:
+            return None
+        missing = torch.sym_max(kv_length + kv_offset - attention_mask.shape[-1], 0)
+        padded = attention_mask if type(missing) is int and missing == 0 else _pad(attention_mask, missing)
+        if kwargs.get("_slice", "_slice" in inspect.signature(original).parameters):  # before 5.0
+            return padded[:, torch.arange(kv_length, device=padded.device) + kv_offset]
+        return padded
+
+    return prepare_padding_mask
+
+
+def _pad(mask: Any, missing: Any) -> Any:
+    return torch.nn.functional.pad(mask, (0, missing))
+
+
+def _never_ignore_the_mask(original: Any) -> Any:
+    def _ignore_causal_mask_sdpa(*args: Any, **kwargs: Any) -> bool:
+        return False
+
+    return _ignore_causal_mask_sdpa
+
+
+def _broadcast_for_bhqkv(original: Any) -> Any:
+    # What 4.56 and 4.57 vmap over four indices, later versions broadcast. Under vmap an index into the padding mask
+    # becomes an operator (`flat_apply`) that torch 2.13 cannot store: "Unsupported getattr attribute
+    # function_const_func_spec0".
+    def _vmap_for_bhqkv(mask_function: Any, bh_indices: bool = True) -> Any:
+        def broadcast(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            if not bh_indices:  # batch and head are None
+                return mask_function(batch, head, query[:, None], key[None, :]).expand(query.shape[0], key.shape[0])
+            mask = mask_function(
+                batch[:, None, None, None], head[None, :, None, None], query[None, None, :, None], key[None, None, None]
+            )
+            return mask.expand(batch.shape[0], head.shape[0], query.shape[0], key.shape[0])
+
+        return broadcast
+
+    return _vmap_for_bhqkv
+
+
+def _nothing_to_transform(original: Any) -> Any:
+    return contextlib.nullcontext

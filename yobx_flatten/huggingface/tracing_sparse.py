@@ -1,0 +1,221 @@
+"""Models that attend to chosen or compressed keys: one graph for any number of them.
+
+DeepSeek V4 closes a window of keys whenever enough of them have come, and Qwen 4 chooses blocks of visible keys query
+by query. Their own code asks how many windows or blocks there are; here there may be none.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+
+__all__ = ["SPARSE", "prepare_compressed"]
+
+# -- deepseek v4 -----------------------------------------------------------------------------------------------------
+
+
+def prepare_compressed(layer: Any) -> None:
+    """Give the tensors of a DeepSeek V4 layer sizes that a trace does not fix: windows to close, and closed ones.
+
+    Between two calls a buffer holds fewer keys than a window takes, often none or one, and a trace would fix these
+    sizes. What is traced is never run on these values.
+
+    Args:
+        layer: of a copy of the example's cache, changed in place; other layers are left alone.
+    """
+    held = vars(layer)
+    rate = held.get("compress_rate")
+    if "entry_count" not in held or not isinstance(rate, int):
+        return
+    for states, size in (("buffer_kv", 2 * rate + 2), ("buffer_gate", 2 * rate + 2), ("compressed_kv", 3)):
+        for name, tensor in held[states].items():
+            if isinstance(tensor, torch.Tensor) and tensor.dim() == 3 and tensor.shape[1] < size:
+                held[states][name] = tensor.new_zeros(tensor.shape[0], size, tensor.shape[2])
+    held["entry_count"] = {name: max(count, 3) for name, count in held["entry_count"].items()}
+
+
+def _shared_update(original: Any) -> Any:
+    def update(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if getattr(self, "record_past", False):
+            return original(self, key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+        sliding: Any = sys.modules["transformers.cache_utils"].DynamicSlidingWindowLayer
+        keys, _ = sliding.update(self, key_states, value_states)
+        self.values = self.keys  # one tensor is both
+        return keys, keys
+
+    return update
+
+
+def _layer_to_go_on(cache: Any, index: int, name: str) -> Any:
+    """The layer of a cache that has closed windows before; ``None`` where the original's own way is traced."""
+    layer = None if cache is None else cache.layers[index]
+    if layer is None or layer.compressed_kv[name] is None:
+        return None
+    return None if getattr(layer, "overlap_kv", {name: layer})[name] is None else layer
+
+
+def _compressed(module: Any, layer: Any, name: str, hidden_states: Any) -> Any:
+    """All compressed keys, those of the windows that this call closes at the end: (batch, windows, width)."""
+    kv = torch.cat([layer.buffer_kv[name], module.kv_proj(hidden_states)], dim=1)
+    gate = torch.cat([layer.buffer_gate[name], module.gate_proj(hidden_states)], dim=1)
+    batch, count, ratio, size = *kv.shape[:2], module.compress_rate, module.head_dim
+    windows = count // ratio
+    # not from a size: what is left over may be none or one, which a trace would ask
+    rest = torch.nonzero(torch.arange(count, device=kv.device) >= windows * ratio).flatten()
+    layer.buffer_kv[name], layer.buffer_gate[name] = kv.index_select(1, rest), gate.index_select(1, rest)
+
+    # two windows too many, which are dropped again: a trace asks of a size whether it is 0 or 1
+    token = torch.arange((windows + 2) * ratio, device=kv.device).clamp(max=count - 1)
+    kv = kv.index_select(1, token).reshape(batch, windows + 2, ratio, kv.shape[-1])
+    gate = gate.index_select(1, token).reshape(batch, windows + 2, ratio, gate.shape[-1]) + module.position_bias
+    if hasattr(layer, "overlap_kv"):  # a window takes half of its series from the window before it
+        kv, layer.overlap_kv[name] = _overlapping(layer.overlap_kv[name], kv, size, windows)
+        gate, layer.overlap_gate[name] = _overlapping(layer.overlap_gate[name], gate, size, windows)
+    weights = gate.softmax(dim=2, dtype=torch.float32).to(kv.dtype)
+    compressed = module.kv_norm((kv * weights).sum(dim=2))
+    positions = torch.arange(windows + 2, device=kv.device) * ratio + layer.entry_count[name] * ratio
+    cos, sin = module.rotary_emb(
+        compressed, position_ids=positions.unsqueeze(0).expand(batch, -1), layer_type=module.rope_layer_type
+    )
+    rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
+    closed = rotate(compressed.unsqueeze(1), cos, sin).squeeze(1)
+    past = layer.compressed_kv[name]
+    kept = torch.arange(past.shape[1] + windows, device=kv.device)
+    layer.compressed_kv[name] = torch.cat([past, closed], dim=1).index_select(1, kept)
+    layer.entry_count[name] = layer.entry_count[name] + windows
+    return layer.compressed_kv[name]
+
+
+def _overlapping(before: Any, windows: Any, size: int, closed: Any) -> tuple[Any, Any]:
+    """The windows with the first series of the one before each, and that series of the last one that is closed."""
+    series = torch.cat([before.unsqueeze(1).to(windows.dtype), windows[..., :size]], dim=1)
+    each = torch.arange(windows.shape[1], device=windows.device)
+    last = torch.arange(1, device=windows.device) + closed
+    return torch.cat([series.index_select(1, each), windows[..., size:]], dim=2), series.index_select(1, last).squeeze(
+        1
+    )
+
+
+def _hca_forward(original: Any) -> Any:
+    def forward(
+        self: Any, hidden_states: Any, q_residual: Any, position_ids: Any, past_key_values: Any, layer_idx: int
+    ) -> Any:
+        layer = _layer_to_go_on(past_key_values, layer_idx, "compressor")
+        if layer is None:
+            return original(self, hidden_states, q_residual, position_ids, past_key_values, layer_idx)
+        compressed = _compressed(self, layer, "compressor", hidden_states).unsqueeze(1)
+        compressed = torch.nn.functional.pad(compressed, (0, 0, 0, 1))  # one that nobody sees: there is always one
+        count, queries = compressed.shape[2], position_ids.shape[1]
+        # a single query sees all windows that are closed
+        single = torch.arange(queries, device=compressed.device).amax(0) == 0
+        entry = torch.arange(count, device=compressed.device)
+        unseen = (entry >= ((position_ids + 1) // self.compress_rate).unsqueeze(-1)) & ~single | (entry == count - 1)
+        bias = compressed.new_zeros((hidden_states.shape[0], 1, queries, count))
+        return compressed, bias.masked_fill(unseen.unsqueeze(1), float("-inf"))
+
+    return forward
+
+
+def _csa_forward(original: Any) -> Any:
+    def forward(
+        self: Any, hidden_states: Any, q_residual: Any, position_ids: Any, past_key_values: Any, layer_idx: int
+    ) -> Any:
+        layer = _layer_to_go_on(past_key_values, layer_idx, "compressor")
+        if layer is None:
+            return original(self, hidden_states, q_residual, position_ids, past_key_values, layer_idx)
+        compressed = _compressed(self, layer, "compressor", hidden_states).unsqueeze(1)
+        chosen = self.indexer(hidden_states, q_residual, position_ids, past_key_values, layer_idx)
+        count = compressed.shape[2]
+        chosen = torch.where(chosen >= 0, chosen, count)  # what is not to be seen goes behind the last one
+        bias = compressed.new_full((hidden_states.shape[0], 1, hidden_states.shape[1], count + 1), float("-inf"))
+        bias = bias.scatter(-1, chosen.unsqueeze(1), 0.0)
+        unseen = torch.arange(count + 1, device=bias.device) == count  # there is always one, which nobody sees
+        return torch.nn.functional.pad(compressed, (0, 0, 0, 1)), bias.masked_fill(unseen, float("-inf"))
+
+    return forward
+
+
+def _indexer_forward(original: Any) -> Any:
+    def forward(
+        self: Any, hidden_states: Any, q_residual: Any, position_ids: Any, past_key_values: Any, layer_idx: int
+    ) -> Any:
+        layer = _layer_to_go_on(past_key_values, layer_idx, "indexer")
+        if layer is None:
+            return original(self, hidden_states, q_residual, position_ids, past_key_values, layer_idx)
+        compressed = _compressed(self, layer, "indexer", hidden_states)
+        cos, sin = self.rotary_emb(hidden_states, position_ids=position_ids, layer_type=self.rope_layer_type)
+        rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
+        query = self.q_b_proj(q_residual).view(*hidden_states.shape[:2], -1, self.head_dim).transpose(1, 2)
+        scores = self.scorer(rotate(query, cos, sin).transpose(1, 2), compressed, hidden_states)
+        count = compressed.shape[1]
+        closed = ((position_ids + 1) // self.compress_rate).unsqueeze(-1)
+        unseen = torch.arange(count, device=scores.device) >= closed
+        chosen = scores.masked_fill(unseen, float("-inf")).topk(torch.sym_min(self.index_topk, count), dim=-1).indices
+        return torch.where(chosen >= closed, -1, chosen)
+
+    return forward
+
+
+# -- qwen 4 ----------------------------------------------------------------------------------------------------------
+
+
+def _qsa_indexer(original: Any) -> Any:
+    # The original goes from query to query and asks which keys it sees. The visible keys of a row are numbered once:
+    # a query sees the first of them, as a mask does that is causal and leaves out padding.
+    def forward(
+        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, past_key_values: Any
+    ) -> Any:
+        cos, sin = position_embeddings
+        batch, queries, _ = hidden_states.shape
+        rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
+        sizes = [heads * self.index_head_dim for heads in (self.index_n_heads, self.index_kv_heads)]
+        query, keys = torch.split(self.index_qk_proj(hidden_states), sizes, dim=-1)
+        query = self.q_layernorm(query.reshape(batch, queries, -1, self.index_head_dim))
+        now = torch.arange(queries, device=query.device) + (cos.shape[1] - queries)
+        query = rotate(query, cos=cos.index_select(1, now), sin=sin.index_select(1, now), unsqueeze_dim=2)
+        if past_key_values is not None:
+            keys = past_key_values.update_indexer(keys, self.layer_idx)
+
+        visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        visible = visible[:, 0]  # (batch, queries, keys)
+        ever = visible.any(dim=1)
+        number = ever.cumsum(-1) - 1  # of a visible key among those of its row
+        order = torch.argsort((~ever).to(torch.int64), dim=-1, stable=True)  # visible keys first
+
+        ratio, last = self.compress_ratio, visible.shape[-1] - 1
+        count = visible.shape[-1] // ratio + 2  # two too many, never complete: a trace asks whether a size is 0 or 1
+        members = order.index_select(1, torch.arange(count * ratio, device=order.device).clamp(max=last))
+        width = keys.shape[-1]
+        pooled = keys.gather(1, members.unsqueeze(-1).expand(-1, -1, width)).reshape(batch, count, ratio, width)
+        pooled = self.k_layernorm(pooled.float().mean(dim=2).to(keys.dtype))
+        starts = members.reshape(batch, count, ratio)[..., :1].expand(-1, -1, cos.shape[-1])
+        rows = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
+        blocks = rotate(
+            pooled.unsqueeze(2), cos=rows[0].gather(1, starts), sin=rows[1].gather(1, starts), unsqueeze_dim=2
+        )
+        scores = torch.einsum("bqhd,bkd->bqkh", query.float(), blocks.squeeze(2).float())
+        scores = torch.relu(scores).sum(dim=-1) / math.sqrt(self.index_head_dim)
+
+        complete = (visible.sum(-1) // ratio).unsqueeze(-1)  # (batch, queries, 1)
+        scores = scores.masked_fill(torch.arange(count, device=scores.device) >= complete, float("-inf"))
+        best = scores.topk(torch.sym_min(self.block_topk, count), dim=-1).indices
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+
+        block = (number // ratio).unsqueeze(1).expand(-1, queries, -1)  # of each key; the last one may be incomplete
+        chosen = torch.nn.functional.pad(chosen, (0, 1)).gather(-1, block.clamp(0, count))
+        return (visible & (chosen | (block >= complete))).unsqueeze(1)
+
+    return forward
+
+
+# models, class, method, version to trace
+SPARSE = [
+    (("deepseek_v4",), "DeepseekV4HCACache", "update", _shared_update),
+    (("deepseek_v4",), "DeepseekV4HCACompressor", "forward", _hca_forward),
+    (("deepseek_v4",), "DeepseekV4CSACompressor", "forward", _csa_forward),
+    (("deepseek_v4",), "DeepseekV4Indexer", "forward", _indexer_forward),
+    (("qwen4_exp",), "Qwen4ExpTextQSAIndexer", "forward", _qsa_indexer),
+]

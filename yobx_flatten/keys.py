@@ -1,0 +1,33 @@
+"""Keys of children: every library has classes of its own for them; torch's are the ones that recipes speak."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils._pytree import GetAttrKey, KeyEntry, MappingKey, SequenceKey
+
+__all__ = ["torch_key"]
+
+_TORCH = (GetAttrKey, MappingKey, SequenceKey)
+
+
+def torch_key(key: Any) -> KeyEntry:
+    """Translate a key of JAX (or any other that says what it holds) to torch's.
+
+    Args:
+        key: ``GetAttrKey``, ``DictKey``, ``SequenceKey`` or ``FlattenedIndexKey`` of ``jax.tree_util``, a key of torch,
+            or a bare key: an integer is a position, everything else a key of a mapping.
+
+    >>> torch_key("a"), torch_key(0)
+    (MappingKey(key='a'), SequenceKey(idx=0))
+    """
+    if isinstance(key, _TORCH):
+        return key
+    # by attribute, not by class: JAX is not imported for this
+    if hasattr(key, "idx"):
+        return SequenceKey(key.idx)
+    if hasattr(key, "name"):
+        return GetAttrKey(key.name)
+    if type(key).__name__ == "FlattenedIndexKey" or type(key) is int:
+        return SequenceKey(getattr(key, "key", key))
+    return MappingKey(getattr(key, "key", key))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .results import Results, failures, installed_versions, library_state, symbol_of
+from .results import Results, failures, installed_versions, library_state, regressions, symbol_of
 from .runner import Limits, Runner, Work, sample
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -31,6 +31,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory", metavar="GB", type=float, default=16.0, help="for one type (default 16)")
     parser.add_argument("--output", metavar="FILE", type=pathlib.Path, help="results (default docs/data/matrix-*.json)")
     parser.add_argument("--page", metavar="FILE", type=pathlib.Path, help="write this page from the results, and end")
+    parser.add_argument(
+        "--against", metavar="FILE", type=pathlib.Path, help="end with 1 when a column fails that passed in this file"
+    )
     parser.add_argument("--failures", action="store_true", help="list the failures of the results by reason, and end")
     parser.add_argument(
         "--redo",
@@ -119,7 +122,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.output.exists() and not results.types and Results.read(options.output).types and not options.redo:
         held = ", ".join(f"{library} {version}" for library, version in Results.read(options.output).versions.items())
         raise SystemExit(f"{options.output} was made with {held}: name another --output, or --redo to replace it")
-    work = list(work_left(results, choose(options), options.columns, options.redo, state))
+    names = choose(options)
+    work = list(work_left(results, names, options.columns, options.redo, state))
     runner = Runner(options.way, Limits(options.timeout, options.memory))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
@@ -130,7 +134,10 @@ def main(arguments: list[str] | None = None) -> int:
             results.record(name, found, state)
             progress.advance(task)
             progress.console.print(line_of(name, found), markup=False)
-    return 0
+    worse = regressions(results, Results.read(options.against), names) if options.against else []
+    for line in worse:
+        console.print(f"passed in {options.against.name}, fails now: {line}", markup=False)
+    return 1 if worse else 0
 
 
 def line_of(name: str, found: dict[str, dict[str, object]]) -> str:

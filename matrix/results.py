@@ -18,6 +18,7 @@ __all__ = [
     "installed_versions",
     "library_state",
     "passes",
+    "regressions",
     "symbol_of",
     "untried",
 ]
@@ -135,6 +136,22 @@ def passes(entry: dict[str, Any], columns: list[str]) -> bool:
     """
     held = [entry["columns"][column] for column in columns if column in entry["columns"]]
     return bool(held) and not any(result["ok"] is False or untried(result) for result in held)
+
+
+def regressions(found: Results, expected: Results, names: list[str]) -> list[str]:
+    """Return, in words, every column of these types that passed in ``expected`` and fails in ``found``.
+
+    Args:
+        found: the results of this run.
+        expected: recorded ones.
+        names: of the types that were run.
+    """
+    lines = []
+    for name in names:
+        before, now = expected.passed(name), found.passed(name)
+        for column in (column for column, ok in now.items() if ok is False and before.get(column)):
+            lines.append(f"{name}, {column}: {found.types[name]['columns'][column]['why']}")
+    return lines
 
 
 def failures(results: Results, columns: list[str]) -> dict[str, dict[str, list[str]]]:

@@ -8,7 +8,7 @@ import pytest
 from matrix import __main__ as command_line
 from matrix.models import layer_classes, make_model, type_names
 from matrix.page import page_of
-from matrix.results import Results, failures
+from matrix.results import Results, failures, regressions
 from matrix.runner import Limits, Runner, read_events, sample
 
 from .test_matrix_fakes import load_fake, run_fake
@@ -148,6 +148,16 @@ def test_a_new_column_alone_is_run_with_what_is_known_of_the_others(results):
 
 def test_failures_that_differ_in_a_number_only_come_together(results):
     assert failures(results, COLUMNS) == {"export": {"ValueError: axis #": ["even", "odd"]}}
+
+
+def test_what_passed_before_and_fails_now_is_named(results, tmp_path):
+    """A column counts as worse only when it was run both times and passed the first time."""
+    recorded = Results(tmp_path / "recorded.json", {}, "yobx_flatten")
+    recorded.record("llama", {"built": {"ok": True}, "export": {"ok": True}, "onnx": {"ok": False, "why": "x"}}, "s")
+    results.record("llama", {"built": {"ok": True}, "export": {"ok": False, "why": "guard"}}, "s")
+    results.record("gpt2", {"built": {"ok": False, "why": "new"}}, "s")
+    assert regressions(results, recorded, ["llama", "gpt2"]) == ["llama, export: guard"]
+    assert regressions(results, recorded, ["gpt2"]) == []
 
 
 def test_the_page_says_what_the_file_says(results):

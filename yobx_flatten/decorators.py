@@ -67,7 +67,7 @@ def register(cls: type, *, backends: Backends = "all") -> bool:
     >>> yobx_flatten.unregister_class_flattening(Pair)
     """
     require_class(cls, "register")
-    return _claim(cls, functions_of, (), "register", backends)
+    return _claim(cls, functions_of, ("register",), "register", backends)
 
 
 def register_pytree_node(

@@ -34,7 +34,9 @@ __all__ = ["functions_of", "is_mapping_like", "recipe_of"]
 _Functions = tuple[Flatten, FlattenWithKeys, Unflatten]
 
 
-def functions_of(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
+def functions_of(
+    cls: type, caller: str = "make_flattening_function_for_dataclass"
+) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
     """Make the flatten, keyed flatten and unflatten functions of a class that says by itself what it holds.
 
     Args:
@@ -43,6 +45,7 @@ def functions_of(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
             ``tree_unflatten()``, or one with nothing but ``__slots__``. A field declared with
             ``metadata={"static": True}`` becomes static data. What an instance holds beside its fields does not come
             back; no constructor is called.
+        caller: the function that the user called, for the messages.
 
     Returns:
         The three functions, named ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``.
@@ -50,17 +53,18 @@ def functions_of(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
     Raises:
         InvalidRegistrationError: for any other class.
     """
-    require_class(cls, "make_flattening_function_for_dataclass")
+    require_class(cls, caller)
     if is_namedtuple_class(cls):
-        raise InvalidRegistrationError(_about_namedtuples(cls))
+        raise InvalidRegistrationError(_about_namedtuples(cls, caller))
     for fits, read in _READERS:
         if fits(cls):
             return name_functions(cls, read(cls))
     raise InvalidRegistrationError(
-        f"make_flattening_function_for_dataclass: {describe_class(cls)} is neither a dataclass nor has keys() and "
-        "values(), nor is it an attrs class, a pydantic model, or a class with tree_flatten() and tree_unflatten() or "
-        "nothing but __slots__. Write the three functions yourself:\n"
-        f"    register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
+        f"{caller}: {describe_class(cls)} is neither a dataclass nor has keys() and values(), nor is it an attrs "
+        "class, a pydantic model, or a class with tree_flatten() and tree_unflatten() or nothing but __slots__. Name "
+        "the attributes that hold tensors, and those that are fixed:\n"
+        f"    f, k, u = functions_from_fields({cls.__qualname__}, ['x', 'y'], ['name'])\n"
+        f"    register_class_flattening({cls.__qualname__}, f, u, k)"
     )
 
 
@@ -214,10 +218,10 @@ def _slots_functions(cls: type) -> _Functions:
     return functions_from_fields(cls, _slots_of(cls))
 
 
-def _about_namedtuples(cls: type) -> str:
+def _about_namedtuples(cls: type, caller: str) -> str:
     return (
-        f"make_flattening_function_for_dataclass: {describe_class(cls)} is a named tuple, which torch, optree and JAX "
-        "take apart by themselves, whatever is registered. Only torch.export.save wants a name for it:\n"
+        f"{caller}: {describe_class(cls)} is a named tuple, which torch, optree and JAX take apart by themselves, "
+        "whatever is registered. Only torch.export.save wants a name for it:\n"
         f'    torch.utils._pytree._register_namedtuple({cls.__qualname__}, serialized_type_name="...")'
     )
 

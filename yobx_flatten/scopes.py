@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -40,6 +41,7 @@ def register_class_flattening(
     verbose: int = 0,
     *,
     backends: str | Iterable[str] = TORCH,
+    axes: Mapping[str, Mapping[int, str]] | None = None,
 ) -> bool:
     """Tell torch how instances of one class come apart: its Python pytree, its C++ pytree and ``torch.fx``.
 
@@ -56,6 +58,9 @@ def register_class_flattening(
         backends: which libraries to tell: ``"torch"`` (the three tables above), ``"optree"`` (its namespace
             ``"yobx_flatten"``), ``"jax"``; ``"all"`` is every one of them that is installed. A library that is not
             imported yet is told when it is.
+        axes: what the axes of a child mean, by its key (its number where there are no keys), for those that vary
+            between calls: ``{"hidden": {1: "batch"}}``. ``dynamic_shapes`` keeps the other axes fixed, and a pipeline
+            cuts microbatches along ``"batch"``. Of children that are not named nothing is known.
 
     Returns:
         ``True`` if this call registered the class; ``False`` if it was registered already, by us with the same
@@ -86,6 +91,8 @@ def register_class_flattening(
     >>> unregister_class_flattening(Pair)
     """
     recipe = Recipe.from_functions(cls, f_flatten, f_unflatten, f_flatten_with_keys)
+    if axes is not None:
+        recipe = dataclasses.replace(recipe, axes={key: dict(meaning) for key, meaning in axes.items()}.get)
     libraries = REGISTRY.libraries(backends, "register_class_flattening")
     if f_check is not None:
         require_callable(cls, "f_check", f_check, 0)

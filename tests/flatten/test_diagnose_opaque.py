@@ -12,7 +12,13 @@ import torch
 from hypothesis import given
 
 from tests.flatten.test_diagnose_contents import Trap
-from yobx_flatten import find_unregistered, register_class_flattening, unregister_class_flattening
+from yobx_flatten import (
+    find_unregistered,
+    make_dynamic_cache,
+    register_class_flattening,
+    register_flattening_functions,
+    unregister_class_flattening,
+)
 
 X = torch.zeros(2, 3)
 
@@ -241,6 +247,15 @@ def test_a_list_that_holds_itself_ends():
     tree = [Plain([X])]
     tree.append(tree)
     assert paths(tree) == ["tree[0]"]
+
+
+def test_a_registered_cache_inside_an_object_is_left_alone():
+    """Inside the block a cache needs nothing; the layers it is made of never need anything."""
+    cache = make_dynamic_cache([(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))])
+    outside = [found.path for found in find_unregistered(Plain([cache]))]
+    with register_flattening_functions(patch_transformers=True):
+        inside = [found.path for found in find_unregistered(Plain([cache]))]
+    assert (outside, inside) == (["tree", "tree.a"], ["tree"])
 
 
 def test_arrays_of_numpy_count_inside_objects():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -135,7 +136,11 @@ def _unregistered(what: str, name: str, trees: dict[str, Any]) -> Explanation:
     leaves = [(path, leaf) for root, tree in trees.items() for path, leaf in torch_leaves(tree, root)]
     places = [(path, leaf) for path, leaf in leaves if type(leaf).__name__ == short]
     if not places:
-        remedy = Remedy("Register it first", f"register_class_flattening({short}, ...)")
+        cls = vars(sys.modules.get(name.rpartition(".")[0], object)).get(short)
+        if isinstance(cls, type):
+            remedy = remedy_for(cls, None, layouts)
+        else:
+            remedy = Remedy("Register it first", f"register_class_flattening({short}, ...)")
         return Explanation(f"{what}: {name}. {remedy.advice}:", (), remedy.line)
     paths = tuple(path for path, _ in places)
     leaf = places[0][1]

@@ -12,6 +12,8 @@ from .contents import Layouts, size_in_bytes
 
 __all__ = ["Holder", "holders_in"]
 
+_CONTAINERS = (list, tuple, dict)
+
 
 @dataclasses.dataclass(slots=True)
 class Holder:
@@ -89,10 +91,11 @@ class _Walk:
     def enter(self, path: str, obj: Any) -> None:
         covered = bool(self.frames) and self.frames[-1].covers
         holder = None
-        if not covered and pytree._get_node_type(obj) not in pytree.SUPPORTED_NODES:
-            holder = Holder(path, obj)
-            self.holders.append(holder)
+        if not covered and type(obj) not in _CONTAINERS:
             covered = self._covers(type(obj))
+            if pytree._get_node_type(obj) not in pytree.SUPPORTED_NODES:
+                holder = Holder(path, obj)
+                self.holders.append(holder)
         self._totals[id(obj)] = (0, 0)
         self.frames.append(_Frame(path, obj, iter(self._layouts(type(obj)).children(obj)), holder, covered))
 

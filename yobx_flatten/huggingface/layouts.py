@@ -116,7 +116,12 @@ def _read(layers: list[Any], plain: bool) -> _Reading:
                 seen, first = length, (f"layers[{index}]", code)
             else:
                 _check_agreement(seen, length, f"layers[{index}]", code)
-    rule = reads if is_rule(values) else None
+    # before 5.0 an empty layer says so by nothing but None, which may as well stand in for a leaf
+    unsure = any(
+        not read.leaf_count and kind is not None and not kind.has_flag
+        for read, kind in zip(reads, map(kind_of, map(type, layers)), strict=True)
+    )
+    rule = reads if is_rule(values) and not unsure else None
     if seen is not _UNSET:
         if full is None:
             values.append(seen)

@@ -1,0 +1,87 @@
+"""The leaves as torch sees them, with what their classes say of the axes."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+
+from tests.flatten.nodes import Dense
+from yobx_flatten import (
+    leaves,
+    make_dynamic_cache,
+    make_encoder_decoder_cache,
+    register_class_flattening,
+    register_flattening_functions,
+    unregister_class_flattening,
+)
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+def test_paths_are_python():
+    """As the errors spell them."""
+    tree = {"a": [1, (2,)], "p": Point(3, 4), "d": Dense(5, 6)}
+    assert [(leaf.path, leaf.value) for leaf in leaves(tree, name="batch")] == [
+        ("batch['a'][0]", 1),
+        ("batch['a'][1][0]", 2),
+        ("batch['p'].x", 3),
+        ("batch['p'].y", 4),
+        ("batch['d'].weights", 5),
+        ("batch['d'].bias", 6),
+    ]
+
+
+def test_the_leaves_are_those_of_torch_in_its_order():
+    tree = {"b": 1, "a": [None, {"x": 2}], "c": ()}
+    assert [leaf.value for leaf in leaves(tree)] == pytree.tree_leaves(tree)
+
+
+def test_a_leaf_alone_has_the_name_of_the_tree():
+    assert [tuple(leaf) for leaf in leaves(3, name="label")] == [("label", 3, None)]
+
+
+def test_a_cache_says_what_its_axes_mean():
+    """Also below another cache; a plain tensor beside it says nothing."""
+    pytest.importorskip("transformers")
+    cache = make_dynamic_cache([(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4))])
+    with register_flattening_functions(patch_transformers=True):
+        both = make_encoder_decoder_cache(
+            cache, make_dynamic_cache([(torch.zeros(2, 1, 5, 4), torch.zeros(2, 1, 5, 4))])
+        )
+        found = {leaf.path: leaf.axes for leaf in leaves({"x": torch.zeros(2), "cache": both})}
+    assert found.pop("tree['x']") is None
+    assert list(found.values()) == [{0: "batch", 2: "length"}] * 4
+
+
+def test_a_cache_that_is_not_registered_is_a_leaf():
+    """What would be is no matter: the answer fits what torch does now."""
+    pytest.importorskip("transformers")
+    cache = make_dynamic_cache([(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4))])
+    assert [leaf.value for leaf in leaves([cache])] == [cache]
+
+
+class TimeMajor:
+    def __init__(self, steps, mask):
+        self.steps, self.mask = steps, mask
+
+
+@pytest.mark.parametrize("with_keys", [True, False])
+def test_a_registration_declares_axes(with_keys):
+    """By key, or by number where the author gave no keys."""
+
+    def keyed(obj):
+        return [(pytree.GetAttrKey("steps"), obj.steps), (pytree.GetAttrKey("mask"), obj.mask)], None
+
+    register_class_flattening(
+        TimeMajor,
+        lambda obj: ([obj.steps, obj.mask], None),
+        lambda children, _: TimeMajor(*children),
+        keyed if with_keys else None,
+        axes={"steps" if with_keys else "0": {1: "batch"}},
+    )
+    try:
+        found = [leaf.axes for leaf in leaves(TimeMajor(torch.zeros(7, 4), torch.zeros(4)))]
+    finally:
+        unregister_class_flattening(TimeMajor)
+    assert found == [{1: "batch"}, None]

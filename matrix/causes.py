@@ -13,8 +13,22 @@ _VAR_KEYWORD = (
     '(2.13: "top-level keys must be the arg names", or "Must provide a tree_name" when they stand under `kwargs`)'
 )
 
+_DRAFTS = (
+    "drafts for a main model, whose keys and values its layers read: the small configuration has no main model, and "
+    'transformers refuses it ("The set of layer types producing a cache is different ...")'
+)
+
 # name of a type -> what stops it
 CAUSES: dict[str, str] = {
     **dict.fromkeys(("gemma3n", "image:fast_vlm", "image:gemma3n", "image:perception_lm"), _TIMM),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFTS),
+    "blt": (
+        "cuts the text into patches where the entropy of its next byte is high: `Categorical(...).entropy()` looks at "
+        "values (modeling_blt.py, 5.23), and the number of patches depends on them"
+    ),
+    "cpmant": (
+        "`forward` takes the whole text in every call and cuts off what the cache holds (modeling_cpmant.py, "
+        "`prepare_inputs_for_generation`): there is no decode call of the new tokens alone"
+    ),
     **dict.fromkeys(("image:evolla", "speech:vibevoice"), _VAR_KEYWORD),
 }

@@ -27,7 +27,6 @@ import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
-from . import onnx_operators
 from .arguments import check_arguments, check_cases, explain_leaf, shapes_by_name
 from .errors import FlattenError, MissingDependencyError, ReplayError
 from .huggingface.cases import cache_name
@@ -333,11 +332,10 @@ class _Export:
         try:
             with _without_noise():
                 converted = torch.onnx.export(
-                    onnx_operators.without_complex_unsqueeze(program),
+                    program,
                     input_names=self.report.input_names,
                     output_names=self.report.output_names,
                     opset_version=opset_version,
-                    custom_translation_table=self.translations(program),
                     dynamo=True,
                     verbose=False,
                 )
@@ -353,13 +351,6 @@ class _Export:
                 file.unlink()
             folder.rmdir()
         self.report.onnx_seconds = time.perf_counter() - start
-
-    def translations(self, program: ExportedProgram) -> dict[Any, Any]:
-        if not self.patches["patch_transformers"]:
-            return onnx_operators.translations()
-        from .huggingface.tracing import onnx_translations
-
-        return {**onnx_operators.translations(), **onnx_translations(program)}
 
     def replay_onnx(self, path: pathlib.Path, cases: Sequence[Case]) -> None:
         import onnxruntime

@@ -2,6 +2,7 @@
 
 * Dimensions that happen to be equal in the example stay apart (duck shapes off), and slices are made whole.
 * Model libraries put their traceable versions in place (see :mod:`yobx_flatten.huggingface.tracing`).
+* ``torch.onnx.export`` knows a few operators more (see :mod:`yobx_flatten.onnx_operators`).
 * A program remembers which classes it takes and returns. Called where they are not registered it says so; torch alone
   ends in ``KeyError: <class ...>``.
 
@@ -18,7 +19,7 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -29,7 +30,8 @@ from torch.export import ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .errors import NotRegisteredError
-from .patches import AttributePatch, ImportHook
+from .onnx_operators import TRANSLATIONS, Translation, add_translation
+from .patches import AttributePatch, ImportedPatch
 from .registry import REGISTRY
 
 __all__ = ["EXPORT_HOOK", "ExportHook", "TraceSupport", "require_registered"]
@@ -52,17 +54,21 @@ class TraceSupport(Protocol):
     def traceable(self) -> contextlib.AbstractContextManager[None]:
         """Put the traceable versions in place."""
 
+    def translations(self) -> Iterable[Translation]:
+        """Return the translations to ONNX of the operators that the library defines."""
+
 
 class ExportHook:
-    """Wraps torch's export function while at least one block is open."""
-
-    _MODULE = "torch.export._trace"
+    """Wraps torch's export functions while at least one block is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._supports: list[TraceSupport | None] = []
-        self._import_hook = ImportHook(self._MODULE.__eq__, self._on_import)
-        self._on_trace: AttributePatch | None = None
+        # these modules bring all of dynamo, or of onnxscript, along, which a block that only flattens does not need
+        self._on_import = [
+            ImportedPatch("torch.export._trace", self._trace_patch),
+            ImportedPatch("torch.onnx._internal.exporter._registration", self._translations_patch),
+        ]
         self._on_program = AttributePatch(ExportedProgram, "__init__", _remembering(ExportedProgram.__init__))
         self._on_load = [
             AttributePatch(
@@ -88,11 +94,8 @@ class ExportHook:
             for patch in (self._on_program, *self._on_load):
                 patch.acquire()
             _LOADER_LOG.addFilter(_is_sound)
-            # not imported for this: it brings all of dynamo along, which a block that only flattens does not need
-            self._import_hook.install()
-            being_imported = self._MODULE in sys.modules
-        if being_imported:  # wait for another thread that may be at it; not under our lock, which its import may need
-            self._on_import(importlib.import_module(self._MODULE))
+        for imported in self._on_import:
+            imported.acquire()
 
     def release(self, support: TraceSupport | None) -> None:
         """Close what :meth:`acquire` opened."""
@@ -105,20 +108,32 @@ class ExportHook:
             for patch in (self._on_program, *self._on_load):
                 patch.release()
             _LOADER_LOG.removeFilter(_is_sound)
-            self._import_hook.remove()
-            if self._on_trace is not None:
-                self._on_trace.release()
-                self._on_trace = None
+            for imported in self._on_import:
+                imported.release()
 
-    def _on_import(self, module: ModuleType) -> None:
+    def _trace_patch(self, module: ModuleType) -> AttributePatch | None:
+        # a module that is being imported in this very thread has no functions yet, and no exports to wrap
+        found = vars(module).get("_export")
+        return None if found is None else AttributePatch(module, "_export", self._wrapped(found))
+
+    def _translations_patch(self, module: ModuleType) -> AttributePatch | None:
+        registry = vars(module).get("ONNXRegistry")
+        if registry is None:
+            return None
+        original = vars(registry)["from_torchlib"]
+
+        def from_torchlib(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            filled = original.__get__(None, cls)(*args, **kwargs)
+            for translation in self._translations():
+                add_translation(filled, module, translation)
+            return filled
+
+        return AttributePatch(registry, "from_torchlib", classmethod(from_torchlib))
+
+    def _translations(self) -> list[Translation]:
         with self._lock:
-            # a module that is being imported in this very thread has no functions yet, and no exports to wrap
-            if self._supports and self._on_trace is None and "_export" in vars(module):
-                self._patch(module)
-
-    def _patch(self, module: ModuleType) -> None:
-        self._on_trace = AttributePatch(module, "_export", self._wrapped(vars(module)["_export"]))
-        self._on_trace.acquire()
+            supports = [support for support in dict.fromkeys(self._supports) if support is not None]
+        return [*TRANSLATIONS, *(translation for support in supports for translation in support.translations())]
 
     def _importing(self, protocol: Any) -> Callable[..., Any]:
         """Read a stored tree spec; import the modules of the classes it names: libraries register them on import."""

@@ -1,16 +1,53 @@
-"""Operators that torch's ONNX exporter does not know although models use them: what to put in their place.
+"""Operators that torch's ONNX exporter does not know although models use them: what stands in for them.
 
-* ``unsqueeze`` of complex numbers (rotary embeddings of Llama 4 and DeepSeek V2): as real numbers with one axis more.
+* ``unsqueeze`` of complex numbers (rotary embeddings of Llama 4 and DeepSeek V2).
 * ``erf_inv`` (``Normal.icdf``, Gemma 3n's sparse activations): a polynomial, exact to the last digits of float32.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["translations", "without_complex_unsqueeze"]
+__all__ = ["TRANSLATIONS", "Translation", "add_translation"]
+
+
+class Translation(NamedTuple):
+    """One operator in ONNX.
+
+    Attributes:
+        operator: of PyTorch.
+        function: builds it from ONNX operators, called with the values of its arguments.
+        is_complex: it is the operator's form for complex numbers, which ONNX holds as an axis of two more.
+    """
+
+    operator: Any
+    function: Callable[..., Any]
+    is_complex: bool = False
+
+
+def add_translation(registry: Any, module: ModuleType, translation: Translation) -> None:
+    """Add a translation to a registry of torch's exporter, in front of those of the same operator.
+
+    Args:
+        registry: an ``ONNXRegistry``.
+        module: the module that defines it.
+        translation: what to add.
+    """
+    # `register_op` would ask the function for a signature, and say on the terminal that a plain function has none
+    entry = module.OnnxDecompMeta(
+        onnx_function=translation.function,
+        fx_target=translation.operator,
+        signature=None,
+        is_custom=True,
+        is_complex=translation.is_complex,
+        skip_signature_inference=True,
+    )
+    registry._register(translation.operator, entry)
+
 
 # M. Giles, "Approximating the erfinv function", GPU Computing Gems Jade Edition (2011), single precision: two
 # polynomials, in w - 2.5 for w = -log(1 - x^2) below 5, and in sqrt(w) - 3 above
@@ -24,34 +61,11 @@ _TAIL = (
 )
 
 
-def without_complex_unsqueeze(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Return the program with axes inserted into real numbers only.
+def _unsqueeze(x: Any, dim: int) -> Any:
+    from onnxscript import opset18 as op
 
-    Args:
-        program: the program to be converted; returned as it is when it inserts no axis into a complex tensor.
-    """
-    unsqueeze = torch.ops.aten.unsqueeze.default
-    if not any(node.target is unsqueeze and _is_complex(node) for node in program.graph.nodes):
-        return program
-
-    def real(x: torch.Tensor, dim: int) -> Any:
-        if not x.is_complex():
-            return NotImplemented
-        # the last axis of the view holds real and imaginary part, so a place counted from the end moves by one
-        return torch.view_as_complex(torch.view_as_real(x).unsqueeze(dim if dim >= 0 else dim - 1))
-
-    decomposed: torch.export.ExportedProgram = program.run_decompositions({unsqueeze: real})
-    return decomposed
-
-
-def translations() -> dict[Any, Any]:
-    """Return what ``torch.onnx.export(custom_translation_table=...)`` needs beside torch's own translations."""
-    return {torch.ops.prims.erf_inv.default: _erf_inv}  # what every spelling of it is decomposed into
-
-
-def _is_complex(node: torch.fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_complex()
+    # the last axis holds real and imaginary part, so a place counted from the end moves by one
+    return op.Unsqueeze(x, op.Constant(value_ints=[dim if dim >= 0 else dim - 1]))
 
 
 def _erf_inv(x: Any) -> Any:
@@ -73,3 +87,9 @@ def _erf_inv(x: Any) -> Any:
     found = op.Mul(op.Where(op.Less(w, number(5.0)), centre, tail), given)
     # at 1 the polynomial of the infinite w is no number
     return op.CastLike(op.Where(op.Equal(op.Abs(given), number(1.0)), op.Mul(given, number(float("inf"))), found), x)
+
+
+TRANSLATIONS = (
+    Translation(torch.ops.aten.unsqueeze.default, _unsqueeze, is_complex=True),
+    Translation(torch.ops.prims.erf_inv.default, _erf_inv),  # what every spelling of it is decomposed into
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["AttributePatch", "ImportHook"]
+__all__ = ["AttributePatch", "ImportHook", "ImportedPatch"]
 
 _MISSING = object()
 
@@ -103,3 +104,44 @@ def _act_after(loader: Any, actions: list[Callable[[ModuleType], None]]) -> None
             action(module)
 
     loader.exec_module = exec_module  # on this module's own loader object, until it is used
+
+
+class ImportedPatch:
+    """A patch of a module that may not be imported yet, and is not imported for this.
+
+    Args:
+        module: its name.
+        make: makes the patch; ``None`` while the module does not define yet what is to be replaced.
+    """
+
+    def __init__(self, module: str, make: Callable[[ModuleType], AttributePatch | None]) -> None:
+        self._module, self._make = module, make
+        self._hook = ImportHook(module.__eq__, self._on_import)
+        self._patch: AttributePatch | None = None
+        self._wanted = False
+        self._lock = threading.Lock()
+
+    def acquire(self) -> None:
+        """Put the replacement in place now, or as soon as the module is imported."""
+        with self._lock:
+            self._wanted = True
+            self._hook.install()
+            being_imported = self._module in sys.modules
+        if being_imported:  # wait for another thread that may be at it; not under our lock, which its import may need
+            self._on_import(importlib.import_module(self._module))
+
+    def release(self) -> None:
+        """Bring back what was found."""
+        with self._lock:
+            self._wanted = False
+            self._hook.remove()
+            if self._patch is not None:
+                self._patch.release()
+                self._patch = None
+
+    def _on_import(self, module: ModuleType) -> None:
+        with self._lock:
+            if self._wanted and self._patch is None:
+                self._patch = self._make(module)
+                if self._patch is not None:
+                    self._patch.acquire()

@@ -210,8 +210,8 @@ class _Recorder(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[dict[str, None]]:
-    # `with recorder:` also writes down, for the whole process, that a mode is on; two threads that do so at the same time
-    # leave that note behind (torch.utils._python_dispatch, torch 2.13)
+    # `with recorder:` also writes down, for the whole process, that a mode is on; two threads that do so at the same
+    # time leave that note behind (torch.utils._python_dispatch, torch 2.13)
     recorder = _Recorder()
     _push_mode(recorder)
     try:

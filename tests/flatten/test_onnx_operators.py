@@ -1,10 +1,11 @@
-"""What stands in for operators that torch's ONNX exporter does not know."""
+"""What stands in, inside the block, for operators that torch's ONNX exporter does not know."""
+
+import importlib.util
 
 import pytest
 import torch
 
-from yobx_flatten import export_onnx
-from yobx_flatten.onnx_operators import translations, without_complex_unsqueeze
+from yobx_flatten import export_onnx, register_flattening_functions
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -24,10 +25,8 @@ class _ErfInv(torch.nn.Module):
 
 
 def _converted(module, *args):
-    program = torch.export.export(module, args)
-    return torch.onnx.export(
-        without_complex_unsqueeze(program), custom_translation_table=translations(), dynamo=True, verbose=False
-    )
+    with register_flattening_functions():
+        return torch.onnx.export(torch.export.export(module, args), dynamo=True, verbose=False)
 
 
 def test_an_axis_goes_into_a_complex_tensor():
@@ -38,17 +37,41 @@ def test_an_axis_goes_into_a_complex_tensor():
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_program_of_real_numbers_stays_as_it_is():
-    """Nothing is decomposed that needs no help."""
-    program = torch.export.export(_ErfInv(), (torch.zeros(3),))
-    assert without_complex_unsqueeze(program) is program
-
-
 def test_the_inverse_error_function_is_exact_to_the_last_digits():
     """Centre, tail, the ends and beyond them agree with PyTorch's own."""
     x = torch.cat([torch.linspace(-0.999999, 0.999999, 20001), torch.tensor([1.0, -1.0, 0.0, 2.0, 1 - 1e-7])])
     (found,) = _converted(_ErfInv(), x)(x)
     torch.testing.assert_close(found, torch.special.erfinv(x), rtol=1e-6, atol=1e-7, equal_nan=True)
+
+
+def test_torch_has_its_own_table_again_outside_of_the_block():
+    """The exporter's registry is filled by its own function, and `erf_inv` is unknown again."""
+    from torch.onnx._internal.exporter import _registration
+
+    found = vars(_registration.ONNXRegistry)["from_torchlib"]
+    with register_flattening_functions():
+        assert vars(_registration.ONNXRegistry)["from_torchlib"] is not found
+    assert vars(_registration.ONNXRegistry)["from_torchlib"] is found
+    with pytest.raises(torch.onnx.OnnxExporterError):
+        torch.onnx.export(torch.export.export(_ErfInv(), (torch.zeros(3),)), dynamo=True, verbose=False)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers.exporters") is None, reason="transformers before 5.17 brings no translation"
+)
+def test_experts_are_converted_by_the_plain_function():
+    """Inside the block `torch.onnx.export` knows the grouped products of a mixture of experts."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).eval()
+    ids = torch.randint(4, 32, (2, 5))
+    with register_flattening_functions(patch_transformers=True), torch.no_grad():
+        program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False})
+        converted = torch.onnx.export(program, dynamo=True, verbose=False)
+    torch.testing.assert_close(converted(ids)[0], model(ids).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_export_onnx_uses_both(tmp_path):

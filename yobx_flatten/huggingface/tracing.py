@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from ..onnx_operators import Translation
 from ..patches import AttributePatch
 from .loaded import subclasses_of
 from .model_patches import upstream_replacements
@@ -28,7 +29,7 @@ from .tracing_masks import mask_replacements
 from .tracing_models import model_replacements
 from .tracing_sparse import prepare_compressed
 
-__all__ = ["TRANSFORMERS_TRACING", "TransformersTracing", "onnx_translations"]
+__all__ = ["TRANSFORMERS_TRACING", "TransformersTracing"]
 
 
 class TransformersTracing:
@@ -110,33 +111,28 @@ class TransformersTracing:
                 stack.callback(patch.release)
             yield
 
+    def translations(self) -> Iterator[Translation]:
+        """Return the translations of the grouped products by which mixtures of experts multiply.
 
-def onnx_translations(program: torch.export.ExportedProgram) -> dict[Any, Any]:
-    """Translations of operators of transformers that torch's ONNX exporter does not know.
+        transformers' own exporters (5.17 and later) bring them; there are none for versions without.
+        """
+        fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
+        if fallback is not None and importlib.util.find_spec("transformers.exporters") is not None:
+            for operator in (fallback.default, torch.ops.aten._grouped_mm.default):
+                yield Translation(operator, _grouped_products(operator))
 
-    Mixtures of experts multiply in groups, by an operator that transformers defines; its own exporters (5.17 and later)
-    bring the translation. They are large, so they are imported only for a program that needs them.
 
-    Args:
-        program: the program to be converted.
+def _grouped_products(operator: Any) -> Callable[..., Any]:
+    """Build the product with transformers' own translation, which is imported for a program that needs it only."""
 
-    Returns:
-        What ``torch.onnx.export(custom_translation_table=...)`` takes; empty for versions without.
-    """
-    fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
-    if fallback is None or importlib.util.find_spec("transformers.exporters") is None:
-        return {}
-    wanted = {fallback.default, torch.ops.aten._grouped_mm.default} & {node.target for node in program.graph.nodes}
-    if not wanted:
-        return {}
-    try:
+    def translate(*args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():
             # 5.17's exporters import every model that they patch, and some use torch.jit.script
             warnings.filterwarnings("ignore", r".torch\.jit\.script. is deprecated", DeprecationWarning)
             from transformers.exporters.exporter_onnx import _ONNX_TRANSLATION_TABLE
-    except ImportError:  # 5.0 to 5.16
-        return {}
-    return {op: _ONNX_TRANSLATION_TABLE[op] for op in wanted if op in _ONNX_TRANSLATION_TABLE}
+        return _ONNX_TRANSLATION_TABLE[operator](*args, **kwargs)
+
+    return translate
 
 
 def _replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:

@@ -52,6 +52,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!yobx_flatten\b|roundpipe_runtime\b).*"),
     ("py:mod", r"yobx_flatten\..*"),
+    ("py:class", r"yobx_flatten\.\w+\.[A-Z]"),  # type variables
 ]
 
 # --- gallery ----------------------------------------------------------------------------------------------------------

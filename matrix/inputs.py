@@ -97,11 +97,12 @@ def _text_inputs(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
 def _state_inputs(model: Any, sizes: DecodeSizes, seed: int, name: str) -> dict[str, Any]:
     """State space models go on one token at a time; several at once are a new beginning for most of them."""
     tokens, mask = _tokens(model, DecodeSizes(sizes.batch, sizes.past, 1, sizes.padding), seed)
-    takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
-    prefill = {"attention_mask": mask[:, : sizes.past]} if takes_mask and sizes.padding else {}
+    takes = inspect.signature(model.forward).parameters
+    prefill = {"attention_mask": mask[:, : sizes.past]} if "attention_mask" in takes and sizes.padding else {}
     with torch.no_grad():
         outputs = model(input_ids=tokens[:, : sizes.past], use_cache=True, **prefill)
-    return {"input_ids": tokens[:, sizes.past :], name: getattr(outputs, name, None), "use_cache": True}
+    keep = {"use_cache": True} if "use_cache" in takes else {}  # XLNet always does
+    return {"input_ids": tokens[:, sizes.past :], name: getattr(outputs, name, None), **keep}
 
 
 def _encoded_inputs(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:

@@ -110,14 +110,15 @@ def _kosmos_2(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
 
 def _prophetnet(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
     """The decoder takes one token at a time when it has a cache, also in the prefill."""
-    source = _random(model, (sizes.batch, sizes.source), seed + 1)
-    tokens = _random(model, (sizes.batch, sizes.past + 1), seed)
-    encoded, cache = model.get_encoder()(input_ids=source), None
+    tokens, cache = _random(model, (sizes.batch, sizes.past + 1), seed), None
+    name, encoded = "input_ids", {}
+    if model.config.is_encoder_decoder:  # there is a language model of the decoder alone, too
+        source = _random(model, (sizes.batch, sizes.source), seed + 1)
+        name, encoded = "decoder_input_ids", {"encoder_outputs": model.get_encoder()(input_ids=source)}
     for step in range(sizes.past):
-        cache = model(
-            decoder_input_ids=tokens[:, step : step + 1], encoder_outputs=encoded, past_key_values=cache, use_cache=True
-        ).past_key_values
-    return {"decoder_input_ids": tokens[:, -1:], "encoder_outputs": encoded, "past_key_values": cache}
+        call = {name: tokens[:, step : step + 1], **encoded, "past_key_values": cache, "use_cache": True}
+        cache = model(**call).past_key_values
+    return {name: tokens[:, -1:], **encoded, "past_key_values": cache}
 
 
 def _udop(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:

@@ -1,11 +1,107 @@
-"""A pipeline runtime that trains models larger than the device: not there yet.
+"""Trains a model larger than the device: the host keeps it, stages of it travel through the devices.
 
-This package will cut a model into stages, keep its parameters on the host, and move stages and microbatches
-through one or several devices, so that what a device must hold at a time is a stage and not the model. It will
-use the registrations of `yobx_flatten` to split nested inputs and to join nested outputs.
+::
 
-Nothing of it is here today: the package is in the distribution so that its name, its typing marker and its
-import rules (importing it starts no thread and touches no accelerator) are in place.
+    model = RoundPipe(nn.Sequential(...), devices="virtual:2")
+    with OptimizerCtx():
+        optimizer = optim.Adam(model.parameters(), lr=1e-3)
+
+    for inputs, labels in batches:
+        loss = model.forward_backward((inputs,), label=labels, loss_fn=loss_fn)
+        model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+
+Importing the package starts no thread and touches no accelerator.
 """
 
-__all__: list[str] = []
+from __future__ import annotations
+
+from . import optim
+
+# say how a batch is cut and joined
+from .chunks import Replicate, TensorChunkSpec
+
+# configure a call, and which layers form a stage
+from .config import RoundPipeRunConfig
+from .costs import LayerCost
+
+# where it runs
+from .device import Device, VirtualDevice, parse_devices
+
+# what can go wrong
+from .errors import (
+    ConfigError,
+    DeviceError,
+    DeviceMemoryError,
+    JoinError,
+    LossError,
+    PlanError,
+    RoundPipeError,
+    RoundPipeWarning,
+    SplitError,
+    StageError,
+    UnevenSplitWarning,
+    UnregisteredObjectError,
+    UseAfterReleaseError,
+)
+
+# a loss that is exact in microbatches
+from .loss import WeightedLoss
+
+# the optimizer's side
+from .optimizer import OptimizerCtx
+from .packed import RoundPipePackedData
+
+# wrap a model
+from .pipeline import RoundPipe
+from .plan import ModelExecutePlan
+
+# inside a layer
+from .recompute import doing_recompute, get_recompute_data, save_for_recompute
+from .scaler import GradScaler
+
+# see what ran
+from .timeline import Record, Timeline
+
+__all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
+    # wrap a model
+    "RoundPipe",
+    # configure a call, and which layers form a stage
+    "RoundPipeRunConfig",
+    "ModelExecutePlan",
+    "LayerCost",
+    # say how a batch is cut and joined
+    "TensorChunkSpec",
+    "Replicate",
+    "RoundPipePackedData",
+    # a loss that is exact in microbatches
+    "WeightedLoss",
+    # the optimizer's side
+    "OptimizerCtx",
+    "optim",
+    "GradScaler",
+    # inside a layer
+    "save_for_recompute",
+    "doing_recompute",
+    "get_recompute_data",
+    # where it runs
+    "Device",
+    "VirtualDevice",
+    "parse_devices",
+    # see what ran
+    "Timeline",
+    "Record",
+    # what can go wrong
+    "RoundPipeError",
+    "ConfigError",
+    "DeviceError",
+    "DeviceMemoryError",
+    "JoinError",
+    "LossError",
+    "PlanError",
+    "SplitError",
+    "StageError",
+    "UnregisteredObjectError",
+    "UseAfterReleaseError",
+    "RoundPipeWarning",
+    "UnevenSplitWarning",
+]

@@ -58,11 +58,14 @@ LAYERS: dict[str, list[list[str]]] = {
     ],
     "roundpipe_runtime": [
         ["errors"],
-        ["packed", "chunks", "loss", "schedule", "costs"],
-        ["batch_axes", "join", "simulate"],
-        ["microbatch", "partition"],
-        ["plan"],
-        ["config"],
+        ["packed", "chunks", "loss", "schedule", "costs", "worker", "readiness", "timeline", "recompute"],
+        ["batch_axes", "join", "simulate", "device"],
+        ["microbatch", "partition", "transfer", "parameters", "pinning"],
+        ["plan", "resident", "optimizer"],
+        ["config", "run", "scaler", "optim"],
+        ["stage", "classic"],
+        ["engine"],
+        ["pipeline"],
     ],
 }
 

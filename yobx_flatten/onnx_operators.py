@@ -1,6 +1,7 @@
 """Operators that torch's ONNX exporter does not know although models use them: what stands in for them.
 
 * ``unsqueeze`` of complex numbers (rotary embeddings of Llama 4 and DeepSeek V2).
+* ``sort(stable=True)`` (the blocks that Qwen 4 chooses).
 * ``erf_inv`` (``Normal.icdf``, Gemma 3n's sparse activations): a polynomial, exact to the last digits of float32.
 """
 
@@ -68,6 +69,14 @@ def _unsqueeze(x: Any, dim: int) -> Any:
     return op.Unsqueeze(x, op.Constant(value_ints=[dim if dim >= 0 else dim - 1]))
 
 
+def _stable_sort(x: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    from onnxscript import opset18 as op
+
+    # of equal values, ONNX takes the one with the lower index first: that is what stable means
+    count = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]))
+    return op.TopK(x, count, axis=dim, largest=int(descending), sorted=1)
+
+
 def _erf_inv(x: Any) -> Any:
     from onnxscript import opset18 as op
 
@@ -91,5 +100,6 @@ def _erf_inv(x: Any) -> Any:
 
 TRANSLATIONS = (
     Translation(torch.ops.aten.unsqueeze.default, _unsqueeze, is_complex=True),
+    Translation(torch.ops.aten.sort.stable, _stable_sort),
     Translation(torch.ops.prims.erf_inv.default, _erf_inv),  # what every spelling of it is decomposed into
 )

@@ -44,6 +44,20 @@ def test_the_inverse_error_function_is_exact_to_the_last_digits():
     torch.testing.assert_close(found, torch.special.erfinv(x), rtol=1e-6, atol=1e-7, equal_nan=True)
 
 
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_a_stable_sort_keeps_the_order_of_equals(dim, descending):
+    """Values and indices agree with PyTorch's where many values are equal."""
+
+    class Sort(torch.nn.Module):
+        def forward(self, x):
+            return tuple(torch.sort(x, stable=True, dim=dim, descending=descending))
+
+    x = torch.randint(0, 3, (7, 9), generator=torch.Generator().manual_seed(0)).float()
+    for ours, theirs in zip(_converted(Sort(), x)(x), Sort()(x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
 def test_torch_has_its_own_table_again_outside_of_the_block():
     """The exporter's registry is filled by its own function, and `erf_inv` is unknown again."""
     from torch.onnx._internal.exporter import _registration

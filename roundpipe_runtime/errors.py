@@ -1,0 +1,71 @@
+"""Every exception and warning a user can meet. Each names the place, what was found there, and the line to type."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "DeviceError",
+    "DeviceMemoryError",
+    "JoinError",
+    "LossError",
+    "PlanError",
+    "RoundPipeError",
+    "RoundPipeWarning",
+    "SplitError",
+    "StageError",
+    "UnevenSplitWarning",
+    "UnregisteredObjectError",
+    "UseAfterReleaseError",
+]
+
+
+class RoundPipeError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+
+class ConfigError(RoundPipeError, ValueError):
+    """A field of a run configuration, or an argument, has a value that it cannot have."""
+
+
+class SplitError(RoundPipeError, ValueError):
+    """Inputs or labels cannot be split into microbatches, or it is not clear where."""
+
+
+class UnregisteredObjectError(SplitError, TypeError):
+    """An object holds tensors, but nobody said how it comes apart."""
+
+
+class JoinError(RoundPipeError, ValueError):
+    """The outputs of the microbatches do not go together."""
+
+
+class LossError(RoundPipeError, ValueError):
+    """A loss function returned something that is no loss."""
+
+
+class PlanError(RoundPipeError, ValueError):
+    """An execution plan misses, repeats or reorders a layer."""
+
+
+class DeviceError(RoundPipeError, RuntimeError):
+    """A device was asked for something that it does not have or cannot do."""
+
+
+class UseAfterReleaseError(DeviceError):
+    """Memory of a device was read after it was released, on another device, or before it was written."""
+
+
+class DeviceMemoryError(DeviceError, MemoryError):
+    """A device is out of memory."""
+
+
+class StageError(RoundPipeError, RuntimeError):
+    """A stage could not be run. What a layer or a loss raises comes out as it is; this is for everything else."""
+
+
+class RoundPipeWarning(UserWarning):
+    """Base of all warnings of this package."""
+
+
+class UnevenSplitWarning(RoundPipeWarning):
+    """Microbatches have different sizes, and a loss that is divided by their number is not the mean of the batch."""

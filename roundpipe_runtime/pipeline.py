@@ -1,0 +1,366 @@
+"""``RoundPipe``: a model that trains with no more of itself on a device than a stage."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .config import RoundPipeRunConfig
+from .costs import LayerCost
+from .device import AcceleratorDevice, Device, DeviceSpec, parse_devices
+from .engine import Engine
+from .errors import ConfigError
+from .optimizer import in_optimizer_ctx
+from .parameters import scan
+from .pinning import pin_parameters
+
+__all__ = ["RoundPipe"]
+
+# What nn.Module keeps in these dictionaries is the wrapped model's own, so that names, hooks and state dicts are too.
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_modules",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_OWN = frozenset({"_rp_model", "_rp_original", "_rp_engine", "_rp_options", "training", *_SHARED})
+
+
+def _identity(outputs: Any, labels: Any) -> Any:
+    return outputs
+
+
+class RoundPipe(nn.Module):
+    """A model, cut into layers that travel through devices, with the interface of the model itself.
+
+    Parameters, buffers, names, ``state_dict``, ``train``, ``eval`` are those of the model; attributes that a pipeline
+    does not have are read from it, written to it and deleted from it.
+
+    Args:
+        model: an ``nn.Sequential``, whose children are the layers; a list of layers; or any other module, which is one
+            layer.
+        optim_dtype: dtype of the optimizer's parameters and of gradients. Default: that of each parameter.
+        name: for errors and timelines; given, it also enters the seeds of random layers. Default: ``"file:line"``.
+        model_run_config: defaults for every call.
+        pin_model: ``"alloc"`` or ``"register"`` puts parameters into pinned memory, where there is an accelerator.
+        devices: ``"virtual:N"``, a list of torch devices or of :class:`Device` objects, or ``None``: all accelerators,
+            else ``"virtual:2"``.
+
+    Raises:
+        ConfigError: when an argument has a value that it cannot have.
+
+    >>> model = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), devices="virtual:2")
+    >>> loss_fn = nn.functional.mse_loss
+    >>> config = RoundPipeRunConfig(loss_reduction="mean")
+    >>> loss = model.forward_backward((torch.ones(6, 4),), label=torch.ones(6, 2), loss_fn=loss_fn, run_config=config)
+    >>> loss.shape, model[0].weight.grad.shape
+    (torch.Size([]), torch.Size([4, 4]))
+    >>> model.close()
+    """
+
+    _rp_model: nn.Module
+    _rp_original: nn.Module | None
+    _rp_engine: Engine
+    _rp_options: dict[str, Any]
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optim_dtype: torch.dtype | None = None,
+        name: str | None = None,
+        model_run_config: RoundPipeRunConfig | None = None,
+        pin_model: Literal["alloc", "register", "off"] = "alloc",
+        devices: DeviceSpec = None,
+    ) -> None:
+        super().__init__()
+        options = {
+            "optim_dtype": optim_dtype,
+            "name": name,
+            "model_run_config": model_run_config or RoundPipeRunConfig(),
+            "pin_model": pin_model,
+            "devices": devices,
+            "title": name or _call_site(),
+        }
+        self._rp_build(_as_module(model), options, None)
+
+    def _rp_build(self, model: nn.Module, options: dict[str, Any], original: nn.Module | None) -> None:
+        dtype = options["optim_dtype"]
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f"optim_dtype must be a floating dtype, like torch.float32, found {dtype!r}.")
+        config = options["model_run_config"]
+        if not isinstance(config, RoundPipeRunConfig):
+            raise ConfigError(f"model_run_config must be a RoundPipeRunConfig, found {type(config).__qualname__}.")
+        found = parse_devices(options["devices"])
+        layers = layers_of(model)
+        scan(layers)  # refuses what cannot travel
+        pin_parameters(model, options["pin_model"], found)
+        tag = f"{options['name'] or ''}|{len(layers)}|{sum(p.numel() for p in model.parameters())}"
+        own = self.__dict__
+        for shared in _SHARED:
+            own[shared] = model.__dict__[shared]
+        own["training"] = model.training
+        own["_rp_model"], own["_rp_original"], own["_rp_options"] = model, original, options
+        own["_rp_engine"] = Engine(model, layers, found, dtype, tag)
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
+        """Run the model forward, microbatch by microbatch, and return its joined output.
+
+        With gradients enabled the output is part of the caller's graph, and ``backward`` through it runs the layers
+        backward.
+
+        Args:
+            *args: positional arguments of the model.
+            roundpipe_run_config: what this call wants otherwise.
+            **kwargs: keyword arguments of the model.
+        """
+        return self._rp_engine.forward(args, kwargs, self._rp_config(roundpipe_run_config))
+
+    def forward_backward(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: Callable[[Any, Any], Any] = _identity,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> Any:
+        """Run forward, loss and backward in one go, and return the loss.
+
+        The last stage goes back as soon as it has the loss of a microbatch; gradients are added to the gradient buffers
+        when all of it has succeeded. After an exception they are what they were before the call.
+
+        Args:
+            input_args: positional arguments of the model.
+            input_kwargs: keyword arguments of the model.
+            label: labels, cut like the inputs.
+            loss_fn: ``loss_fn(outputs, labels)`` of a microbatch: a tensor, a sequence of tensors, or a pair
+                ``(sum, weight)``. Default: the outputs are the loss.
+            return_outputs: whether to return the outputs, too, joined and detached.
+            run_config: what this call wants otherwise.
+
+        Returns:
+            The loss of the batch, detached, on the host; with ``return_outputs``, ``(loss, outputs)``.
+        """
+        config = self._rp_config(run_config)
+        return self._rp_engine.forward_backward(
+            tuple(input_args), dict(input_kwargs or {}), label, loss_fn, return_outputs, config
+        )
+
+    def _rp_config(self, config: RoundPipeRunConfig | None) -> RoundPipeRunConfig:
+        defaults: RoundPipeRunConfig = self._rp_options["model_run_config"]
+        return (config or RoundPipeRunConfig()).over(defaults).resolved(self.num_devices)
+
+    # -- optimizing --------------------------------------------------------------------------------------------------
+
+    def optim_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that the optimizer is to have, each once.
+
+        Without ``optim_dtype`` these are the model's own; with it, copies of that dtype, which hold the gradients.
+        """
+        for _, parameter in self.optim_named_parameters():
+            yield parameter
+
+    def optim_named_parameters(
+        self, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters that the optimizer is to have."""
+        yield from self._rp_engine.store.named(prefix, remove_duplicate)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters of the model; inside :class:`OptimizerCtx`, those for the optimizer."""
+        if in_optimizer_ctx():
+            yield from self.optim_named_parameters(prefix, remove_duplicate)
+        else:
+            yield from self._rp_model.named_parameters(prefix, recurse, remove_duplicate)
+
+    def step(self, step_fn: Callable[..., Any], is_async: bool = False, *args: Any, **kwargs: Any) -> None:
+        """Run an optimizer step, and let the next run see the new parameters.
+
+        Args:
+            step_fn: does the step: ``lambda: (optimizer.step(), optimizer.zero_grad())``.
+            is_async: run it in the background. The next run then reads the parameters as they were before the step.
+            *args: arguments of ``step_fn``.
+            **kwargs: keyword arguments of ``step_fn``.
+        """
+        steps = self._rp_engine.steps
+        if is_async:
+            steps.start(lambda: step_fn(*args, **kwargs))
+        else:
+            steps.run(lambda: step_fn(*args, **kwargs))
+
+    def synchronize(self) -> None:
+        """Wait for a step in the background; afterwards the model's parameters and their gradients are up to date."""
+        self._rp_engine.steps.synchronize()
+        self._rp_engine.store.publish()
+        self._rp_engine.store.show_gradients()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, those of the optimizer's parameters as well."""
+        self._rp_engine.steps.wait_update()
+        self._rp_model.zero_grad(set_to_none)
+        self._rp_engine.store.zero_grad(set_to_none)
+
+    # -- what belongs to the pipeline --------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name of the pipeline."""
+        return str(self._rp_options["title"])
+
+    @property
+    def model(self) -> nn.Module:
+        """The wrapped model."""
+        return self._rp_model
+
+    @property
+    def devices(self) -> list[Device]:
+        """The devices, which other pipelines may share: ``RoundPipe(other, devices=model.devices)``."""
+        return list(self._rp_engine.devices)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices there are."""
+        return len(self._rp_engine.devices)
+
+    @property
+    def model_memory_limit(self) -> float | None:
+        """GB of the smallest device for parameters and gradients, where it is known."""
+        return self._rp_engine.memory_limit()
+
+    def layer_costs(self) -> list[LayerCost]:
+        """Return what each layer costs: guessed at first, measured once the pipeline has run."""
+        return self._rp_engine.layer_costs()
+
+    def set_original_model(self, original_model: nn.Module) -> None:
+        """Read, write and delete attributes on this model, of which the wrapped one was made."""
+        self.__dict__["_rp_original"] = original_model
+
+    def close(self) -> None:
+        """Wait for a step in the background and end the threads; the pipeline cannot run afterwards."""
+        self._rp_engine.close()
+
+    # -- being the model ---------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> RoundPipe:
+        """Set the model's training mode."""
+        self._rp_model.train(mode)
+        self.__dict__["training"] = self._rp_model.training
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's state, with the model's names, after the last step."""
+        self._rp_engine.steps.synchronize()
+        self._rp_engine.store.publish()
+        return self._rp_model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state into the model; the optimizer's copies follow."""
+        self._rp_engine.steps.synchronize()
+        self._rp_engine.store.publish()
+        result = self._rp_model.load_state_dict(state_dict, strict, assign)
+        self._rp_engine.store.publish()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__
+        if "_rp_model" not in own:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        for model in (own["_rp_original"], own["_rp_model"]):
+            if model is not None and hasattr(model, name):
+                return getattr(model, name)
+        kind = type(own["_rp_original"] or own["_rp_model"]).__name__
+        raise AttributeError(f"neither 'RoundPipe' nor the wrapped {kind!r} has an attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_rp_model" not in self.__dict__:
+            super().__setattr__(name, value)
+        elif name in _OWN:
+            self.__dict__[name] = value
+        else:
+            setattr(self._rp_original or self._rp_model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._rp_original or self._rp_model, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._rp_original or self._rp_model)})
+
+    def __repr__(self) -> str:
+        devices = ", ".join(device.name for device in self.devices)
+        return f"RoundPipe on {devices}:\n{self._rp_model!r}"
+
+    def __len__(self) -> int:
+        return len(self._rp_model)  # type: ignore[arg-type] # a TypeError of its own where the model has no length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rp_model[index]  # type: ignore[index] # a TypeError of its own where the model has no items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._rp_model)  # type: ignore[call-overload,no-any-return] # as above
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._rp_engine.steps.synchronize()
+        self._rp_engine.store.publish()
+        options = dict(self._rp_options)
+        if not isinstance(options["devices"], (str, type(None))):
+            options["devices"] = _described(self._rp_engine.devices)
+        return {
+            "model": self._rp_model,
+            "original": self._rp_original,
+            "options": options,
+            "step": self._rp_engine.step,
+            "masters": self._rp_engine.store.masters(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__init__(self)
+        self._rp_build(state["model"], state["options"], state["original"])
+        self._rp_engine.step = state["step"]
+        self._rp_engine.store.load_masters(state["masters"])
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model: the children of an ``nn.Sequential`` that runs like one, else the model itself."""
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and len(model):
+        return list(model)
+    return [model]
+
+
+def _as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    if isinstance(model, nn.ModuleList):
+        return nn.Sequential(*model)
+    if isinstance(model, RoundPipe):
+        raise ConfigError("The model is a RoundPipe already.")
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, (list, tuple)) and model and all(isinstance(layer, nn.Module) for layer in model):
+        return nn.Sequential(*model)
+    raise ConfigError(f"RoundPipe wraps an nn.Module or a list of them, found {type(model).__qualname__}.")
+
+
+def _described(devices: Sequence[Device]) -> Any:
+    """Devices in words, to make the same ones elsewhere."""
+    if all(isinstance(device, AcceleratorDevice) for device in devices):
+        return [device.name for device in devices]
+    return f"virtual:{len(devices)}"
+
+
+def _call_site() -> str:
+    frame = sys._getframe(2)
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

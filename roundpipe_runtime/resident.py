@@ -1,0 +1,140 @@
+"""A layer's parameters and buffers on a device, and the places of the module where they stand while the layer runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from .device import Device, Event
+from .parameters import LayerContents
+
+__all__ = ["Buffers", "Gradients", "Resident"]
+
+# What came down from a device: copies on the host, and when they are complete.
+Gradients: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
+Buffers: TypeAlias = dict[int, tuple[torch.Tensor, Event]]
+
+
+class Resident:
+    """A layer on a device.
+
+    Args:
+        contents: the layer on the host.
+        device: where it goes.
+        source: the tensor to copy for a parameter.
+    """
+
+    def __init__(self, contents: LayerContents, device: Device, source: Callable[[nn.Parameter], torch.Tensor]) -> None:
+        self.contents = contents
+        self.device = device
+        self._memory: list[torch.Tensor] = []
+        self._parameters: dict[int, nn.Parameter] = {}
+        self._sums: dict[int, torch.Tensor] = {}
+        for parameter in contents.parameters():
+            self._parameters[id(parameter)] = self._copy_parameter(parameter, source(parameter))
+        self._buffers = [self._copy(buffer.tensor) for buffer in contents.buffers]
+        self._marks = [(buffer, buffer._version) for buffer in self._buffers]
+        self._written: set[int] = set()
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        copy = self.device.copy_in(tensor.detach(), parameter=True)
+        self._memory.append(copy)
+        return copy
+
+    def _copy_parameter(self, parameter: nn.Parameter, source: torch.Tensor) -> nn.Parameter:
+        copy = nn.Parameter(self._copy(source), requires_grad=parameter.requires_grad)
+        copy.__dict__.update(parameter.__dict__)  # attributes that users hang on parameters
+        return copy
+
+    @contextlib.contextmanager
+    def placed(self) -> Iterator[None]:
+        """Put the copies into the module, which runs with them in the block; one thread at a time."""
+        slots, buffers = self.contents.slots, self.contents.buffers
+        with self.contents.lock:
+            for slot in slots:
+                slot.owner._parameters[slot.name] = self._parameters[id(slot.parameter)]
+            for number, buffer in enumerate(buffers):
+                buffer.owner._buffers[buffer.name] = self._buffers[number]
+            try:
+                yield
+            finally:
+                for number, buffer in enumerate(buffers):
+                    found = buffer.owner._buffers.get(buffer.name)
+                    if found is not None and found is not self._buffers[number]:
+                        self._buffers[number] = found.detach()
+                    buffer.owner._buffers[buffer.name] = buffer.tensor
+                for slot in slots:
+                    slot.owner._parameters[slot.name] = slot.parameter
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def take_gradients(self, dtype: Callable[[nn.Parameter], torch.dtype]) -> None:
+        """Add what the last backward left to the sums of this visit, one microbatch after the other."""
+        for parameter in self.contents.parameters():
+            copy = self._parameters[id(parameter)]
+            gradient, copy.grad = copy.grad, None
+            if gradient is None:
+                continue
+            gradient = gradient.to(dtype(parameter))
+            total = self._sums.get(id(parameter))
+            self._sums[id(parameter)] = gradient if total is None else total.add_(gradient)
+
+    def download_gradients(self) -> Gradients:
+        """Return the sums, on the host."""
+        return {
+            parameter: self.device.copy_out(self._sums[id(parameter)])
+            for parameter in self.contents.parameters()
+            if id(parameter) in self._sums
+        }
+
+    # -- buffers -----------------------------------------------------------------------------------------------------
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the buffers as they are now, on the device."""
+        return list(self._buffers)
+
+    def changed_buffers(self) -> Buffers:
+        """Return copies of the buffers that changed since the last time this was asked, on the host."""
+        changed = self._find_changed()
+        return {number: self.device.copy_out(self._buffers[number]) for number in changed}
+
+    def set_buffers(self, values: Mapping[int, tuple[torch.Tensor, Event]]) -> None:
+        """Bring buffers to the values they had before another call."""
+        for number, (value, ready) in values.items():
+            self._buffers[number] = self.device.copy_in(value, ready)
+
+    def download_buffers(self) -> Buffers:
+        """Return the buffers that this visit wrote, as they are now, on the host."""
+        self._find_changed()
+        return {number: self.device.copy_out(self._buffers[number]) for number in sorted(self._written)}
+
+    def _find_changed(self) -> list[int]:
+        owners = [buffer.owner for buffer in self.contents.buffers]
+        touched = {
+            id(owner)
+            for owner, buffer, (seen, version) in zip(owners, self._buffers, self._marks, strict=True)
+            if buffer is not seen or buffer._version != version or _tracks_statistics(owner)
+        }
+        changed = [number for number, owner in enumerate(owners) if id(owner) in touched]
+        self._marks = [(buffer, buffer._version) for buffer in self._buffers]
+        self._written.update(changed)
+        return changed
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.device.release(self._memory)
+        self._memory.clear()
+        self._parameters.clear()
+        self._sums.clear()
+        self._buffers.clear()
+        self._marks.clear()
+
+
+def _tracks_statistics(module: nn.Module) -> bool:
+    """Whether a norm writes its running statistics: torch's kernels do so without counting a version."""
+    return isinstance(module, _NormBase) and module.training and module.track_running_stats

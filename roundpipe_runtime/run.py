@@ -1,0 +1,270 @@
+"""What one run of a pipeline knows and collects. Nothing of it reaches the model before the run has succeeded."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .costs import MeasuredCosts
+from .device import Event
+from .errors import StageError
+from .loss import LossContract
+from .parameters import LayerContents, ParameterStore
+from .plan import RunType
+from .readiness import ReadinessTable
+from .resident import Buffers, Gradients
+from .schedule import Stage
+from .timeline import Timeline
+from .transfer import Parcel
+from .worker import Board
+
+__all__ = ["NOW", "Run", "Timer", "captured_autocast"]
+
+# Gradients of the tensors between two stages, on the host; ``None`` where none flows.
+Copies = list[tuple[torch.Tensor, Event] | None]
+
+
+class _Passed:
+    """An event that has passed."""
+
+    def done(self) -> bool:
+        """Yes."""
+        return True
+
+    def result(self) -> None:
+        """Return at once."""
+
+
+NOW = _Passed()
+
+
+class Timer:
+    """Measures work for the plan, and for a timeline where there is one."""
+
+    def __init__(self, costs: MeasuredCosts, timeline: Timeline | None) -> None:
+        self._costs = costs
+        self._timeline = timeline
+        self._recomputed: dict[tuple[int, int], float] = {}
+
+    @contextlib.contextmanager
+    def measure(self, kind: str, *, stage: int, device: str, microbatch: int = -1, layer: int = -1) -> Iterator[None]:
+        """Measure the work in the block."""
+        start = time.perf_counter()
+        yield
+        end = time.perf_counter()
+        if self._timeline is not None:
+            self._timeline.add(kind, stage, microbatch, device, start, end, layer)
+        if layer < 0 or microbatch < 0:
+            return
+        if kind == "recompute":
+            self._recomputed[layer, microbatch] = end - start
+        elif kind == "forward":
+            self._costs.record(layer, "forward", end - start)
+        elif kind == "backward" and (layer, microbatch) in self._recomputed:
+            self._costs.record(layer, "backward", end - start + self._recomputed.pop((layer, microbatch)))
+
+
+@dataclasses.dataclass
+class Run:
+    """One pass over all microbatches.
+
+    Attributes:
+        kind: ``"infer"``, ``"train"`` (forward now, backward later) or ``"fused"``.
+        stages: in the order of dispatch.
+        contents: the layers on the host.
+        num_microbatch: number of microbatches.
+        store: the parameters.
+        table: which version of each layer may be read.
+        version: the version that this run reads.
+        labels: one per microbatch.
+        loss_fn: of a fused run.
+        contract: what becomes of the losses.
+        keep_outputs: whether a fused run hands out what the last layer returned.
+        base_seed: base of the seeds of layer calls.
+        tag: tells pipelines apart that run in the same step.
+        step: completed runs of the pipeline before this one.
+    """
+
+    kind: RunType
+    stages: Sequence[Stage]
+    contents: Sequence[LayerContents]
+    num_microbatch: int
+    store: ParameterStore
+    table: ReadinessTable
+    version: int
+    timer: Timer
+    requires_grad: bool
+    recompute_grain: Literal["stage", "layer"]
+    preserve_rng_state: bool
+    base_seed: int
+    tag: str
+    step: int
+    autocast: Sequence[dict[str, Any]]
+    labels: Sequence[Any] = ()
+    loss_fn: Callable[[Any, Any], Any] = lambda outputs, labels: outputs
+    contract: LossContract = dataclasses.field(default_factory=lambda: LossContract("sum", []))
+    keep_outputs: bool = True
+    board: Board = dataclasses.field(default_factory=Board)
+
+    # What the run collects, by microbatch or by layer.
+    outputs: dict[int, Parcel] = dataclasses.field(default_factory=dict)
+    saved: dict[tuple[int, int], Parcel] = dataclasses.field(default_factory=dict)
+    kept: dict[tuple[int, int], Parcel] = dataclasses.field(default_factory=dict)
+    input_gradients: dict[int, Copies] = dataclasses.field(default_factory=dict)
+    gradients: dict[int, Gradients] = dataclasses.field(default_factory=dict)
+    buffers: dict[int, Buffers] = dataclasses.field(default_factory=dict)
+    buffer_trail: dict[int, list[Buffers]] = dataclasses.field(default_factory=dict)
+    _buffers_at_start: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
+    _versions: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether some layers will be called again."""
+        return self.kind != "infer"
+
+    @functools.cached_property
+    def restarts(self) -> set[int]:
+        """Layers from which a backward stage calls the forward again, so that their input is kept."""
+        backward = [stage.layers for stage in self.stages if stage.kind == "backward"]
+        if self.recompute_grain == "layer":
+            return {layer for layers in backward for layer in layers}
+        return {layers[0] for layers in backward}
+
+    def source(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the tensor that stages copy for a parameter."""
+        return self.store.source(parameter)
+
+    def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype in which gradients of a parameter are summed."""
+        return self.store.gradient_dtype(parameter)
+
+    @contextlib.contextmanager
+    def reading(self, layer: int) -> Iterator[None]:
+        """Wait until this run's version of a layer is there, and keep it there for the block."""
+        self.table.start_read(layer, self.version, check=self.board.check)
+        try:
+            yield
+        finally:
+            self.table.end_read(layer)
+
+    def start(self, microbatch: int, inputs: Parcel) -> None:
+        """Give the first layer the inputs of a microbatch; a run of one fused stage takes them as well."""
+        self.board.put(("activation", 0, microbatch), inputs)
+
+    def discard(self) -> None:
+        """Let go of everything that was collected: the run has failed."""
+        collected: list[dict[Any, Any]] = [
+            self.outputs,
+            self.saved,
+            self.kept,
+            self.input_gradients,
+            self.gradients,
+            self.buffers,
+            self.buffer_trail,
+        ]
+        for values in collected:
+            values.clear()
+        self.board.clear()
+
+    # -- buffers -----------------------------------------------------------------------------------------------------
+
+    def buffers_before(self, layer: int, microbatch: int) -> Buffers:
+        """Return what the buffers that a layer writes held before a microbatch, for its recomputation."""
+        trail = self.buffer_trail.get(layer, [])
+        slots = self.contents[layer].buffers
+        found: Buffers = {}
+        for number in sorted({number for written in trail for number in written}):
+            start = self._buffers_at_start.get((layer, number), slots[number].tensor)
+            found[number] = (start, NOW)
+            for written in trail[:microbatch]:
+                found[number] = written.get(number, found[number])
+        return found
+
+    def check_buffers(self) -> None:
+        """Refuse to commit buffers that two layers wrote.
+
+        Raises:
+            StageError: each would have had to see what the other wrote.
+        """
+        writers: dict[tuple[int, str], int] = {}
+        for layer, written in sorted(self.buffers.items()):
+            for number in written:
+                slot = self.contents[layer].buffers[number]
+                other = writers.setdefault((id(slot.owner), slot.name), layer)
+                if other != layer:
+                    raise StageError(
+                        f"{self.contents[other].title} and {self.contents[layer].title} are the same module, or share "
+                        f"one, and both write its buffer {slot.name!r}. Stages run one microbatch apart, so neither "
+                        "would see what the other wrote. Give each layer a module of its own."
+                    )
+
+    def commit_buffers(self) -> None:
+        """Write the buffers that the layers wrote back to the model, after :meth:`check_buffers`."""
+        for layer, written in self.buffers.items():
+            for number, (value, ready) in written.items():
+                ready.result()
+                slot = self.contents[layer].buffers[number]
+                if self.kind == "train":
+                    self._buffers_at_start[layer, number] = slot.tensor.clone()
+                slot.store(value)
+        self.buffers.clear()
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def remember_versions(self) -> None:
+        """Note what the parameters are, for :meth:`refuse_changed`."""
+        self._versions = {
+            c.index: [self.source(parameter)._version for parameter in c.parameters()] for c in self.contents
+        }
+
+    def refuse_changed(self) -> None:
+        """Refuse to go back through layers whose parameters changed since their forward."""
+        for contents in self.contents:
+            now = [self.source(parameter)._version for parameter in contents.parameters()]
+            if now != self._versions[contents.index]:
+                raise StageError(
+                    f"A parameter of {contents.title} was changed between forward and backward, so the recomputation "
+                    "would not be of the same function. Call backward before the optimizer's step."
+                )
+
+    def commit_gradients(self) -> None:
+        """Add what this run computed to the gradient buffers, last layer first, whatever the plan was."""
+        scale = self.contract.gradient_scale() if self.kind == "fused" else 1.0
+        if scale == 0.0:
+            self._zero_gradients()
+        layers = []
+        for layer in sorted(self.gradients, reverse=True):
+            found = {}
+            for parameter, (gradient, ready) in self.gradients[layer].items():
+                ready.result()
+                found[parameter] = gradient.mul_(scale) if scale not in (0.0, 1.0) else gradient
+            layers.append(found)
+        self.store.add_gradients(layers)
+        self.gradients.clear()
+
+    def _zero_gradients(self) -> None:
+        """No microbatch had a weight: the loss is zero, and so are the gradients, as they would be of a constant."""
+        self.store.add_gradients(
+            [{p: torch.zeros_like(p) for p in c.parameters() if p.requires_grad} for c in self.contents]
+        )
+
+
+def captured_autocast(device_types: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the caller's autocast modes, as arguments for ``torch.autocast`` in another thread."""
+    return [
+        {
+            "device_type": kind,
+            "dtype": torch.get_autocast_dtype(kind),
+            "enabled": torch.is_autocast_enabled(kind),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        for kind in device_types
+        if torch.is_autocast_enabled(kind)
+    ]

@@ -1,0 +1,404 @@
+"""One stage on one device: parameters up, every microbatch through its layers, gradients down.
+
+Every layer is its own piece of the autograd graph, in whatever stage it is: its inputs are detached, and its backward
+starts from the gradients of its outputs. So sums of gradients are taken in the same order for any plan, and the result
+is the same to the last bit.
+
+::
+
+    # forward stage     take the activations of a microbatch, call the layers, hand on what comes out
+    # fused stage       the same, then the loss, then back through the layers; nothing is computed twice
+    # backward stage    take the saved input, call the layers again, take the gradients, go back through the layers
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from .device import Device
+from .errors import StageError
+from .parameters import LayerContents
+from .recompute import CALL, call_seed, run_seeded
+from .resident import Resident
+from .run import Run
+from .schedule import Stage
+from .transfer import Parcel, Skeleton, fetch, send, shapes_of, take_apart
+from .worker import StoppedRun, add_note_once
+
+__all__ = ["run_stage"]
+
+Kind = Literal["forward", "fused", "recompute"]
+
+
+def run_stage(run: Run, stage: Stage, device: Device) -> None:
+    """Run a stage with all microbatches of its run. Results and errors go to the run; nothing is raised."""
+    visit = _Visit(run, stage, device)
+    try:
+        visit.run_all()
+    except StoppedRun:
+        pass
+    except BaseException as error:  # it is raised where the user called
+        add_note_once(error, visit.describe())
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            add_note_once(error, visit.advice())
+        run.board.fail(error)
+    finally:
+        visit.leave()
+
+
+@dataclasses.dataclass(slots=True)
+class _Values:
+    """A nested value on the device: its tensors, detached, and which of them gradients flow through."""
+
+    skeleton: Skeleton
+    tensors: list[torch.Tensor]
+    needs_grad: list[bool]
+
+
+@dataclasses.dataclass(slots=True)
+class _Piece:
+    """A layer call as a piece of graph: what gradients end in, and what they start from."""
+
+    layer: int
+    entries: list[torch.Tensor | None]
+    exits: list[torch.Tensor]
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Go back through the layer; return the gradients of its inputs."""
+        starts = [
+            (exit_, gradient)
+            for exit_, gradient in zip(self.exits, gradients, strict=True)
+            if gradient is not None and exit_.requires_grad
+        ]
+        if starts:
+            torch.autograd.backward([s for s, _ in starts], [g for _, g in starts])
+        return [None if entry is None else entry.grad for entry in self.entries]
+
+
+class _Enter(torch.autograd.Function):
+    """Hands a leaf to a layer as a tensor that the layer may also write in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+_enter_leaf = cast(Callable[[torch.Tensor], torch.Tensor], _Enter.apply)
+
+
+class _Visit:
+    """A stage on its device, from the upload of its parameters to the download of its gradients."""
+
+    def __init__(self, run: Run, stage: Stage, device: Device) -> None:
+        self.run = run
+        self.stage = stage
+        self.device = device
+        self.residents: dict[int, Resident] = {}
+        self._layer: int | None = None
+        self._microbatch: int | None = None
+        self._doing = "the upload of its parameters"
+        self._shapes: str | None = None
+
+    # -- the whole visit ---------------------------------------------------------------------------------------------
+
+    def run_all(self) -> None:
+        """Run every microbatch, in order."""
+        self.run.board.check()
+        for layer in self.stage.layers:
+            self._upload(layer)
+        work = {"forward": self._forward, "fused": self._fused, "backward": self._backward}[self.stage.kind]
+        for microbatch in range(self.run.num_microbatch):
+            self.run.board.check()
+            self._layer, self._microbatch, self._shapes = None, microbatch, None
+            work(microbatch)
+        self._layer, self._microbatch, self._shapes = None, None, None
+        self._download()
+
+    def leave(self) -> None:
+        """Give the memory of the device back."""
+        for resident in self.residents.values():
+            resident.release()
+        self.residents.clear()
+
+    def _upload(self, layer: int) -> None:
+        self._layer = layer
+        contents = self.run.contents[layer]
+        with self._measure("upload", layer=layer), self.run.reading(layer):
+            self.residents[layer] = Resident(contents, self.device, self.run.source)
+
+    def _download(self) -> None:
+        self._doing = "the download of its gradients"
+        if self.stage.kind == "fused":
+            self.device.synchronize()  # the caller reads the losses
+        for layer, resident in self.residents.items():
+            self._layer = layer
+            with self._measure("download", layer=layer):
+                if self.stage.kind == "backward":
+                    self.run.gradients[layer] = resident.download_gradients()
+                elif self.stage.kind == "fused":
+                    self.run.gradients[layer] = resident.download_gradients()
+                    self.run.buffers[layer] = resident.download_buffers()
+                else:
+                    self.run.buffers[layer] = resident.download_buffers()
+
+    # -- one microbatch ----------------------------------------------------------------------------------------------
+
+    def _forward(self, microbatch: int) -> None:
+        parcel = self._take_input(microbatch)
+        values = self._open(parcel)
+        for layer in self.stage.layers:
+            if layer in self.run.restarts:
+                # What came in is kept as it is, but for the caller's own tensors: they may change before backward.
+                own = layer == self.stage.layers[0] and not (layer == 0 and self.run.kind == "train")
+                self.run.saved[layer, microbatch] = parcel if own else self._send(values)
+            values, _ = self._call(layer, microbatch, values, "forward")
+        self._hand_on(microbatch, self._send(values))
+
+    def _fused(self, microbatch: int) -> None:
+        values = self._open(self._take_input(microbatch))
+        pieces = []
+        for layer in self.stage.layers:
+            values, piece = self._call(layer, microbatch, values, "fused")
+            pieces.append(piece)
+        if self.run.keep_outputs:
+            self.run.outputs[microbatch] = self._send(values)
+        gradients = self._loss(microbatch, values)
+        self._go_back(microbatch, pieces, gradients)
+
+    def _backward(self, microbatch: int) -> None:
+        layers = self.stage.layers
+        gradients = self._take_gradients(microbatch)
+        if self.run.recompute_grain == "layer":
+            for layer in reversed(layers):
+                values = self._restart(layer, microbatch)
+                _, piece = self._call(layer, microbatch, values, "recompute")
+                gradients = self._back_through(microbatch, piece, gradients)
+            self._hand_back(microbatch, gradients)
+            return
+        values = self._restart(layers[0], microbatch)
+        pieces = []
+        for layer in layers:
+            values, piece = self._call(layer, microbatch, values, "recompute")
+            pieces.append(piece)
+        self._go_back(microbatch, pieces, gradients)
+
+    def _go_back(self, microbatch: int, pieces: list[_Piece], gradients: list[torch.Tensor | None]) -> None:
+        while pieces:
+            gradients = self._back_through(microbatch, pieces.pop(), gradients)
+        self._hand_back(microbatch, gradients)
+
+    def _back_through(
+        self, microbatch: int, piece: _Piece, gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        self._layer, self._doing = piece.layer, "backward"
+        self._shapes = shapes_of(piece.exits)
+        with self._measure("backward", microbatch, piece.layer), self.device.computing():
+            results = piece.backward(gradients)
+            self.residents[piece.layer].take_gradients(self.run.gradient_dtype)
+        return results
+
+    def _loss(self, microbatch: int, values: _Values) -> list[torch.Tensor | None]:
+        """Compute the loss of a microbatch and go back through it, to the outputs of the last layer."""
+        self._layer, self._doing, self._shapes = None, "loss", shapes_of(values.tensors)
+        labels = self._to_device(self.run.labels[microbatch])
+        with self._measure("loss", microbatch), self.device.computing(), self._modes():
+            entries, entered = _enter(values)
+            result = self._seeded_loss(microbatch, values.skeleton.rebuild(entered), labels)
+            terms = self.run.contract.add(microbatch, result)
+        with self._measure("backward", microbatch), self.device.computing():
+            if terms:
+                torch.autograd.backward([term.tensor for term in terms], [term.seed for term in terms])
+        return [None if entry is None else entry.grad for entry in entries]
+
+    # -- one layer ---------------------------------------------------------------------------------------------------
+
+    def _call(self, layer: int, microbatch: int, values: _Values, kind: Kind) -> tuple[_Values, _Piece]:
+        run, resident, contents = self.run, self.residents[layer], self.run.contents[layer]
+        self._layer, self._doing, self._shapes = layer, kind, shapes_of(values.tensors)
+        data = None
+        if kind == "recompute":
+            resident.set_buffers(run.buffers_before(layer, microbatch))
+            data = self._kept(layer, microbatch)
+        measured = self._measure("recompute" if kind == "recompute" else "forward", microbatch, layer)
+        with measured, self.device.computing(), self._modes():
+            self.device.use(values.tensors)
+            entries, entered = _enter(values)
+            with resident.placed(), CALL.entered(kind, data):
+                out = self._seeded(contents, microbatch, entered, values.skeleton)
+                kept = CALL.data if kind == "forward" else None
+            skeleton, exits = take_apart(out, what=f"the output of {contents.title}")
+            results = [_plain(tensor) for tensor in exits]
+        if kept is not None:
+            skeleton_kept, tensors = take_apart(kept, what=f"save_for_recompute in {contents.title}")
+            run.kept[layer, microbatch] = send(self.device, skeleton_kept, tensors, [False] * len(tensors))
+        if kind == "forward" and run.has_backward:
+            run.buffer_trail.setdefault(layer, []).append(resident.changed_buffers())
+        flags = [tensor.requires_grad for tensor in exits]
+        return _Values(skeleton, results, flags), _Piece(layer, entries, exits)
+
+    def _seeded(self, contents: LayerContents, microbatch: int, tensors: list[torch.Tensor], skeleton: Skeleton) -> Any:
+        module, run = contents.module, self.run
+        written = [*tensors, *self.residents[contents.index].buffers()]
+        versions = [tensor._version for tensor in written]
+
+        def call() -> Any:
+            return _invoke(module, contents.index, skeleton, tensors)
+
+        def again() -> Any:
+            if versions != [tensor._version for tensor in written]:
+                raise StageError(
+                    f"{contents.title} began to draw random numbers, which it never did before, and wrote its input "
+                    "or a buffer in place, so the call cannot be repeated with its seed. Call the pipeline again."
+                )
+            return call()
+
+        if not run.preserve_rng_state:
+            return call()
+        return run_seeded(call, module, self._seed(contents.index, microbatch), self.device.torch_device, again)
+
+    def _seeded_loss(self, microbatch: int, outputs: Any, labels: Any) -> Any:
+        loss_fn = self.run.loss_fn
+        if not self.run.preserve_rng_state:
+            return loss_fn(outputs, labels)
+        seed = self._seed(len(self.run.contents), microbatch)
+
+        def call() -> Any:
+            return loss_fn(outputs, labels)
+
+        return run_seeded(call, loss_fn, seed, self.device.torch_device, call)
+
+    def _seed(self, layer: int, microbatch: int) -> int:
+        return call_seed(self.run.base_seed, self.run.tag, self.run.step, layer, microbatch)
+
+    @contextlib.contextmanager
+    def _modes(self) -> Iterator[None]:
+        """The caller's modes, in this thread."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.run.requires_grad))
+            for mode in self.run.autocast:
+                stack.enter_context(torch.autocast(**mode))
+            yield
+
+    # -- what comes and what goes ------------------------------------------------------------------------------------
+
+    def _take_input(self, microbatch: int) -> Parcel:
+        self._doing = "the upload of its input"
+        parcel: Parcel = self.run.board.take(("activation", self.stage.layers[0], microbatch))
+        return parcel
+
+    def _restart(self, layer: int, microbatch: int) -> _Values:
+        return self._open(self.run.saved.pop((layer, microbatch)))
+
+    def _open(self, parcel: Parcel) -> _Values:
+        return _Values(parcel.skeleton, fetch(self.device, parcel), parcel.needs_grad)
+
+    def _send(self, values: _Values) -> Parcel:
+        return send(self.device, values.skeleton, values.tensors, values.needs_grad)
+
+    def _hand_on(self, microbatch: int, parcel: Parcel) -> None:
+        stop = self.stage.layers[-1] + 1
+        if stop == len(self.run.contents):
+            self.run.outputs[microbatch] = parcel
+        else:
+            self.run.board.put(("activation", stop, microbatch), parcel)
+
+    def _take_gradients(self, microbatch: int) -> list[torch.Tensor | None]:
+        self._doing = "the upload of gradients"
+        found = self.run.board.take(("gradient", self.stage.layers[-1] + 1, microbatch))
+        return [None if pair is None else self.device.copy_in(*pair) for pair in found]
+
+    def _hand_back(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._doing = "the download of gradients"
+        copies = [None if gradient is None else self.device.copy_out(gradient) for gradient in gradients]
+        first = self.stage.layers[0]
+        if first == 0:
+            self.run.input_gradients[microbatch] = copies
+        else:
+            self.run.board.put(("gradient", first, microbatch), copies)
+
+    def _kept(self, layer: int, microbatch: int) -> tuple[Any, ...] | None:
+        parcel = self.run.kept.pop((layer, microbatch), None)
+        if parcel is None:
+            return None
+        kept: tuple[Any, ...] = parcel.skeleton.rebuild(fetch(self.device, parcel))
+        return kept
+
+    def _to_device(self, value: Any) -> Any:
+        skeleton, tensors = take_apart(value, what="label")
+        return skeleton.rebuild([self.device.copy_in(tensor) for tensor in tensors])
+
+    # -- where we are ------------------------------------------------------------------------------------------------
+
+    def _measure(self, kind: str, microbatch: int = -1, layer: int = -1) -> contextlib.AbstractContextManager[None]:
+        return self.run.timer.measure(
+            kind, stage=self.stage.index, device=self.device.name, microbatch=microbatch, layer=layer
+        )
+
+    def describe(self) -> str:
+        """Say where the visit is, for the note of an error."""
+        layers = self.stage.layers
+        span = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+        where = [f"In stage {self.stage.index} ({self.stage.kind}, {span}) on {self.device.name}, {self._doing}"]
+        if self._layer is not None:
+            where.append(self.run.contents[self._layer].title)
+        if self._microbatch is not None:
+            where.append(f"microbatch {self._microbatch} of {self.run.num_microbatch}")
+        if self._shapes is not None:
+            where.append(f"tensors {self._shapes}")
+        return where[0] + (": " + ", ".join(where[1:]) if where[1:] else "")
+
+    def advice(self) -> str:
+        """Say how large the stage is and what to change, for an error of memory."""
+        size = sum(self.run.contents[layer].nbytes() for layer in self.stage.layers)
+        return (
+            f"The parameters of this stage take {size} bytes, its gradients as much again. Give it fewer layers "
+            "(ModelExecutePlan, model_memory_limit), cut the batch into more microbatches (num_microbatch), or "
+            "recompute layer by layer (recompute_grain='layer')."
+        )
+
+
+def _invoke(module: nn.Module, index: int, skeleton: Skeleton, tensors: Sequence[torch.Tensor]) -> Any:
+    value = skeleton.rebuild(tensors)
+    if index == 0:  # the first layer has the arguments of the model, the others what the layer before returned
+        args, kwargs = value
+        return module(*args, **kwargs)
+    return module(value)
+
+
+def _enter(values: _Values) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+    entries: list[torch.Tensor | None] = []
+    entered = []
+    for tensor, flag in zip(values.tensors, values.needs_grad, strict=True):
+        leaf = tensor.detach().requires_grad_() if flag and torch.is_grad_enabled() else None
+        entries.append(leaf)
+        entered.append(tensor if leaf is None else _enter_leaf(leaf))
+    return entries, entered
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Detach; a layout that a copy would not keep is changed here, so that the next layer never sees another one."""
+    tensor = tensor.detach()
+    if tensor.layout == torch.strided and (tensor.storage_offset() or not _is_dense(tensor)):
+        return tensor.clone()
+    return tensor
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

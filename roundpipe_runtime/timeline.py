@@ -1,0 +1,141 @@
+"""What ran where and when: records of a run, as a drawing in text and as a file for a trace viewer."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+__all__ = ["Record", "Timeline", "current_timeline"]
+
+_CURRENT: contextvars.ContextVar[Timeline | None] = contextvars.ContextVar("roundpipe_timeline", default=None)
+
+# One letter per kind of work in the drawing.
+_LETTERS = {"upload": "u", "forward": "F", "recompute": "R", "loss": "L", "backward": "B", "download": "d"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """One piece of work.
+
+    Attributes:
+        stage: index of the stage in its run.
+        microbatch: index of the microbatch; ``-1`` for work that belongs to the whole stage.
+        device: name of the device.
+        kind: ``"upload"``, ``"forward"``, ``"recompute"``, ``"loss"``, ``"backward"`` or ``"download"``.
+        start: seconds, on the clock of :func:`time.perf_counter`.
+        end: seconds, on the same clock.
+        layer: index of the layer, ``-1`` where there is none.
+    """
+
+    stage: int
+    microbatch: int
+    device: str
+    kind: str
+    start: float
+    end: float
+    layer: int = -1
+
+
+class Timeline:
+    """Records every run inside its ``with`` block.
+
+    ::
+
+        with Timeline() as timeline:
+            model.forward_backward(...)
+        print(timeline.draw())
+        timeline.save("trace.json")      # for chrome://tracing or ui.perfetto.dev
+
+    Attributes:
+        records: the records so far, in the order in which the work ended.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self._token: contextvars.Token[Timeline | None] | None = None
+
+    def __enter__(self) -> Timeline:
+        self._token = _CURRENT.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._token is not None:
+            _CURRENT.reset(self._token)
+            self._token = None
+
+    def add(self, kind: str, stage: int, microbatch: int, device: str, start: float, end: float, layer: int) -> None:
+        """Add a record. Threads may call it at the same time."""
+        self.records.append(Record(stage, microbatch, device, kind, start, end, layer))
+
+    def draw(self, width: int = 72) -> str:
+        """Draw the records: a row per device, time to the right, a letter per kind of work.
+
+        ``F`` forward, ``R`` recompute, ``L`` loss, ``B`` backward, ``u`` upload, ``d`` download, ``.`` nothing.
+
+        Args:
+            width: columns for the time.
+
+        >>> timeline = Timeline()
+        >>> timeline.records = [Record(0, 0, "a", "forward", 0.0, 0.5), Record(1, 0, "b", "loss", 0.5, 1.0)]
+        >>> print(timeline.draw(4))
+        a |FF..|
+        b |..LL|  1000.0 ms
+        """
+        if not self.records:
+            return "nothing was recorded"
+        first, last = _span(self.records)
+        scale = width / max(last - first, 1e-9)
+        devices = sorted({record.device for record in self.records})
+        margin = max(map(len, devices))
+        rows = {device: ["."] * width for device in devices}
+        # Copies first, so that computation is drawn over them.
+        for record in sorted(self.records, key=lambda r: (r.kind not in ("upload", "download"), r.start)):
+            begin = min(int((record.start - first) * scale), width - 1)
+            end = max(begin + 1, min(round((record.end - first) * scale), width))
+            rows[record.device][begin:end] = _LETTERS.get(record.kind, "?") * (end - begin)
+        lines = [f"{device:<{margin}} |{''.join(row)}|" for device, row in rows.items()]
+        return "\n".join(lines) + f"  {1000 * (last - first):.1f} ms"
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """Return the records in the format of ``chrome://tracing``: a row per device, times in microseconds."""
+        devices = sorted({record.device for record in self.records})
+        first = _span(self.records)[0] if self.records else 0.0
+        names = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": device}}
+            for number, device in enumerate(devices)
+        ]
+        events = [
+            {
+                "ph": "X",
+                "name": f"{record.kind} s{record.stage}" + (f" m{record.microbatch}" if record.microbatch >= 0 else ""),
+                "cat": record.kind,
+                "pid": 0,
+                "tid": devices.index(record.device),
+                "ts": 1e6 * (record.start - first),
+                "dur": 1e6 * (record.end - record.start),
+                "args": {"stage": record.stage, "microbatch": record.microbatch, "layer": record.layer},
+            }
+            for record in self.records
+        ]
+        return {"traceEvents": names + events, "displayTimeUnit": "ms"}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`to_chrome_trace` as JSON."""
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(self.to_chrome_trace(), file)
+
+
+def _span(records: Sequence[Record]) -> tuple[float, float]:
+    return min(r.start for r in records), max(r.end for r in records)
+
+
+def current_timeline() -> Timeline | None:
+    """Return the timeline whose block the caller is in, if any."""
+    return _CURRENT.get()

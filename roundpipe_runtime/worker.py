@@ -1,0 +1,142 @@
+"""One thread per device, and the board on which threads leave results for each other.
+
+A result is a future. An error is not swallowed and does not end the interpreter: the first one stops the run, every
+other thread leaves at its next wait, and the caller raises the error itself, with notes that say where it happened.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+from typing import Any, ParamSpec, TypeVar
+
+__all__ = ["Board", "StoppedRun", "Worker", "add_note_once", "collect"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class StoppedRun(BaseException):
+    """Leaves a thread's work because the run has failed elsewhere. It never reaches a user."""
+
+
+class Worker:
+    """One thread that runs what it is given, in order; it starts with the first piece of work.
+
+    The thread ends with :meth:`close`, when the worker is collected, or with the interpreter, which waits for it.
+
+    >>> worker = Worker("example")
+    >>> worker.submit(pow, 2, 10).result()
+    1024
+    >>> worker.close()
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._ident: int | None = None
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"roundpipe {name}")
+
+    def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Return the future of ``work(*args, **kwargs)``, which sees the context variables of the caller."""
+        return self._threads.submit(self._run, contextvars.copy_context(), functools.partial(work, *args, **kwargs))
+
+    def is_here(self) -> bool:
+        """Tell whether the caller is this worker's own thread."""
+        return threading.get_ident() == self._ident
+
+    def _run(self, context: contextvars.Context, work: Callable[[], T]) -> T:
+        self._ident = threading.get_ident()
+        return context.run(work)
+
+    def close(self) -> None:
+        """Wait for the work that was given and end the thread. Work given later is refused."""
+        self._threads.shutdown(wait=True)
+
+
+class Board:
+    """Where the threads of one run leave results for each other, until one of them fails.
+
+    >>> board = Board()
+    >>> board.put("x", 1)
+    >>> board.take("x")
+    1
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._values: dict[Hashable, Any] = {}
+        self._error: BaseException | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that stopped the run, the first one of all threads."""
+        return self._error
+
+    def put(self, key: Hashable, value: Any) -> None:
+        """Leave a value; whoever waits for it goes on."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def take(self, key: Hashable, *, keep: bool = False) -> Any:
+        """Wait for a value and return it; it is gone from the board afterwards, unless ``keep``.
+
+        Raises:
+            StoppedRun: the run has failed, so the value may never come.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._values or self._error is not None)
+            self.check()
+            return self._values[key] if keep else self._values.pop(key)
+
+    def check(self) -> None:
+        """Raise :class:`StoppedRun` if another thread has failed."""
+        if self._error is not None:
+            raise StoppedRun
+
+    def fail(self, error: BaseException) -> None:
+        """Stop the run. Only the first error counts: later ones come of it, or would have been hidden by it."""
+        with self._changed:
+            if self._error is None and not isinstance(error, StoppedRun):
+                self._error = error
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Let go of every value and of the error, so that neither keeps memory alive."""
+        with self._changed:
+            self._values.clear()
+            self._error = None
+
+
+def collect(board: Board, work: list[Future[None]]) -> None:
+    """Wait until all work of a run has ended, then raise what stopped it.
+
+    An interruption (Ctrl-C) while waiting stops the run as well; the threads end their current layer first, so that
+    nothing of this run is still under way when the caller gets the exception.
+
+    Args:
+        board: the board of the run.
+        work: one future per stage.
+    """
+    try:
+        wait_for_futures(work)
+    except BaseException as interruption:
+        board.fail(interruption)
+        wait_for_futures(work)
+    error = board.error
+    if error is not None:
+        board.clear()
+        try:
+            raise error
+        finally:
+            del error  # else the traceback's frame would hold the exception that holds the traceback
+
+
+def add_note_once(error: BaseException, note: str) -> None:
+    """Add a note to an exception unless it has that note already."""
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)

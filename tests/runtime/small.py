@@ -1,0 +1,71 @@
+"""Small models for the tests of the runtime, and what is compared of them."""
+
+import itertools
+
+import torch
+from torch import nn
+
+from roundpipe_runtime import ModelExecutePlan
+
+
+class Tied(nn.Module):
+    """A layer of a shape that two of them can share one weight."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = nn.Parameter(torch.zeros(weight.shape[0]))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight.T + self.bias)
+
+
+def small_model(*, tied: bool = False, dropout: float = 0.0, norm: bool = False, seed: int = 0) -> nn.Sequential:
+    """Six or seven layers, 4 features in and 3 out."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = [nn.Linear(4, 6), nn.Tanh()]
+    first = Tied(nn.Parameter(torch.randn(6, 6) / 3))
+    layers += [first, Tied(first.weight) if tied else Tied(nn.Parameter(torch.randn(6, 6) / 3))]
+    if norm:
+        layers.append(nn.BatchNorm1d(6))
+    if dropout:
+        layers.append(nn.Dropout(dropout))
+    layers += [nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 3)]
+    return nn.Sequential(*layers)
+
+
+def batch(rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs ``(rows, 4)`` and labels ``(rows, 3)``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 4, generator=generator), torch.randn(rows, 3, generator=generator)
+
+
+def cut_plan(num_layers: int, forward: list[int], backward: list[int], fused: int) -> ModelExecutePlan:
+    """A plan for ``forward_backward`` with cuts behind these layers; the last ``fused`` layers are the fused stage."""
+    behind = num_layers - fused
+    starts = [0, *sorted({cut for cut in forward if 0 < cut < behind}), behind]
+    ends = [0, *sorted({cut for cut in backward if 0 < cut < behind}), behind]
+    fwd = [range(a, b) for a, b in itertools.pairwise(starts) if a < b]
+    bwd = [range(a, b) for a, b in itertools.pairwise(ends) if a < b]
+    return ModelExecutePlan(fwd, [range(behind, num_layers), *reversed(bwd)])
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Copies of the gradients, by name."""
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def state(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of gradients and buffers, in order."""
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None] + [b.clone() for b in model.buffers()]
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference, beside the norm of what was expected."""
+    scale = expected.double().norm().item()
+    return (found.double() - expected.double()).norm().item() / max(scale, 1e-12)
+
+
+def same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Whether two lists of tensors are equal to the last bit."""
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

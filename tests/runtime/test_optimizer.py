@@ -1,0 +1,139 @@
+"""Steps: exact in the caller's thread, or in the background with weights exactly one step old."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import ConfigError, OptimizerCtx, RoundPipe, RoundPipeRunConfig, VirtualDevice, optim
+from tests.runtime.small import batch, relative_error, small_model
+
+F = nn.functional
+MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
+
+
+@pytest.fixture
+def devices():
+    made = [VirtualDevice(f"virtual:{n}", check=True) for n in range(2)]
+    yield made
+    for device in made:
+        device.close()
+
+
+def train(pipe, optimizer, steps, *, is_async):
+    inputs, labels = batch(6)
+    for _ in range(steps):
+        pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+        pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async)
+    pipe.synchronize()
+    return [p.detach().clone() for p in pipe.parameters()]
+
+
+def plain(steps, make, stale):
+    """The same training in plain float64 PyTorch; with `stale`, gradients are those of the weights one step ago."""
+    model = small_model().double()
+    optimizer = make(model.parameters())
+    inputs, labels = (tensor.double() for tensor in batch(6))
+    reads = copy.deepcopy(model)
+    for _ in range(steps):
+        before = copy.deepcopy(model)
+        used = reads if stale else model
+        used.zero_grad()
+        F.mse_loss(used(inputs), labels).backward()
+        for own, other in zip(model.parameters(), used.parameters(), strict=True):
+            own.grad = other.grad.clone()
+        optimizer.step()
+        reads = before
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+        lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+        lambda params: torch.optim.Adagrad(params, lr=0.05),
+        lambda params: optim.Adam(params, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    ],
+)
+def test_any_optimizer_exact_or_one_step_old(devices, make, dtype, is_async):
+    """After six steps the weights are those of plain training, or of plain training with gradients one step old."""
+    pipe = RoundPipe(small_model(), dtype, devices=devices, model_run_config=MEAN)
+    with OptimizerCtx():
+        optimizer = make(pipe.parameters())
+    found = train(pipe, optimizer, 6, is_async=is_async)
+    for parameter, expected in zip(found, plain(6, make, is_async), strict=True):
+        assert relative_error(parameter, expected) < 1e-4
+    pipe.close()
+
+
+def test_an_asynchronous_step_does_not_wait(devices):
+    """step() returns while the step still runs, and the next run uses the weights from before it."""
+    model = small_model()
+    pipe = RoundPipe(model, devices=devices, model_run_config=MEAN)
+    inputs, labels = batch(6)
+    first = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+    go = threading.Event()
+
+    def slow():
+        go.wait(10)
+        with torch.no_grad():
+            for parameter in pipe.parameters():
+                parameter.zero_()
+
+    pipe.step(slow, is_async=True)
+    with torch.no_grad():
+        stale = F.mse_loss(pipe(inputs), labels)  # an evaluation does not count as the next run
+    assert relative_error(stale, first) < 1e-6
+    go.set()
+    assert pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss).equal(first)
+    fresh = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+    assert relative_error(fresh, (labels**2).mean()) < 1e-6
+    pipe.close()
+
+
+def test_state_dict_waits_for_the_step(devices):
+    """A checkpoint taken behind an asynchronous step holds what the step did."""
+    pipe = RoundPipe(small_model(), devices=devices)
+    pipe.step(lambda: [p.data.fill_(2.0) for p in pipe.parameters()], is_async=True)
+    assert all((tensor == 2.0).all() for tensor in pipe.state_dict().values())
+    pipe.close()
+
+
+def test_a_step_gets_its_arguments_and_the_optimizers_parameters(devices):
+    """*args and **kwargs reach the function; inside of it, parameters() are the optimizer's."""
+    pipe = RoundPipe(small_model().to(torch.bfloat16), torch.float32, devices=devices)
+    found = []
+    for is_async in (False, True):
+        pipe.step(lambda a, b: found.append((a, b, next(pipe.parameters()).dtype)), is_async, 1, b=2)
+        pipe.synchronize()
+    assert found == [(1, 2, torch.float32)] * 2
+    pipe.close()
+
+
+def test_gradients_of_several_runs_add_up(devices):
+    """Two halves of a batch accumulate to the gradient of the whole, with any dtype of the optimizer."""
+    inputs, labels = batch(8)
+    for dtype in (None, torch.float64):
+        model = small_model()
+        pipe = RoundPipe(model, dtype, devices=devices, model_run_config=MEAN)
+        for part in (slice(0, 4), slice(4, 8)):
+            pipe.forward_backward((inputs[part],), label=labels[part], loss_fn=lambda o, t: F.mse_loss(o, t) / 2)
+        pipe.synchronize()
+        exact = small_model().double()
+        F.mse_loss(exact(inputs.double()), labels.double()).backward()
+        for own, expected in zip(model.parameters(), exact.parameters(), strict=True):
+            assert relative_error(own.grad, expected.grad) < 1e-6
+
+
+def test_adam_refuses_what_it_cannot_do():
+    """capturable and differentiable are errors; foreach and fused are ignored with a warning."""
+    parameters = list(small_model().parameters())
+    with pytest.raises(ConfigError, match="capturable"):
+        optim.Adam(parameters, capturable=True)
+    with pytest.warns(UserWarning, match="ignored"):
+        optim.Adam(parameters, foreach=True)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from roundpipe_runtime.costs import LayerCost
 from roundpipe_runtime.errors import PlanError
-from roundpipe_runtime.partition import partition
+from roundpipe_runtime.partition import _time, partition
 from roundpipe_runtime.simulate import makespan
 from tests.runtime.test_simulate import LARGE, SMALL, model_like
 
@@ -105,13 +105,15 @@ def test_every_layer_is_run_once_in_each_direction(costs, run_type, devices):
 @given(costs=COSTS, noise=st.lists(st.floats(-0.005, 0.005), min_size=14, max_size=14), devices=st.integers(1, 4))
 @settings(max_examples=60)
 def test_a_plan_in_use_stays_while_times_wander(costs, noise, devices):
-    """Half a percent of noise never turns a plan over, nor does asking twice."""
+    """Asking twice changes nothing; half a percent of noise only where it lets in a plan that is clearly faster."""
     before = partition("fused", [costs], min_stages=devices)
     assert partition("fused", [costs], min_stages=devices) == before
     wandered = [
         LayerCost(cost.forward * (1 + e), cost.backward * (1 + e)) for cost, e in zip(costs, noise, strict=False)
     ]
-    assert partition("fused", [wandered], min_stages=devices, previous=before) == before
+    after = partition("fused", [wandered], min_stages=devices, previous=before)
+    times = [_time(["fused"], [wandered], plan, devices) for plan in (before, after)]
+    assert after == before or times[1] <= 0.97 * times[0]
 
 
 def test_a_plan_in_use_goes_when_another_is_clearly_faster():

@@ -31,10 +31,5 @@ CAUSES: dict[str, str] = {
         "`prepare_inputs_for_generation`): there is no decode call of the new tokens alone"
     ),
     "rwkv": "its kernel for the CPU loops over the tokens of a call (modeling_rwkv.py), which the program unrolls",
-    **dict.fromkeys(
-        ("prophetnet", "seq2seq:prophetnet"),
-        "makes the position of a new token by `int(padding + past + new)` (modeling_prophetnet.py, 5.23), which fixes "
-        "the length of the example in the program",
-    ),
     **dict.fromkeys(("image:evolla", "speech:vibevoice"), _VAR_KEYWORD),
 }

@@ -96,14 +96,16 @@ def _at_a_glance(results: Results, columns: list[str]) -> str:
         if entries:
             cached = [entry for entry in entries if passes(entry, ["prefill"]) and _cache(entry["columns"]["prefill"])]
             built = sum(passes(entry, ["built"]) for entry in entries)
-            through = [
-                sum(passes(entry, columns[: columns.index(end) + 1]) for entry in cached)
-                if any(end in entry["columns"] for entry in cached)
-                else ""
-                for end in ends
-            ]
+            through = [_through(cached, columns[: columns.index(end) + 1]) for end in ends]
             lines.append(_row([title, *map(str, (len(entries), built, len(cached), *through))]))
     return "\n".join(lines) + "\n"
+
+
+def _through(entries: list[dict[str, Any]], columns: list[str]) -> str:
+    """How many types pass these columns, of how many that were run up to the last of them."""
+    run = [entry for entry in entries if columns[-1] in entry["columns"]]
+    passed = str(sum(passes(entry, columns) for entry in run))
+    return "" if not run else passed if len(run) == len(entries) else f"{passed} of {len(run)}"
 
 
 def _summary(results: Results, columns: list[str]) -> str:

@@ -33,6 +33,7 @@ LAYERS: dict[str, list[list[str]]] = {
             "huggingface.tracing_experts",
             "huggingface.tracing_layers",
             "huggingface.tracing_masks",
+            "huggingface.tracing_positions",
             "huggingface.tracing_recurrences",
             "huggingface.tracing_sparse",
         ],

@@ -201,15 +201,8 @@ class _Export:
         self.shapes = self.complete_shapes(shapes)
         fixed = self.fixed_axes()
         if fixed and not self.why_not:
-            from .huggingface.cases import DecodeSizes
-
-            self.kwargs = self.resized(DecodeSizes(), 0)
-            self.shapes = self.complete_shapes(shapes)
-            self.report.remarks.append(
-                f"the example was replaced by one of {DecodeSizes()}: torch.export fixes sizes of 0 and 1 "
-                f"({', '.join(fixed)})."
-            )
-        elif fixed:
+            self.replace_example(shapes, fixed)
+        if fixed and self.why_not:
             self.report.remarks.append(
                 f"sizes of 0 and 1 in the example stay fixed ({', '.join(fixed)}): pass an example of size 2 or more."
             )
@@ -227,6 +220,25 @@ class _Export:
 
         like = {name: value for name, value in self.kwargs.items() if value is not None}
         return {**self.kwargs, **decode_inputs(self.module, sizes, like, seed)}
+
+    def replace_example(self, shapes: Any, fixed: list[str]) -> None:
+        """Take an example of sizes that torch does not fix, if the model takes it."""
+        from .huggingface.cases import DecodeSizes
+
+        try:
+            larger = self.resized(DecodeSizes(), 0)
+            with torch.no_grad():
+                self.module(**clone(larger))
+        except Exception as error:  # some take one token at a time (ProphetNet)
+            lines = str(error).splitlines() or [""]
+            self.why_not = f"the model refuses {DecodeSizes()} ({type(error).__name__}: {lines[0]})"
+            return
+        self.kwargs = larger
+        self.shapes = self.complete_shapes(shapes)
+        self.report.remarks.append(
+            f"the example was replaced by one of {DecodeSizes()}: torch.export fixes sizes of 0 and 1 "
+            f"({', '.join(fixed)})."
+        )
 
     def complete_shapes(self, shapes: Any) -> Any:
         """Dynamic shapes for all inputs, in the form torch wants them: by parameter name."""

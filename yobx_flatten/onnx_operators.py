@@ -1,6 +1,7 @@
 """Operators that torch's ONNX exporter does not know although models use them: what stands in for them.
 
 * ``unsqueeze`` of complex numbers (rotary embeddings of Llama 4 and DeepSeek V2).
+* ``_is_all_true`` (the checks of ProphetNet).
 * ``sort(stable=True)`` (the blocks that Qwen 4 chooses).
 * ``erf_inv`` (``Normal.icdf``, Gemma 3n's sparse activations): a polynomial, exact to the last digits of float32.
 """
@@ -77,6 +78,12 @@ def _stable_sort(x: Any, stable: bool | None = None, dim: int = -1, descending: 
     return op.TopK(x, count, axis=dim, largest=int(descending), sorted=1)
 
 
+def _is_all_true(x: Any) -> Any:
+    from onnxscript import opset18 as op
+
+    return op.Cast(op.ReduceMin(op.Cast(x, to=7), keepdims=0), to=9)  # int64, bool
+
+
 def _erf_inv(x: Any) -> Any:
     from onnxscript import opset18 as op
 
@@ -100,6 +107,7 @@ def _erf_inv(x: Any) -> Any:
 
 TRANSLATIONS = (
     Translation(torch.ops.aten.unsqueeze.default, _unsqueeze, is_complex=True),
+    Translation(torch.ops.aten._is_all_true.default, _is_all_true),
     Translation(torch.ops.aten.sort.stable, _stable_sort),
     Translation(torch.ops.prims.erf_inv.default, _erf_inv),  # what every spelling of it is decomposed into
 )

@@ -58,6 +58,18 @@ def test_a_stable_sort_keeps_the_order_of_equals(dim, descending):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("last", [1, 0])
+def test_all_true_is_one_truth_value(last):
+    """True only if every element is."""
+
+    class AllTrue(torch.nn.Module):
+        def forward(self, x):
+            return torch.ops.aten._is_all_true(x > 0)
+
+    x = torch.tensor([[1, 2], [3, last]])
+    assert _converted(AllTrue(), x)(x)[0].item() is bool(last)
+
+
 def test_torch_has_its_own_table_again_outside_of_the_block():
     """The exporter's registry is filled by its own function, and `erf_inv` is unknown again."""
     from torch.onnx._internal.exporter import _registration

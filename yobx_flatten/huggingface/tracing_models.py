@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .tracing_experts import EXPERTS
+from .tracing_positions import POSITIONS
 from .tracing_recurrences import RECURRENCES
 from .tracing_sparse import SPARSE
 
@@ -20,7 +21,7 @@ __all__ = ["model_replacements"]
 
 def model_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Yield owner, attribute and replacement for the models that are imported and need one."""
-    for models, owner, name, make in (*EXPERTS, *RECURRENCES, *SPARSE):
+    for models, owner, name, make in (*EXPERTS, *POSITIONS, *RECURRENCES, *SPARSE):
         for model in models:
             target: Any = sys.modules.get(f"transformers.models.{model}.modeling_{model}")
             target = getattr(target, owner, None) if owner is not None else target

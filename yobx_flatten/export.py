@@ -18,8 +18,7 @@ import os
 import pathlib
 import sys
 import time
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from .arguments import check_arguments, check_cases, explain_leaf, shapes_by_nam
 from .errors import FlattenError, MissingDependencyError, ReplayError
 from .huggingface.cases import cache_name
 from .naming import leaf_names, output_names
+from .onnx_file import write_onnx
 from .replay import Case, clone, replay
 from .report import ExportReport
 from .scopes import register_flattening_functions
@@ -337,31 +337,8 @@ class _Export:
     def to_onnx(self, program: ExportedProgram, path: pathlib.Path, opset_version: int | None) -> None:
         logger.info("converting %s to ONNX", self.report.module)
         start = time.perf_counter()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # external data is stored under the file's own name, so the file is made in a folder of its own, then moved
-        folder = path.parent / f".{path.name}.partial"
-        folder.mkdir(exist_ok=True)
-        try:
-            with _without_noise():
-                converted = torch.onnx.export(
-                    program,
-                    input_names=self.report.input_names,
-                    output_names=self.report.output_names,
-                    opset_version=opset_version,
-                    dynamo=True,
-                    verbose=False,
-                )
-            if converted is None:  # typed as optional, for the other exporter
-                raise ReplayError("torch.onnx.export returned nothing.", self.report)
-            converted.save(folder / path.name)
-            files = sorted(folder.iterdir())
-            self.report.onnx_bytes = sum(file.stat().st_size for file in files)
-            for file in files:
-                os.replace(file, path.parent / file.name)
-        finally:
-            for file in folder.iterdir():
-                file.unlink()
-            folder.rmdir()
+        names = self.report.input_names, self.report.output_names
+        self.report.onnx_bytes = write_onnx(program, path, *names, opset_version)
         self.report.onnx_seconds = time.perf_counter() - start
 
     def replay_onnx(self, path: pathlib.Path, cases: Sequence[Case]) -> None:
@@ -401,26 +378,6 @@ class _Export:
                 self.report,
             )
         return ExportedModel(program, self.report, path, self.patches)
-
-
-@contextlib.contextmanager
-def _without_noise() -> Iterator[None]:
-    """Keep two messages off the terminal that are about the insides of torch; all others come through."""
-    # The ONNX exporter translates four operators of torchvision, and says of each that torchvision is not installed,
-    # also for models that use none.
-    log = logging.getLogger("torch.onnx._internal.exporter._registration")
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith("torchvision is not installed")
-
-    log.addFilter(is_news)
-    try:
-        with warnings.catch_warnings():
-            # torch 2.13 copies its own TreeSpec through its own deprecated LeafSpec; nothing of ours names that class
-            warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\). is deprecated", FutureWarning)
-            yield
-    finally:
-        log.removeFilter(is_news)
 
 
 def _named(names: list[str], specs: Sequence[Any]) -> list[str]:

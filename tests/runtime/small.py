@@ -1,11 +1,12 @@
 """Small models for the tests of the runtime, and what is compared of them."""
 
+import contextlib
 import itertools
 
 import torch
 from torch import nn
 
-from roundpipe_runtime import ModelExecutePlan
+from roundpipe_runtime import ModelExecutePlan, VirtualDevice
 
 
 class Tied(nn.Module):
@@ -32,6 +33,17 @@ def small_model(*, tied: bool = False, dropout: float = 0.0, norm: bool = False,
         layers.append(nn.Dropout(dropout))
     layers += [nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 3)]
     return nn.Sequential(*layers)
+
+
+@contextlib.contextmanager
+def checked_devices(count: int):
+    """Virtual devices that check every access, closed at the end."""
+    made = [VirtualDevice(f"virtual:{number}", check=True) for number in range(count)]
+    try:
+        yield made
+    finally:
+        for device in made:
+            device.close()
 
 
 def batch(rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import DeviceMemoryError, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, VirtualDevice
-from tests.runtime.small import batch, cut_plan, same_bits, small_model, state
+from tests.runtime.small import batch, checked_devices, cut_plan, same_bits, small_model, state
 
 F = nn.functional
 LAYERS = 9
@@ -55,10 +55,8 @@ def train(model, devices, steps=2, **fields):
 
 @pytest.fixture
 def devices():
-    made = [VirtualDevice(f"virtual:{n}", check=True) for n in range(2)]
-    yield made
-    for device in made:
-        device.close()
+    with checked_devices(2) as made:
+        yield made
 
 
 @pytest.fixture

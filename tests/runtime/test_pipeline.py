@@ -19,7 +19,7 @@ from roundpipe_runtime import (
     StageError,
     VirtualDevice,
 )
-from tests.runtime.small import batch, gradients, relative_error, same_bits, small_model, state
+from tests.runtime.small import batch, checked_devices, gradients, relative_error, same_bits, small_model, state
 
 F = nn.functional
 MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
@@ -27,10 +27,8 @@ MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 
 @pytest.fixture(scope="module")
 def devices():
-    made = [VirtualDevice(f"virtual:{n}", check=True) for n in range(2)]
-    yield made
-    for device in made:
-        device.close()
+    with checked_devices(2) as made:
+        yield made
 
 
 @pytest.fixture

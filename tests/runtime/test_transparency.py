@@ -12,8 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, VirtualDevice, WeightedLoss
-from tests.runtime.small import batch, cut_plan, gradients, relative_error, same_bits, small_model, state
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, WeightedLoss
+from tests.runtime.small import (
+    batch,
+    checked_devices,
+    cut_plan,
+    gradients,
+    relative_error,
+    same_bits,
+    small_model,
+    state,
+)
 
 F = nn.functional
 TOLERANCE = 1e-6  # float32, of the norm
@@ -35,10 +44,8 @@ cases = st.fixed_dictionaries(
 @pytest.fixture(scope="module")
 def devices():
     """Four devices that check every access, for all examples: a new set per example would start 4 threads each."""
-    made = [VirtualDevice(f"virtual:{n}", check=True) for n in range(4)]
-    yield made
-    for device in made:
-        device.close()
+    with checked_devices(4) as made:
+        yield made
 
 
 @contextlib.contextmanager

@@ -60,11 +60,7 @@ class Jax:
         Raises:
             AlreadyRegisteredError: when somebody else registered the class with JAX: that cannot be replaced.
         """
-        with self.waiting.lock:
-            if self.waiting.library_is_there():
-                self._put(recipe)
-            else:
-                self.waiting.add(recipe)
+        self.waiting.put(recipe)
 
     def restore(self, recipe: Recipe, found: Any) -> None:
         """Bring back the recipe that was found; where there was none, the last one goes on serving JAX."""

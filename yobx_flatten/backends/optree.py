@@ -42,11 +42,7 @@ class Optree:
 
     def write(self, recipe: Recipe) -> None:
         """Put the recipe in place of what is there."""
-        with self.waiting.lock:
-            if self.waiting.library_is_there():
-                self._put(recipe)
-            else:
-                self.waiting.add(recipe)
+        self.waiting.put(recipe)
 
     def restore(self, recipe: Recipe, found: Any) -> None:
         """Bring back what was found, also when optree was imported in between."""

@@ -49,6 +49,18 @@ class Waiting:
                 self._imported(module)
             return True
 
+    def put(self, recipe: Recipe) -> None:
+        """Tell the library now, or as soon as it is imported.
+
+        Raises:
+            Exception: what the library has against it, if it is there.
+        """
+        with self.lock:
+            if self.library_is_there():
+                self._deliver(recipe)
+            else:
+                self.add(recipe)
+
     def get(self, cls: type) -> Recipe | None:
         """Return the recipe that waits."""
         return self._recipes.get(cls)

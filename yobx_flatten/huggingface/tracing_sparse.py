@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,64 +100,60 @@ def _overlapping(before: Any, windows: Any, size: int, closed: Any) -> tuple[Any
     )
 
 
-def _hca_forward(original: Any) -> Any:
-    def forward(
-        self: Any, hidden_states: Any, q_residual: Any, position_ids: Any, past_key_values: Any, layer_idx: int
-    ) -> Any:
-        layer = _layer_to_go_on(past_key_values, layer_idx, "compressor")
-        if layer is None:
-            return original(self, hidden_states, q_residual, position_ids, past_key_values, layer_idx)
-        compressed = _compressed(self, layer, "compressor", hidden_states).unsqueeze(1)
-        compressed = torch.nn.functional.pad(compressed, (0, 0, 0, 1))  # one that nobody sees: there is always one
-        count, queries = compressed.shape[2], position_ids.shape[1]
-        # a single query sees all windows that are closed
-        single = torch.arange(queries, device=compressed.device).amax(0) == 0
-        entry = torch.arange(count, device=compressed.device)
-        unseen = (entry >= ((position_ids + 1) // self.compress_rate).unsqueeze(-1)) & ~single | (entry == count - 1)
-        bias = compressed.new_zeros((hidden_states.shape[0], 1, queries, count))
-        return compressed, bias.masked_fill(unseen.unsqueeze(1), float("-inf"))
+def _going_on(part: str, go_on: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Make the version of a ``forward`` for a cache that goes on; one that begins is the original's."""
 
-    return forward
+    def make(original: Any) -> Any:
+        def forward(
+            self: Any, hidden_states: Any, q_residual: Any, position_ids: Any, past_key_values: Any, layer_idx: int
+        ) -> Any:
+            layer = _layer_to_go_on(past_key_values, layer_idx, part)
+            if layer is None:
+                return original(self, hidden_states, q_residual, position_ids, past_key_values, layer_idx)
+            compressed = _compressed(self, layer, part, hidden_states)
+            return go_on(self, compressed, hidden_states, q_residual, position_ids, past_key_values, layer_idx)
+
+        return forward
+
+    return make
 
 
-def _csa_forward(original: Any) -> Any:
-    def forward(
-        self: Any, hidden_states: Any, q_residual: Any, position_ids: Any, past_key_values: Any, layer_idx: int
-    ) -> Any:
-        layer = _layer_to_go_on(past_key_values, layer_idx, "compressor")
-        if layer is None:
-            return original(self, hidden_states, q_residual, position_ids, past_key_values, layer_idx)
-        compressed = _compressed(self, layer, "compressor", hidden_states).unsqueeze(1)
-        chosen = self.indexer(hidden_states, q_residual, position_ids, past_key_values, layer_idx)
-        count = compressed.shape[2]
-        chosen = torch.where(chosen >= 0, chosen, count)  # what is not to be seen goes behind the last one
-        bias = compressed.new_full((hidden_states.shape[0], 1, hidden_states.shape[1], count + 1), float("-inf"))
-        bias = bias.scatter(-1, chosen.unsqueeze(1), 0.0)
-        unseen = torch.arange(count + 1, device=bias.device) == count  # there is always one, which nobody sees
-        return torch.nn.functional.pad(compressed, (0, 0, 0, 1)), bias.masked_fill(unseen, float("-inf"))
-
-    return forward
+def _every_closed_window(
+    module: Any, compressed: Any, hidden_states: Any, q_residual: Any, position_ids: Any, *cache: Any
+) -> Any:
+    compressed = torch.nn.functional.pad(compressed.unsqueeze(1), (0, 0, 0, 1))  # one that nobody sees: always one
+    count, queries = compressed.shape[2], position_ids.shape[1]
+    # a single query sees all windows that are closed
+    single = torch.arange(queries, device=compressed.device).amax(0) == 0
+    entry = torch.arange(count, device=compressed.device)
+    unseen = (entry >= ((position_ids + 1) // module.compress_rate).unsqueeze(-1)) & ~single | (entry == count - 1)
+    bias = compressed.new_zeros((hidden_states.shape[0], 1, queries, count))
+    return compressed, bias.masked_fill(unseen.unsqueeze(1), float("-inf"))
 
 
-def _indexer_forward(original: Any) -> Any:
-    def forward(
-        self: Any, hidden_states: Any, q_residual: Any, position_ids: Any, past_key_values: Any, layer_idx: int
-    ) -> Any:
-        layer = _layer_to_go_on(past_key_values, layer_idx, "indexer")
-        if layer is None:
-            return original(self, hidden_states, q_residual, position_ids, past_key_values, layer_idx)
-        compressed = _compressed(self, layer, "indexer", hidden_states)
-        cos, sin = self.rotary_emb(hidden_states, position_ids=position_ids, layer_type=self.rope_layer_type)
-        rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
-        query = self.q_b_proj(q_residual).view(*hidden_states.shape[:2], -1, self.head_dim).transpose(1, 2)
-        scores = self.scorer(rotate(query, cos, sin).transpose(1, 2), compressed, hidden_states)
-        count = compressed.shape[1]
-        closed = ((position_ids + 1) // self.compress_rate).unsqueeze(-1)
-        unseen = torch.arange(count, device=scores.device) >= closed
-        chosen = scores.masked_fill(unseen, float("-inf")).topk(torch.sym_min(self.index_topk, count), dim=-1).indices
-        return torch.where(chosen >= closed, -1, chosen)
+def _chosen_windows(
+    module: Any, compressed: Any, hidden_states: Any, q_residual: Any, position_ids: Any, *cache: Any
+) -> Any:
+    chosen = module.indexer(hidden_states, q_residual, position_ids, *cache)
+    count = compressed.shape[1]
+    chosen = torch.where(chosen >= 0, chosen, count)  # what is not to be seen goes behind the last one
+    bias = compressed.new_full((hidden_states.shape[0], 1, hidden_states.shape[1], count + 1), float("-inf"))
+    bias = bias.scatter(-1, chosen.unsqueeze(1), 0.0)
+    unseen = torch.arange(count + 1, device=bias.device) == count  # there is always one, which nobody sees
+    compressed = torch.nn.functional.pad(compressed.unsqueeze(1), (0, 0, 0, 1))
+    return compressed, bias.masked_fill(unseen, float("-inf"))
 
-    return forward
+
+def _choice(module: Any, compressed: Any, hidden_states: Any, q_residual: Any, position_ids: Any, *cache: Any) -> Any:
+    cos, sin = module.rotary_emb(hidden_states, position_ids=position_ids, layer_type=module.rope_layer_type)
+    rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
+    query = module.q_b_proj(q_residual).view(*hidden_states.shape[:2], -1, module.head_dim).transpose(1, 2)
+    scores = module.scorer(rotate(query, cos, sin).transpose(1, 2), compressed, hidden_states)
+    count = compressed.shape[1]
+    closed = ((position_ids + 1) // module.compress_rate).unsqueeze(-1)
+    unseen = torch.arange(count, device=scores.device) >= closed
+    chosen = scores.masked_fill(unseen, float("-inf")).topk(torch.sym_min(module.index_topk, count), dim=-1).indices
+    return torch.where(chosen >= closed, -1, chosen)
 
 
 # -- qwen 4 ----------------------------------------------------------------------------------------------------------
@@ -214,8 +211,8 @@ def _qsa_indexer(original: Any) -> Any:
 # models, class, method, version to trace
 SPARSE = [
     (("deepseek_v4",), "DeepseekV4HCACache", "update", _shared_update),
-    (("deepseek_v4",), "DeepseekV4HCACompressor", "forward", _hca_forward),
-    (("deepseek_v4",), "DeepseekV4CSACompressor", "forward", _csa_forward),
-    (("deepseek_v4",), "DeepseekV4Indexer", "forward", _indexer_forward),
+    (("deepseek_v4",), "DeepseekV4HCACompressor", "forward", _going_on("compressor", _every_closed_window)),
+    (("deepseek_v4",), "DeepseekV4CSACompressor", "forward", _going_on("compressor", _chosen_windows)),
+    (("deepseek_v4",), "DeepseekV4Indexer", "forward", _going_on("indexer", _choice)),
     (("qwen4_exp",), "Qwen4ExpTextQSAIndexer", "forward", _qsa_indexer),
 ]

@@ -97,6 +97,13 @@ def test_a_recurrence_has_one_program(name):
         assert_serves(export_decode(model, EXAMPLE), model, some_sizes())
 
 
+def test_positions_from_the_mask_have_one_program():
+    """OPT cuts the positions of a padded mask behind the past: one program for one token and many."""
+    model = small_model("OPTConfig", "OPTForCausalLM", (("ffn_dim", 48), ("word_embed_proj_dim", 32)))
+    with register_flattening_functions(patch_transformers=True):
+        assert_serves(export_decode(model, EXAMPLE), model, some_sizes())
+
+
 def test_a_model_that_takes_one_token_at_a_time_keeps_its_example(tmp_path):
     """ProphetNet refuses several tokens beside a cache, and adds up positions: one program, one token, any past."""
     sizes = {"vocab_size": 32, "hidden_size": 16, "decoder_ffn_dim": 16, "encoder_ffn_dim": 16}

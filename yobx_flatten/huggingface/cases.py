@@ -222,7 +222,7 @@ def decode_inputs(
 
 
 def next_inputs(kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[str, Any] | None:
-    """Make the inputs of the next decode call: the cache that came out, as many new tokens, a longer mask.
+    """Make the inputs of the next decode call: the caches that came out, as many new tokens, a longer mask.
 
     Args:
         kwargs: the inputs of the last call.
@@ -236,7 +236,13 @@ def next_inputs(kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[
     cache = getattr(outputs, cache_is, None)
     if cache is None or kwargs[cache_is] is None:
         return None
-    following = {**kwargs, cache_is: cache}
+    # a model may keep a second cache, as the encoder's of one that hears while it is spoken to
+    returned = {name: getattr(outputs, name, None) for name in kwargs}
+    following = {
+        name: returned[name] if type(returned[name]) is type(given) and not isinstance(given, torch.Tensor) else given
+        for name, given in kwargs.items()
+    }
+    following[cache_is] = cache
     encoder_decoder = "decoder_input_ids" in kwargs
     ids_name = "decoder_input_ids" if encoder_decoder else "input_ids"
     ids = kwargs[ids_name]

@@ -1,7 +1,9 @@
-"""Positions that a model computes in Python integers, computed from sizes of a trace."""
+"""Positions that a model computes in Python integers, or with sizes that a trace cannot compare."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -28,5 +30,30 @@ def _next_position(original: Any) -> Any:
     return forward
 
 
+def _positions_of_the_call(original: Any) -> Any:
+    # upstream cuts the mask's positions behind the past: the trace cannot know that as many are left as there are
+    # tokens, decides that it is not one, and the program refuses calls of one token
+    signature = inspect.signature(original)
+    if "position_ids" not in signature.parameters:
+        return original
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        mask = given.get("attention_mask")
+        tokens = next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
+        if mask is None or tokens is None or given.get("position_ids") is not None:
+            return original(*args, **kwargs)
+        length = tokens.shape[1]
+        places = torch.arange(length, device=mask.device) + (mask.shape[1] - length)
+        positions = (mask.cumsum(dim=1) * mask - 1).long().index_select(1, places)
+        return original(*args, **{**kwargs, "position_ids": positions})
+
+    return forward
+
+
 # models, owner, name, version to trace
-POSITIONS = ((("prophetnet",), "ProphetNetPositionalEmbeddings", "forward", _next_position),)
+POSITIONS = (
+    (("prophetnet",), "ProphetNetPositionalEmbeddings", "forward", _next_position),
+    (("opt",), "OPTDecoder", "forward", _positions_of_the_call),
+)

@@ -22,7 +22,7 @@ from torch.utils._pytree import MappingKey
 
 from ..errors import CacheStructureError, describe_class
 from .layers import kind_of, kind_of_code
-from .layouts import flatten_layers, is_leaf_name, unflatten_layers
+from .layouts import flatten_layers, holds_full_only, is_leaf_name, unflatten_layers
 
 __all__ = [
     "flatten_dynamic_cache",
@@ -71,7 +71,7 @@ def unflatten_dynamic_cache(values: Iterable[Any], context: list[str], output_ty
     Returns:
         A cache that goes on generating as the original would.
     """
-    return new_cache(_dynamic_cache(), unflatten_layers(values, context), grows=True)
+    return new_cache(_dynamic_cache(), unflatten_layers(values, context), grows=holds_full_only(context))
 
 
 @functools.cache
@@ -236,13 +236,12 @@ def new_cache(cls: Any, layers: list[Any], *, grows: bool) -> Any:
     Args:
         cls: its class.
         layers: its layers.
-        grows: whether a cache of this class makes the layers it lacks, as long as all it has are full ones.
+        grows: whether it makes the layers it lacks. A ``DynamicCache`` of full layers only may have been made to grow
+            by one layer per layer of the model; one made from a configuration has all of them and never asks. Both are
+            the same kind of cache to a program.
     """
     cache = cls.__new__(cls)
-    # A cache of full layers only may have been made to grow by one layer per layer of the model; one made from a
-    # configuration has all of them and never asks. Both are the same kind of cache to a program.
-    full = kind_of_code("D")[0].cls
-    replicated = full if grows and set(map(type, layers)) <= {full} else None
+    replicated = kind_of_code("D")[0].cls if grows else None
     cache.__dict__ = {"layers": layers, "layer_class_to_replicate": replicated, "offloading": False}
     return cache
 

@@ -5,24 +5,26 @@ that names every attribute once. The first function also *checks* that what it r
 the order of the attributes: where it is not, it says so, and the object is read anew. Of a layer with one state::
 
     def read(objects, leaves, lengths):
+        floating = None
         for obj in objects:
-            if [*obj.__dict__] != NAMES: return False
-            v0, v1, v2, = obj.__dict__.values()
+            held = obj.__dict__
+            if [*held] != NAMES: return False
+            [v0, v1, v2] = held.values()
             if type(v0) is not Tensor: return False
-            if v1 is not v0.dtype or not v1.is_floating_point: return False
             if v2 is not None: return False
-            leaves += (v0,)
+            if v1 is not v0.dtype: return False
+            if v1 is not floating:
+                if not v1.is_floating_point: return False
+                floating = v1
+            leaves.append(v0)
         return True
 
-    def build(length, count, c0):
-        objects = []
-        for x0, in zip(c0):
-            obj = new(cls)
+    def fill(objects, length, c0):
+        for obj, x0 in zip(objects, c0):
+            if type(x0) is not Tensor: raise TypeError
             obj.state = x0
             obj.dtype = x0.dtype
             obj.config = None
-            objects.append(obj)
-        return objects
 """
 
 from __future__ import annotations
@@ -32,17 +34,18 @@ import functools
 import inspect
 import json
 import keyword
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from ..codegen import new_function, run_source
+from ..codegen import run_source
 from ..static_codec import dump_static, load_static, locate
 from .layers import window_tensors
 from .state import Template, follows_leaf, leaf_paths, leaf_types, read_like
 
-__all__ = ["builder", "reader"]
+__all__ = ["filler", "reader"]
 
 _LITERALS = (str, int, bool, type(None))  # what stands in the source as it is
 _KEPT = (
@@ -61,11 +64,18 @@ class _Scope(dict[str, Any]):
 
     def name(self, value: Any) -> str:
         """Write a value: as a literal, or as a new name for it."""
-        if type(value) in _LITERALS:
-            return repr(value)
+        return repr(value) if type(value) in _LITERALS else self.keep(value)
+
+    def keep(self, value: Any) -> str:
+        """Return a new name for a value."""
         name = f"K{len(self)}"
         self[name] = value
         return name
+
+
+def _is_single(value: Any) -> bool:
+    """Tell whether there is one object only that is equal to a value and of its type."""
+    return value is None or type(value) is bool
 
 
 def _structure(entry: list[Any]) -> list[Any]:
@@ -98,7 +108,7 @@ class _Unchanged:
         return False
 
 
-def _compiled(start: str, name: str, writer: _Reader | _Builder) -> Callable[..., Any]:
+def _compiled(start: str, name: str, writer: _Reader | _Filler) -> Callable[..., Any]:
     source = "\n".join(writer.lines()) + "\n"
     scope = dict(writer.scope)  # Python finds names quickly in a plain dict only
     run_source(start, source, scope)
@@ -120,8 +130,9 @@ def reader(cls: type, names: tuple[str, ...] | None, template: str) -> Callable[
         template: as JSON.
 
     Returns:
-        ``read(objects, leaves, lengths)``, which appends the leaves of the objects, and the number of tokens that each
-        counted. ``False``, or an error, when an object is not as the template says; nothing may be used then.
+        ``read(objects, leaves, lengths)``, which appends the leaves of the objects, and the number of tokens that they
+        counted, once for as many as agree. ``False``, or an error, when an object is not as the template says; nothing
+        may be used then.
     """
     writer = _Reader(json.loads(template), names)
     return _compiled(f"<read {cls.__module__}.{cls.__qualname__}", "read", writer)
@@ -132,8 +143,11 @@ class _Reader:
         self.template, self.names = template, names
         self.scope = _Scope(Tensor=torch.Tensor, read_like=read_like, TEMPLATE=template)
         self.leaves: list[str] = []
+        self.tensors: list[str] = []  # those of the leaves that are tensors
         self.body: list[str] = []
         self.count = 0
+        self.orders: list[tuple[str, list[Any]]] = []  # dicts, and the keys that they should have
+        self.known: set[str] = set()  # variables that hold what an object before was found to have
         self.floating: set[str] = set()
         self.has_rank: set[str] = set()
 
@@ -147,12 +161,14 @@ class _Reader:
                 self._read(entry, variables[name], name)
         for name, entry in sorted(late, key=lambda pair: pair[1][0] != "dtype"):  # what a dtype says, a device need not
             self._check_like(name, entry, variables[name])
+        self._check_orders()
         self._remember_window(variables)
-        yield "def read(objects, leaves, lengths):"
+        # Python finds names quicker among the arguments
+        yield "def read(objects, leaves, lengths, type=type, len=len, int=int, dict=dict, Tensor=Tensor):"
+        yield from (f"    {variable} = None" for variable in sorted(self.known))
         yield "    for obj in objects:"
         yield from (f"        {line}" for line in self.body)
-        if self.leaves:
-            yield f"        leaves += ({', '.join(self.leaves)},)"
+        yield from (f"        leaves.append({leaf})" for leaf in self.leaves)  # quicker than a tuple of them
         yield "    return True"
 
     def _unpack(self) -> dict[str, str]:
@@ -169,8 +185,8 @@ class _Reader:
         self.count += 1
         return f"v{self.count - 1}"
 
-    def _refuse(self, condition: str) -> None:
-        self.body.append(f"if {condition}: return False")
+    def _refuse(self, condition: str, *, indent: int = 0) -> None:
+        self.body.append(f"{' ' * indent}if {condition}: return False")
 
     def _bind(self, expression: str) -> str:
         """Read an attribute or an item once."""
@@ -182,17 +198,22 @@ class _Reader:
 
     def _read(self, entry: list[Any], expression: str, name: str) -> None:
         kind, *rest = _structure(entry)
+        if kind == "fixed" and _is_single(load_static(rest[0])):
+            self._refuse(f"{expression} is not {load_static(rest[0])!r}")
+            return
         value = self._bind(expression)
         if kind == "tensor":
-            self._refuse(" or ".join([f"type({value}) is not Tensor", *(f"{value} is {x}" for x in self.leaves)]))
+            self._refuse(" or ".join([f"type({value}) is not Tensor", *(f"{value} is {x}" for x in self.tensors)]))
             self.leaves.append(value)
+            self.tensors.append(value)
         elif kind == "number":
             self._refuse(f"type({value}) is not int")
             self.leaves.append(value)
         elif kind == "length":
             self._refuse(f"type({value}) is not int")
             if leaf_types(self.template):  # an object that holds nothing yet has seen nothing
-                self.body.append(f"lengths.append({value})")
+                self.known.add("length")
+                self.body.append(f"if {value} != length: lengths.append(length := {value})")
         elif kind == "same":
             self._refuse(f"{value} is not {self.leaves[rest[0]]}")
         elif kind == "dict":
@@ -212,7 +233,7 @@ class _Reader:
         keys = [load_static(key) for key, _ in pairs]
         self._refuse(f"type({value}) is not dict or len({value}) != {len(keys)}")
         if len(keys) > 1:  # their order is that of the leaves
-            self._refuse(f"[*{value}] != {self.scope.name(keys)}")
+            self.orders.append((value, keys))
         for key, (_, below) in zip(keys, pairs, strict=True):
             self._read(below, f"{value}[{self.scope.name(key)}]", name)
 
@@ -222,12 +243,21 @@ class _Reader:
         for entry, variable, name in zip(entries, variables, names, strict=True):
             self._read(entry, variable, name)
 
+    def _check_orders(self) -> None:
+        """Compare the keys of all dicts at once: each has as many as it should have, so none can fall to another."""
+        if self.orders:
+            found = ", ".join(f"*{value}" for value, _ in self.orders)
+            # the very strings that stand in the dicts, mostly
+            keys = [sys.intern(key) if type(key) is str else key for _, keys in self.orders for key in keys]
+            self._refuse(f"[{found}] != {self.scope.name(keys)}")
+
     def _check_fixed(self, data: Any, value: str) -> None:
         fixed = load_static(data)
-        if fixed is None or type(fixed) is bool:
-            self._refuse(f"{value} is not {fixed!r}")
-        elif type(fixed) in (int, str):
-            self._refuse(f"type({value}) is not {type(fixed).__name__} or {value} != {fixed!r}")
+        if type(fixed) in (int, str):
+            same = self.scope.keep(fixed)  # what is identical need not be compared
+            self._refuse(
+                f"{value} is not {same} and (type({value}) is not {type(fixed).__name__} or {value} != {same})"
+            )
         else:
             self._refuse(f"{self.scope.name(_Unchanged(data))}.differs({value})")
 
@@ -252,19 +282,31 @@ class _Reader:
             self._refuse(f"read_like({name!r}, {value}, {leaves}, TEMPLATE) != {self.scope.name(entry)}")
             return
         if entry[0] == "dtype":
-            condition, floats = f"{value} is not {leaf}.dtype", f"{value}.is_floating_point"
+            condition, dtype = f"{value} is not {leaf}.dtype", value
         else:
-            condition, floats = f"{value} != {leaf}.device", f"{leaf}.is_floating_point()"
-        if first and leaf not in self.floating:  # numbers of the model come before counters
-            condition += f" or not {floats}"
-            self.floating.add(leaf)
+            condition, dtype = f"{value} != {leaf}.device", f"{leaf}.dtype"
         self._refuse(condition)
+        if first and leaf not in self.floating:  # numbers of the model come before counters
+            self.floating.add(leaf)
+            self.known.add("floating")
+            self.body.append(f"if {dtype} is not floating:")
+            self._refuse(f"not {dtype}.is_floating_point", indent=4)
+            self.body.append(f"    floating = {dtype}")
 
     def _remember_window(self, variables: dict[str, str]) -> None:
         window = _window_of(self.template)
-        if window is not None and _WINDOW_TENSOR in variables:
-            tensor, tensors = self._bind(variables[_WINDOW_TENSOR]), self.scope.name(window_tensors(window))
-            self.body.append(f"if type({tensor}) is Tensor: {tensors}.setdefault({tensor}.device, {tensor})")
+        if window is None or _WINDOW_TENSOR not in variables:
+            return
+        tensors, condition, device = self.scope.keep(window_tensors(window)), "", variables.get("device")
+        if device is not None and self.leaves:  # one layer of each device will do
+            device = self._bind(device)
+            self.known.add("device")
+            condition = f"{device} != device and "
+        tensor = variables[_WINDOW_TENSOR]
+        self.body.append(f"if {condition}type(window := {tensor}) is Tensor:")
+        self.body.append(f"    {tensors}.setdefault(window.device, window)")
+        if condition:
+            self.body.append(f"    device = {device}")
 
 
 _WINDOW_TENSOR = "_sliding_window_tensor"
@@ -276,47 +318,50 @@ def _window_of(template: Template) -> int | None:
     return window if kind == "fixed" and type(window) is int and "cumulative_length" in template else None
 
 
-# -- building --------------------------------------------------------------------------------------------------------
+# -- filling ---------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=1024)
-def builder(cls: type, template: str) -> Callable[..., list[Any]]:
-    """Write the function that builds objects around their leaves: no copy, no ``__init__``, no tensor made.
+def filler(cls: type, template: str) -> Callable[..., None]:
+    """Write the function that fills new objects with their leaves: no copy, no ``__init__``, no tensor made.
 
     Args:
         cls: their class.
         template: as JSON.
 
     Returns:
-        ``build(length, count, *columns)``: the number of tokens seen, how many objects, and for each leaf of the
-        template the sequence of its values, real ones. It raises when the leaves do not suit the template.
+        ``fill(objects, length, *columns)``: objects without attributes, the number of tokens seen, and for each leaf of
+        the template the sequence of its values, real ones. It raises when the leaves do not suit the template.
     """
-    writer = _Builder(cls, json.loads(template))
-    return _compiled(f"<build {cls.__module__}.{cls.__qualname__}", "build", writer)
+    writer = _Filler(cls, json.loads(template))
+    return _compiled(f"<fill {cls.__module__}.{cls.__qualname__}", "fill", writer)
 
 
-class _Builder:
+class _Filler:
     def __init__(self, cls: type, template: Template) -> None:
         self.cls, self.template = cls, template
-        self.scope = _Scope(cls=cls, new=new_function(cls), load=load_static, part=_part)
+        self.scope = _Scope(Tensor=torch.Tensor, load=load_static, part=_part)
         self.used = 0
 
     def lines(self) -> Iterator[str]:
-        count = len(leaf_types(self.template))
-        values, columns = (", ".join(f"{letter}{i}" for i in range(count)) for letter in "xc")
-        yield f"def build(length, count, {columns}):"
-        yield "    objects = []"
-        yield f"    for {values}, in zip({columns}):" if count else "    for _ in range(count):"
-        yield "        obj = new(cls)"
+        types = leaf_types(self.template)
+        values, columns = ([f"{letter}{i}" for i in range(len(types))] for letter in "xc")
+        window = _window_of(self.template)
+        yield f"def fill({', '.join(['objects', 'length', *columns])}):"
+        if window is not None:
+            yield "    device = window = None"
+        if types:
+            yield f"    for {', '.join(['obj', *values])} in zip({', '.join(['objects', *columns])}):"
+            unfit = (f"type({x}) is not {kind.__name__}" for x, kind in zip(values, types, strict=True))
+            yield f"        if {' or '.join(unfit)}: raise TypeError"
+        else:
+            yield "    for obj in objects:"
         sized = {entry[1] for entry in self.template.values() if entry[0] == "shape"}
         yield from (f"        shape{i} = x{i}.shape" for i in sorted(sized))
         for name, entry in self.template.items():
             yield f"        {self._place(name)} = {self._write(entry)}"
-        window = _window_of(self.template)
         if window is not None:
-            yield from (f"        {line}" for line in self._window(window, count))
-        yield "        objects.append(obj)"
-        yield "    return objects"
+            yield from (f"        {line}" for line in self._window(window, bool(types)))
 
     def _place(self, name: str) -> str:
         described = inspect.getattr_static(self.cls, name, None)
@@ -353,11 +398,13 @@ class _Builder:
             return self.scope.name(fixed)
         return f"load({self.scope.name(rest[0])})"  # a new one for each object
 
-    def _window(self, window: int, leaves: int) -> Iterator[str]:
+    def _window(self, window: int, filled: bool) -> Iterator[str]:
         tensors = self.scope.name(window_tensors(window))
         device = "obj.device" if "device" in self.template else self.scope.name(torch.device("cpu"))
-        if leaves:
-            yield f"window = {tensors}.get({device})"
+        if filled:
+            yield f"if {device} != device:"  # asked once, as long as layers are on one device
+            yield f"    device = {device}"
+            yield f"    window = {tensors}.get(device)"
             yield f"if window is not None: obj.{_WINDOW_TENSOR} = window"
         else:  # what holds nothing yet needs it for its first update: a KeyError leaves that to the slow way
             yield f"obj.{_WINDOW_TENSOR} = {tensors}[{device}]"

@@ -18,9 +18,9 @@ from ..errors import CacheStructureError, SpecMismatchError
 from ..static_codec import locate
 from .layers import PLACEHOLDERS, LayerKind, code_of, kind_of, kind_of_code, remember, window_tensors
 from .quick import Builders, LayerBuild, LayerRead, is_rule, key_count, learn, read_as_before
-from .state import Template, build_state, follow_state, leaf_paths, leaf_types, read_state
+from .state import Template, build_state, follow_state, leaf_paths, read_state
 
-__all__ = ["LENGTH", "flatten_layers", "is_leaf_name", "rebuild_by_attributes", "unflatten_layers"]
+__all__ = ["LENGTH", "flatten_layers", "holds_full_only", "is_leaf_name", "rebuild_by_attributes", "unflatten_layers"]
 
 LENGTH = "length"
 _UNSET: Any = object()  # not None, which may stand for any leaf
@@ -64,7 +64,7 @@ def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
         UnsupportedLayerError: when a name has a letter that no class has.
     """
     values = values if isinstance(values, (list, tuple)) else list(values)
-    plan = _plan(tuple(names))
+    plan = _plan(names)
     if len(values) != plan.leaf_count:
         raise SpecMismatchError(
             f"A cache with the leaves {names} was given {len(values)} values instead of {plan.leaf_count}."
@@ -79,6 +79,11 @@ def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
         leaves = iter(values)
         layers = [rebuild(leaves, length) for rebuild in plan.rebuilds]
     return layers
+
+
+def holds_full_only(names: list[str]) -> bool:
+    """Tell whether names stand for layers that are all ``DynamicLayer``."""
+    return _plan(names).full_only
 
 
 # -- apart -----------------------------------------------------------------------------------------------------------
@@ -211,10 +216,25 @@ class _Plan(NamedTuple):
     counts_itself: bool  # it is that number, not the keys of a full layer
     quick: Builders
     rebuilds: list[Any]  # (iterator over leaves, length) -> layer
+    full_only: bool
+
+
+_RECENT: list[tuple[list[str], _Plan]] = []
+_KEPT_PLANS = 8
+
+
+def _plan(names: list[str]) -> _Plan:
+    """Return the plan of names. They are mostly those of the last call: comparing is quicker than hashing."""
+    for known, plan in _RECENT:
+        if known == names:
+            return plan
+    plan = _make_plan(tuple(names))
+    _RECENT[:] = [(list(names), plan), *_RECENT[: _KEPT_PLANS - 1]]
+    return plan
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(names: tuple[str, ...]) -> _Plan:
+def _make_plan(names: tuple[str, ...]) -> _Plan:
     if names == _plain_names(len(names) // 2):
         names = tuple(f"{part}_D_{index}" for index in range(len(names) // 2) for part in ("key", "value"))
     leaf_names = [name for name in names if is_leaf_name(name)]
@@ -226,7 +246,7 @@ def _plan(names: tuple[str, ...]) -> _Plan:
     positions = {name.rsplit("_", 1)[1] for name in names if name.startswith("position_")}
     builds: list[LayerBuild] = []
     rebuilds: list[Any] = []
-    types: list[type] = []
+    used = 0
     by_attributes: set[str] = set()
     for name in names:
         part, _, rest = name.partition("_")
@@ -244,12 +264,13 @@ def _plan(names: tuple[str, ...]) -> _Plan:
             template = kind.template(parameter, filled=part == "key", has_position=has_position)
             empty = functools.partial(kind.empty, parameter) if part == "none" else None
             rebuild = functools.partial(_rebuild_row, kind, template, empty)
-        found = leaf_types(template)
-        builds.append(LayerBuild(cls, json.dumps(template), empty, list(range(len(types), len(types) + len(found)))))
+        count = len(leaf_paths(template))
+        builds.append(LayerBuild(cls, json.dumps(template), empty, list(range(used, used + count))))
         rebuilds.append(rebuild)
-        types += found
-    types += [int] * counts_itself
-    return _Plan(len(leaf_names), counter, counts_itself, Builders(builds, types), rebuilds)
+        used += count
+    quick = Builders(builds, used + counts_itself)
+    full_only = {build.cls for build in builds} <= {kind_of_code("D")[0].cls}
+    return _Plan(len(leaf_names), counter, counts_itself, quick, rebuilds, full_only)
 
 
 def is_leaf_name(name: str) -> bool:

@@ -20,7 +20,7 @@ from torch.utils._pytree import MappingKey
 from ..recipe import Recipe
 from .caches import axes_of_leaf, label_of_leaf, layers_of, new_cache
 from .layers import PLACEHOLDERS
-from .layouts import flatten_layers, is_leaf_name, rebuild_by_attributes, unflatten_layers
+from .layouts import flatten_layers, holds_full_only, is_leaf_name, rebuild_by_attributes, unflatten_layers
 from .loaded import ModelClasses, classes_of, subclasses_of
 from .quick import object_builder, read_object
 from .state import Template, build_state
@@ -107,8 +107,9 @@ def _cache_functions(cls: Any) -> tuple[Any, Any]:
     def unflatten(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
         leaves = list(values)
         split = next((index for index, name in enumerate(context) if name.startswith(_OWN)), len(context))
-        count = sum(map(is_leaf_name, context[:split]))
-        cache = new_cache(cls, unflatten_layers(leaves[:count], context[:split]), grows=plain)
+        names = context[:split]
+        count = sum(map(is_leaf_name, names))
+        cache = new_cache(cls, unflatten_layers(leaves[:count], names), grows=plain and holds_full_only(names))
         if split < len(context):
             template = _template(context[split])
             held, _, real = build_state(template, iter(leaves[count:]), 0)

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..codegen import new_function
 from ..errors import StaticDataError
-from .layer_code import builder, reader
+from .layer_code import filler, reader
 from .layers import PLACEHOLDERS
 from .state import Template, follow_state, leaf_paths, leaf_types, read_state
 
@@ -199,13 +200,15 @@ class LayerBuild(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def object_builder(cls: type, template: str) -> Callable[[Sequence[Any]], Any]:
     """Make the function that builds one object around its leaves; ``None`` when they are not what its leaves are."""
-    build, types = builder(cls, template), leaf_types(json.loads(template))
+    new, fill, count = new_function(cls), filler(cls, template), len(leaf_types(json.loads(template)))
 
     def build_one(leaves: Sequence[Any]) -> Any:
-        if list(map(type, leaves)) != types:
+        if len(leaves) != count:
             return None
+        obj = new(cls)
         with contextlib.suppress(*_UNEXPECTED):
-            return build(0, 1, *zip(leaves, strict=True))[0]
+            fill((obj,), 0, *zip(leaves, strict=True))
+            return obj
         return None
 
     return build_one
@@ -216,15 +219,16 @@ class Builders:
 
     Args:
         layers: how each of them is built.
-        types: what the leaves of the cache are.
+        leaf_count: how many leaves the cache has, with those that no layer holds.
     """
 
-    def __init__(self, layers: list[LayerBuild], types: list[type]) -> None:
-        groups = _grouped([(layer.cls, layer.template, layer.empty is None) for layer in layers])
-        self._types = types
-        self._parts = [_builder([layers[i] for i in indices]) for indices in groups.values()]
-        built = [index for indices in groups.values() for index in indices]
-        self._order = None if len(groups) < 2 else _pick(sorted(range(len(built)), key=built.__getitem__))
+    def __init__(self, layers: list[LayerBuild], leaf_count: int) -> None:
+        filled = [index for index, layer in enumerate(layers) if layer.empty is None]
+        groups = _grouped([layers[index][:2] for index in filled])
+        self._leaf_count = leaf_count
+        self._classes = [layer.cls for layer in layers]
+        self._parts = [_part(layers, [filled[i] for i in group]) for group in groups.values()]
+        self._empty = [(index, layer.empty) for index, layer in enumerate(layers) if layer.empty is not None]
 
     def __call__(self, values: Sequence[Any], length: Any) -> list[Any] | None:
         """Build the layers; ``None`` when the values are not what the leaves of such layers are.
@@ -233,24 +237,27 @@ class Builders:
             values: the leaves, or placeholders for them.
             length: the number of tokens seen.
         """
-        if list(map(type, values)) != self._types:
+        if len(values) != self._leaf_count or type(length) is not int:
             return None
-        layers: list[Any] = []
         try:
-            for build in self._parts:
-                layers += build(values, length)
+            layers = list(map(_new, self._classes))
+            for fill, pick, columns in self._parts:
+                fill(pick(layers), length, *[column(values) for column in columns])
+            for index, make in self._empty:
+                layers[index] = make()
         except _UNEXPECTED:
             return None
-        return layers if self._order is None else list(self._order(layers))
+        return layers
 
 
-def _builder(layers: list[LayerBuild]) -> Callable[[Sequence[Any], Any], list[Any]]:
-    first, count = layers[0], len(layers)
-    if first.empty is not None:
-        return lambda values, length: [layer.empty() for layer in layers if layer.empty is not None]
-    build = builder(first.cls, first.template)
-    columns = [_pick(list(indices)) for indices in zip(*(layer.leaves for layer in layers), strict=True)]
-    return lambda values, length: build(length, count, *[column(values) for column in columns])
+_new: Callable[[type], Any] = object.__new__
+
+
+def _part(layers: list[LayerBuild], indices: list[int]) -> tuple[Callable[..., None], Pick, list[Pick]]:
+    """The function that fills layers of one kind, how to pick these layers, and how to pick their leaves."""
+    first = layers[indices[0]]
+    columns = zip(*(layers[index].leaves for index in indices), strict=True)
+    return filler(first.cls, first.template), _pick(indices), [_pick(list(column)) for column in columns]
 
 
 # -- both ------------------------------------------------------------------------------------------------------------

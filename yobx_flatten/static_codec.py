@@ -42,6 +42,16 @@ def locate(name: str) -> Any:
     return found
 
 
+def _locate_class(name: str, base: type) -> Any:
+    """Find a class that is called while it is looked up: anything else is not what was stored."""
+    found = locate(name)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise StaticDataError(
+            f"A stored tree spec names {name} as a subclass of {base.__name__}, and it is {describe_class(found)}."
+        )
+    return found
+
+
 def is_array(value: Any) -> bool:
     """Tell whether a value is an array: a tensor, a NumPy or a JAX array, also one under a trace."""
     if isinstance(value, torch.Tensor):
@@ -240,19 +250,19 @@ _KINDS: dict[str, _Kind] = {
     "flag": _Kind(
         lambda v: isinstance(v, enum.Flag),
         lambda v, put: [_name_of(type(v)), v.value],
-        lambda d: locate(d[0])(d[1]),
+        lambda d: _locate_class(d[0], enum.Flag)(d[1]),
     ),
     "enum": _Kind(
         lambda v: isinstance(v, enum.Enum),
         lambda v, put: [_name_of(type(v)), v.name],
-        lambda d: locate(d[0])[d[1]],
+        lambda d: _locate_class(d[0], enum.Enum)[d[1]],
     ),
     "size": _Kind(lambda v: type(v) is torch.Size, lambda v, put: list(v), torch.Size),
     "tuple": _Kind(lambda v: type(v) is tuple, _put_all, lambda d: tuple(load_static(x) for x in d)),
     "namedtuple": _Kind(
         lambda v: isinstance(v, tuple) and hasattr(v, "_fields"),
         lambda v, put: [_name_of(type(v)), [put(x, f".{name}") for name, x in zip(v._fields, v, strict=True)]],
-        lambda d: locate(d[0])._make(load_static(x) for x in d[1]),
+        lambda d: _locate_class(d[0], tuple)._make(load_static(x) for x in d[1]),
     ),
     "set": _Kind(lambda v: type(v) is set, _put_sorted, lambda d: {load_static(x) for x in d}),
     "frozenset": _Kind(lambda v: type(v) is frozenset, _put_sorted, lambda d: frozenset(load_static(x) for x in d)),

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -340,3 +341,11 @@ def test_data_of_a_newer_version_is_refused():
     """An unknown kind is named, with the line that updates."""
     with pytest.raises(StaticDataError, match=r"kind 'quaternion'.*\n?.*pip install --upgrade yobx-flatten"):
         load_static([{"!quaternion": [1, 2, 3, 4]}])
+
+
+@pytest.mark.parametrize("kind", ["flag", "enum", "namedtuple"])
+def test_a_function_is_not_called_for_a_class(kind, monkeypatch):
+    """A spec from elsewhere may name anything; only a class of the kind it says is called."""
+    monkeypatch.setattr(os, "system", lambda command: pytest.fail("it was called"))
+    with pytest.raises(StaticDataError, match="names os:system as a subclass"):
+        load_static({f"!{kind}": ["os:system", "exit"]})

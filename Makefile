@@ -28,8 +28,10 @@ NEEDS_notebooks := --editable '.[all]' --group notebooks
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.has-demo  ## flatten, export and replay a model, in front of your eyes
+demo: $(VENV)/.has-demo  ## export models with their caches, train one through a pipeline, in front of your eyes
 	@$(BIN)/python -m yobx_flatten demo
+	@echo
+	@$(BIN)/python -m roundpipe_runtime demo
 
 test: $(VENV)/.has-test  ## run the tests (PYTEST_ARGS="-k cache -n 2" and the like are passed on)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

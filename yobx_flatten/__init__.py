@@ -40,16 +40,20 @@ from .diagnose.spec_diff import Difference, compare_specs
 from .errors import (
     AlreadyRegisteredError,
     CacheStructureError,
+    DamagedFileError,
     DynamicShapesError,
     FlattenError,
+    ForeignFileError,
     InvalidArgumentError,
     InvalidRegistrationError,
     MissingDependencyError,
     NotRegisteredError,
+    RecordError,
     ReplayError,
     RoundTripError,
     SpecMismatchError,
     StaticDataError,
+    StoredFileError,
     UnsupportedLayerError,
 )
 
@@ -85,6 +89,12 @@ from .listing import FlatteningRow, flattening_list
 
 # classes that another library knows
 from .mirror import mirror
+
+# record the calls of a running model
+from .record.call import Call
+from .record.calls import RecordedCalls
+from .record.recorder import record_calls
+from .record.replays import RecordReplay
 from .replay import Case, CaseResult
 from .report import ExportReport
 
@@ -101,6 +111,16 @@ from .scopes import (
 
 # which sizes vary
 from .shapes import check_dynamic_shapes, dynamic_shapes, make_dynamic_shapes_kv_cache
+
+# store nested values, and replay them
+from .storage.builder import (
+    MiniOnnxBuilder,
+    create_input_tensors_from_onnx_model,
+    create_onnx_model_from_input_tensors,
+)
+from .storage.cases import StoredCase, load_case, save_case
+from .storage.nested import load_nested, save_nested
+from .storage.replay import CaseReport, OutputDifference, replay_case
 
 __version__ = "0.1.0"
 
@@ -127,6 +147,11 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "static_field",
     # classes that another library knows
     "mirror",
+    # record the calls of a running model
+    "record_calls",
+    "RecordedCalls",
+    "Call",
+    "RecordReplay",
     # export with proof
     "export_program",
     "export_onnx",
@@ -136,6 +161,18 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "CaseResult",
     "DecodeSizes",
     "decode_inputs",
+    # store nested values, and replay them
+    "save_nested",
+    "load_nested",
+    "MiniOnnxBuilder",
+    "create_onnx_model_from_input_tensors",
+    "create_input_tensors_from_onnx_model",
+    "save_case",
+    "load_case",
+    "StoredCase",
+    "replay_case",
+    "CaseReport",
+    "OutputDifference",
     # which sizes vary
     "dynamic_shapes",
     "check_dynamic_shapes",
@@ -187,6 +224,10 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "UnsupportedLayerError",
     "DynamicShapesError",
     "ReplayError",
+    "RecordError",
+    "StoredFileError",
+    "DamagedFileError",
+    "ForeignFileError",
     "MissingDependencyError",
     # and
     "__version__",

@@ -5,16 +5,23 @@ from __future__ import annotations
 __all__ = [
     "AlreadyRegisteredError",
     "CacheStructureError",
+    "DamagedFileError",
     "DynamicShapesError",
     "FlattenError",
+    "FolderExistsError",
+    "ForeignFileError",
+    "GenerationError",
     "InvalidArgumentError",
     "InvalidRegistrationError",
     "MissingDependencyError",
+    "ModelSourceError",
     "NotRegisteredError",
+    "RecordError",
     "ReplayError",
     "RoundTripError",
     "SpecMismatchError",
     "StaticDataError",
+    "StoredFileError",
     "UnsupportedLayerError",
 ]
 
@@ -33,6 +40,10 @@ class InvalidRegistrationError(FlattenError, TypeError):
 
 class AlreadyRegisteredError(FlattenError, ValueError):
     """A class is registered already, with other functions."""
+
+
+class ModelSourceError(FlattenError, ValueError):
+    """There is no model where one was asked for, or it cannot be loaded."""
 
 
 class NotRegisteredError(FlattenError, LookupError):
@@ -73,6 +84,30 @@ class ReplayError(FlattenError, ValueError):
     def __init__(self, message: str, report: object = None) -> None:
         super().__init__(message)
         self.report = report
+
+
+class RecordError(FlattenError, ValueError):
+    """Recorded calls are not there, do not hold what is asked of them, or cannot be read."""
+
+
+class StoredFileError(FlattenError, ValueError):
+    """A file does not give back the nested values that it should hold."""
+
+
+class DamagedFileError(StoredFileError):
+    """A file of nested values is truncated, or its contents do not fit together."""
+
+
+class ForeignFileError(StoredFileError):
+    """A file was not written by this package, or by a newer version of it, or holds something else than asked for."""
+
+
+class FolderExistsError(FlattenError, FileExistsError):
+    """A folder that is to be written holds something already."""
+
+
+class GenerationError(FlattenError, RuntimeError):
+    """A file cannot generate: it is not there, is not made for it, or stops."""
 
 
 class MissingDependencyError(FlattenError, ImportError):

@@ -199,6 +199,7 @@ class _Export:
 
             self.why_not = why_not_resizable(module, kwargs) or ""
         self.shapes = self.complete_shapes(shapes)
+        self.shapes_are_given = not (shapes is None or (isinstance(shapes, str) and shapes == "auto"))
         fixed = self.fixed_axes()
         if fixed and not self.why_not:
             self.replace_example(shapes, fixed)
@@ -256,7 +257,8 @@ class _Export:
         if self.shapes is None:
             return []
         cache = self.kwargs.get(self.cache_is)
-        if cache is not None and not leaf_names(cache):
+        # who writes shapes for an empty cache means a program for the prefill
+        if cache is not None and not leaf_names(cache) and not self.shapes_are_given:
             return [f"{self.cache_is} is empty"]
         inputs = self.named(self.args, self.kwargs)
         with self.block():

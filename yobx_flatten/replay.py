@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from .errors import ReplayError
 from .naming import output_names
 
-__all__ = ["Case", "CaseResult", "clone", "replay"]
+__all__ = ["Case", "CaseResult", "clone", "largest_difference", "replay"]
 
 Next = Callable[[Mapping[str, Any], Any, int], dict[str, Any] | None]
 
@@ -123,7 +123,7 @@ def replay(
             if value is None or isinstance(value, (bool, str)):
                 continue
             try:
-                difference = _difference(value, outputs[name])
+                difference = largest_difference(value, outputs[name])
             except (KeyError, ReplayError) as error:
                 reason = (
                     f"step {index}, output {name!r}: {error if isinstance(error, ReplayError) else 'it is missing'}"
@@ -133,7 +133,12 @@ def replay(
     return CaseResult(case.name, runtime, len(expected), differences, seconds)
 
 
-def _difference(expected: Any, found: Any) -> float:
+def largest_difference(expected: Any, found: Any) -> float:
+    """Compare two tensors or numbers; infinite where one of them is NaN.
+
+    Raises:
+        ReplayError: when their shapes differ.
+    """
     expected, found = torch.as_tensor(expected), torch.as_tensor(found).to(torch.as_tensor(expected).device)
     if expected.shape != found.shape:
         raise ReplayError(f"expected shape {tuple(expected.shape)}, found {tuple(found.shape)}")

@@ -29,7 +29,7 @@ def test_a_program_that_differs_ends_the_demo_with_1_and_its_report(tmp_path, ca
     monkeypatch.setattr(
         demo, "export_onnx", lambda model, args, kwargs, path, **how: export_program(model, args, kwargs, **how)
     )
-    monkeypatch.setattr(replay, "_difference", lambda expected, found: 0.25)
+    monkeypatch.setattr(replay, "largest_difference", lambda expected, found: 0.25)
     assert main(["demo", "--models", "llama", "--output", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert "DIFFERS" in shown

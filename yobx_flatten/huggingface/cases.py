@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from ..errors import FlattenError, InvalidArgumentError, describe_class
 
@@ -235,6 +236,8 @@ def next_inputs(kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[
     cache_is = cache_name(kwargs) or ""
     cache = getattr(outputs, cache_is, None)
     if cache is None or kwargs[cache_is] is None:
+        return None
+    if not pytree.tree_leaves(kwargs[cache_is]):  # a program for an empty cache does not take a filled one
         return None
     # a model may keep a second cache, as the encoder's of one that hears while it is spoken to
     returned = {name: getattr(outputs, name, None) for name in kwargs}

@@ -1,0 +1,131 @@
+"""
+Stages, microbatches, schedules: drawn
+======================================
+
+A batch is cut into *microbatches*, the layers of a model into *stages*. The *schedule* says which device runs which
+stage on which microbatch, and when. This page draws it; nothing is trained here. The words are explained in
+:doc:`../guide/runtime_schedule`.
+"""
+
+# %%
+# One iteration
+# -------------
+#
+# A model of seven equal layers on two devices, three microbatches. A layer takes 1 forward; going back, where its
+# forward is computed again, it takes 3. So forward stages hold three layers, and backward stages one.
+
+import matplotlib.pyplot as plt
+
+from roundpipe_runtime import ModelExecutePlan
+from roundpipe_runtime.schedule import RoundRobin, steps_in_order
+from roundpipe_runtime.simulate import Machine, StageLoad, simulate
+
+# sphinx_gallery_thumbnail_number = 1
+FORWARD, BACKWARD = 1.0, 3.0
+COLOURS = {"forward": "#4477aa", "fused": "#ccbb44", "backward": "#ee6677"}
+
+
+def seconds(stage):
+    return len(stage.layers) * (FORWARD if stage.kind == "forward" else BACKWARD)
+
+
+def timed(stages, devices, microbatches):
+    """``(step, start, end)`` of each step: it waits for its device and for the same microbatch in the stage before."""
+    free, done = {}, [0.0] * microbatches
+    for step in steps_in_order(devices, microbatches):
+        start = max(free.get(step.device, 0.0), done[step.microbatch])
+        end = start + seconds(stages[step.stage])
+        free[step.device] = done[step.microbatch] = end
+        yield step, start, end
+
+
+def draw(ax, stages, num_devices, microbatches):
+    last, busy = 0.0, 0.0
+    for step, start, end in timed(stages, RoundRobin(num_devices).assign(len(stages)), microbatches):
+        stage = stages[step.stage]
+        shade = 1 - 0.25 * step.microbatch / max(microbatches - 1, 1)
+        ax.barh(
+            step.device, end - start, left=start, color=COLOURS[stage.kind], alpha=shade, edgecolor="white", height=0.9
+        )
+        first, final = stage.layers[0], stage.layers[-1]
+        layers = f"{first}" if first == final else f"{first}-{final}"
+        ax.text((start + end) / 2, step.device, f"{layers}\nm{step.microbatch}", ha="center", va="center", fontsize=7)
+        last, busy = max(last, end), busy + end - start
+    ax.set(yticks=range(num_devices), yticklabels=[f"device {n}" for n in range(num_devices)], xlim=(0, last))
+    ax.invert_yaxis()
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    ax.set_title(
+        f"{microbatches} microbatch{'es' * (microbatches > 1)}, bubble {1 - busy / (num_devices * last):.0%}",
+        loc="left",
+        fontsize=10,
+    )
+
+
+plan = ModelExecutePlan(
+    fwd_plan=[range(3), range(3, 6)],
+    bwd_plan=[range(6, 7), range(5, 6), range(4, 5), range(3, 4), range(2, 3), range(1, 2), range(1)],
+)
+stages = plan.stages("fused", num_layers=7)
+figure, ax = plt.subplots(figsize=(9, 2.4), layout="constrained")
+draw(ax, stages, num_devices=2, microbatches=3)
+ax.set_xlabel("time of a layer's forward")
+handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
+figure.legend(
+    handles,
+    ["forward", "forward, loss and backward", "forward again and backward"],
+    loc="outside lower center",
+    ncols=3,
+    frameon=False,
+)
+plt.show()
+
+# %%
+# Numbers are layers; ``m0`` is the first microbatch. A stage stays on its device until all microbatches have passed.
+# Then the device takes the next stage whose turn it is: devices own no layers. White is the *bubble*, time in which a
+# device waits.
+#
+# Why microbatches
+# ----------------
+#
+# In one piece, the batch is on one device at a time, and the other waits. With as many microbatches as devices, nobody
+# waits in the middle; one more, as above, hides the copies between the devices.
+
+figure, axes = plt.subplots(2, 1, figsize=(9, 3.8), layout="constrained")
+for ax, microbatches in zip(axes, (1, 2), strict=True):
+    draw(ax, stages, num_devices=2, microbatches=microbatches)
+plt.show()
+
+# %%
+# Why stages of one length
+# ------------------------
+#
+# The same layers, the last five of them in one stage: the other device waits for it.
+
+uneven = ModelExecutePlan(fwd_plan=[range(2)], bwd_plan=[range(2, 7), range(2)]).stages("fused", num_layers=7)
+figure, ax = plt.subplots(figsize=(9, 1.9), layout="constrained")
+draw(ax, uneven, num_devices=2, microbatches=3)
+plt.show()
+
+# %%
+# Why more stages than devices
+# ----------------------------
+#
+# Devices wait at both ends of an iteration, and only there. The more rounds are between the ends, the less that is.
+# Here are equal stages on four devices, with copies that take no time, and, dotted, over a link on which a stage takes
+# as long to load as to compute for four microbatches.
+
+MICROBATCHES, LOADED = 5, 4
+figure, ax = plt.subplots(figsize=(7, 3.4), layout="constrained")
+counts = range(4, 41, 4)
+for label, style, size in (("copies for nothing", "-", 0), ("copies over a link", ":", LOADED)):
+    bubbles = [
+        simulate(
+            [StageLoad(compute=1.0, upload=size) for _ in range(count)], Machine(num_devices=4, link=1), MICROBATCHES
+        ).bubble
+        for count in counts
+    ]
+    ax.plot(counts, [100 * bubble for bubble in bubbles], style, color="#4477aa", marker="o", label=label)
+ax.set(xlabel="stages of an iteration", ylabel="bubble, %", xticks=counts, ylim=(0, 100))
+ax.legend()
+plt.show()

@@ -1,0 +1,214 @@
+"""A stored case against a model file."""
+
+import copy
+
+import numpy
+import pytest
+import torch
+
+from yobx_flatten import (
+    InvalidArgumentError,
+    MissingDependencyError,
+    ReplayError,
+    StoredCase,
+    load_case,
+    replay_case,
+    save_case,
+)
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+helper, T = onnx.helper, onnx.TensorProto
+
+
+def model_file(path, inputs, outputs, nodes):
+    """A graph, written out by hand."""
+    infos = [
+        [helper.make_tensor_value_info(name, code, shape) for name, code, shape in side] for side in (inputs, outputs)
+    ]
+    graph = helper.make_graph([helper.make_node(*node) for node in nodes], "g", *infos)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9), path)
+    return path
+
+
+@pytest.fixture
+def adder(tmp_path):
+    x, y, total = [(name, T.FLOAT, ["n"]) for name in ("x", "y", "total")]
+    return model_file(tmp_path / "adder.onnx", [x, y], [total], [("Add", ["x", "y"], ["total"])])
+
+
+ONES = torch.ones(3)
+
+
+def test_a_right_model_is_within_the_tolerance(adder, tmp_path):
+    """From the file of a case, in any order of the inputs."""
+    save_case(tmp_path / "case.onnx", {"y": 2 * ONES, "x": ONES}, {"total": 3 * ONES}, name="three")
+    report = replay_case(load_case(tmp_path / "case.onnx"), adder)
+    assert report.ok
+    assert report.max_difference == 0.0
+    assert [(output.name, output.output, output.difference) for output in report.outputs] == [("total", "total", 0.0)]
+    assert str(report).startswith(f"three in {adder}: as expected")
+
+
+def test_a_difference_is_reported_by_name(adder):
+    report = replay_case(StoredCase({"x": ONES, "y": ONES}, {"total": torch.tensor([2.0, 2.5, 1.0])}), adder)
+    assert not report.ok
+    assert report.max_difference == 1.0
+    assert "NOT as expected" in str(report)
+    assert "total  1.0e+00" in str(report)
+
+
+def test_the_tolerance_is_the_caller_s(adder):
+    case = StoredCase({"x": ONES, "y": ONES}, {"total": 2.25 * ONES})
+    assert not replay_case(case, adder).ok
+    assert replay_case(case, adder, tolerance=0.3).ok
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ({"total": torch.ones(4)}, r"expected shape \(4,\), found \(3,\)"),
+        ({"total": torch.full((3,), 2.0).double()}, r"expected torch\.float64, found torch\.float32"),
+        ({"total": 2 * ONES, "more": ONES}, "more .*the model has no such output"),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error_of_its_output(adder, outputs, message):
+    import re
+
+    report = replay_case(StoredCase({"x": ONES, "y": ONES}, outputs), adder)
+    assert report.max_difference == float("inf")
+    assert re.search(message, str(report))
+
+
+def test_infinities_and_nans_that_agree_are_no_difference(adder):
+    odd = torch.tensor([float("inf"), float("nan"), 1.0])
+    assert replay_case(StoredCase({"x": odd, "y": ONES}, {"total": odd + 1}), adder).max_difference == 0.0
+    assert replay_case(StoredCase({"x": ONES, "y": ONES}, {"total": odd + 1}), adder).max_difference == float("inf")
+
+
+def test_positional_inputs_go_by_order(adder):
+    assert replay_case(StoredCase((ONES, 2 * ONES), 3 * ONES), adder).ok
+
+
+def test_numpy_arrays_none_and_inputs_that_are_not_taken(adder):
+    """The report says what the model does not take."""
+    inputs = {"x": numpy.ones(3, dtype="float32"), "y": ONES, "use_cache": True, "nothing": None}
+    report = replay_case(StoredCase(inputs, {"total": 2 * ONES, "nothing": None}), adder)
+    assert report.ok
+    assert list(report.unused) == ["use_cache"]
+    assert "the model takes no use_cache" in str(report)
+
+
+def test_a_missing_input_is_named(adder):
+    with pytest.raises(
+        ReplayError, match=r"takes y, which the case does not have. The case has x; the model takes x, y"
+    ):
+        replay_case(StoredCase({"x": ONES}, ONES), adder)
+
+
+def test_another_type_is_named(adder):
+    with pytest.raises(ReplayError, match="The model takes y as float32, and the case has it as float64"):
+        replay_case(StoredCase({"x": ONES, "y": ONES.double()}, ONES), adder)
+
+
+def test_what_onnxruntime_says_is_passed_on(adder):
+    with pytest.raises(ReplayError, match=r"onnxruntime fails on the inputs of the case: .*x"):
+        replay_case(StoredCase({"x": torch.ones(3, 1), "y": ONES}, ONES), adder)
+
+
+def test_a_file_that_is_no_model_is_named(tmp_path):
+    (tmp_path / "x.onnx").write_text("no model")
+    with pytest.raises(ReplayError, match=r"onnxruntime cannot load .*x\.onnx"):
+        replay_case(StoredCase(1, 2), tmp_path / "x.onnx")
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*y\.onnx"):
+        replay_case(StoredCase(1, 2), tmp_path / "y.onnx")
+
+
+def test_a_path_in_the_place_of_the_case_is_refused(adder):
+    with pytest.raises(InvalidArgumentError, match=r"\n    replay_case\(load_case\(path\), model\)"):
+        replay_case("case.onnx", adder)
+
+
+def test_a_session_is_taken_as_it_is(adder):
+    session = onnxruntime.InferenceSession(adder, providers=["CPUExecutionProvider"])
+    assert replay_case(StoredCase({"x": ONES, "y": ONES}, {"total": 2 * ONES}), session).ok
+
+
+@pytest.mark.parametrize(
+    ("code", "tensor"),
+    [
+        (T.BFLOAT16, torch.tensor([1.5, -2.0, float("inf")], dtype=torch.bfloat16)),
+        (T.FLOAT8E5M2, torch.tensor([1.5, -2.0, 0.0]).to(torch.float8_e5m2)),
+        (T.FLOAT8E4M3FN, torch.tensor([1.5, -2.0, 0.0]).to(torch.float8_e4m3fn)),
+        (T.FLOAT16, torch.tensor([1.5], dtype=torch.float16)),
+        (T.BOOL, torch.tensor([True, False])),
+        (T.UINT64, torch.tensor([2**63 + 1, 0], dtype=torch.uint64)),
+        (T.INT64, torch.zeros(0, dtype=torch.int64)),
+        (T.BFLOAT16, torch.zeros(0, dtype=torch.bfloat16)),
+    ],
+    ids=lambda value: str(getattr(value, "dtype", "")),
+)
+def test_types_that_numpy_does_not_have_go_in_and_out(code, tensor, tmp_path):
+    sides = [("x", code, ["n"])], [("y", code, ["n"])]
+    model = model_file(tmp_path / "m.onnx", *sides, [("Identity", ["x"], ["y"])])
+    assert replay_case(StoredCase({"x": tensor}, {"y": tensor}), model).max_difference == 0.0
+    if tensor.numel() and code != T.BOOL:
+        other = torch.zeros_like(tensor)
+        assert replay_case(StoredCase({"x": tensor}, {"y": other}), model).max_difference > 0.0
+
+
+@pytest.mark.parametrize(("code", "number"), [(T.FLOAT, 2), (T.INT64, 3), (T.BOOL, True), (T.STRING, "née")])
+def test_a_number_of_python_takes_the_type_of_the_input(code, number, tmp_path):
+    model = model_file(tmp_path / "m.onnx", [("x", code, [])], [("y", code, [])], [("Identity", ["x"], ["y"])])
+    assert replay_case(StoredCase({"x": number}, {"y": number}), model).ok
+    assert not replay_case(StoredCase({"x": number}, {"y": "other" if code == T.STRING else number - 1}), model).ok
+
+
+def test_without_onnxruntime_the_message_says_what_to_install(adder, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MissingDependencyError, match=r"replay_case needs onnxruntime:\n    pip install"):
+        replay_case(StoredCase({"x": ONES, "y": ONES}, ONES), adder)
+
+
+@pytest.mark.slow
+def test_a_decode_call_replays_in_the_file_of_export_onnx_and_in_that_of_torch(tmp_path):
+    """By the names that each of them gives to the tensors of a cache; in the block and outside of it."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("onnxscript")
+    from yobx_flatten import (
+        DecodeSizes,
+        decode_inputs,
+        dynamic_shapes,
+        export_onnx,
+        register_flattening_functions,
+    )
+
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    example = decode_inputs(model, DecodeSizes(2, 5, 3))
+    export_onnx(model, kwargs=example, path=tmp_path / "ours.onnx", cases=[], steps=1)
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(model, (), example, dynamic_shapes=dynamic_shapes(example))
+        torch.onnx.export(program, dynamo=True, verbose=False).save(tmp_path / "torchs.onnx")
+
+    inputs = decode_inputs(model, DecodeSizes(3, 9, 1))
+    with torch.no_grad():
+        outputs = model(**copy.deepcopy(inputs))
+    save_case(tmp_path / "case.onnx", inputs, outputs, name="past 9")
+    case = load_case(tmp_path / "case.onnx")
+    for name in ("ours.onnx", "torchs.onnx"):
+        report = replay_case(case, tmp_path / name)
+        assert report.ok, str(report)
+        assert [output.name for output in report.outputs] == [
+            "logits", "present.0.key", "present.0.value", "present.1.key", "present.1.value",
+        ]  # fmt: skip
+        with register_flattening_functions(patch_transformers=True):
+            assert replay_case(case, tmp_path / name).ok
+    other = StoredCase(case.inputs, {**case.outputs, "logits": case.outputs.logits + 1})
+    assert not replay_case(other, tmp_path / "ours.onnx").ok

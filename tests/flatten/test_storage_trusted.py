@@ -1,0 +1,97 @@
+"""A file chooses neither what is imported nor what is called."""
+
+import enum
+import functools
+import sys
+
+import pytest
+import torch
+
+from tests.flatten.storage_values import Access, Mode, Pair
+from yobx_flatten import DamagedFileError, NotRegisteredError
+from yobx_flatten.static_codec import dump_static
+from yobx_flatten.storage.trusted import load_trusted
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, {1: (2, [3.5])}, Mode.EVAL, Access.READ | Access.WRITE, Pair(1, Mode.TRAIN), torch.bfloat16, int,
+        torch.nn.functional.relu, {"a": {"b": frozenset({1})}}, torch.device("cpu"), slice(1, None), {"!": 1},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_written_is_read(value):
+    assert load_trusted(dump_static(value)) == value
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"!flag": ["os:system", "touch broken"]},
+        {"!flag": ["tests.flatten.test_storage_trusted:trap", 1]},
+        {"!enum": ["os:environ", "HOME"]},
+        {"!namedtuple": ["subprocess:Popen", [["touch", "broken"]]]},
+        {"!namedtuple": ["builtins:tuple", [1]]},
+        {"!config": ["tests.flatten.test_storage_trusted:Trap", "{}"]},
+        {"!dataclass": ["subprocess:Popen", {}]},
+        {"!class": "os:system"},
+        {"!function": "os:system"},
+        {"!function": "builtins:eval"},
+        {"!function": "tests.flatten.test_storage_trusted:sys.exit"},
+        {"!function": "torch.serialization:os.system"},
+        {"!constant": "os:environ"},
+        {"!numpy": ["os:system", "00"]},
+        {"!numpy_dtype": "os:system"},
+        {"!dtype": "load"},
+        {"!dtype": ["float32"]},
+        {"!enum": []},
+        {"!enum": 3},
+        {"!tuple": 3},
+        {"!device": "nowhere"},
+        {"a": [{"b": {"!flag": ["os:system", "touch broken"]}}]},
+        {"!tuple": [{"!flag": ["os:system", "touch broken"]}]},
+        {"!no_such_kind": 1},
+    ],
+    ids=repr,
+)
+def test_a_name_of_another_kind_is_refused(data, tmp_path, monkeypatch):
+    """Nothing of it is called."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DamagedFileError):
+        load_trusted(data)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_module_that_is_not_imported_stays_so():
+    """The message says what to import."""
+    name = "this"  # of the standard library; importing it prints
+    assert name not in sys.modules
+    with pytest.raises(NotRegisteredError, match=r"d of the module this, which is not imported.*\n    import this"):
+        load_trusted({"!enum": ["this:d", "a"]})
+    assert name not in sys.modules
+
+
+def test_a_served_library_without_the_module_is_named():
+    with pytest.raises(NotRegisteredError, match=r"numpy\.no_such_part.*\n    pip install numpy"):
+        load_trusted({"!class": "numpy.no_such_part:Thing"})
+
+
+def trap(value):
+    raise AssertionError("called")
+
+
+class Trap:
+    """No class of configurations: it cannot be stored, only made."""
+
+    @classmethod
+    def from_dict(cls, values):
+        raise AssertionError("called")
+
+
+def test_a_borrowed_name_is_refused():
+    """A module also holds what it imported: `functools.partial` is none of this module's."""
+    assert functools.partial
+    assert enum.Enum
+    with pytest.raises(DamagedFileError):
+        load_trusted({"!class": "tests.flatten.test_storage_trusted:functools.partial"})

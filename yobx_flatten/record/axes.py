@@ -1,0 +1,253 @@
+"""Which sizes vary between calls, under which name, and how the names are related.
+
+A *place* is one axis of one tensor, or an integer itself. Its sizes over the calls are compared with what is known::
+
+    call            0   1   2   3            name
+    past            0   8   9  10            the cache says so
+    new             8   1   1   1            the cache says so, after the call
+    input_ids[1]    8   1   1   1            new
+    mask[1]         8   9  10  11            total, which is past + new
+    input_ids[0]    2   2   2   2            batch, which the registration of the cache names
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+from .call import Call
+from .snapshot import Fact
+
+__all__ = ["Axes", "Place", "read_axes"]
+
+Place = tuple[str, int | None]
+"""The path of a leaf, and an axis of it; ``None`` for an integer."""
+
+_Sizes = dict[int, int]  # by the index of the call
+
+
+@dataclasses.dataclass
+class Axes:
+    """What varies.
+
+    Attributes:
+        names: the name of the size at each place that varies. A place that is not there is fixed.
+        sizes: the sizes under each name, by the index of the call.
+        relations: how the names are related: ``total = past + new``.
+        remarks: what was taken for granted, since the calls do not show it.
+    """
+
+    names: dict[Place, str] = dataclasses.field(default_factory=dict)
+    sizes: dict[str, _Sizes] = dataclasses.field(default_factory=dict)
+    relations: list[str] = dataclasses.field(default_factory=list)
+    remarks: list[str] = dataclasses.field(default_factory=list)
+
+    def seen(self, name: str, calls: Iterable[Call]) -> list[int]:
+        """The different sizes under a name in some calls."""
+        return sorted({self.sizes[name][call.index] for call in calls if call.index in self.sizes[name]})
+
+
+def read_axes(calls: Sequence[Call]) -> Axes:
+    """Name the places that vary, of all phases at once: what one phase leaves open another one shows."""
+    reading = _Reading(calls)
+    reading.read_declared()
+    reading.match_known()
+    reading.find_batch()
+    reading.match_known()  # what is known of the batch now reaches calls without a cache
+    reading.name_the_rest()
+    reading.relate()
+    reading.remark()
+    names = reading.axes.names
+    reading.axes.names = {place: names[place] for place in reading.places if place in names}
+    return reading.axes
+
+
+class _Reading:
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls, self.axes = calls, Axes()
+        self.places: dict[Place, _Sizes] = {}
+        self.declared: dict[Place, str] = {}
+        self.fixed: set[Place] = set()  # what a registration speaks of, and does not let vary
+        self.counts: set[str] = set()  # paths of integers and of tensors of integers
+        for call in calls:
+            for fact in call.facts():
+                for axis, size in _sizes_of(fact):
+                    self.places.setdefault((fact.path, axis), {})[call.index] = size
+                    if fact.axes is not None and axis in fact.axes:
+                        self.declared[fact.path, axis] = fact.axes[axis]
+                    elif fact.axes is not None and axis is not None:
+                        self.fixed.add((fact.path, axis))
+                if fact.dtype is None or not (fact.dtype.is_floating_point or fact.dtype.is_complex):
+                    self.counts.add(fact.path)
+
+    # -- what the cache, and registrations, say ------------------------------------------------------------------------
+
+    def read_declared(self) -> None:
+        known = self.axes.sizes
+        for call in self.calls:
+            for fact in (*call.facts("outputs"), *call.facts()):
+                for axis, meaning in (fact.axes or {}).items():
+                    if meaning != "length" and axis < len(fact.shape):
+                        known.setdefault(meaning, {})[call.index] = fact.shape[axis]
+            if call.past is not None and call.new is not None:
+                for name, size in (("new", call.new), ("total", call.past + call.new), ("past", call.past)):
+                    known.setdefault(name, {})[call.index] = size
+        for place, meaning in self.declared.items():
+            if meaning != "length":
+                self.axes.names[place] = meaning
+            elif "cross_attention_cache" in place[0]:
+                self.axes.names[place] = "source"
+                known.setdefault("source", {}).update(self.places[place])
+            elif "past" not in known or not _equal(self.places[place], known["past"]):
+                self.axes.names[place] = self.group("kept", self.places[place])
+            else:
+                self.axes.names[place] = "past"
+
+    def group(self, name: str, sizes: _Sizes) -> str:
+        """The name of these sizes: a new one unless a name of this kind stands for the same sizes."""
+        for number in itertools.count(1):
+            numbered = name if number == 1 else f"{name}{number}"
+            found = self.axes.sizes.get(numbered)
+            if found is None or (_equal(found, sizes) and (len(found.keys() & sizes.keys()) > 1 or found == sizes)):
+                self.axes.sizes.setdefault(numbered, {}).update(sizes)
+                return numbered
+        raise AssertionError("itertools.count ends")
+
+    # -- what has the sizes of something known -------------------------------------------------------------------------
+
+    def match_known(self) -> None:
+        for place, sizes in self.places.items():
+            fits = [name for name in self.candidates(place) if _equal(sizes, self.axes.sizes[name])]
+            if place in self.axes.names or place in self.fixed or not fits:
+                continue
+            self.axes.names[place] = fits[0]
+            if fits[0] in ("batch", "source"):
+                self.axes.sizes[fits[0]] = {**sizes, **self.axes.sizes[fits[0]]}
+
+    def candidates(self, place: Place) -> list[str]:
+        """The names that a place may have, the likeliest first."""
+        path, axis = place
+        known: list[str] = [name for name in ("new", "total", "past", "source") if name in self.axes.sizes]
+        if axis is None:  # a number that never changes is part of the program
+            return known if len(set(self.places[place].values())) > 1 else []
+        counts = path in self.counts
+        if axis == 0:
+            known = [*self.known_batch(), *(known if counts else [])]
+        elif counts or self.varies("batch"):
+            known += self.known_batch()
+        if max(self.places[place].values()) <= 1 and axis > 0 and not counts:
+            return []  # an axis of one element says nothing
+        return known
+
+    def known_batch(self) -> list[str]:
+        return ["batch"] if "batch" in self.axes.sizes else []
+
+    def varies(self, name: str) -> bool:
+        return len(set(self.axes.sizes.get(name, {}).values())) > 1
+
+    # -- what is left --------------------------------------------------------------------------------------------------
+
+    def find_batch(self) -> None:
+        """Without a cache: the size that axis 0 has everywhere, or else the one that varies along most axes 0."""
+        first = {place: sizes for place, sizes in self.places.items() if place[1] == 0 and place not in self.fixed}
+        if "batch" in self.axes.sizes or not first:
+            return
+        groups: list[dict[Place, _Sizes]] = []
+        for place, sizes in first.items():
+            alike = next((group for group in groups if all(_equal(sizes, other) for other in group.values())), None)
+            if alike is None:
+                groups.append({place: sizes})
+            else:
+                alike[place] = sizes
+        varying = [group for group in groups if any(len(set(sizes.values())) > 1 for sizes in group.values())]
+        if not varying and len(groups) > 1:
+            found = ", ".join(f"{path} {_spell(sizes.values())}" for (path, _), sizes in first.items())
+            self.axes.remarks.append(
+                f"no axis was taken for the batch: sizes along axis 0 differ ({found}) and never vary. Record a call "
+                "with another batch."
+            )
+            return
+        chosen = max(varying or groups, key=len)
+        self.axes.sizes["batch"] = {}
+        for place, sizes in chosen.items():
+            self.axes.names[place] = "batch"
+            self.axes.sizes["batch"].update(sizes)
+
+    def name_the_rest(self) -> None:
+        for place, sizes in self.places.items():
+            if place not in self.axes.names and place not in self.fixed and len(set(sizes.values())) > 1:
+                self.axes.names[place] = self.group("n", sizes)
+        for place, sizes in self.places.items():  # a mask that only the first call has is as long as its tokens
+            if place[0] in self.counts and place[1] is not None and not {place} & {*self.axes.names, *self.fixed}:
+                fits = [name for name in self.axes.sizes if self.varies(name) and _equal(sizes, self.axes.sizes[name])]
+                if fits and max(sizes.values()) > 1:
+                    self.axes.names[place] = fits[0]
+
+    # -- in words ------------------------------------------------------------------------------------------------------
+
+    def relate(self) -> None:
+        used = [name for name in self.axes.sizes if name in self.axes.names.values()]
+        if "total" in used:
+            self.axes.relations.append("total = past + new")
+        for number, name in enumerate(used):
+            if name.startswith("kept") and "past" in self.axes.sizes:
+                most, past = max(self.axes.sizes[name].values()), self.axes.sizes["past"]
+                if all(size == min(past[call], most) for call, size in self.axes.sizes[name].items() if call in past):
+                    self.axes.relations.append(f"{name} = min(past, {most})")
+            elif name == "n" or name.removeprefix("n").isdigit():
+                relation = self.relation_of(name, used[:number])
+                self.axes.relations += [relation] if relation else []
+
+    def relation_of(self, name: str, others: Sequence[str]) -> str | None:
+        """How a size follows from others that vary, where more than two calls show it."""
+        sizes = self.axes.sizes[name]
+        if len(set(sizes.values())) < 2:
+            return None
+        for other in (other for other in others if self.varies(other)):
+            pairs = [
+                (size, self.axes.sizes[other][call]) for call, size in sizes.items() if call in self.axes.sizes[other]
+            ]
+            offsets = {size - of_other for size, of_other in pairs}
+            if len(offsets) == 1 and len(set(pairs)) > 1:
+                offset = offsets.pop()
+                return f"{name} = {other}" + (f" {'+' if offset > 0 else '-'} {abs(offset)}" if offset else "")
+            ratios = {size / of_other for size, of_other in pairs if of_other}
+            if len(ratios) == 1 and len(set(pairs)) > 1 and next(iter(ratios)).is_integer():
+                return f"{name} = {int(ratios.pop())} * {other}"
+        for one, other in itertools.combinations(others, 2):
+            a, b = self.axes.sizes[one], self.axes.sizes[other]
+            common = sizes.keys() & a.keys() & b.keys()
+            if len(common) > 2 and all(sizes[call] == a[call] + b[call] for call in common):
+                return f"{name} = {one} + {other}"
+        return None
+
+    def remark(self) -> None:
+        used = dict.fromkeys(self.axes.names.values())
+        declared = {self.axes.names[place] for place in self.declared}
+        for name in used:
+            seen = set(self.axes.sizes[name].values())
+            if len(seen) == 1 and name != "new":
+                told = name in declared or name in self.declared.values()
+                why = "a registered class says so" if told else "axis 0 of every tensor has it"
+                self.axes.remarks.append(f"{name}: one size was seen ({seen.pop()}); it is taken to vary, since {why}.")
+        if "new" in used and all(call.past in (0, None) for call in self.calls):
+            self.axes.remarks.append("new and total cannot be told apart: no call with a filled cache was recorded.")
+        if len(self.calls) == 1:
+            self.axes.remarks.append("one call was recorded: record a second one with other sizes to see what varies.")
+
+
+def _sizes_of(fact: Fact) -> list[tuple[int | None, int]]:
+    if fact.is_tensor:
+        return list(enumerate(fact.shape))
+    return [(None, fact.value)] if type(fact.value) is int else []
+
+
+def _equal(one: _Sizes, other: Mapping[int, int]) -> bool:
+    """Whether the sizes are equal wherever both are known, which is somewhere."""
+    common = one.keys() & other.keys()
+    return bool(common) and all(one[call] == other[call] for call in common)
+
+
+def _spell(sizes: Iterable[int]) -> str:
+    return "/".join(map(str, sorted(set(sizes))))

@@ -1,0 +1,204 @@
+"""Recorded calls: what went in, what came out, and everything an export needs to know of them."""
+
+from __future__ import annotations
+
+import bisect
+import inspect
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+
+from ..errors import RecordError
+from ..static_codec import load_static
+from .axes import Axes, read_axes
+from .call import Call
+from .callee import Callee, callee_of, module_of
+from .example import choose_example, constants_of, shapes_of
+from .files import call_files, read_call
+from .phases import by_phase
+from .replays import RecordReplay, replay_calls
+from .table import table_of
+
+__all__ = ["RecordedCalls"]
+
+
+class RecordedCalls(Sequence[Call]):
+    """The calls that :func:`~yobx_flatten.record_calls` saw, in order: all of them, or those of one phase.
+
+    ``calls[0]`` is a call, ``calls["decode"]`` the calls of a phase, ``print(calls)`` says what varies.
+    """
+
+    def __init__(self, callee: Callee, calls: Sequence[Call] = (), *, of: RecordedCalls | None = None) -> None:
+        self._callee, self._calls = callee, list(calls)
+        self._of = of  # all calls, of which these are one phase
+
+    def _add(self, call: Call) -> None:
+        bisect.insort(self._calls, call, key=lambda other: other.index)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], model: Any = None, *, method: str | None = None) -> RecordedCalls:
+        """Read the calls that ``record_calls(..., to=folder)`` wrote.
+
+        Args:
+            folder: where they are.
+            model: what was recorded; only :attr:`module` needs it.
+            method: as for :func:`~yobx_flatten.record_calls`.
+
+        Raises:
+            RecordError: when the folder holds no calls, or a file is damaged.
+        """
+        files = call_files(pathlib.Path(folder))
+        if not files:
+            raise RecordError(f"{folder} holds no recorded calls.")
+        found = [read_call(path) for path in files]
+        about = found[0][1]
+        if model is None:
+            parameters = [inspect.Parameter(n, inspect._ParameterKind(kind)) for n, kind in load_static(about["names"])]
+            callee = Callee(about["label"], None, about["label"].rpartition(".")[2], inspect.Signature(parameters))
+        else:
+            callee = callee_of(model, method)
+        return cls(callee, [Call(callee, a["index"], a["kind"], a["past"], a["new"], parts) for parts, a in found])
+
+    # -- a sequence ----------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(list(self._calls))
+
+    @overload
+    def __getitem__(self, which: int) -> Call: ...
+
+    @overload
+    def __getitem__(self, which: str) -> RecordedCalls: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> RecordedCalls: ...
+
+    def __getitem__(self, which: int | str | slice) -> Call | RecordedCalls:
+        if isinstance(which, str):
+            phases = self.phases()
+            if which not in phases:
+                raise RecordError(f"No phase {which!r} was recorded, but {_listed(phases)}.")
+            return phases[which]
+        if isinstance(which, slice):
+            return RecordedCalls(self._callee, self._calls[which], of=self._of)
+        return self._calls[which]
+
+    # -- what they say -------------------------------------------------------------------------------------------------
+
+    def phases(self) -> dict[str, RecordedCalls]:
+        """The calls by phase: calls of one phase have one structure, and one program serves them.
+
+        ``prefill`` has an empty cache or none, ``decode`` one that holds tokens, ``forward`` is a call without cache.
+        Where arguments differ, too, the name says so: ``prefill+pixel_values``.
+        """
+        groups = by_phase(self._calls)
+        return {name: RecordedCalls(self._callee, calls, of=self._of or self) for name, calls in groups.items()}
+
+    def axes(self) -> Axes:
+        """Which axes vary, by what name, and how the names are related: read off all calls, of every phase."""
+        return read_axes((self._of or self)._calls)
+
+    def report(self) -> str:
+        """Say, as a table, what each argument was, what varies, and what varies together."""
+        return table_of(self._callee.label, {name: list(part) for name, part in self.phases().items()}, self.axes())
+
+    __str__ = report
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}: {len(calls)}" for name, calls in self.phases().items())
+        return f"<{len(self)} calls of {self._callee.label}{f' ({sizes})' if sizes else ''}>"
+
+    # -- what an export needs ------------------------------------------------------------------------------------------
+
+    def constants(self, phase: str | None = None) -> dict[str, Any]:
+        """The arguments without tensors that never changed. :attr:`module` passes them; a program has no such inputs.
+
+        Args:
+            phase: which calls; may be left out if there is one phase.
+        """
+        return constants_of(self._one(phase)._calls)
+
+    def example(self, phase: str | None = None, **sizes: int) -> dict[str, Any]:
+        """Inputs to export :meth:`module` with: those of a recorded call, without the constants.
+
+        Of the calls of the phase the smallest is taken in which as many of the varying sizes as possible are 2 or
+        more, since ``torch.export`` takes 0 and 1 for fixed. A batch of one row is repeated.
+
+        Args:
+            phase: which calls; may be left out if there is one phase.
+            **sizes: sizes to have instead, by name: ``batch=3``, ``new=4``. Rows, columns and tokens are repeated.
+
+        Returns:
+            Keyword arguments, which are the caller's own.
+
+        Raises:
+            RecordError: when there is no such phase, or no such size.
+        """
+        part = self._one(phase)
+        return choose_example(part._calls, self.axes(), sizes)
+
+    def dynamic_shapes(self, phase: str | None = None, **sizes: int) -> dict[str, Any]:
+        """The ``dynamic_shapes`` for :meth:`example`, as ``torch.export.export`` takes them.
+
+        Args:
+            phase: which calls; may be left out if there is one phase.
+            **sizes: as for :meth:`example`; a size that is named there varies.
+        """
+        part = self._one(phase)
+        return shapes_of(part._calls, self.axes(), sizes)
+
+    def module(self, phase: str | None = None) -> torch.nn.Module:
+        """A module that takes what :meth:`example` returns and passes the constants: what to export.
+
+        Args:
+            phase: which calls; may be left out if there is one phase.
+        """
+        part = self._one(phase)
+        if self._callee.owner is None:
+            raise RecordError(
+                f"Which object was recorded is not stored. Name it:\n"
+                f"    RecordedCalls.load(folder, model)  # {self._callee.label}"
+            )
+        constants = constants_of(part._calls)
+        names = [name for name in _names(part._calls[0]) if name not in constants]
+        return module_of(self._callee, names, constants)
+
+    def replay(self, program: Any, phase: str | None = None, *, tolerance: float = 1e-4) -> RecordReplay:
+        """Run a program over the recorded calls, and compare what it returns with what was recorded.
+
+        Args:
+            program: an :class:`~yobx_flatten.ExportedModel`, a ``torch.export.ExportedProgram``, or anything that is
+                called with the arguments of :meth:`example`.
+            phase: which calls; may be left out if there is one phase.
+            tolerance: largest absolute difference allowed.
+
+        Returns:
+            A report with one row per call; it is true if every call is within the tolerance.
+        """
+        part = self._one(phase)
+        return replay_calls(part._calls, program, constants_of(part._calls), tolerance)
+
+    def _one(self, phase: str | None) -> RecordedCalls:
+        phases = self.phases()
+        if phase is not None:
+            return self[phase]
+        if len(phases) == 1:
+            return next(iter(phases.values()))
+        if not phases:
+            raise RecordError(f"No call of {self._callee.label} was recorded.")
+        name = next(iter(phases))
+        raise RecordError(f"There are calls of {len(phases)} phases, {_listed(phases)}. Name one: phase={name!r}")
+
+
+def _names(call: Call) -> list[str]:
+    return list(call.snapshot.spec.context)  # the keys of a dict
+
+
+def _listed(phases: Mapping[str, RecordedCalls]) -> str:
+    return ", ".join(f"{name!r} ({len(calls)})" for name, calls in phases.items())

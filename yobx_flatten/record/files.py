@@ -1,0 +1,142 @@
+"""One recorded call as one file: its tensors as safetensors, its structure as JSON beside them. No pickle.
+
+.. code-block:: text
+
+    call-00003.safetensors
+        inputs.0  inputs.1 ...  outputs.0 ...                the leaves that are tensors, by their number
+        metadata["yobx_flatten.call"]                        {"version": 1, "about": {...},
+                                                              "inputs": {"spec": ..., "leaves": [...]}, "outputs": ...}
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from ..errors import MissingDependencyError, RecordError
+from ..static_codec import dump_static, load_static
+from .snapshot import Fact, Snapshot, libraries_in_use
+
+__all__ = ["call_files", "prepare_folder", "read_call", "write_call"]
+
+_KEY, _VERSION, _SUFFIX = "yobx_flatten.call", 1, ".safetensors"
+
+
+def prepare_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
+    """Make the folder that calls are written to.
+
+    Raises:
+        MissingDependencyError: when safetensors is not installed.
+        RecordError: when the folder holds recorded calls already.
+    """
+    if importlib.util.find_spec("safetensors") is None:
+        raise MissingDependencyError("record_calls(..., to=...) needs safetensors:\n    pip install safetensors")
+    path = pathlib.Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    if call_files(path):
+        raise RecordError(f"{path} holds recorded calls already. Name another folder:\n    record_calls(model, to=...)")
+    return path
+
+
+def call_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files of the calls in a folder, in order."""
+    return sorted(folder.glob(f"call-*{_SUFFIX}"))
+
+
+def write_call(
+    folder: pathlib.Path, index: int, parts: Mapping[str, Snapshot], about: Mapping[str, Any]
+) -> dict[str, Snapshot]:
+    """Write one call to a file, which appears when it is complete.
+
+    Returns:
+        The parts, whose tensors are in the file from now on.
+    """
+    from safetensors.torch import save_file
+
+    path = folder / f"call-{index:05}{_SUFFIX}"
+    half = path.with_suffix(".half")
+    try:
+        head = {"version": _VERSION, "about": dict(about), **{name: _to_json(part) for name, part in parts.items()}}
+        tensors = {
+            f"{name}.{number}": _storable(leaf)
+            for name, part in parts.items()
+            for number, leaf in enumerate(part.leaves())
+            if isinstance(leaf, torch.Tensor)
+        }
+        save_file(tensors, half, metadata={_KEY: json.dumps(head)})
+        os.replace(half, path)
+    finally:
+        half.unlink(missing_ok=True)
+    return {name: _stored(path, name, part.facts, part.spec) for name, part in parts.items()}
+
+
+def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], dict[str, Any]]:
+    """Read what :func:`write_call` wrote; tensors are read when they are asked for.
+
+    Raises:
+        RecordError: when the file is damaged, or of another kind.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            head = json.loads((file.metadata() or {})[_KEY])
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise RecordError(
+            f"{path} is not a recorded call, or it is damaged ({type(error).__name__}: {error})."
+        ) from None
+    if head.pop("version") != _VERSION:
+        raise RecordError(f"{path} was written by a newer version:\n    pip install --upgrade yobx-flatten")
+    about = head.pop("about")
+    with libraries_in_use():
+        return {name: _stored(path, name, _facts(part), _spec(path, part)) for name, part in head.items()}, about
+
+
+def _stored(path: pathlib.Path, name: str, facts: tuple[Fact, ...], spec: Any) -> Snapshot:
+    def load() -> Sequence[Any]:
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as file:
+            return [
+                _from_storable(file.get_tensor(f"{name}.{number}"), fact) if fact.is_tensor else fact.value
+                for number, fact in enumerate(facts)
+            ]
+
+    return Snapshot(facts, spec, load)
+
+
+def _to_json(part: Snapshot) -> dict[str, Any]:
+    fields = [dump_static(tuple(fact), where=fact.path) for fact in part.facts]
+    return {"spec": pytree.treespec_dumps(part.spec), "leaves": fields}
+
+
+def _facts(part: Mapping[str, Any]) -> tuple[Fact, ...]:
+    return tuple(Fact(*load_static(fields)) for fields in part["leaves"])
+
+
+def _spec(path: pathlib.Path, part: Mapping[str, Any]) -> Any:
+    try:
+        return pytree.treespec_loads(part["spec"])
+    except NotImplementedError as error:  # torch's word for a class that is not registered
+        raise RecordError(f"{path}: {error} Register the classes of the arguments before you load the calls.") from None
+
+
+def _storable(tensor: torch.Tensor) -> torch.Tensor:
+    from safetensors.torch import _TYPES
+
+    tensor = tensor.cpu().contiguous()
+    # a dtype that the format does not have goes as bytes; the facts know what it was
+    return tensor if tensor.dtype in _TYPES.values() else tensor.reshape(-1).view(torch.uint8)
+
+
+def _from_storable(tensor: torch.Tensor, fact: Fact) -> torch.Tensor:
+    if fact.dtype is None or tensor.dtype is fact.dtype:
+        return tensor
+    return tensor.view(fact.dtype).reshape(fact.shape)

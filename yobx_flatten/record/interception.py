@@ -1,0 +1,117 @@
+"""A method of one object, watched: every call is shown to whoever asks, and the object is put back as it was.
+
+::
+
+    owner.forward(x)  ->  watcher.before(args, kwargs)  ->  the method itself  ->  watcher.after(token, result)
+                                                              raises  ->  watcher.dropped(token)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import InvalidArgumentError, describe_class
+from ..patches import AttributePatch
+
+__all__ = ["Watcher", "watching"]
+
+
+class Watcher(Protocol):
+    """What is told of each call."""
+
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return a token for this call; ``None`` if it is of no interest."""
+
+    def after(self, token: Any, result: Any) -> None:
+        """The call returned."""
+
+    def dropped(self, token: Any) -> None:
+        """The call raised."""
+
+
+class _Interception:
+    """One method of one object, replaced while somebody watches."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner = owner
+        self.watchers: tuple[Watcher, ...] = ()
+        self.patch = AttributePatch(owner, name, self._replacement(getattr(owner, name)))
+
+    def _replacement(self, original: Any) -> Any:
+        if not inspect.ismethod(original):  # a function that somebody has put on the object, as accelerate does
+
+            @functools.wraps(original)
+            def watched_function(*args: Any, **kwargs: Any) -> Any:
+                return self._call(original, args, kwargs)
+
+            return watched_function
+        function = original.__func__
+
+        @functools.wraps(function)
+        def watched(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if owner is not self.owner:  # a deep copy of the object, made meanwhile
+                return function(owner, *args, **kwargs)
+            return self._call(original, args, kwargs)
+
+        # a method, so that a deep copy of the object calls its own
+        return types.MethodType(watched, self.owner)
+
+    def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        # a trace calls with placeholders; what it calls is no call of the model
+        if torch.compiler.is_compiling() or not self.watchers:
+            return original(*args, **kwargs)
+        with contextlib.ExitStack() as dropped:
+            begun = []
+            for watcher in self.watchers:
+                token = watcher.before(args, kwargs)
+                if token is not None:
+                    begun.append((watcher, token))
+                    dropped.callback(watcher.dropped, token)
+            result = original(*args, **kwargs)
+            dropped.pop_all()
+        for watcher, token in begun:
+            watcher.after(token, result)
+        return result
+
+
+_LOCK = threading.Lock()
+_IN_FORCE: dict[tuple[int, str], _Interception] = {}
+
+
+@contextlib.contextmanager
+def watching(owner: Any, name: str, watcher: Watcher) -> Iterator[None]:
+    """Show every call of ``owner.name`` to a watcher. Several may watch, and leave in any order.
+
+    Raises:
+        InvalidArgumentError: when the object cannot be watched.
+    """
+    key = (id(owner), name)
+    with _LOCK:
+        found = _IN_FORCE.get(key)
+        if found is None:
+            try:
+                found = _Interception(owner, name)
+                found.patch.acquire()
+            except (TypeError, AttributeError) as error:
+                raise InvalidArgumentError(
+                    f"record_calls: {name} of {describe_class(type(owner))} cannot be replaced ({error}). Record a "
+                    "module that it calls:\n    record_calls(module)"
+                ) from error
+            _IN_FORCE[key] = found
+        found.watchers = (*found.watchers, watcher)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            found.watchers = tuple(other for other in found.watchers if other is not watcher)
+            if not found.watchers:
+                found.patch.release()
+                del _IN_FORCE[key]

@@ -1,0 +1,102 @@
+"""Prefill and decode told apart, and calls of one structure gathered: one program serves each group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..huggingface.cases import CACHE_NAMES
+from .call import Call
+from .snapshot import Fact, same_value
+
+__all__ = ["by_phase", "cache_of", "kind_of", "tokens_in"]
+
+
+def cache_of(values: Mapping[str, Any]) -> Any:
+    """The cache among arguments or outputs, ``None`` if there is none."""
+    for name, value in values.items():
+        if value is None or isinstance(value, (torch.Tensor, torch.nn.Module, type)):
+            continue
+        if callable(getattr(value, "get_seq_length", None)) or name in CACHE_NAMES:
+            return value
+    return None
+
+
+def tokens_in(cache: Any) -> int | None:
+    """The number of tokens a cache has seen; ``None`` where it does not say."""
+    try:
+        return int(cache.get_seq_length())
+    except Exception:  # caches without attention raise what they like
+        return None
+
+
+def kind_of(cache: Any, past: int | None, makes_one: bool) -> str:
+    """Tell ``"prefill"``, ``"decode"`` and ``"forward"``.
+
+    Args:
+        cache: the cache among the inputs, before the call.
+        past: the tokens it has seen.
+        makes_one: whether a cache came out.
+    """
+    if cache is None:
+        return "prefill" if makes_one else "forward"
+    return "decode" if past or any(map(_has_state, getattr(cache, "layers", None) or ())) else "prefill"
+
+
+def _has_state(layer: Any) -> bool:
+    """Whether a layer without attention has seen a token: it keeps flags, and no count."""
+    flags = getattr(layer, "has_previous_state", False)
+    return flags is True or (isinstance(flags, Mapping) and True in flags.values())
+
+
+def by_phase(calls: Sequence[Call]) -> dict[str, list[Call]]:
+    """Gather calls of one kind and one structure, under a name that says what is special about it."""
+    groups: list[list[Call]] = []
+    for call in calls:
+        alike = next((group for group in groups if _alike(group[0], call)), None)
+        if alike is None:
+            groups.append([call])
+        else:
+            alike.append(call)
+    named: dict[str, list[Call]] = {}
+    for group in groups:
+        named[_name(group[0], named)] = group
+    return named
+
+
+def _alike(one: Call, other: Call) -> bool:
+    return (
+        one.kind == other.kind
+        and one.snapshot.spec == other.snapshot.spec
+        and all(_same_leaf(a, b) for a, b in zip(one.facts(), other.facts(), strict=True))
+    )
+
+
+def _same_leaf(one: Fact, other: Fact) -> bool:
+    if one.is_tensor or other.is_tensor:
+        return one.dtype is other.dtype and len(one.shape) == len(other.shape)
+    if type(one.value) in (bool, str, float, complex, torch.dtype, torch.device):  # a program follows one of them
+        return same_value(one, other)
+    return type(one.value) is type(other.value)  # a number may vary, and is an input then
+
+
+def _name(call: Call, taken: Mapping[str, list[Call]]) -> str:
+    if call.kind not in taken:
+        return call.kind
+    first, mine = _arguments(taken[call.kind][0]), _arguments(call)
+    more, less = [f"+{name}" for name in mine if name not in first], [f"-{name}" for name in first if name not in mine]
+    name = "".join([call.kind, *more, *less])
+    number = 2
+    unique = name
+    while unique in taken:
+        unique, number = f"{name}#{number}", number + 1
+    return unique
+
+
+def _arguments(call: Call) -> Iterable[str]:
+    """The arguments that are not None."""
+    return dict.fromkeys(
+        fact.path.partition(".")[0] for fact in call.facts() if fact.is_tensor or fact.value is not None
+    )

@@ -1,0 +1,159 @@
+"""The block that records: ``with record_calls(model) as calls: model.generate(...)``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import InvalidArgumentError, describe_class
+from ..tree import key_name, node_of
+from .call import Call, about_call
+from .callee import Callee, callee_of
+from .calls import RecordedCalls
+from .files import prepare_folder, write_call
+from .interception import watching
+from .phases import cache_of, kind_of, tokens_in
+from .snapshot import Snapshot, libraries_in_use
+
+__all__ = ["record_calls"]
+
+
+@contextlib.contextmanager
+def record_calls(
+    target: Any,
+    *,
+    method: str | None = None,
+    limit: int | None = None,
+    outputs: bool = True,
+    device: torch.device | str | None = "cpu",
+    to: str | os.PathLike[str] | None = None,
+) -> Iterator[RecordedCalls]:
+    """Record the calls of a module, or of a method, while the block is open: copies of what went in and what came out.
+
+    Inputs are copied before the call, since it may fill the cache that it is given; outputs after it. The block of
+    :func:`~yobx_flatten.register_flattening_functions` is open inside, for the libraries that are imported. Afterwards
+    the object is as it was found, also after an exception. Recordings may be nested, and calls come from any thread;
+    calls that a trace makes are not recorded, nor are those that raise.
+
+    Args:
+        target: a module (its ``forward`` is recorded), an object whose ``method`` is, or a bound method.
+        method: the name of the method.
+        limit: record so many calls and let the others pass.
+        outputs: whether to keep the outputs, too.
+        device: where to keep the copies; ``None`` leaves them where the tensors are. What is read off a call is back
+            where it was.
+        to: a folder to write the calls to, one file each; memory then holds no tensors. They are read again with
+            :meth:`RecordedCalls.load`.
+
+    Yields:
+        The calls so far, complete when the block is left.
+
+    Raises:
+        InvalidArgumentError: when there is nothing to record.
+        RecordError: when the folder holds calls already.
+        NotRegisteredError: out of a call that is given, or returns, tensors inside an object that nobody registered.
+
+    >>> linear = torch.nn.Linear(3, 2)
+    >>> with record_calls(linear) as calls:
+    ...     _ = linear(torch.zeros(4, 3)), linear(torch.zeros(5, 3))
+    >>> calls[1], calls[1].inputs["input"].shape, calls.axes().names
+    (<call 1 of Linear.forward, forward>, torch.Size([5, 3]), {('input', 0): 'batch'})
+    """
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise InvalidArgumentError(f"record_calls: limit must be a number of 1 or more, found {describe_class(limit)}.")
+    callee = callee_of(target, method)
+    folder = None if to is None else prepare_folder(to)
+    calls = RecordedCalls(callee)
+    recorder = _Recorder(callee, calls, limit, outputs, None if device is None else torch.device(device), folder)
+    with libraries_in_use(), watching(callee.owner, callee.method, recorder):
+        yield calls
+
+
+@dataclasses.dataclass
+class _Begun:
+    """A call that has not returned yet."""
+
+    index: int
+    inputs: Snapshot
+    cache: Any
+    past: int | None
+    kind: str
+
+
+class _Recorder:
+    """Makes a record of each call it is shown."""
+
+    def __init__(
+        self,
+        callee: Callee,
+        calls: RecordedCalls,
+        limit: int | None,
+        outputs: bool,
+        device: torch.device | None,
+        folder: pathlib.Path | None,
+    ) -> None:
+        self.callee, self.calls, self.limit = callee, calls, limit
+        self.outputs, self.device, self.folder = outputs, device, folder
+        self.lock = threading.Lock()
+        self.next_index = self.taken = 0
+
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Begun | None:
+        named = self.callee.bind(args, kwargs)
+        if named is None:
+            return None
+        with self.lock:
+            if self.limit is not None and self.taken >= self.limit:
+                return None
+            index, self.next_index, self.taken = self.next_index, self.next_index + 1, self.taken + 1
+        try:
+            inputs = Snapshot.take(named, name="inputs", device=self.device)
+            cache = cache_of(named)
+            past = None if cache is None else tokens_in(cache)
+            return _Begun(index, inputs, cache, past, kind_of(cache, past, False))
+        except BaseException:
+            self.dropped(None)
+            raise
+
+    def dropped(self, token: Any) -> None:
+        with self.lock:
+            self.taken -= 1
+
+    def after(self, token: _Begun, result: Any) -> None:
+        try:
+            call = self.record_of(token, result)
+        except BaseException:
+            self.dropped(token)
+            raise
+        with self.lock:
+            self.calls._add(call)
+
+    def record_of(self, begun: _Begun, result: Any) -> Call:
+        # transformers fills the cache that it is given; a call without one may make one
+        made = begun.cache if begun.cache is not None else cache_of(_top_level(result))
+        seen = None if made is None else tokens_in(made)
+        past, kind = begun.past, begun.kind
+        if begun.cache is None:
+            past, kind = (None if seen is None else 0), kind_of(None, None, made is not None)
+        new = None if seen is None or past is None else seen - past
+        parts = {"inputs": begun.inputs}
+        if self.outputs:
+            parts["outputs"] = Snapshot.take(result, name="outputs", device=self.device)
+        call = Call(self.callee, begun.index, kind, past, new, parts)
+        if self.folder is None:
+            return call
+        stored = write_call(self.folder, begun.index, parts, about_call(call))
+        return Call(self.callee, begun.index, kind, past, new, stored)
+
+
+def _top_level(result: Any) -> dict[str, Any]:
+    node = node_of(result)
+    if node is None:
+        return {}
+    return {key_name(key): child for key, child in zip(node.keys, node.children, strict=True)}

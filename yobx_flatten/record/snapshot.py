@@ -1,0 +1,142 @@
+"""What a nested object was at one moment: its leaves copied, its structure, and what is known of each leaf."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+
+from ..diagnose.contents import Layouts
+from ..diagnose.opaque import find_unregistered
+from ..errors import NotRegisteredError
+from ..scopes import register_flattening_functions
+from ..tree import key_name, node_of
+
+__all__ = ["Fact", "Snapshot", "libraries_in_use", "same_value"]
+
+
+class Fact(NamedTuple):
+    """What is known of one leaf without keeping it.
+
+    Attributes:
+        path: the way to it, with dots: ``past_key_values.key_0``.
+        dtype: of a tensor, ``None`` for anything else.
+        shape: of a tensor, ``()`` for anything else.
+        device: where the tensor was.
+        axes: what its axes mean, if the registration of its class says so; see :class:`~yobx_flatten.Leaf`.
+        value: the leaf itself, where it is no tensor.
+    """
+
+    path: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    device: torch.device | None
+    axes: dict[int, str] | None
+    value: Any
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the leaf is a tensor."""
+        return self.dtype is not None
+
+
+class Snapshot:
+    """A copy of a nested object. Every :meth:`restore` makes a new object of it, so nothing can change the copy."""
+
+    def __init__(self, facts: tuple[Fact, ...], spec: Any, load: Callable[[], Sequence[Any]]) -> None:
+        self.facts, self.spec, self._load = facts, spec, load
+
+    @classmethod
+    def take(cls, tree: Any, *, name: str, device: torch.device | None) -> Snapshot:
+        """Copy a nested object. The block must be open.
+
+        Args:
+            tree: the object.
+            name: what it is called in messages.
+            device: where to keep the tensors; ``None`` leaves them where they are.
+
+        Raises:
+            NotRegisteredError: when it holds tensors inside an object that nobody registered.
+        """
+        leaves, spec = pytree.tree_flatten(tree)
+        _refuse_hidden_tensors(leaves, tree, name)
+        facts = tuple(map(_fact, _walk(tree, "", None)))
+        kept = tuple(_copy(leaf, device) for leaf in leaves)
+        return cls(facts, spec, lambda: kept)
+
+    def leaves(self) -> Sequence[Any]:
+        """The copied leaves themselves: not to be changed."""
+        return self._load()
+
+    def restore(self, leaves: Sequence[Any] | None = None) -> Any:
+        """Make a new object of the copy, its tensors where they were.
+
+        Args:
+            leaves: what to put in the place of the leaves.
+        """
+        if leaves is None:
+            leaves = [_give_out(leaf, fact) for leaf, fact in zip(self.leaves(), self.facts, strict=True)]
+        with libraries_in_use():
+            return pytree.tree_unflatten(list(leaves), self.spec)
+
+
+def same_value(one: Fact, other: Fact) -> bool:
+    """Whether two leaves that are no tensors are the same; NaN is the same as NaN."""
+    if one.value is other.value:
+        return True
+    plain = isinstance(one.value, _PLAIN) and type(one.value) is type(other.value)
+    return plain and repr(one.value) == repr(other.value)
+
+
+def libraries_in_use() -> contextlib.AbstractContextManager[Any]:
+    """Open the block for the libraries that this process has imported."""
+    return register_flattening_functions(
+        patch_transformers="transformers" in sys.modules, patch_diffusers="diffusers" in sys.modules
+    )
+
+
+def _walk(obj: Any, path: str, axes: dict[int, str] | None) -> Iterator[tuple[str, Any, dict[int, str] | None]]:
+    """Yield the leaves in torch's order, with the way to each and what its axes mean."""
+    node = node_of(obj)
+    if node is None:
+        yield path, obj, axes
+        return
+    for key, child in zip(node.keys, node.children, strict=True):
+        name = key_name(key)
+        known = None if node.recipe is None or node.recipe.axes is None else node.recipe.axes(name)
+        yield from _walk(child, f"{path}.{name}" if path else name, known)
+
+
+def _fact(found: tuple[str, Any, dict[int, str] | None]) -> Fact:
+    path, leaf, axes = found
+    if isinstance(leaf, torch.Tensor):
+        return Fact(path, leaf.dtype, tuple(leaf.shape), leaf.device, axes, None)
+    return Fact(path, None, (), None, axes, leaf)
+
+
+def _copy(leaf: Any, device: torch.device | None) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        # copy=True: a tensor that is on the device already would come back itself
+        return leaf.detach().to(device=leaf.device if device is None else device, copy=True)
+    numpy = sys.modules.get("numpy")
+    return leaf.copy() if numpy is not None and isinstance(leaf, numpy.ndarray) else leaf
+
+
+def _give_out(leaf: Any, fact: Fact) -> Any:
+    return _copy(leaf, fact.device)
+
+
+_PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def _refuse_hidden_tensors(leaves: Sequence[Any], tree: Any, name: str) -> None:
+    layouts = Layouts()
+    if all(isinstance(leaf, _PLAIN) or layouts(type(leaf)).is_tensor for leaf in leaves):
+        return
+    found = [unregistered for unregistered in find_unregistered(tree, name=name) if unregistered.inside is None]
+    if found:
+        raise NotRegisteredError("\n".join(map(str, found)))

@@ -1,0 +1,1 @@
+"""Nested values in ONNX files: stored, read back, replayed against a model."""

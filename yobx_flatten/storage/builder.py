@@ -1,0 +1,199 @@
+"""The documented names: ``MiniOnnxBuilder`` and the two functions between nested inputs and an ``onnx.ModelProto``.
+
+They make and read what :mod:`.nested` stores, in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import InvalidArgumentError, describe_class
+from ..static_codec import is_array
+from .elements import ELEMENTS, STRING
+from .nested import read
+from .onnx_read import open_model, structure_of
+from .onnx_write import OnnxWriter, check_size
+from .run import RunOutputs
+from .structure import Structure, put_together, take_apart
+from .values import Payload
+
+__all__ = ["MiniOnnxBuilder", "create_input_tensors_from_onnx_model", "create_onnx_model_from_input_tensors"]
+
+_FLOATS = {name for name in ELEMENTS if name.startswith(("float", "bfloat")) and name != "float4_e2m1fn_x2"}
+
+
+class MiniOnnxBuilder:
+    """Makes an ONNX model without inputs that returns what was put into it, by name.
+
+    Args:
+        target_opset: the version of ONNX's operators. It is raised where a type of elements asks for a newer one: 19
+            for 8-bit floats, 24 for ``float8_e8m0fnu``.
+        ir_version: of the file format of ONNX.
+        sep: what stands between the name of a dict and ``keys`` or ``values``.
+
+    >>> import numpy, onnxruntime
+    >>> builder = MiniOnnxBuilder()
+    >>> builder.append_output_initializer("weights", numpy.array([1.0, 2.0], dtype=numpy.float32))
+    >>> builder.append_output_sequence("rows", [numpy.array([3]), numpy.array([4, 5])])
+    >>> model = builder.to_onnx()
+    >>> onnxruntime.InferenceSession(model.SerializeToString()).run(None, {})
+    [array([1., 2.], dtype=float32), [array([3], dtype=int64), array([4, 5], dtype=int64)]]
+    >>> create_input_tensors_from_onnx_model(model)
+    {'weights': array([1., 2.], dtype=float32), 'rows': [array([3]), array([4, 5])]}
+    """
+
+    def __init__(self, target_opset: int = 18, ir_version: int = 10, sep: str = "___") -> None:
+        self._opset, self._ir_version, self._sep = target_opset, ir_version, sep
+        self._entries: dict[str, tuple[str, Any]] = {}
+
+    def append_output_initializer(self, name: str, tensor: Any, randomize: bool = False) -> None:
+        """Add one tensor, which is an output of that name.
+
+        Args:
+            name: of the output.
+            tensor: a tensor, a NumPy array, or any other leaf.
+            randomize: store the type and the shape of a tensor of floats only; the model draws numbers instead.
+        """
+        self._put(name, "random" if randomize else "one", tensor)
+
+    def append_output_sequence(self, name: str, tensors: Sequence[Any]) -> None:
+        """Add a list of tensors of one type, which is an output that is a sequence.
+
+        Args:
+            name: of the output.
+            tensors: at least one.
+        """
+        self._put(name, "sequence", list(tensors))
+
+    def append_output_dict(self, name: str, tensors: Mapping[str, Any]) -> None:
+        """Add a dict of tensors of one type, which is two outputs, its keys and the sequence of its values.
+
+        They are called ``<name>___keys`` and ``<name>___values``.
+
+        Args:
+            name: what the names of both begin with.
+            tensors: at least one.
+        """
+        self._put(name, "dict", dict(tensors))
+
+    def to_onnx(self) -> Any:
+        """Return the ``onnx.ModelProto``; :func:`create_input_tensors_from_onnx_model` reads it as a dict."""
+        structure = take_apart({name: value for name, (_, value) in self._entries.items()})
+        check_size(sum(payload.nbytes for payload in structure.payloads), "MiniOnnxBuilder", "use save_nested")
+        writer = OnnxWriter("MiniOnnxBuilder", opset=self._opset, ir_version=self._ir_version)
+        payloads = {payload.record["name"]: payload for payload in structure.payloads}
+        for (name, (kind, value)), part in zip(self._entries.items(), structure.json["children"], strict=True):
+            records = _records(part)
+            if kind in ("one", "random"):
+                own = [payloads[record["name"]] for record in records if record.get("name") in payloads]
+                again = [record for record in records if record["leaf"] == "same"]
+                entry = Structure(part, own, again)
+                writer.add_structure(randomized(entry) if kind == "random" else entry)
+            elif kind == "sequence":
+                writer.add_sequence(name, [payloads[record.get("as", record["name"])] for record in records])
+            else:
+                keys = [key.encode() for key in value]
+                record = {"name": f"{name}{self._sep}keys"}
+                writer.add(Payload(record, STRING, (len(keys),), 0, lambda: memoryview(b""), keys))
+                writer.add_sequence(
+                    f"{name}{self._sep}values", [payloads[record.get("as", record["name"])] for record in records]
+                )
+        return writer.model(structure.json, "values")
+
+    def _put(self, name: str, kind: str, value: Any) -> None:
+        if name in self._entries:
+            raise InvalidArgumentError(f"MiniOnnxBuilder: {name!r} is the name of an output already.")
+        if kind in ("sequence", "dict") and not (
+            value and all(map(is_array, value if kind == "sequence" else value.values()))
+        ):
+            raise InvalidArgumentError(
+                f"MiniOnnxBuilder: {name!r} is made of tensors or arrays, at least one, which gives the type; found "
+                f"{describe_class(value)}."
+            )
+        self._entries[name] = kind, value
+
+
+def create_onnx_model_from_input_tensors(
+    inputs: Any, switch_low_high: bool | None = None, randomize: bool = False, sep: str = "___"
+) -> Any:
+    """Make an ONNX model in memory that holds nested inputs.
+
+    :func:`save_nested` writes the same to a file, of any size.
+
+    Args:
+        inputs: see :func:`save_nested`.
+        switch_low_high: without effect: the low byte comes first in every ONNX file.
+        randomize: keep types and shapes of tensors of floats only; the model draws numbers instead.
+        sep: without effect: leaves are named by the way to them, ``past_key_values.0.key``.
+
+    Returns:
+        The ``onnx.ModelProto``.
+
+    Raises:
+        FlattenError: see :func:`save_nested`.
+        InvalidArgumentError: when it is too large for one file, too.
+
+    >>> import torch
+    >>> model = create_onnx_model_from_input_tensors({"x": torch.arange(3), "pair": (torch.zeros(1), None)})
+    >>> [output.name for output in model.graph.output]
+    ['x', 'pair.0']
+    >>> create_input_tensors_from_onnx_model(model)
+    {'x': tensor([0, 1, 2]), 'pair': (tensor([0.]), None)}
+    """
+    structure = take_apart(inputs)
+    structure = randomized(structure) if randomize else structure
+    function = "create_onnx_model_from_input_tensors"
+    check_size(sum(payload.nbytes for payload in structure.payloads), function, "use save_nested")
+    writer = OnnxWriter(function)
+    writer.add_structure(structure)
+    return writer.model(structure.json, "values")
+
+
+def create_input_tensors_from_onnx_model(
+    proto: str | os.PathLike[str] | Any, device: Any = "cpu", engine: str = "onnx", sep: str = "___"
+) -> Any:
+    """Read nested inputs from an ONNX model, or from the file it was written to.
+
+    Args:
+        proto: the ``onnx.ModelProto``, or the path of a file.
+        device: where tensors go.
+        engine: ``"onnx"`` reads the data where they are stored, and nothing else is needed for it;
+            ``"onnxruntime"``, or ``"ReferenceEvaluator"`` for ``onnx.reference``, runs the model and takes its outputs.
+        sep: of the :class:`MiniOnnxBuilder` that made it, for an engine that runs the model.
+
+    Returns:
+        What :func:`create_onnx_model_from_input_tensors` was given.
+
+    Raises:
+        StoredFileError: see :func:`load_nested`.
+        NotRegisteredError: when a class is not registered.
+        InvalidArgumentError: when the engine is not known.
+    """
+    function = "create_input_tensors_from_onnx_model"
+    if engine == "onnx":
+        return read(proto, function, device=device, content=None)
+    model, folder = open_model(proto, function)
+    name = "The model" if folder is None else os.fspath(proto)
+    structure = structure_of(model, name)
+    return put_together(structure, RunOutputs(model, None if folder is None else proto, engine, sep), device)
+
+
+def _records(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """The records of all leaves, in order."""
+    if "leaf" in part:
+        return [part]
+    return [record for child in part["children"] for record in _records(child)]
+
+
+def randomized(structure: Structure) -> Structure:
+    """Drop the data of the tensors of floats; the model draws numbers in their place, the same ones in each run."""
+    payloads: list[Payload] = []
+    for payload in structure.payloads:
+        if payload.record["leaf"] == "torch" and payload.record["dtype"] in _FLOATS:
+            payload.record["seed"] = len(payloads)
+            payload = dataclasses.replace(payload, nbytes=0)
+        payloads.append(payload)
+    return structure._replace(payloads=payloads)

@@ -1,0 +1,67 @@
+"""Inputs with the outputs that belong to them, in one file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from ..errors import DamagedFileError
+from .nested import read
+from .onnx_write import save
+from .structure import take_apart
+
+__all__ = ["StoredCase", "load_case", "save_case"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredCase:
+    """Inputs and the outputs that are expected of them.
+
+    Attributes:
+        inputs: nested inputs: keyword arguments by name, or positional ones.
+        outputs: nested outputs.
+        name: what is special about the case.
+    """
+
+    inputs: Any
+    outputs: Any
+    name: str = ""
+
+
+def save_case(
+    path: str | os.PathLike[str], inputs: Any, outputs: Any, *, name: str = "", external_data: bool | None = None
+) -> int:
+    """Store inputs and expected outputs in a file, as :func:`save_nested` stores values.
+
+    Args:
+        path: the file to write.
+        inputs: nested inputs: a dict of keyword arguments, which are found by name in a model, or a tuple.
+        outputs: what a module returned for them.
+        name: what is special about the case.
+        external_data: see :func:`save_nested`.
+
+    Returns:
+        The bytes written.
+
+    Raises:
+        FlattenError: see :func:`save_nested`.
+    """
+    case = {"inputs": inputs, "outputs": outputs, "name": name}
+    return save(path, take_apart(case), function="save_case", content="case", external_data=external_data)
+
+
+def load_case(path: str | os.PathLike[str], *, device: Any = "cpu") -> StoredCase:
+    """Read what :func:`save_case` stored.
+
+    Args:
+        path: the file.
+        device: where tensors go.
+
+    Raises:
+        FlattenError: see :func:`load_nested`.
+    """
+    found = read(path, "load_case", device=device, content="case")
+    if not isinstance(found, dict) or set(found) != {"inputs", "outputs", "name"}:
+        raise DamagedFileError(f"{os.fspath(path)} is damaged: it holds no inputs and outputs.")
+    return StoredCase(**found)

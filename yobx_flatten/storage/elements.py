@@ -1,0 +1,80 @@
+"""How the elements of a tensor are stored in ONNX, by the name that torch and NumPy share: ``"bfloat16"``.
+
+A file must run in onnxruntime and in ``onnx.reference``, and what Python gets from a run are NumPy arrays. So
+
+- complex numbers, which onnxruntime refuses to load, are stored as pairs of real numbers, in one more axis of size 2;
+- bfloat16 and the 8-bit floats, which NumPy does not have, are stored as they are, and the graph casts them to float32,
+  which holds every value of theirs;
+- ``float4_e2m1fn_x2``, two numbers in a byte, is stored as bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+from ..errors import FlattenError, MissingDependencyError
+
+__all__ = ["BOOL", "DOUBLE", "ELEMENTS", "INT64", "STRING", "UINT8", "Element", "require_onnx"]
+
+
+class Element(NamedTuple):
+    """How one type of elements is stored.
+
+    Attributes:
+        code: the type of the initializer, a value of ``onnx.TensorProto.DataType``.
+        pair: whether each element is stored as two numbers, in an axis of its own behind the others.
+        cast: whether the graph returns float32 in its place.
+        opset: the first version of ONNX's operators whose ``Cast`` knows the type.
+    """
+
+    code: int
+    pair: bool = False
+    cast: bool = False
+    opset: int = 18
+
+
+UINT8, INT64, STRING, BOOL, DOUBLE = Element(2), Element(7), Element(8), Element(9), Element(11)
+
+ELEMENTS: dict[str, Element] = {
+    "float32": Element(1),
+    "uint8": UINT8,
+    "int8": Element(3),
+    "uint16": Element(4),
+    "int16": Element(5),
+    "int32": Element(6),
+    "int64": INT64,
+    "bool": BOOL,
+    "float16": Element(10),
+    "float64": DOUBLE,
+    "uint32": Element(12),
+    "uint64": Element(13),
+    "complex32": Element(10, pair=True),
+    "complex64": Element(1, pair=True),
+    "complex128": Element(11, pair=True),
+    "bfloat16": Element(16, cast=True),
+    "float8_e4m3fn": Element(17, cast=True, opset=19),
+    "float8_e4m3fnuz": Element(18, cast=True, opset=19),
+    "float8_e5m2": Element(19, cast=True, opset=19),
+    "float8_e5m2fnuz": Element(20, cast=True, opset=19),
+    "float8_e8m0fnu": Element(24, cast=True, opset=24),
+    "float4_e2m1fn_x2": UINT8,
+}
+
+
+def require_onnx(function: str) -> Any:
+    """Import onnx, or say what to install.
+
+    Args:
+        function: what the user called.
+
+    Raises:
+        MissingDependencyError: when onnx is not installed.
+    """
+    try:
+        import onnx
+    except ImportError:
+        raise MissingDependencyError(f"{function} needs onnx:\n    pip install 'yobx-flatten[onnx]'") from None
+    if sys.byteorder != "little":  # ONNX stores the low byte first, and here bytes are stored as they are in memory
+        raise FlattenError(f"{function} works on machines that store the low byte first; this one does not.")
+    return onnx

@@ -1,0 +1,70 @@
+"""Which leaf of a case is which input or output of a graph."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..tree import key_name, node_of
+
+__all__ = ["leaves_of", "match", "plain_names"]
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """List the leaves in the order of their names, in the block or outside of it."""
+    node = node_of(tree)
+    return [tree] if node is None else [leaf for child in node.children for leaf in leaves_of(child)]
+
+
+def plain_names(tree: Any) -> list[str]:
+    """Name every leaf by its keys alone, as ``torch.export`` does: ``past_key_values.key_0``.
+
+    Exporters that are given no names use these, with underscores.
+
+    >>> plain_names({"input_ids": 1, "extra": [2, {"a": 3}]})
+    ['input_ids', 'extra.0', 'extra.1.a']
+    """
+    node = node_of(tree)
+    if node is None:
+        return [""]
+    pairs = zip(node.keys, node.children, strict=True)
+    return [
+        f"{key_name(key)}.{below}" if below else key_name(key) for key, child in pairs for below in plain_names(child)
+    ]
+
+
+def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Find the leaf for each name of a graph.
+
+    A leaf has the name of an input if one of its spellings is equal to it; then if they are equal once all that is no
+    letter and no digit is an underscore, in small letters. Where names are left, and there are as many leaves as names,
+    the order decides, unless a name that was found says otherwise.
+
+    Args:
+        graph: names of the graph's inputs, or of its outputs.
+        spellings: the names that each leaf may go by.
+
+    Returns:
+        The position of a leaf by the graph's name. A name without a leaf is not there.
+
+    >>> match(["x", "past_key_values_key_0"], [["past_key_values.0.key", "past_key_values.key_0"], ["x"]])
+    {'x': 1, 'past_key_values_key_0': 0}
+    >>> match(["a", "b"], [["0"], ["1"]])
+    {'a': 0, 'b': 1}
+    """
+    found: dict[str, int] = {}
+    for spell in (str, _plain):
+        # the first leaf of a name has it
+        known = {spell(name): place for place in reversed(range(len(spellings))) for name in spellings[place]}
+        for name in graph:
+            if name not in found and spell(name) in known and known[spell(name)] not in found.values():
+                found[name] = known[spell(name)]
+    by_order = {name: place for place, name in enumerate(graph)}
+    if len(graph) == len(spellings) and found.items() <= by_order.items():
+        return by_order
+    return found
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"\W", "_", name).lower()

@@ -1,0 +1,84 @@
+"""Nested values to a file and back, in one call each."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from .onnx_read import Initializers, open_model, structure_of
+from .onnx_write import save
+from .structure import put_together, take_apart
+
+__all__ = ["load_nested", "read", "save_nested"]
+
+
+def save_nested(path: str | os.PathLike[str], values: Any, *, external_data: bool | None = None) -> int:
+    """Store nested values in an ONNX file, with their structure, static data and types.
+
+    onnxruntime and ``onnx.reference`` can run the file, and return every tensor under a readable name; nothing is
+    pickled. Tensors are written one after the other, from where they are; beside the values, memory is needed for one
+    that is not contiguous, or not on the host.
+
+    Args:
+        path: the file to write; its folder is made if it is not there. It appears when it is complete.
+        values: what is made of registered classes and containers: tensors of any type, NumPy arrays, numbers, text,
+            bytes, ``None``, enums, dtypes. Values, shapes and types are kept; devices, strides and ``requires_grad``
+            are not. One tensor in two places is stored once.
+        external_data: whether tensors are stored in a second file, ``<path>.data``; ``None`` for when there are more
+            than 16 MiB of them. One file alone cannot have more than 2 GB.
+
+    Returns:
+        The bytes written.
+
+    Raises:
+        NotRegisteredError: when there is an object of a class that nobody registered.
+        InvalidArgumentError: when a tensor has no plain data: sparse, on the meta device, quantized.
+        StaticDataError: when static data, or a leaf, is something that cannot be stored.
+        MissingDependencyError: when onnx is not installed.
+
+    >>> import tempfile
+    >>> import torch
+    >>> values = {"x": torch.ones(2, dtype=torch.bfloat16), "scale": 0.5, "extra": [None]}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     nbytes = save_nested(f"{folder}/inputs.onnx", values)
+    ...     load_nested(f"{folder}/inputs.onnx")
+    {'x': tensor([1., 1.], dtype=torch.bfloat16), 'scale': 0.5, 'extra': [None]}
+    """
+    return save(path, take_apart(values), function="save_nested", external_data=external_data)
+
+
+def load_nested(path: str | os.PathLike[str], *, device: Any = "cpu") -> Any:
+    """Read what :func:`save_nested` stored.
+
+    Classes must be registered, and their modules imported, before: a file does not choose what is imported, except for
+    modules of torch, NumPy, transformers and diffusers. onnxruntime is not needed.
+
+    Args:
+        path: the file. What it stored in a second file must be beside it.
+        device: where tensors go.
+
+    Returns:
+        The values, bit by bit.
+
+    Raises:
+        NotRegisteredError: when a class is not registered.
+        ForeignFileError: when another program wrote the file, or a newer version of this package.
+        DamagedFileError: when it is truncated, or its contents do not fit together.
+        MissingDependencyError: when onnx is not installed.
+    """
+    return read(path, "load_nested", device=device, content="values")
+
+
+def read(given: Any, function: str, *, device: Any, content: str | None) -> Any:
+    """Read a file, or a model in memory, from its initializers.
+
+    Args:
+        given: a path, or an ``onnx.ModelProto``.
+        function: what the user called, for messages.
+        device: where tensors go.
+        content: what it should hold; ``None`` for whatever it is.
+    """
+    model, folder = open_model(given, function)
+    name = "The model" if folder is None else os.fspath(given)
+    structure = structure_of(model, name, content)
+    return put_together(structure, Initializers(model, folder, name), device)

@@ -1,0 +1,183 @@
+"""A file, or a model in memory, as the source of its initializers; nothing in it is taken on trust."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import zlib
+from typing import Any, BinaryIO
+
+from ..errors import DamagedFileError, ForeignFileError, InvalidArgumentError, describe_class
+from .elements import Element, require_onnx
+from .onnx_write import CHECKSUM, CONTENT, FORMAT, STRUCTURE, VERSION, crc_of_strings
+
+__all__ = ["Initializers", "open_model", "structure_of"]
+
+_PIECE = 16 * 2**20  # bytes read at once
+_KNOWN_VERSION = 1
+
+
+def open_model(given: Any, function: str) -> tuple[Any, pathlib.Path | None]:
+    """Read a file without its external data, or take a model as it is.
+
+    Args:
+        given: a path, or an ``onnx.ModelProto``.
+        function: what the user called, for messages.
+
+    Returns:
+        The ``onnx.ModelProto`` and the folder it is in.
+
+    Raises:
+        DamagedFileError: when the file cannot be read as ONNX.
+    """
+    onnx = require_onnx(function)
+    if isinstance(given, onnx.ModelProto):
+        return given, None
+    if not isinstance(given, (str, os.PathLike)):
+        raise InvalidArgumentError(f"{function} takes a path or an onnx.ModelProto, found {describe_class(given)}.")
+    path = pathlib.Path(given)
+    data = path.read_bytes()
+    if not data:
+        raise DamagedFileError(f"{path} is empty.")
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(data)
+    except Exception as error:  # protobuf's DecodeError, which onnx has no name for
+        raise DamagedFileError(f"{path} is not an ONNX file, or it is truncated ({error}).") from error
+    return model, path.parent
+
+
+def structure_of(model: Any, name: str, content: str | None = None) -> Any:
+    """Return the structure that a model's metadata hold, once they are checked.
+
+    Args:
+        model: the ``onnx.ModelProto``.
+        name: what it is called in messages.
+        content: what it should hold; ``None`` for whatever it is.
+
+    Raises:
+        ForeignFileError: when somebody else wrote it, or a newer version of this package, or it holds something else.
+        DamagedFileError: when the structure is not the one that was written.
+    """
+    found = {entry.key: entry.value for entry in model.metadata_props}
+    if found.get(FORMAT) != "nested-values":
+        raise ForeignFileError(
+            f"{name} holds no nested values: the key {FORMAT!r} is not among its metadata. It is a model, or was "
+            "written by another program; save_nested and save_case write such files."
+        )
+    if not found.get(VERSION, "").isdigit() or int(found[VERSION]) > _KNOWN_VERSION:
+        raise ForeignFileError(
+            f"{name} is of version {found.get(VERSION)!r} of the format, this yobx_flatten reads version "
+            f"{_KNOWN_VERSION}. Update it:\n    pip install --upgrade yobx-flatten"
+        )
+    if content is not None and found.get(CONTENT) != content:
+        function = {"case": "load_case", "values": "load_nested"}.get(found.get(CONTENT, ""), "load_nested")
+        raise ForeignFileError(f"{name} holds {found.get(CONTENT)!r}, not {content!r}. Read it with {function}.")
+    text = found.get(STRUCTURE, "")
+    if str(zlib.crc32(text.encode())) != found.get(CHECKSUM):
+        raise DamagedFileError(f"{name} is damaged: its structure is not the one that was written.")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"{name} is damaged: its structure is not JSON ({error}).") from error
+
+
+class Initializers:
+    """The initializers of a model, read one at a time; a :class:`.values.Source`.
+
+    Args:
+        model: the ``onnx.ModelProto``.
+        folder: where its external data are, ``None`` if it has none.
+        name: what it is called in messages.
+    """
+
+    def __init__(self, model: Any, folder: pathlib.Path | None, name: str) -> None:
+        self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+        self._folder, self._name = folder, name
+        self._sizes: dict[str, int] = {}
+
+    def check(self, record: dict[str, Any], element: Element, dims: tuple[int, ...], nbytes: int) -> None:
+        """Refuse a record that does not fit what is stored, before memory is allocated for it."""
+        tensor = self._tensor(record)
+        if tensor.data_type != element.code or tuple(tensor.dims) != dims or min(dims, default=0) < 0:
+            raise self._damaged(record, "has another type or shape than its metadata say")
+        if element.code == 8:  # strings
+            if len(tensor.string_data) != math.prod(dims):
+                raise self._damaged(record, f"has {len(tensor.string_data)} elements")
+        elif tensor.HasField("data_location") and tensor.data_location == 1:
+            path, start, length = self._place(record, tensor)
+            if length != nbytes:
+                raise self._damaged(record, f"has {length} bytes instead of {nbytes}")
+            size = self._size(path, record)
+            if start + length > size:
+                raise self._damaged(record, f"ends at byte {start + length} of {path.name}, which has {size}")
+        elif len(tensor.raw_data) != nbytes:
+            raise self._damaged(record, f"has {len(tensor.raw_data)} bytes instead of {nbytes}")
+
+    def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
+        """Put the bytes of an initializer into memory."""
+        tensor = self._tensor(record)
+        if tensor.HasField("data_location") and tensor.data_location == 1:
+            path, start, _ = self._place(record, tensor)
+            with open(path, "rb") as file:
+                file.seek(start)
+                checksum = _read(file, view)
+        else:
+            view[:] = tensor.raw_data
+            checksum = zlib.crc32(view)
+        if checksum != record["crc32"]:
+            raise self._damaged(record, "is not what was written")
+
+    def strings(self, record: dict[str, Any]) -> list[bytes]:
+        """Return the elements of an initializer that holds strings."""
+        found = list(self._tensor(record).string_data)
+        if crc_of_strings(found) != record["crc32"]:
+            raise self._damaged(record, "is not what was written")
+        return found
+
+    def _tensor(self, record: dict[str, Any]) -> Any:
+        tensor = self._tensors.get(record.get("stored", record["name"]))
+        if tensor is None:
+            raise self._damaged(record, "is missing")
+        return tensor
+
+    def _place(self, record: dict[str, Any], tensor: Any) -> tuple[pathlib.Path, int, int]:
+        """The file with a tensor's data, where they begin, and how long they are."""
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        location = entries.get("location", "")
+        # a file reads what is beside it and nothing else
+        if not location or pathlib.PurePath(location).name != location or location == "..":
+            raise self._damaged(record, f"is stored in {location!r}, which is not a file beside this one")
+        if self._folder is None:
+            raise InvalidArgumentError(
+                f"{self._name} keeps {record['name']!r} in the file {location!r}, and a model in memory does not know "
+                "where that is. Pass the path of the model."
+            )
+        start, length = int(entries.get("offset", 0)), int(entries.get("length", -1))
+        if start < 0 or length < 0:
+            raise self._damaged(record, "has no place in the file beside this one")
+        return self._folder / location, start, length
+
+    def _size(self, path: pathlib.Path, record: dict[str, Any]) -> int:
+        if path.name not in self._sizes:
+            if not path.is_file():
+                raise self._damaged(
+                    record, f"is stored in {path.name}, which is not there; keep the two files together"
+                )
+            self._sizes[path.name] = path.stat().st_size
+        return self._sizes[path.name]
+
+    def _damaged(self, record: dict[str, Any], what: str) -> DamagedFileError:
+        return DamagedFileError(f"{self._name} is damaged: {record['name']!r} {what}.")
+
+
+def _read(file: BinaryIO, view: memoryview) -> int:
+    """Fill memory from a file; return the checksum of what was read."""
+    checksum = 0
+    for start in range(0, len(view), _PIECE):
+        piece = view[start : start + _PIECE]
+        file.readinto(piece)  # type: ignore[attr-defined] # every binary file of Python's has it
+        checksum = zlib.crc32(piece, checksum)
+    return checksum

@@ -1,0 +1,229 @@
+"""Payloads to an ONNX graph without nodes, as far as possible: an initializer that is an output comes out of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import tempfile
+import zlib
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+from ..errors import InvalidArgumentError
+from .elements import UINT8, require_onnx
+from .structure import Structure, unique
+from .values import Payload
+
+__all__ = ["CHECKSUM", "CONTENT", "FORMAT", "STRUCTURE", "VERSION", "OnnxWriter", "check_size", "save"]
+
+FORMAT, VERSION, CONTENT = "yobx_flatten.format", "yobx_flatten.format_version", "yobx_flatten.content"
+STRUCTURE, CHECKSUM = "yobx_flatten.structure", "yobx_flatten.structure_crc32"
+
+_FLOAT = 1
+_INLINE = 1024  # bytes; smaller tensors stay in the model, next to their names
+_TOGETHER = 16 * 2**20  # bytes; as much as this is one file
+_LARGEST = 2**31 - 2**26  # bytes; protobuf's limit, less what names and shapes need
+_ALIGNED = 64  # bytes
+_PIECE = 16 * 2**20  # bytes written at once
+
+
+class OnnxWriter:
+    """Collects initializers and the nodes behind them, then makes a model of it.
+
+    Args:
+        function: what the user called, for the message that onnx is missing.
+        opset: the version of ONNX's operators; a type of elements may ask for a newer one.
+        ir_version: of the file format of ONNX.
+        external: where the data go, ``None`` for into the model.
+        location: the name of that file, as the model knows it.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        *,
+        opset: int = 18,
+        ir_version: int = 10,
+        external: BinaryIO | None = None,
+        location: str = "",
+    ) -> None:
+        self._onnx = require_onnx(function)
+        self._opset, self._ir_version = opset, ir_version
+        self._external, self._location = external, location
+        self._taken: set[str] = set()
+        self._payloads: dict[str, Payload] = {}
+        self._initializers: list[Any] = []
+        self._nodes: list[Any] = []
+        self._outputs: list[Any] = []
+
+    def add_structure(self, structure: Structure) -> None:
+        """Make every leaf an output."""
+        self._taken |= {payload.record["name"] for payload in structure.payloads}
+        self._taken |= {record["name"] for record in structure.again}
+        for payload in structure.payloads:
+            self.add(payload)
+        for record in structure.again:
+            first = self._payloads[record["as"]]
+            self.add_node("Identity", [record["as"]], record["name"])
+            self.add_output(record["name"], _FLOAT if first.element.cast else first.element.code, first.dims)
+
+    def add(self, payload: Payload, *, output: bool = True) -> None:
+        """Add one initializer, or the node that draws numbers in its place."""
+        name, element = payload.record["name"], payload.element
+        self._payloads[name] = payload
+        self._taken.add(name)
+        code = _FLOAT if element.cast else element.code
+        if "seed" in payload.record:
+            seed = float(payload.record["seed"])
+            self.add_node("RandomUniform", [], name, dtype=code, shape=list(payload.dims), seed=seed)
+        elif element.cast:
+            self._opset = max(self._opset, element.opset)
+            stored = payload.record["stored"] = unique(f"{name}.stored", self._taken)
+            self._initializers.append(self._tensor(payload, stored))
+            self.add_node("Cast", [stored], name, to=_FLOAT)
+        else:
+            self._initializers.append(self._tensor(payload, name))
+        if output:
+            self.add_output(name, code, payload.dims)
+
+    def add_sequence(self, name: str, payloads: Sequence[Payload]) -> None:
+        """Make a sequence of several initializers an output."""
+        for payload in payloads:
+            if payload.record["name"] not in self._payloads:
+                self.add(payload, output=False)
+        name = unique(name, self._taken)
+        self.add_node("SequenceConstruct", [payload.record["name"] for payload in payloads], name)
+        first = payloads[0].element
+        self.add_output(name, _FLOAT if first.cast else first.code, None, sequence=True)
+
+    def add_node(self, operator: str, inputs: Sequence[str], output: str, **attributes: Any) -> None:
+        """Add a node of one output."""
+        self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), [output], **attributes))
+
+    def add_output(self, name: str, code: int, dims: Sequence[int] | None, *, sequence: bool = False) -> None:
+        """Make something an output of the graph."""
+        helper = self._onnx.helper
+        make = helper.make_tensor_sequence_value_info if sequence else helper.make_tensor_value_info
+        self._outputs.append(make(name, code, dims))
+
+    def model(self, json_: dict[str, Any] | None, content: str) -> Any:
+        """Return the ``onnx.ModelProto``."""
+        if not self._outputs:  # onnxruntime loads no graph without outputs
+            record = {"name": unique("nothing", self._taken)}
+            self.add(Payload(record, UINT8, (0,), 0, lambda: memoryview(b"")))
+        helper = self._onnx.helper
+        graph = helper.make_graph(self._nodes, "values", [], self._outputs, self._initializers)
+        opset = helper.make_opsetid("", self._opset)
+        ir_version = max(self._ir_version, 11) if self._opset > 23 else self._ir_version
+        model = helper.make_model(graph, opset_imports=[opset], ir_version=ir_version, producer_name="yobx_flatten")
+        text = json.dumps(json_, separators=(",", ":"))
+        helper.set_model_props(
+            model,
+            {
+                FORMAT: "nested-values",
+                VERSION: "1",
+                CONTENT: content,
+                STRUCTURE: text,
+                CHECKSUM: str(zlib.crc32(text.encode())),
+            },
+        )
+        return model
+
+    def _tensor(self, payload: Payload, name: str) -> Any:
+        tensor = self._onnx.TensorProto()
+        tensor.name, tensor.data_type = name, payload.element.code
+        tensor.dims.extend(payload.dims)
+        if payload.strings is not None:
+            tensor.string_data.extend(payload.strings)
+            payload.record["crc32"] = crc_of_strings(payload.strings)
+            return tensor
+        data = payload.data()
+        payload.record["crc32"] = zlib.crc32(data)
+        if self._external is None or payload.nbytes < _INLINE:
+            tensor.raw_data = bytes(data)
+            return tensor
+        start = -(-self._external.tell() // _ALIGNED) * _ALIGNED
+        self._external.write(bytes(start - self._external.tell()))
+        for piece in range(0, payload.nbytes, _PIECE):
+            self._external.write(data[piece : piece + _PIECE])
+        tensor.data_location = self._onnx.TensorProto.EXTERNAL
+        for key, value in (("location", self._location), ("offset", start), ("length", payload.nbytes)):
+            tensor.external_data.add(key=key, value=str(value))
+        return tensor
+
+
+def crc_of_strings(strings: Sequence[bytes]) -> int:
+    """The checksum of a tensor of strings, each with a zero behind it."""
+    checksum = 0
+    for text in strings:
+        checksum = zlib.crc32(text + b"\0", checksum)
+    return checksum
+
+
+def save(
+    path: str | os.PathLike[str],
+    structure: Structure,
+    *,
+    function: str,
+    content: str = "values",
+    external_data: bool | None = None,
+) -> int:
+    """Write a structure to a file, and to a second one beside it if there is much of it.
+
+    Both are written under other names, and renamed when they are complete.
+
+    Args:
+        path: the file; ``<path>.data`` is the second one.
+        structure: what to store.
+        function: what the user called, for messages.
+        content: what the file holds, for the reader.
+        external_data: whether to use a second file; ``None`` to decide by size.
+
+    Returns:
+        The bytes written.
+    """
+    path = pathlib.Path(path)
+    total = sum(payload.nbytes for payload in structure.payloads)
+    if external_data is None:
+        external_data = total > _TOGETHER
+    if not external_data:
+        check_size(total, function, "leave external_data as it is")
+    require_onnx(function)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside, replaced = path.with_name(f"{path.name}.data"), path.exists()
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".partial", dir=path.parent) as folder:
+        written = pathlib.Path(folder)
+        if external_data:
+            with open(written / beside.name, "wb") as external:
+                _write(written / path.name, structure, function, content, external, beside.name)
+        else:
+            _write(written / path.name, structure, function, content, None, "")
+        files = sorted(written.iterdir(), reverse=True)  # the data first: a model without them is of no use
+        size = sum(file.stat().st_size for file in files)
+        for file in files:
+            os.replace(file, path.parent / file.name)
+    if replaced and not external_data:
+        beside.unlink(missing_ok=True)  # of the file that was there before
+    return size
+
+
+def check_size(nbytes: int, function: str, remedy: str) -> None:
+    """Refuse what does not fit into one file.
+
+    Raises:
+        InvalidArgumentError: when it is too much for protobuf.
+    """
+    if nbytes > _LARGEST:
+        raise InvalidArgumentError(
+            f"{function}: {nbytes / 1e9:.1f} GB do not fit into one ONNX file, which ends at 2 GB; {remedy}."
+        )
+
+
+def _write(
+    file: pathlib.Path, structure: Structure, function: str, content: str, external: BinaryIO | None, location: str
+) -> None:
+    writer = OnnxWriter(function, external=external, location=location)
+    writer.add_structure(structure)
+    with open(file, "wb") as opened:
+        opened.write(writer.model(structure.json, content).SerializeToString())

@@ -1,0 +1,173 @@
+"""A nested object as JSON that names its classes and its leaves, and back.
+
+{"node": "builtins:dict", "static": ["x", "cache"], "children": [
+    {"leaf": "torch", "name": "x", "dtype": "bfloat16", "shape": [2, 3], "crc32": 2768625435},
+    {"node": "transformers.cache_utils:DynamicCache", "static": ["key_0", "value_0"], "children": [...]}]}
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+
+from ..errors import DamagedFileError, FlattenError, NotRegisteredError, StaticDataError
+from ..naming import leaf_names
+from ..static_codec import dump_static
+from ..tree import recipe_for
+from .trusted import import_served, load_trusted
+from .values import Payload, Source, read_leaf, write_leaf
+
+__all__ = ["Structure", "put_together", "take_apart", "unique"]
+
+
+class Structure(NamedTuple):
+    """A nested object, taken apart.
+
+    Attributes:
+        json: what the metadata say; the records of the payloads are parts of it.
+        payloads: what the initializers are made of, in the order of the leaves.
+        again: the records of tensors that stand in a second place.
+    """
+
+    json: dict[str, Any]
+    payloads: list[Payload]
+    again: list[dict[str, Any]]
+
+
+def take_apart(tree: Any) -> Structure:
+    """Take a nested object apart by the registrations in force, or by those of our block outside of it.
+
+    Args:
+        tree: anything that is made of nodes and of what :func:`.values.write_leaf` takes.
+
+    Raises:
+        FlattenError: see :func:`.values.write_leaf`.
+    """
+    taken: set[str] = set()
+    names = iter([unique(name or "value", taken) for name in leaf_names(tree)])
+    payloads: list[Payload] = []
+    again: list[dict[str, Any]] = []
+    seen: dict[int, tuple[Any, str]] = {}  # by id; the leaf itself is kept, so that no other takes its id
+
+    def visit(obj: Any) -> dict[str, Any]:
+        node = _functions_of(type(obj), pytree._get_node_type(obj))
+        if node is not None:
+            children, static = node.flatten(obj)
+            cls = f"{type(obj).__module__}:{type(obj).__qualname__}"
+            try:
+                dumped = dump_static(static)
+            except StaticDataError as error:
+                raise StaticDataError(f"{type(obj).__qualname__}: {error}") from error
+            return {"node": cls, "static": dumped, "children": [visit(child) for child in children]}
+        name = next(names)
+        # one tensor in two places is stored once, and comes back as one tensor
+        if id(obj) in seen:
+            again.append({"leaf": "same", "name": name, "as": seen[id(obj)][1]})
+            return again[-1]
+        record, payload = write_leaf(obj, name, where=name)
+        if payload is not None:
+            payloads.append(payload)
+            if record["leaf"] in ("torch", "numpy"):
+                seen[id(obj)] = obj, name
+        return record
+
+    return Structure(visit(tree), payloads, again)
+
+
+def put_together(json: Any, source: Source, device: Any) -> Any:
+    """Rebuild what :func:`take_apart` was given.
+
+    Args:
+        json: what it said.
+        source: where the data of the leaves are.
+        device: where tensors go.
+
+    Raises:
+        NotRegisteredError: when a class is not registered, or its module not imported.
+        DamagedFileError: when something does not fit together.
+    """
+    read: dict[str, Any] = {}
+
+    def visit(part: dict[str, Any]) -> Any:
+        if "node" in part:
+            node = _node_named(part["node"])
+            children = [visit(child) for child in part["children"]]
+            static = load_trusted(part["static"])
+            try:
+                return node.unflatten(children, static)
+            except Exception as error:  # whatever the function of a registration raises
+                raise DamagedFileError(
+                    f"{part['node']} cannot be rebuilt by the registration in force "
+                    f"({type(error).__name__}: {error}). Was it another one when the file was written?"
+                ) from error
+        if part["leaf"] == "same":
+            return read[part["as"]]
+        value = read_leaf(part, source, device)
+        if "name" in part:
+            read[part["name"]] = value
+        return value
+
+    try:
+        return visit(json)
+    except FlattenError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        raise DamagedFileError(f"The structure cannot be read ({type(error).__name__}: {error}).") from error
+
+
+def unique(name: str, taken: set[str]) -> str:
+    """Give a name that nothing else in the graph has, and that protobuf can store.
+
+    >>> taken = set()
+    >>> unique("a.b", taken), unique("a.b", taken)
+    ('a.b', 'a.b#2')
+    """
+    name = name.encode("utf-8", "replace").decode()
+    found, count = name, 1
+    while found in taken:
+        count += 1
+        found = f"{name}#{count}"
+    taken.add(found)
+    return found
+
+
+class _Functions(NamedTuple):
+    flatten: Callable[[Any], tuple[Any, Any]]
+    unflatten: Callable[[Any, Any], Any]
+
+
+def _functions_of(cls: type, node_type: Any) -> _Functions | None:
+    recipe = recipe_for(cls)
+    if recipe is not None:
+        return _Functions(recipe.flatten, recipe.unflatten)
+    node = pytree.SUPPORTED_NODES.get(node_type)
+    if node is not None and cls is torch.Size:  # torch makes a plain tuple of it
+        return _Functions(node.flatten_fn, lambda children, static: torch.Size(children))
+    return None if node is None else _Functions(node.flatten_fn, node.unflatten_fn)
+
+
+def _node_named(name: str) -> _Functions:
+    module, _, qualified = name.partition(":")
+    import_served(module)
+    cls: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        cls = getattr(cls, part, None)
+    if not isinstance(cls, type):  # a class that was defined in a function has no other place than the table
+        cls = next((c for c in pytree.SUPPORTED_NODES if f"{c.__module__}:{c.__qualname__}" == name), None)
+    found = None
+    if isinstance(cls, type):
+        # torch keeps one entry for all named tuples
+        named = pytree.is_namedtuple_class(cls) and cls not in pytree.SUPPORTED_NODES
+        found = _functions_of(cls, collections.namedtuple if named else cls)
+    if found is None:
+        where = "" if module in sys.modules else f"import {module}\n    "
+        raise NotRegisteredError(
+            f"The file holds an object of {module}.{qualified}, which is not registered. A file does not choose "
+            f"what is imported; register the class first:\n    {where}register_class_flattening({qualified}, ...)"
+        )
+    return found

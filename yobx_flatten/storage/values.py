@@ -1,0 +1,313 @@
+"""One leaf of a nested object as an initializer of an ONNX graph, and back.
+
+A leaf becomes a *record*, a dict that goes into the file's metadata, and, where there is data, a *payload*: what the
+initializer is made of. The bytes of a payload are asked for when they are written, one payload at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..diagnose.opaque import find_unregistered
+from ..errors import DamagedFileError, InvalidArgumentError, NotRegisteredError, StaticDataError
+from ..static_codec import dump_static
+from .elements import BOOL, DOUBLE, ELEMENTS, INT64, STRING, UINT8, Element
+from .trusted import load_trusted
+
+__all__ = ["Payload", "Source", "read_leaf", "write_leaf"]
+
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Payload:
+    """What an initializer is made of.
+
+    Attributes:
+        record: what the metadata say of the leaf; the writer adds a checksum.
+        element: the type of the elements.
+        dims: the shape of the initializer.
+        nbytes: the size of the data; 0 for strings.
+        data: gives the bytes; may copy the leaf.
+        strings: the elements, for strings, ``None`` otherwise.
+    """
+
+    record: Record
+    element: Element
+    dims: tuple[int, ...]
+    nbytes: int
+    data: Callable[[], memoryview]
+    strings: Sequence[bytes] | None = None
+
+
+class Source(Protocol):
+    """Where the data of the initializers are read."""
+
+    def check(self, record: Record, element: Element, dims: tuple[int, ...], nbytes: int) -> None:
+        """Refuse a record that does not fit what is stored, before memory is allocated for it."""
+
+    def fill(self, record: Record, element: Element, view: memoryview) -> None:
+        """Put the bytes of an initializer into memory."""
+
+    def strings(self, record: Record) -> list[bytes]:
+        """Return the elements of an initializer that holds strings."""
+
+
+# -- to a file -------------------------------------------------------------------------------------------------------
+
+
+def write_leaf(leaf: Any, name: str, *, where: str) -> tuple[Record, Payload | None]:
+    """Say how a leaf is stored.
+
+    Args:
+        leaf: a tensor, a NumPy array or number, a Python number, text, bytes, or what static data may be: ``None``,
+            enums, dtypes, slices, sets.
+        name: what its output of the graph is called.
+        where: where it stands, for messages.
+
+    Returns:
+        The record, and the payload unless everything is in the record.
+
+    Raises:
+        NotRegisteredError: for an object of a class that nobody registered.
+        InvalidArgumentError: for a tensor or an array without plain data: sparse, on the meta device, quantized.
+        StaticDataError: for anything else.
+    """
+    if isinstance(leaf, torch.Tensor):
+        return _write_tensor(leaf, name, where)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(leaf, (numpy.ndarray, numpy.generic)):
+        return _write_array(leaf, name, where)
+    if type(leaf) in _SCALARS:
+        written = _write_scalar(leaf, name)
+        if written is not None:
+            return written
+    return _write_static(leaf, where), None
+
+
+def _write_tensor(leaf: torch.Tensor, name: str, where: str) -> tuple[Record, Payload]:
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    # a subclass with operators of its own keeps its data elsewhere: FakeTensor, DTensor, nested and wrapped tensors
+    own = type(leaf).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if leaf.layout is not torch.strided or leaf.is_meta or leaf.is_nested or own or dtype not in ELEMENTS:
+        what = f"a {type(leaf).__name__}" if own else f"of layout {leaf.layout} on {leaf.device}"
+        raise InvalidArgumentError(
+            f"{where} is a tensor of type {leaf.dtype}, {what}, which has no plain data to store. Store a plain "
+            "tensor:\n    tensor.to_dense(), tensor.dequantize(), ..."
+        )
+
+    def data() -> memoryview:
+        plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        # not reshape: one element may have any stride, and is still contiguous
+        return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+
+    record = {"leaf": "torch", "name": name, "dtype": dtype, "shape": list(leaf.shape)}
+    element = ELEMENTS[dtype]
+    return record, Payload(record, element, _dims(element, leaf.shape), leaf.numel() * leaf.element_size(), data)
+
+
+def _write_array(leaf: Any, name: str, where: str) -> tuple[Record, Payload]:
+    import numpy
+
+    scalar = isinstance(leaf, numpy.generic)
+    array = numpy.asarray(leaf) if scalar else leaf
+    dtype = array.dtype
+    record: Record = {
+        "leaf": "numpy_scalar" if scalar else "numpy",
+        "name": name,
+        "dtype": dtype.name if dtype.hasobject or dtype.type.__module__ != "numpy" else dtype.str,
+        "shape": list(array.shape),
+    }
+    plain_class = scalar or type(array) in (numpy.ndarray, numpy.memmap)  # others hold more, such as a mask
+    texts = _texts_of(array) if plain_class and dtype.kind in "UO" else None
+    if texts is not None:
+        return record, Payload(record, STRING, array.shape, 0, _nothing, texts)
+    if dtype.kind == "U":
+        record["text"] = False
+    stored = _array_element(dtype)
+    if stored is None or not plain_class:
+        raise InvalidArgumentError(
+            f"{where} is a {type(array).__name__} of type {dtype}, which has no counterpart in ONNX. Store an array of "
+            "numbers or of text."
+        )
+    element, dims = stored[0], _dims(stored[0], (*array.shape, *stored[1]))
+
+    def data() -> memoryview:
+        plain = numpy.ascontiguousarray(array, _low_byte_first(dtype)).reshape(-1)
+        # NumPy hands out no bytes of dates, nor of the types that ml_dtypes adds
+        return plain.view(numpy.uint8).data
+
+    return record, Payload(record, element, dims, array.nbytes, data)
+
+
+def _array_element(dtype: Any) -> tuple[Element, tuple[int, ...]] | None:
+    """The type of elements for arrays that are not text, and the axes that are added."""
+    if dtype.hasobject or dtype.subdtype is not None or dtype.names is not None:
+        return None
+    if dtype.kind in "mM":
+        return INT64, ()
+    if dtype.kind == "S":
+        return UINT8, (dtype.itemsize,)
+    if dtype.kind == "U":  # text that UTF-8 has no bytes for
+        return ELEMENTS["uint32"], (dtype.itemsize // 4,)
+    return (ELEMENTS[dtype.name], ()) if dtype.name in ELEMENTS else None
+
+
+def _low_byte_first(dtype: Any) -> Any:
+    return dtype.newbyteorder("<") if dtype.byteorder == ">" else dtype
+
+
+def _texts_of(array: Any) -> list[bytes] | None:
+    """The elements of an array of text, ``None`` where one of them is something else."""
+    try:
+        return [text.encode() for text in array.reshape(-1).tolist()]
+    except (AttributeError, UnicodeEncodeError):
+        return None
+
+
+def _write_scalar(leaf: Any, name: str) -> tuple[Record, Payload] | None:
+    record: Record = {"leaf": type(leaf).__name__, "name": name}
+    if isinstance(leaf, str):
+        try:
+            return record, Payload(record, STRING, (), 0, _nothing, [leaf.encode()])
+        except UnicodeEncodeError:
+            return None
+    if isinstance(leaf, bytes):
+        record["shape"] = [len(leaf)]
+        return record, Payload(record, UINT8, (len(leaf),), len(leaf), lambda: memoryview(leaf))
+    element, format_, dims = _SCALARS[type(leaf)]
+    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+        return None
+    numbers = [leaf.real, leaf.imag] if isinstance(leaf, complex) else [leaf]
+    data = struct.pack(format_, *numbers)
+    return record, Payload(record, element, dims, len(data), lambda: memoryview(data))
+
+
+def _write_static(leaf: Any, where: str) -> Record:
+    try:
+        return {"leaf": "static", "value": dump_static(leaf, where=where)}
+    except StaticDataError as error:
+        found = find_unregistered(leaf, name=where)
+        if found:
+            raise NotRegisteredError(str(found[0])) from error
+        if type(leaf).__module__.partition(".")[0] in ("jax", "jaxlib"):
+            raise InvalidArgumentError(
+                f"{where} is an array of JAX. Store one of NumPy:\n    numpy.asarray(array)"
+            ) from error
+        raise
+
+
+def _dims(element: Element, shape: Sequence[int]) -> tuple[int, ...]:
+    return (*shape, 2) if element.pair else tuple(shape)
+
+
+def _nothing() -> memoryview:
+    return memoryview(b"")
+
+
+# -- from a file -----------------------------------------------------------------------------------------------------
+
+
+def read_leaf(record: Record, source: Source, device: Any) -> Any:
+    """Bring back what :func:`write_leaf` was given.
+
+    Args:
+        record: what the metadata say of the leaf.
+        source: where the data are.
+        device: where tensors go.
+
+    Raises:
+        DamagedFileError: when record and data do not fit together.
+    """
+    kind = record["leaf"]
+    if kind == "static":
+        return load_trusted(record["value"])
+    if kind == "torch":
+        return _read_tensor(record, source).to(device)
+    if kind in ("numpy", "numpy_scalar"):
+        array = _read_array(record, source)
+        return array[()] if kind == "numpy_scalar" else array
+    return _read_scalar(kind, record, source)
+
+
+def _read_tensor(record: Record, source: Source) -> torch.Tensor:
+    dtype, shape = getattr(torch, record["dtype"], None), record["shape"]
+    if not isinstance(dtype, torch.dtype) or record["dtype"] not in ELEMENTS:
+        raise DamagedFileError(f"{record['name']!r} is of type {record['dtype']!r}, which this torch does not have.")
+    if "seed" in record:
+        return torch.rand(shape, generator=torch.Generator().manual_seed(record["seed"])).to(dtype)
+    element = ELEMENTS[record["dtype"]]
+    nbytes = math.prod(shape) * dtype.itemsize
+    source.check(record, element, _dims(element, shape), nbytes)
+    data = torch.empty(nbytes, dtype=torch.uint8)
+    source.fill(record, element, data.numpy().data)
+    return data.view(dtype).reshape(shape)
+
+
+def _read_array(record: Record, source: Source) -> Any:
+    import numpy
+
+    dtype, shape = _numpy_dtype(record["dtype"]), tuple(record["shape"])
+    if dtype.kind in "UO" and record.get("text", True):
+        source.check(record, STRING, shape, 0)
+        return numpy.array([text.decode() for text in source.strings(record)], dtype).reshape(shape)
+    stored = _array_element(dtype)
+    if stored is None:
+        raise DamagedFileError(f"{record['name']!r} is an array of type {record['dtype']!r}, which is never stored.")
+    element, dims = stored[0], _dims(stored[0], (*shape, *stored[1]))
+    source.check(record, element, dims, math.prod(shape) * dtype.itemsize)
+    array = numpy.empty(shape, _low_byte_first(dtype))
+    source.fill(record, element, array.reshape(-1).view(numpy.uint8).data)
+    return array.astype(dtype, copy=False)
+
+
+def _numpy_dtype(name: str) -> Any:
+    import numpy
+
+    try:
+        if name in ELEMENTS and not hasattr(numpy, name):
+            import ml_dtypes  # comes with onnx
+
+            return numpy.dtype(getattr(ml_dtypes, name))
+        return numpy.dtype(name)
+    except (TypeError, AttributeError, ImportError):
+        raise DamagedFileError(f"An array is of type {name!r}, which this NumPy does not have.") from None
+
+
+def _read_scalar(kind: str, record: Record, source: Source) -> Any:
+    if kind == "str":
+        source.check(record, STRING, (), 0)
+        return source.strings(record)[0].decode()
+    if kind == "bytes":
+        element, dims, nbytes = UINT8, tuple(record["shape"]), math.prod(record["shape"])
+    else:
+        cls = next((cls for cls in _SCALARS if cls.__name__ == kind), None)
+        if cls is None:
+            raise DamagedFileError(f"A leaf is of kind {kind!r}, which this version of yobx_flatten does not know.")
+        element, format_, dims = _SCALARS[cls]
+        nbytes = struct.calcsize(format_)
+    source.check(record, element, dims, nbytes)
+    data = bytearray(nbytes)
+    source.fill(record, element, memoryview(data))
+    if kind == "bytes":
+        return bytes(data)
+    numbers = struct.unpack(format_, data)
+    return complex(*numbers) if kind == "complex" else numbers[0]
+
+
+# Python's own scalars: the elements, how struct packs them, the shape
+_SCALARS: dict[type, tuple[Element, str, tuple[int, ...]]] = {
+    bool: (BOOL, "<?", ()),
+    int: (INT64, "<q", ()),
+    float: (DOUBLE, "<d", ()),
+    complex: (DOUBLE, "<dd", (2,)),
+    str: (STRING, "", ()),
+    bytes: (UINT8, "", ()),
+}

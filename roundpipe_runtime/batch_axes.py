@@ -168,7 +168,7 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
         batch = next(iter(known))
         # labels none of which has the rows are more likely wrong than meant
         if batch > 1 and max(of_labels, default=1) > 1 and batch not in of_labels and not _has_axis(labels):
-            raise _ambiguous({**known, **of_labels})
+            raise _unlike(known, of_labels)
         return batch
     return _batch_size_by_axis_0(of_inputs, of_labels)
 
@@ -185,6 +185,8 @@ def _batch_size_by_axis_0(of_inputs: dict[int, list[str]], of_labels: dict[int, 
         return 1
     if len(candidates) == 1:
         return next(iter(candidates))
+    if len(of_inputs) == 1 and len(of_labels) == 1:
+        raise _unlike(of_inputs, of_labels)
     raise _ambiguous(candidates)
 
 
@@ -270,6 +272,15 @@ def _ambiguous(found: dict[int, list[str]]) -> SplitError:
         f"It is not clear how many rows the batch has: axis 0 has {_spell(found)}. Say which of them go whole to every "
         "microbatch:\n"
         f"    RoundPipeRunConfig(split_input={{{other!r}: Replicate}})"
+    )
+
+
+def _unlike(of_inputs: dict[int, list[str]], of_labels: dict[int, list[str]]) -> SplitError:
+    path = next(iter(of_labels.values()))[0]
+    return SplitError(
+        f"The labels have other rows than the inputs: axis 0 has {_spell(of_inputs)}; {_spell(of_labels)}. Labels are "
+        "cut along with the inputs, row by row: give them as many. If they go whole to every microbatch:\n"
+        f"    RoundPipeRunConfig(split_input={{{path!r}: Replicate}})"
     )
 
 

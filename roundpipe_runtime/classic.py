@@ -9,7 +9,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .errors import StageError
-from .run import NOW, Run
+from .events import NOW
+from .run import Run
 from .schedule import Stage
 from .transfer import Parcel
 

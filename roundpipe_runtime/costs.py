@@ -82,7 +82,8 @@ def analytic_cost(layer: nn.Module) -> LayerCost:
     >>> analytic_cost(nn.Embedding(50_000, 64)).forward < analytic_cost(nn.Linear(64, 64)).forward
     True
     """
-    embedded = {id(m.weight) for m in layer.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    tables = [m for m in layer.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    embedded = {id(table._parameters.get("weight")) for table in tables}
     params = list(layer.parameters())
     work = float(sum(p.numel() for p in params if p.dim() >= 2 and id(p) not in embedded))
     work = max(work, _SMALLEST)
@@ -112,6 +113,11 @@ class MeasuredCosts:
         self._analytic = list(analytic)
         self._measured: dict[tuple[str, int], float] = {}
         self._lock = threading.Lock()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether anything was recorded."""
+        return bool(self._measured)
 
     def record(self, layer: int, direction: Literal["forward", "backward"], seconds: float) -> None:
         """Take one measurement of a layer on one microbatch; a backward includes the recomputed forward."""

@@ -2,10 +2,10 @@
 
 Two implementations behind one protocol, so that one scheduler drives both:
 
-- :class:`VirtualDevice` lives on the CPU. Its memory is real copies, its thread is real, its events are futures that
-  are done. It can *check* that nobody reads memory after its release, on another device, or before its event.
+- :class:`VirtualDevice` lives on the CPU. Its memory is real copies, its thread is real, its events have passed. It can
+  *check* that nobody reads memory after its release, on another device, or before its event.
 - :class:`AcceleratorDevice` is any device of ``torch.accelerator``, with one stream each for parameters, activations,
-  compute and downloads.
+  compute and downloads. It is in a file of its own.
 
 Importing this file touches no accelerator and starts no thread.
 """
@@ -13,28 +13,20 @@ Importing this file touches no accelerator and starts no thread.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from .accelerator import AcceleratorDevice
 from .errors import ConfigError, DeviceError, DeviceMemoryError, UseAfterReleaseError
+from .events import NOW, Event
 from .worker import Worker
 
-__all__ = ["AcceleratorDevice", "Device", "DeviceSpec", "Event", "VirtualDevice", "parse_devices"]
-
-
-class Event(Protocol):
-    """A moment in the work of a device, seen as a future."""
-
-    def done(self) -> bool:
-        """Tell whether it has passed."""
-
-    def result(self) -> Any:
-        """Wait until it has passed."""
+__all__ = ["AcceleratorDevice", "Device", "DeviceSpec", "VirtualDevice", "parse_devices"]
 
 
 @runtime_checkable
@@ -67,8 +59,11 @@ class Device(Protocol):
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Make this device current for the code of a layer, behind the copies given so far."""
 
+    def visit(self) -> contextlib.AbstractContextManager[None]:
+        """Hold a stage, from its upload on; where the host runs ahead of the device, wait until there is room."""
+
     def synchronize(self) -> None:
-        """Wait until everything computed so far is there."""
+        """Wait until all copies and computations given so far have ended."""
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
         """Check that these tensors can be read here and now, where the device checks at all."""
@@ -83,6 +78,9 @@ class Device(Protocol):
 DeviceSpec: TypeAlias = "str | Sequence[torch.device | str | Device] | None"
 
 _POISON_INTEGER = 0x5A
+
+# It keeps no state, so all threads may be in it at once.
+_ALWAYS = contextlib.nullcontext()
 
 
 class _Ledger:
@@ -111,12 +109,6 @@ class _Ledger:
 _LEDGER = _Ledger()
 
 
-def _done() -> Future[None]:
-    event: Future[None] = Future()
-    event.set_result(None)
-    return event
-
-
 class VirtualDevice:
     """A device made of the CPU: what it computes with are its own copies, on its own thread.
 
@@ -124,6 +116,9 @@ class VirtualDevice:
         name: what errors and timelines call it.
         check: poison memory on release, and refuse to read what is not there, not here, or not any more.
         memory_limit: bytes of copies that it holds at most; ``None``, as many as there are.
+
+    Attributes:
+        peak: the most bytes of copies that it held; counted only where there is a limit.
 
     >>> device = VirtualDevice("virtual:0", check=True)
     >>> copy = device.copy_in(torch.ones(2))
@@ -139,7 +134,9 @@ class VirtualDevice:
         self.worker = Worker(name)
         self.check = check
         self.memory_limit = memory_limit
-        self._sizes: dict[int, int] = {}
+        self.peak = 0
+        # Of every copy that is alive: its size, and what tells that it is not any more.
+        self._held: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -154,21 +151,25 @@ class VirtualDevice:
     def allocated(self) -> int:
         """Bytes of copies that it holds now."""
         with self._lock:
-            return sum(self._sizes.values())
+            return sum(size for size, _ in list(self._held.values()))
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Return memory of this shape, dtype and layout; in check mode it is poisoned."""
         size = like.element_size() * like.numel()
-        if self.memory_limit is not None and self.allocated + size > self.memory_limit:
-            raise DeviceMemoryError(
-                f"{self.name} is out of memory: it holds {self.allocated} of {self.memory_limit} bytes, "
-                f"and {size} more were asked for ({tuple(like.shape)}, {like.dtype})."
-            )
+        if self.memory_limit is not None:
+            before = self.allocated
+            if before + size > self.memory_limit:
+                raise DeviceMemoryError(
+                    f"{self.name} is out of memory: it holds {before} of {self.memory_limit} bytes, "
+                    f"and {size} more were asked for ({tuple(like.shape)}, {like.dtype})."
+                )
+            self.peak = max(self.peak, before + size)
         tensor = torch.empty_like(like, requires_grad=False)
         key = id(tensor)
+        # The callback must not keep the device alive.
+        held = weakref.ref(tensor, functools.partial(_drop, self._held, key))
         with self._lock:
-            self._sizes[key] = size
-        weakref.finalize(tensor, self._free, key).atexit = False
+            self._held[key] = size, held
         if self.check:
             _poison(tensor)
             _LEDGER.write(tensor, self.name, "ready")
@@ -190,12 +191,15 @@ class VirtualDevice:
     def copy_out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         """Return a copy on the host, complete at once."""
         self.use([tensor])
-        return tensor.detach().clone(), _done()
+        return tensor.detach().clone(), NOW
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> contextlib.AbstractContextManager[None]:
         """Do nothing: the CPU is always current."""
-        yield
+        return _ALWAYS
+
+    def visit(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: a stage has ended before the next one begins."""
+        return _ALWAYS
 
     def synchronize(self) -> None:
         """Do nothing: what was computed is there."""
@@ -214,7 +218,7 @@ class VirtualDevice:
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give memory back; in check mode its contents become NaN (or nonsense, for integers)."""
         for tensor in tensors:
-            self._free(id(tensor))
+            _drop(self._held, id(tensor))
             if self.check and _LEDGER.read(tensor) == (self.name, "ready"):
                 _poison(tensor)
                 _LEDGER.write(tensor, self.name, "released")
@@ -223,9 +227,9 @@ class VirtualDevice:
         """End the thread."""
         self.worker.close()
 
-    def _free(self, key: int) -> None:
-        with self._lock:
-            self._sizes.pop(key, None)
+
+def _drop(held: dict[int, Any], key: int, _: object = None) -> None:
+    held.pop(key, None)  # one operation, so it needs no lock
 
 
 def _poison(tensor: torch.Tensor) -> None:
@@ -238,101 +242,6 @@ def _poison(tensor: torch.Tensor) -> None:
 
 def _drawn(tensor: torch.Tensor) -> str:
     return f"tensor of shape {tuple(tensor.shape)}"
-
-
-class _StreamEvent:
-    """An event of an accelerator, with the two questions of a future."""
-
-    def __init__(self, event: torch.Event) -> None:
-        self.event = event
-
-    def done(self) -> bool:
-        return bool(self.event.query())
-
-    def result(self) -> None:
-        self.event.synchronize()
-
-
-class AcceleratorDevice:
-    """A device of ``torch.accelerator``: four streams, so that copies run beside the computation.
-
-    Args:
-        device: with an index, ``cuda:0``.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.torch_device = device
-        self.name = str(device)
-        self.worker = Worker(self.name)
-        self._parameters = torch.Stream(device)
-        self._activations = torch.Stream(device)
-        self._compute = torch.Stream(device)
-        self._downloads = torch.Stream(device)
-
-    def __repr__(self) -> str:
-        return f"AcceleratorDevice({self.name!r})"
-
-    @property
-    def memory(self) -> int | None:
-        """Bytes of memory of the device, where torch can tell."""
-        library = torch.get_device_module(self.torch_device)
-        if not hasattr(library, "mem_get_info"):
-            return None
-        return int(library.mem_get_info(self.torch_device)[1])
-
-    def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory of the device."""
-        try:
-            return torch.empty_like(like, device=self.torch_device, requires_grad=False)
-        except torch.OutOfMemoryError as error:
-            raise DeviceMemoryError(f"{self.name} is out of memory: {error}") from error
-
-    def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Return a copy on the device; parameters and activations travel on streams of their own."""
-        stream = self._parameters if parameter else self._activations
-        if isinstance(ready, _StreamEvent):
-            stream.wait_event(ready.event)
-        elif ready is not None:
-            ready.result()
-        with stream, torch.no_grad():
-            copy = self.allocate(tensor)
-            copy.copy_(tensor, non_blocking=True)
-        copy.record_stream(self._compute)
-        return copy
-
-    def copy_out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """Return a copy in pinned memory, and the event that says when it is complete."""
-        self._downloads.wait_event(self._compute.record_event())
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
-        with self._downloads, torch.no_grad():
-            host.copy_(tensor.detach(), non_blocking=True)
-            tensor.record_stream(self._downloads)
-        event = self._downloads.record_event()
-        # The next layer may write this tensor in place, so the computation goes on behind the copy.
-        self._compute.wait_event(event)
-        return host, _StreamEvent(event)
-
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """Run what follows on the compute stream, behind all uploads given so far."""
-        self._compute.wait_event(self._parameters.record_event())
-        self._compute.wait_event(self._activations.record_event())
-        with self._compute:
-            yield
-
-    def synchronize(self) -> None:
-        """Wait for the compute stream."""
-        self._compute.synchronize()
-
-    def use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Check nothing: a wrong device is an error of the kernel."""
-
-    def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do nothing: the allocator knows the streams of every tensor."""
-
-    def close(self) -> None:
-        """End the thread."""
-        self.worker.close()
 
 
 # One object, so one thread, per accelerator and process, for as long as a pipeline holds it.

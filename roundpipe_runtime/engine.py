@@ -71,7 +71,9 @@ class Engine:
         self.store = ParameterStore(model, optim_dtype)
         self.table = ReadinessTable(len(self.layers))
         self.round_robin = RoundRobin(len(self.devices))
-        self.measured = MeasuredCosts([analytic_cost(layer) for layer in self.layers])
+        # apart, as a forward alone may be of another batch, and is not to be compared with a backward
+        guessed = [analytic_cost(layer) for layer in self.layers]
+        self._training, self._inference = MeasuredCosts(guessed), MeasuredCosts(guessed)
         found = self.layers
         self.steps = StepRunner(self.store, self.table, lambda: scan(found))
         self._plans: dict[RunType, tuple[ModelExecutePlan, int]] = {}
@@ -112,7 +114,7 @@ class Engine:
         microbatches = self.split(args, kwargs, label, config)
         run, stages = self.prepare("fused", config, len(microbatches))
         rows = [microbatch.rows for microbatch in microbatches]
-        run.labels = [microbatch.label for microbatch in microbatches]
+        run.labels = [pytree.tree_map_only(torch.Tensor, _on_host, microbatch.label) for microbatch in microbatches]
         run.loss_fn, run.keep_outputs = loss_fn, return_outputs
         run.contract = LossContract(config.loss_reduction or "sum", rows)
         parcels = [self._parcel(microbatch, run) for microbatch in microbatches]
@@ -159,7 +161,7 @@ class Engine:
             store=self.store,
             table=self.table,
             version=self.version(),
-            timer=Timer(self.measured, current_timeline()),
+            timer=Timer(self._inference if kind == "infer" else self._training, current_timeline()),
             requires_grad=bool(config.requires_grad),
             recompute_grain=config.recompute_grain or "stage",
             preserve_rng_state=config.preserve_rng_state is not False,
@@ -167,6 +169,7 @@ class Engine:
             tag=self.tag,
             step=self.step,
             autocast=captured_autocast(kinds),
+            stays=kind == "fused" and self._fits(),
         )
         return run, stages
 
@@ -193,11 +196,14 @@ class Engine:
                 except BaseException as interruption:
                     run.board.fail(interruption)
             collect(run.board, work)
+            for device in self.devices:
+                device.synchronize()  # the caller may change what was copied from
         except BaseException:
             self.round_robin.cursor = cursor
             run.discard()
             raise
         finally:
+            run.release()
             run.table.let_go(run.version)
 
     def commit(self, run: Run) -> None:
@@ -227,9 +233,10 @@ class Engine:
         """Return the version of the parameters that a run reads now."""
         return self.steps.version()
 
-    def layer_costs(self) -> list[LayerCost]:
-        """Return what each layer costs, as far as it is known."""
-        return self.measured.costs()
+    def layer_costs(self, kind: RunType = "fused") -> list[LayerCost]:
+        """Return what each layer costs, as far as it is known, in runs of a kind; in the others if there was none."""
+        own, other = (self._inference, self._training) if kind == "infer" else (self._training, self._inference)
+        return (own if own.is_measured or not other.is_measured else other).costs()
 
     def memory_limit(self) -> float | None:
         """Return the GB of the smallest device that parameters and gradients may take, where it is known."""
@@ -250,7 +257,7 @@ class Engine:
         if plan is None or self.step >= due:
             found = ModelExecutePlan.auto(
                 kind,
-                self.layer_costs(),
+                self.layer_costs(kind),
                 min_stages=len(self.devices),
                 model_memory_limit=self.memory_limit(),
                 previous=plan,
@@ -259,8 +266,14 @@ class Engine:
             self._plans[kind] = plan, max(1, 2 * self.step)
         return plan
 
+    def _fits(self) -> bool:
+        """Whether every device has room for all parameters and gradients at once."""
+        limit = self.memory_limit()
+        return limit is None or sum(c.param_bytes + c.grad_bytes for c in self.layer_costs()) <= limit * 1e9
+
     def _parcel(self, microbatch: Microbatch, run: Run) -> Parcel:
         skeleton, tensors = take_apart((microbatch.args, microbatch.kwargs), what="inputs")
+        tensors = [_on_host(tensor) for tensor in tensors]
         flags = [run.requires_grad and tensor.requires_grad for tensor in tensors]
         return Parcel(skeleton, tensors, flags, [None] * len(tensors))
 
@@ -302,6 +315,11 @@ class Engine:
     def _warn(self, run: Run, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
         if not self._warned and config.loss_reduction == "sum" and run.contract.kind != "pair":
             self._warned = warn_if_uneven(rows, config.num_microbatch or 1, stacklevel=4)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for what the caller computed on an accelerator, on a stream that no device of ours knows."""
+    return tensor if tensor.device.type in ("cpu", "meta") else tensor.cpu()
 
 
 def _arrived(pairs: Iterable[tuple[torch.Tensor, Any]]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

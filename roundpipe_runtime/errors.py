@@ -16,6 +16,7 @@ __all__ = [
     "UnevenSplitWarning",
     "UnregisteredObjectError",
     "UseAfterReleaseError",
+    "spell_bytes",
 ]
 
 
@@ -69,3 +70,16 @@ class RoundPipeWarning(UserWarning):
 
 class UnevenSplitWarning(RoundPipeWarning):
     """Microbatches have different sizes, and a loss that is divided by their number is not the mean of the batch."""
+
+
+def spell_bytes(count: float) -> str:
+    """Write a number of bytes for a message.
+
+    >>> spell_bytes(2300), spell_bytes(8e9)
+    ('2.3 kB', '8 GB')
+    """
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

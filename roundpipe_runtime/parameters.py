@@ -137,7 +137,7 @@ class ParameterStore:
 
     def named(self, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield name and parameter as the optimizer is to have it: the master, or the parameter itself."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        names = self._names()
         for name, parameter in self.model.named_parameters(prefix=prefix, remove_duplicate=remove_duplicate):
             yield name, self._target(names[id(parameter)], parameter)
 
@@ -147,7 +147,7 @@ class ParameterStore:
         Args:
             gradients: one mapping per layer, last layer first: for any plan the sums are taken in the same order.
         """
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        names = self._names() if self.optim_dtype else {}
         for layer in gradients:
             for parameter, gradient in layer.items():
                 name = names.get(id(parameter))
@@ -174,23 +174,20 @@ class ParameterStore:
         Args:
             stepped: the optimizer has just run.
         """
-        for name, parameter in self.model.named_parameters():
-            if name in self._masters:
-                self._masters[name].agree(parameter, stepped=stepped)
-                self._masters[name].awaits_step = False
+        for name, parameter in self._with_master():
+            self._masters[name].agree(parameter, stepped=stepped)
+            self._masters[name].awaits_step = False
 
     def adopt(self) -> None:
         """Read masters anew where somebody changed the parameter."""
-        for name, parameter in self.model.named_parameters():
-            if name in self._masters:
-                self._masters[name].adopt(parameter)
+        for name, parameter in self._with_master():
+            self._masters[name].adopt(parameter)
 
     def show_gradients(self) -> None:
         """Give parameters the gradients of their masters, in their own dtype."""
-        for name, parameter in self.model.named_parameters():
-            if name in self._masters:
-                gradient = self._masters[name].tensor.grad
-                parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        for name, parameter in self._with_master():
+            gradient = self._masters[name].tensor.grad
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 
     def masters(self) -> dict[str, torch.Tensor]:
         """Return the masters by name."""
@@ -219,7 +216,7 @@ class ParameterStore:
 
     def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
         """Bring what stages read of these parameters up to date."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        names = self._names()
         for parameter in parameters:
             name = names.get(id(parameter), "")
             if name in self._masters:
@@ -232,6 +229,13 @@ class ParameterStore:
         self._shadows.clear()
 
     # ----------------------------------------------------------------------------------------------------------------
+
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+    def _with_master(self) -> Iterator[tuple[str, nn.Parameter]]:
+        if self._masters:
+            yield from ((name, p) for name, p in self.model.named_parameters() if name in self._masters)
 
     def _dtype(self, parameter: nn.Parameter) -> torch.dtype:
         return self.optim_dtype if self.optim_dtype and parameter.is_floating_point() else parameter.dtype

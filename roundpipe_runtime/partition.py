@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from .costs import LayerCost
-from .errors import PlanError
+from .errors import PlanError, spell_bytes
 from .simulate import makespan
 
 __all__ = ["partition"]
@@ -207,8 +207,8 @@ def _refuse_large_layers(run_type: str, models: Sequence[Sequence[LayerCost]], l
             if needed > limit:
                 where = f"layer {index}" if len(models) == 1 else f"layer {index} of model {number}"
                 raise PlanError(
-                    f"{where} has {needed / 1e9:.3g} GB of parameters and gradients, and a stage may have "
-                    f"{limit / 1e9:.3g} GB (half of model_memory_limit, as the next stage is loaded meanwhile). Cut "
+                    f"{where} has {spell_bytes(needed)} of parameters and gradients, and a stage may have "
+                    f"{spell_bytes(limit)} (half of model_memory_limit, as the next stage is loaded meanwhile). Cut "
                     "the layer in two, or raise the limit:\n"
                     f"    ModelExecutePlan.auto({run_type!r}, model, model_memory_limit={2.2 * needed / 1e9:.3g})"
                 )

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .device import AcceleratorDevice, Device
+from .accelerator import AcceleratorDevice
+from .device import Device
 from .errors import ConfigError, DeviceError
 
 __all__ = ["pin_parameters"]

@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from .accelerator import AcceleratorDevice
 from .config import RoundPipeRunConfig
 from .costs import LayerCost
-from .device import AcceleratorDevice, Device, DeviceSpec, parse_devices
+from .device import Device, DeviceSpec, parse_devices
 from .engine import Engine
 from .errors import ConfigError
 from .optimizer import in_optimizer_ctx
@@ -100,7 +101,7 @@ class RoundPipe(nn.Module):
         if not isinstance(config, RoundPipeRunConfig):
             raise ConfigError(f"model_run_config must be a RoundPipeRunConfig, found {type(config).__qualname__}.")
         found = parse_devices(options["devices"])
-        layers = layers_of(model)
+        layers = self._rp_layers(model)
         scan(layers)  # refuses what cannot travel
         pin_parameters(model, options["pin_model"], found)
         tag = f"{options['name'] or ''}|{len(layers)}|{sum(p.numel() for p in model.parameters())}"
@@ -110,6 +111,10 @@ class RoundPipe(nn.Module):
         own["training"] = model.training
         own["_rp_model"], own["_rp_original"], own["_rp_options"] = model, original, options
         own["_rp_engine"] = Engine(model, layers, found, dtype, tag)
+
+    def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
+        """The layers that the engine runs."""
+        return layers_of(model)
 
     # -- running -----------------------------------------------------------------------------------------------------
 

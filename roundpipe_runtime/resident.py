@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from .device import Device, Event
+from .device import Device
+from .events import Event
 from .parameters import LayerContents
 
 __all__ = ["Buffers", "Gradients", "Resident"]
+
+T = TypeVar("T")
 
 # What came down from a device: copies on the host, and when they are complete.
 Gradients: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
@@ -27,16 +29,30 @@ class Resident:
         contents: the layer on the host.
         device: where it goes.
         source: the tensor to copy for a parameter.
+        gradient_dtype: the dtype in which gradients of a parameter are summed. Default: its own.
     """
 
-    def __init__(self, contents: LayerContents, device: Device, source: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        contents: LayerContents,
+        device: Device,
+        source: Callable[[nn.Parameter], torch.Tensor],
+        gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
+    ) -> None:
         self.contents = contents
         self.device = device
         self._memory: list[torch.Tensor] = []
         self._parameters: dict[int, nn.Parameter] = {}
+        self._wide: list[tuple[int, torch.dtype]] = []
         self._sums: dict[int, torch.Tensor] = {}
         for parameter in contents.parameters():
             self._parameters[id(parameter)] = self._copy_parameter(parameter, source(parameter))
+            if gradient_dtype(parameter) != parameter.dtype:
+                self._wide.append((id(parameter), gradient_dtype(parameter)))
+        self._places = [
+            (slot.owner._parameters, slot.name, self._parameters[id(slot.parameter)], slot.parameter)
+            for slot in contents.slots
+        ]
         self._buffers = [self._copy(buffer.tensor) for buffer in contents.buffers]
         self._marks = [(buffer, buffer._version) for buffer in self._buffers]
         self._written: set[int] = set()
@@ -51,46 +67,47 @@ class Resident:
         copy.__dict__.update(parameter.__dict__)  # attributes that users hang on parameters
         return copy
 
-    @contextlib.contextmanager
-    def placed(self) -> Iterator[None]:
-        """Put the copies into the module, which runs with them in the block; one thread at a time."""
-        slots, buffers = self.contents.slots, self.contents.buffers
+    def call(self, function: Callable[[], T]) -> T:
+        """Return ``function()``, called while the copies stand in the module; one thread at a time."""
+        buffers = self.contents.buffers
         with self.contents.lock:
-            for slot in slots:
-                slot.owner._parameters[slot.name] = self._parameters[id(slot.parameter)]
-            for number, buffer in enumerate(buffers):
-                buffer.owner._buffers[buffer.name] = self._buffers[number]
             try:
-                yield
+                for parameters, name, copy, _ in self._places:
+                    parameters[name] = copy
+                for number, buffer in enumerate(buffers):
+                    buffer.owner._buffers[buffer.name] = self._buffers[number]
+                return function()
             finally:
                 for number, buffer in enumerate(buffers):
                     found = buffer.owner._buffers.get(buffer.name)
                     if found is not None and found is not self._buffers[number]:
                         self._buffers[number] = found.detach()
                     buffer.owner._buffers[buffer.name] = buffer.tensor
-                for slot in slots:
-                    slot.owner._parameters[slot.name] = slot.parameter
+                for parameters, name, _, parameter in self._places:
+                    parameters[name] = parameter
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def take_gradients(self, dtype: Callable[[nn.Parameter], torch.dtype]) -> None:
-        """Add what the last backward left to the sums of this visit, one microbatch after the other."""
-        for parameter in self.contents.parameters():
-            copy = self._parameters[id(parameter)]
+    def take_gradients(self) -> None:
+        """Add what the last backward left to the sums of this visit, one microbatch after the other.
+
+        Autograd sums in ``grad`` of the copy, in the same order. Only what is summed in another dtype is taken away.
+        """
+        for key, dtype in self._wide:
+            copy = self._parameters[key]
             gradient, copy.grad = copy.grad, None
-            if gradient is None:
-                continue
-            gradient = gradient.to(dtype(parameter))
-            total = self._sums.get(id(parameter))
-            self._sums[id(parameter)] = gradient if total is None else total.add_(gradient)
+            if gradient is not None:
+                total = self._sums.get(key)
+                self._sums[key] = gradient.to(dtype) if total is None else total.add_(gradient.to(dtype))
 
     def download_gradients(self) -> Gradients:
         """Return the sums, on the host."""
-        return {
-            parameter: self.device.copy_out(self._sums[id(parameter)])
-            for parameter in self.contents.parameters()
-            if id(parameter) in self._sums
-        }
+        found = {}
+        for parameter in self.contents.parameters():
+            total = self._sums.get(id(parameter), self._parameters[id(parameter)].grad)
+            if total is not None:
+                found[parameter] = self.device.copy_out(total)
+        return found
 
     # -- buffers -----------------------------------------------------------------------------------------------------
 
@@ -114,6 +131,8 @@ class Resident:
         return {number: self.device.copy_out(self._buffers[number]) for number in sorted(self._written)}
 
     def _find_changed(self) -> list[int]:
+        if not self._buffers:
+            return []
         owners = [buffer.owner for buffer in self.contents.buffers]
         touched = {
             id(owner)
@@ -130,6 +149,7 @@ class Resident:
         self.device.release(self._memory)
         self._memory.clear()
         self._parameters.clear()
+        self._places.clear()
         self._sums.clear()
         self._buffers.clear()
         self._marks.clear()

@@ -13,36 +13,22 @@ import torch
 from torch import nn
 
 from .costs import MeasuredCosts
-from .device import Event
 from .errors import StageError
+from .events import NOW, Event
 from .loss import LossContract
 from .parameters import LayerContents, ParameterStore
 from .plan import RunType
 from .readiness import ReadinessTable
-from .resident import Buffers, Gradients
+from .resident import Buffers, Gradients, Resident
 from .schedule import Stage
 from .timeline import Timeline
 from .transfer import Parcel
 from .worker import Board
 
-__all__ = ["NOW", "Run", "Timer", "captured_autocast"]
+__all__ = ["Run", "Timer", "captured_autocast"]
 
 # Gradients of the tensors between two stages, on the host; ``None`` where none flows.
 Copies = list[tuple[torch.Tensor, Event] | None]
-
-
-class _Passed:
-    """An event that has passed."""
-
-    def done(self) -> bool:
-        """Yes."""
-        return True
-
-    def result(self) -> None:
-        """Return at once."""
-
-
-NOW = _Passed()
 
 
 class Timer:
@@ -53,14 +39,15 @@ class Timer:
         self._timeline = timeline
         self._recomputed: dict[tuple[int, int], float] = {}
 
-    @contextlib.contextmanager
-    def measure(self, kind: str, *, stage: int, device: str, microbatch: int = -1, layer: int = -1) -> Iterator[None]:
-        """Measure the work in the block."""
-        start = time.perf_counter()
-        yield
-        end = time.perf_counter()
+    def measure(self, kind: str, stage: int, device: str, microbatch: int = -1, layer: int = -1) -> Span:
+        """Measure the work in a ``with`` block; an exception leaves no record."""
+        return Span(self, kind, stage, device, microbatch, layer)
+
+    def add(self, span: Span, end: float) -> None:
+        """Take the time of a block that has ended."""
+        kind, layer, microbatch, start = span.kind, span.layer, span.microbatch, span.start
         if self._timeline is not None:
-            self._timeline.add(kind, stage, microbatch, device, start, end, layer)
+            self._timeline.add(kind, span.stage, microbatch, span.device, start, end, layer)
         if layer < 0 or microbatch < 0:
             return
         if kind == "recompute":
@@ -69,6 +56,24 @@ class Timer:
             self._costs.record(layer, "forward", end - start)
         elif kind == "backward" and (layer, microbatch) in self._recomputed:
             self._costs.record(layer, "backward", end - start + self._recomputed.pop((layer, microbatch)))
+
+
+class Span:
+    """A piece of work under way. There are several per layer and microbatch, so it is a plain class."""
+
+    __slots__ = ("device", "kind", "layer", "microbatch", "stage", "start", "timer")
+
+    def __init__(self, timer: Timer, kind: str, stage: int, device: str, microbatch: int, layer: int) -> None:
+        self.timer, self.kind, self.stage, self.device = timer, kind, stage, device
+        self.microbatch, self.layer = microbatch, layer
+        self.start = 0.0
+
+    def __enter__(self) -> None:
+        self.start = time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.timer.add(self, time.perf_counter())
 
 
 @dataclasses.dataclass
@@ -90,6 +95,7 @@ class Run:
         base_seed: base of the seeds of layer calls.
         tag: tells pipelines apart that run in the same step.
         step: completed runs of the pipeline before this one.
+        stays: whether layers stay on a device from their forward to their backward, if they come there again.
     """
 
     kind: RunType
@@ -111,6 +117,7 @@ class Run:
     loss_fn: Callable[[Any, Any], Any] = lambda outputs, labels: outputs
     contract: LossContract = dataclasses.field(default_factory=lambda: LossContract("sum", []))
     keep_outputs: bool = True
+    stays: bool = False
     board: Board = dataclasses.field(default_factory=Board)
 
     # What the run collects, by microbatch or by layer.
@@ -121,6 +128,7 @@ class Run:
     gradients: dict[int, Gradients] = dataclasses.field(default_factory=dict)
     buffers: dict[int, Buffers] = dataclasses.field(default_factory=dict)
     buffer_trail: dict[int, list[Buffers]] = dataclasses.field(default_factory=dict)
+    residents: dict[tuple[str, int], Resident] = dataclasses.field(default_factory=dict)
     _buffers_at_start: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
     _versions: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
@@ -158,6 +166,12 @@ class Run:
         """Give the first layer the inputs of a microbatch; a run of one fused stage takes them as well."""
         self.board.put(("activation", 0, microbatch), inputs)
 
+    def release(self) -> None:
+        """Give back the memory of the devices that this run still holds."""
+        for resident in self.residents.values():
+            resident.release()
+        self.residents.clear()
+
     def discard(self) -> None:
         """Let go of everything that was collected: the run has failed."""
         collected: list[dict[Any, Any]] = [
@@ -177,7 +191,9 @@ class Run:
 
     def buffers_before(self, layer: int, microbatch: int) -> Buffers:
         """Return what the buffers that a layer writes held before a microbatch, for its recomputation."""
-        trail = self.buffer_trail.get(layer, [])
+        trail = self.buffer_trail.get(layer)
+        if not trail:
+            return {}
         slots = self.contents[layer].buffers
         found: Buffers = {}
         for number in sorted({number for written in trail for number in written}):

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from .errors import ConfigError
+from .errors import ConfigError, spell_bytes
 from .schedule import RoundRobin, Step
 
 __all__ = ["Machine", "Simulation", "StageLoad", "TimedStep", "makespan", "simulate"]
@@ -132,7 +132,7 @@ def simulate(
     peak = state.peak_memory()
     if peak > machine.memory:
         raise ConfigError(
-            f"A device must hold {peak / 1e9:.2f} GB and has {machine.memory / 1e9:.2f} GB. Use smaller stages, or "
+            f"A device must hold {spell_bytes(peak)} and has {spell_bytes(machine.memory)}. Use smaller stages, or "
             "more microbatches:\n"
             f"    RoundPipeRunConfig(num_microbatch={num_microbatch * 2})"
         )

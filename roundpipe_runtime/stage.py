@@ -14,9 +14,9 @@ is the same to the last bit.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from torch import nn
 from .device import Device
 from .errors import StageError
 from .parameters import LayerContents
+from .piece import Piece, Values, enter, is_refused_write, leaves_inputs, note_inputs, plain
 from .recompute import CALL, call_seed, run_seeded
 from .resident import Resident
 from .run import Run
@@ -35,12 +36,15 @@ __all__ = ["run_stage"]
 
 Kind = Literal["forward", "fused", "recompute"]
 
+_NO_MODES = contextlib.nullcontext()
+
 
 def run_stage(run: Run, stage: Stage, device: Device) -> None:
     """Run a stage with all microbatches of its run. Results and errors go to the run; nothing is raised."""
     visit = _Visit(run, stage, device)
     try:
-        visit.run_all()
+        with device.visit():
+            visit.run_all()
     except StoppedRun:
         pass
     except BaseException as error:  # it is raised where the user called
@@ -50,50 +54,6 @@ def run_stage(run: Run, stage: Stage, device: Device) -> None:
         run.board.fail(error)
     finally:
         visit.leave()
-
-
-@dataclasses.dataclass(slots=True)
-class _Values:
-    """A nested value on the device: its tensors, detached, and which of them gradients flow through."""
-
-    skeleton: Skeleton
-    tensors: list[torch.Tensor]
-    needs_grad: list[bool]
-
-
-@dataclasses.dataclass(slots=True)
-class _Piece:
-    """A layer call as a piece of graph: what gradients end in, and what they start from."""
-
-    layer: int
-    entries: list[torch.Tensor | None]
-    exits: list[torch.Tensor]
-
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Go back through the layer; return the gradients of its inputs."""
-        starts = [
-            (exit_, gradient)
-            for exit_, gradient in zip(self.exits, gradients, strict=True)
-            if gradient is not None and exit_.requires_grad
-        ]
-        if starts:
-            torch.autograd.backward([s for s, _ in starts], [g for _, g in starts])
-        return [None if entry is None else entry.grad for entry in self.entries]
-
-
-class _Enter(torch.autograd.Function):
-    """Hands a leaf to a layer as a tensor that the layer may also write in place."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0]
-
-
-_enter_leaf = cast(Callable[[torch.Tensor], torch.Tensor], _Enter.apply)
 
 
 class _Visit:
@@ -107,39 +67,49 @@ class _Visit:
         self._layer: int | None = None
         self._microbatch: int | None = None
         self._doing = "the upload of its parameters"
-        self._shapes: str | None = None
+        self._tensors: Sequence[torch.Tensor] | None = None
 
     # -- the whole visit ---------------------------------------------------------------------------------------------
 
     def run_all(self) -> None:
         """Run every microbatch, in order."""
+        with torch.set_grad_enabled(self.run.requires_grad):
+            self._run_all()
+
+    def _run_all(self) -> None:
         self.run.board.check()
         for layer in self.stage.layers:
             self._upload(layer)
         work = {"forward": self._forward, "fused": self._fused, "backward": self._backward}[self.stage.kind]
         for microbatch in range(self.run.num_microbatch):
             self.run.board.check()
-            self._layer, self._microbatch, self._shapes = None, microbatch, None
+            self._layer, self._microbatch, self._tensors = None, microbatch, None
             work(microbatch)
-        self._layer, self._microbatch, self._shapes = None, None, None
+        self._layer, self._microbatch, self._tensors = None, None, None
         self._download()
 
     def leave(self) -> None:
-        """Give the memory of the device back."""
-        for resident in self.residents.values():
-            resident.release()
+        """Give the memory of the device back, unless the backward of a layer finds it here and there is room."""
+        self._tensors = None
+        for layer, resident in self.residents.items():
+            if self.run.stays and self.stage.kind == "forward" and not resident.contents.buffers:
+                self.run.residents[self.device.name, layer] = resident
+            else:
+                resident.release()
         self.residents.clear()
 
     def _upload(self, layer: int) -> None:
         self._layer = layer
         contents = self.run.contents[layer]
+        here = self.run.residents.pop((self.device.name, layer), None)
+        if here is not None:
+            self.residents[layer] = here
+            return
         with self._measure("upload", layer=layer), self.run.reading(layer):
-            self.residents[layer] = Resident(contents, self.device, self.run.source)
+            self.residents[layer] = Resident(contents, self.device, self.run.source, self.run.gradient_dtype)
 
     def _download(self) -> None:
         self._doing = "the download of its gradients"
-        if self.stage.kind == "fused":
-            self.device.synchronize()  # the caller reads the losses
         for layer, resident in self.residents.items():
             self._layer = layer
             with self._measure("download", layer=layer):
@@ -192,27 +162,26 @@ class _Visit:
             pieces.append(piece)
         self._go_back(microbatch, pieces, gradients)
 
-    def _go_back(self, microbatch: int, pieces: list[_Piece], gradients: list[torch.Tensor | None]) -> None:
+    def _go_back(self, microbatch: int, pieces: list[Piece], gradients: list[torch.Tensor | None]) -> None:
         while pieces:
             gradients = self._back_through(microbatch, pieces.pop(), gradients)
         self._hand_back(microbatch, gradients)
 
     def _back_through(
-        self, microbatch: int, piece: _Piece, gradients: Sequence[torch.Tensor | None]
+        self, microbatch: int, piece: Piece, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        self._layer, self._doing = piece.layer, "backward"
-        self._shapes = shapes_of(piece.exits)
+        self._layer, self._doing, self._tensors = piece.layer, "backward", piece.exits
         with self._measure("backward", microbatch, piece.layer), self.device.computing():
             results = piece.backward(gradients)
-            self.residents[piece.layer].take_gradients(self.run.gradient_dtype)
+            self.residents[piece.layer].take_gradients()
         return results
 
-    def _loss(self, microbatch: int, values: _Values) -> list[torch.Tensor | None]:
+    def _loss(self, microbatch: int, values: Values) -> list[torch.Tensor | None]:
         """Compute the loss of a microbatch and go back through it, to the outputs of the last layer."""
-        self._layer, self._doing, self._shapes = None, "loss", shapes_of(values.tensors)
+        self._layer, self._doing, self._tensors = None, "loss", values.tensors
         labels = self._to_device(self.run.labels[microbatch])
         with self._measure("loss", microbatch), self.device.computing(), self._modes():
-            entries, entered = _enter(values)
+            entries, entered = enter(values, as_leaves=False)
             result = self._seeded_loss(microbatch, values.skeleton.rebuild(entered), labels)
             terms = self.run.contract.add(microbatch, result)
         with self._measure("backward", microbatch), self.device.computing():
@@ -222,9 +191,9 @@ class _Visit:
 
     # -- one layer ---------------------------------------------------------------------------------------------------
 
-    def _call(self, layer: int, microbatch: int, values: _Values, kind: Kind) -> tuple[_Values, _Piece]:
+    def _call(self, layer: int, microbatch: int, values: Values, kind: Kind) -> tuple[Values, Piece]:
         run, resident, contents = self.run, self.residents[layer], self.run.contents[layer]
-        self._layer, self._doing, self._shapes = layer, kind, shapes_of(values.tensors)
+        self._layer, self._doing, self._tensors = layer, kind, values.tensors
         data = None
         if kind == "recompute":
             resident.set_buffers(run.buffers_before(layer, microbatch))
@@ -232,62 +201,81 @@ class _Visit:
         measured = self._measure("recompute" if kind == "recompute" else "forward", microbatch, layer)
         with measured, self.device.computing(), self._modes():
             self.device.use(values.tensors)
-            entries, entered = _enter(values)
-            with resident.placed(), CALL.entered(kind, data):
-                out = self._seeded(contents, microbatch, entered, values.skeleton)
-                kept = CALL.data if kind == "forward" else None
+            versions = [tensor._version for tensor in [*values.tensors, *resident.buffers()]]
+            as_leaves = leaves_inputs(contents.module)
+            try:
+                entries, out, kept = self._attempt(contents, microbatch, values, kind, data, as_leaves)
+            except RuntimeError as error:
+                if not as_leaves or not is_refused_write(error):
+                    raise
+                _refuse_repeat(contents, versions, values, resident, "write its input in place")
+                note_inputs(contents.module, written=True)
+                entries, out, kept = self._attempt(contents, microbatch, values, kind, data, as_leaves=False)
             skeleton, exits = take_apart(out, what=f"the output of {contents.title}")
-            results = [_plain(tensor) for tensor in exits]
+            results = [plain(tensor) for tensor in exits]
         if kept is not None:
             skeleton_kept, tensors = take_apart(kept, what=f"save_for_recompute in {contents.title}")
             run.kept[layer, microbatch] = send(self.device, skeleton_kept, tensors, [False] * len(tensors))
         if kind == "forward" and run.has_backward:
             run.buffer_trail.setdefault(layer, []).append(resident.changed_buffers())
         flags = [tensor.requires_grad for tensor in exits]
-        return _Values(skeleton, results, flags), _Piece(layer, entries, exits)
+        return Values(skeleton, results, flags), Piece(layer, entries, exits)
 
-    def _seeded(self, contents: LayerContents, microbatch: int, tensors: list[torch.Tensor], skeleton: Skeleton) -> Any:
-        module, run = contents.module, self.run
-        written = [*tensors, *self.residents[contents.index].buffers()]
-        versions = [tensor._version for tensor in written]
+    def _attempt(
+        self,
+        contents: LayerContents,
+        microbatch: int,
+        values: Values,
+        kind: Kind,
+        data: tuple[Any, ...] | None,
+        as_leaves: bool,
+    ) -> tuple[list[torch.Tensor | None], Any, tuple[Any, ...] | None]:
+        entries, entered = enter(values, as_leaves=as_leaves)
+        versions = [tensor._version for tensor in entered]
+        before = CALL.enter(kind, data)
+        try:
+            call = partial(self._seeded, contents, microbatch, entered, values)
+            out = self.residents[contents.index].call(call)
+            kept = CALL.data if kind == "forward" else None
+        finally:
+            CALL.enter(*before)
+        if not as_leaves:
+            note_inputs(contents.module, written=versions != [tensor._version for tensor in entered])
+        return entries, out, kept
 
-        def call() -> Any:
-            return _invoke(module, contents.index, skeleton, tensors)
+    def _seeded(self, contents: LayerContents, microbatch: int, entered: list[torch.Tensor], values: Values) -> Any:
+        module, resident = contents.module, self.residents[contents.index]
+        call = partial(_invoke, module, contents.index, values.skeleton, entered)
+        if not self.run.preserve_rng_state:
+            return call()
+        versions = [tensor._version for tensor in [*values.tensors, *resident.buffers()]]
 
         def again() -> Any:
-            if versions != [tensor._version for tensor in written]:
-                raise StageError(
-                    f"{contents.title} began to draw random numbers, which it never did before, and wrote its input "
-                    "or a buffer in place, so the call cannot be repeated with its seed. Call the pipeline again."
-                )
+            _refuse_repeat(contents, versions, values, resident, "draw random numbers")
             return call()
 
-        if not run.preserve_rng_state:
-            return call()
-        return run_seeded(call, module, self._seed(contents.index, microbatch), self.device.torch_device, again)
+        seed = partial(self._seed, contents.index, microbatch)
+        return run_seeded(call, module, seed, self.device.torch_device, again)
 
     def _seeded_loss(self, microbatch: int, outputs: Any, labels: Any) -> Any:
         loss_fn = self.run.loss_fn
+        call = partial(loss_fn, outputs, labels)
         if not self.run.preserve_rng_state:
-            return loss_fn(outputs, labels)
-        seed = self._seed(len(self.run.contents), microbatch)
-
-        def call() -> Any:
-            return loss_fn(outputs, labels)
-
+            return call()
+        seed = partial(self._seed, len(self.run.contents), microbatch)
         return run_seeded(call, loss_fn, seed, self.device.torch_device, call)
 
     def _seed(self, layer: int, microbatch: int) -> int:
         return call_seed(self.run.base_seed, self.run.tag, self.run.step, layer, microbatch)
 
-    @contextlib.contextmanager
-    def _modes(self) -> Iterator[None]:
-        """The caller's modes, in this thread."""
+    def _modes(self) -> contextlib.AbstractContextManager[Any]:
+        """The caller's autocast modes, in this thread."""
+        if not self.run.autocast:
+            return _NO_MODES
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self.run.requires_grad))
             for mode in self.run.autocast:
                 stack.enter_context(torch.autocast(**mode))
-            yield
+            return stack.pop_all()
 
     # -- what comes and what goes ------------------------------------------------------------------------------------
 
@@ -296,13 +284,13 @@ class _Visit:
         parcel: Parcel = self.run.board.take(("activation", self.stage.layers[0], microbatch))
         return parcel
 
-    def _restart(self, layer: int, microbatch: int) -> _Values:
+    def _restart(self, layer: int, microbatch: int) -> Values:
         return self._open(self.run.saved.pop((layer, microbatch)))
 
-    def _open(self, parcel: Parcel) -> _Values:
-        return _Values(parcel.skeleton, fetch(self.device, parcel), parcel.needs_grad)
+    def _open(self, parcel: Parcel) -> Values:
+        return Values(parcel.skeleton, fetch(self.device, parcel), parcel.needs_grad)
 
-    def _send(self, values: _Values) -> Parcel:
+    def _send(self, values: Values) -> Parcel:
         return send(self.device, values.skeleton, values.tensors, values.needs_grad)
 
     def _hand_on(self, microbatch: int, parcel: Parcel) -> None:
@@ -340,9 +328,7 @@ class _Visit:
     # -- where we are ------------------------------------------------------------------------------------------------
 
     def _measure(self, kind: str, microbatch: int = -1, layer: int = -1) -> contextlib.AbstractContextManager[None]:
-        return self.run.timer.measure(
-            kind, stage=self.stage.index, device=self.device.name, microbatch=microbatch, layer=layer
-        )
+        return self.run.timer.measure(kind, self.stage.index, self.device.name, microbatch, layer)
 
     def describe(self) -> str:
         """Say where the visit is, for the note of an error."""
@@ -353,8 +339,8 @@ class _Visit:
             where.append(self.run.contents[self._layer].title)
         if self._microbatch is not None:
             where.append(f"microbatch {self._microbatch} of {self.run.num_microbatch}")
-        if self._shapes is not None:
-            where.append(f"tensors {self._shapes}")
+        if self._tensors is not None:
+            where.append(f"tensors {shapes_of(self._tensors)}")
         return where[0] + (": " + ", ".join(where[1:]) if where[1:] else "")
 
     def advice(self) -> str:
@@ -367,38 +353,17 @@ class _Visit:
         )
 
 
+def _refuse_repeat(contents: LayerContents, versions: list[int], values: Values, resident: Resident, what: str) -> None:
+    if versions != [tensor._version for tensor in [*values.tensors, *resident.buffers()]]:
+        raise StageError(
+            f"{contents.title} began to {what}, which it never did before, and wrote an input or a buffer in place "
+            "before that, so the call cannot be repeated. Call the pipeline again."
+        )
+
+
 def _invoke(module: nn.Module, index: int, skeleton: Skeleton, tensors: Sequence[torch.Tensor]) -> Any:
     value = skeleton.rebuild(tensors)
     if index == 0:  # the first layer has the arguments of the model, the others what the layer before returned
         args, kwargs = value
         return module(*args, **kwargs)
     return module(value)
-
-
-def _enter(values: _Values) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
-    entries: list[torch.Tensor | None] = []
-    entered = []
-    for tensor, flag in zip(values.tensors, values.needs_grad, strict=True):
-        leaf = tensor.detach().requires_grad_() if flag and torch.is_grad_enabled() else None
-        entries.append(leaf)
-        entered.append(tensor if leaf is None else _enter_leaf(leaf))
-    return entries, entered
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Detach; a layout that a copy would not keep is changed here, so that the next layer never sees another one."""
-    tensor = tensor.detach()
-    if tensor.layout == torch.strided and (tensor.storage_offset() or not _is_dense(tensor)):
-        return tensor.clone()
-    return tensor
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

@@ -15,13 +15,21 @@ from torch.utils import _pytree as pytree
 
 from yobx_flatten import find_unregistered
 
-from .device import Device, Event
+from .device import Device
 from .errors import UnregisteredObjectError
+from .events import Event
 
-__all__ = ["Parcel", "Skeleton", "fetch", "send", "shapes_of", "take_apart"]
+__all__ = ["Parcel", "Skeleton", "Static", "fetch", "send", "shapes_of", "take_apart"]
+
+
+class Static:
+    """Base of classes that promise to hold no tensor: their objects travel as they are."""
+
+    __slots__ = ()
+
 
 # What cannot hold a tensor, so that nobody has to look inside.
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Static)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,11 +48,17 @@ class Skeleton:
 
     def rebuild(self, tensors: Sequence[Any]) -> Any:
         """Return the value, with these tensors in it."""
+        if self is _ONE_TENSOR:
+            return tensors[0]
         leaves = [
             constant if number is None else tensors[number]
             for number, constant in zip(self.leaves, self.constants, strict=True)
         ]
         return pytree.tree_unflatten(leaves, self.spec)
+
+
+# Most layers take and return one tensor, and they are called often.
+_ONE_TENSOR = Skeleton(pytree.tree_structure(0), (0,), (None,))
 
 
 def take_apart(value: Any, *, what: str = "value") -> tuple[Skeleton, list[torch.Tensor]]:
@@ -61,6 +75,8 @@ def take_apart(value: Any, *, what: str = "value") -> tuple[Skeleton, list[torch
     >>> skeleton.rebuild(["here"])
     {'a': 'here', 'b': 3}
     """
+    if type(value) is torch.Tensor:
+        return _ONE_TENSOR, [value]
     leaves, spec = pytree.tree_flatten(value)
     numbers: list[int | None] = []
     constants: list[Any] = []

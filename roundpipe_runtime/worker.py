@@ -14,6 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from typing import Any, ParamSpec, TypeVar
 
+from .errors import DeviceError
+
 __all__ = ["Board", "StoppedRun", "Worker", "add_note_once", "collect"]
 
 P = ParamSpec("P")
@@ -41,8 +43,19 @@ class Worker:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"roundpipe {name}")
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Return the future of ``work(*args, **kwargs)``, which sees the context variables of the caller."""
-        return self._threads.submit(self._run, contextvars.copy_context(), functools.partial(work, *args, **kwargs))
+        """Return the future of ``work(*args, **kwargs)``, which sees the context variables of the caller.
+
+        Raises:
+            DeviceError: when the worker is closed.
+        """
+        bound = functools.partial(work, *args, **kwargs)
+        try:
+            return self._threads.submit(self._run, contextvars.copy_context(), bound)
+        except RuntimeError as error:  # what an executor raises after its shutdown, and at the end of the interpreter
+            raise DeviceError(
+                f"{self.name} was closed, by this pipeline or by another one that shares it. Make a new pipeline:\n"
+                "    RoundPipe(model, devices=...)"
+            ) from error
 
     def is_here(self) -> bool:
         """Tell whether the caller is this worker's own thread."""

@@ -75,7 +75,7 @@ def test_a_copy_before_its_event_is_refused(device):
 
 
 def test_memory_is_counted_until_it_is_released_or_dropped():
-    """allocated follows copies, releases and tensors that nobody holds any more."""
+    """allocated follows copies, releases and tensors that nobody holds any more; peak is the most of it."""
     device = VirtualDevice("virtual:0", memory_limit=100)
     one, two = device.copy_in(torch.zeros(10)), device.copy_in(torch.zeros(5))
     assert device.allocated == 60
@@ -85,6 +85,7 @@ def test_memory_is_counted_until_it_is_released_or_dropped():
     assert device.allocated == 20
     del two
     assert device.allocated == 0
+    assert device.peak == 60
 
 
 def test_every_way_to_name_devices():

@@ -35,9 +35,9 @@ PROGRAM = """
 import sys, threading, time
 import torch
 before = threading.active_count()
-start = time.perf_counter()
+start = time.process_time()  # what others do on the machine counts for nothing
 import roundpipe_runtime
-took = time.perf_counter() - start
+took = time.process_time() - start
 assert threading.active_count() == before, threading.enumerate()
 assert not torch.cuda.is_initialized()
 roundpipe_runtime.RoundPipe(torch.nn.Linear(2, 2), devices="virtual:2")

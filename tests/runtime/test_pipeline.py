@@ -11,12 +11,14 @@ from torch import nn
 
 from roundpipe_runtime import (
     ConfigError,
+    DeviceError,
     ModelExecutePlan,
     OptimizerCtx,
     RoundPipe,
     RoundPipePackedData,
     RoundPipeRunConfig,
     StageError,
+    Timeline,
     VirtualDevice,
 )
 from tests.runtime.small import batch, checked_devices, gradients, relative_error, same_bits, small_model, state
@@ -412,6 +414,27 @@ def test_the_plan_follows_what_was_measured(wrap):
     assert isinstance(ModelExecutePlan.auto("fused", pipe), ModelExecutePlan)
 
 
+def test_a_forward_alone_says_nothing_about_training(wrap):
+    """One row in inference is quicker than a batch; the plan for training compares what was measured in training."""
+    pipe = wrap(small_model())
+    inputs, labels = batch(6)
+    pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=MEAN)
+    before = pipe.layer_costs()
+    for _ in range(3):
+        with torch.no_grad():
+            pipe(inputs[:1])
+    assert pipe.layer_costs() == before
+
+
+def test_a_closed_pipeline_says_so():
+    """A run after close() names the device and how to get another pipeline."""
+    pipe = RoundPipe(small_model(), devices="virtual:2")
+    pipe(batch(6)[0])
+    pipe.close()
+    with pytest.raises(DeviceError, match=r"virtual:\d was closed, .*\n    RoundPipe\(model, devices="):
+        pipe(batch(6)[0])
+
+
 def test_parameters_inside_the_optimizer_context(wrap):
     """parameters() are the model's; inside the block, and with optim_dtype, the copies that hold the gradients."""
     model = small_model().to(torch.bfloat16)
@@ -488,3 +511,26 @@ def test_a_model_four_times_larger_than_its_devices_trains():
     pipe.close()
     assert near(loss, expected.detach())
     assert all(relative_error(p.grad, exact[name]) < 1e-5 for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(("room", "uploads"), [(None, 1), (40, 1), (2, 2)])
+def test_what_fits_stays_between_forward_and_backward(room, uploads):
+    """On one device, a layer is uploaded once per run where the model fits, and once per pass where it does not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(8)])
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    device = VirtualDevice("virtual:0", check=True, memory_limit=room and room * size)
+    inputs = torch.randn(6, 16)
+    model(inputs).square().mean().backward()
+    exact = gradients(model)
+    model.zero_grad()
+    plan = ModelExecutePlan([range(4), range(4, 6)], [range(6, 8), range(3, 6), range(3)])
+    config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3, execute_plan=plan)
+    pipe = RoundPipe(model, devices=[device], model_run_config=config)
+    with Timeline() as timeline:
+        pipe.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.square().mean())
+    found = [record.layer for record in timeline.records if record.kind == "upload"]
+    assert [found.count(layer) for layer in range(8)] == [uploads] * 6 + [1, 1]
+    assert all(near(p.grad, exact[name]) for name, p in model.named_parameters())
+    assert device.allocated == 0
+    pipe.close()

@@ -105,12 +105,12 @@ def test_a_layer_that_begins_to_draw_is_noticed():
             return torch.rand(3) if self.draws else torch.zeros(3)
 
     layer = Sometimes()
-    run_seeded(layer, layer, 1, CPU, layer)
+    run_seeded(layer, layer, lambda: 1, CPU, layer)
     layer.draws = True
     before = torch.get_rng_state()
-    found = run_seeded(layer, layer, 2, CPU, layer)
+    found = run_seeded(layer, layer, lambda: 2, CPU, layer)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(found, run_seeded(layer, layer, 2, CPU, layer))
+    assert torch.equal(found, run_seeded(layer, layer, lambda: 2, CPU, layer))
 
 
 def test_a_random_loss_is_seeded_too(pipe):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, WeightedLoss
+from roundpipe_runtime.recompute import call_seed
 from tests.runtime.small import (
     batch,
     checked_devices,
@@ -37,6 +38,7 @@ cases = st.fixed_dictionaries(
         "fused": st.integers(1, 6),
         "grain": st.sampled_from(["stage", "layer"]),
         "tied": st.booleans(),
+        "fits": st.booleans(),
     }
 )
 
@@ -54,7 +56,9 @@ def wrapped(model, devices, case, **fields):
     config = RoundPipeRunConfig(
         num_microbatch=case["microbatches"], execute_plan=plan, recompute_grain=case["grain"], **fields
     )
-    yield RoundPipe(model, devices=devices[: case["devices"]], model_run_config=config)
+    pipe = RoundPipe(model, devices=devices[: case["devices"]], model_run_config=config)
+    pipe._rp_engine._fits = lambda: case.get("fits", True)  # whether layers stay on a device between their two passes
+    yield pipe
 
 
 class Plain(NamedTuple):
@@ -128,13 +132,41 @@ def test_device_count_and_plan_change_no_bit(devices, case, dropout, norm):
     model = small_model(tied=case["tied"], dropout=dropout, norm=norm)
     twin = copy.deepcopy(model)
     inputs, labels = batch(max(case["rows"], 2 * case["microbatches"]))  # a norm wants two rows
-    one = dict(case, devices=1, forward=[], backward=[], fused=len(model), grain="stage")
+    one = dict(case, devices=1, forward=[], backward=[], fused=len(model), grain="stage", fits=False)
     found = []
     for which, how in ((model, case), (twin, one)):
         with wrapped(which, devices, how, loss_reduction="mean") as pipe:
             losses = [pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss) for _ in range(2)]
         found.append([*losses, *state(which)])
     assert same_bits(*found)
+
+
+@settings(max_examples=25)
+@given(case=cases, times=st.integers(1, 2))
+def test_dropout_is_that_of_the_plain_model_with_the_same_seeds(devices, case, times):
+    """A plain loop over layers, each seeded as documented, draws the same masks: loss and gradients are the same."""
+    model = small_model(tied=case["tied"], dropout=0.4)
+    reference = copy.deepcopy(model)
+    inputs, labels = batch(max(case["rows"], case["microbatches"]))
+    base, tag = torch.initial_seed(), f"|{len(model)}|{sum(p.numel() for p in model.parameters())}"
+    parts = list(zip(inputs.tensor_split(case["microbatches"]), labels.tensor_split(case["microbatches"]), strict=True))
+    total = 0.0
+    for step in range(times):
+        for microbatch, (hidden, label) in enumerate(parts):
+            share = len(hidden) / len(inputs)
+            for number, layer in enumerate(reference):
+                torch.manual_seed(call_seed(base, tag, step, number, microbatch))
+                hidden = layer(hidden)
+            loss = F.mse_loss(hidden, label) * share
+            loss.backward()
+            total += loss.item() * (step == times - 1)
+    torch.manual_seed(base)
+    with wrapped(model, devices, case, loss_reduction="mean") as pipe:
+        for _ in range(times):
+            found = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+    assert relative_error(found, torch.tensor(total)) < TOLERANCE
+    expected = gradients(reference)
+    assert all(relative_error(p.grad, expected[name]) < TOLERANCE for name, p in model.named_parameters())
 
 
 @settings(max_examples=25)

@@ -23,10 +23,10 @@ NEEDS_notebooks := --editable '.[all]' --group notebooks
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test compat lint format types doctest docs notebooks bench matrix clean distclean
+.PHONY: help demo test compat lint format types doctest docs notebooks bench matrix cut-matrix clean distclean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.has-demo  ## export models with their caches, train one through a pipeline, in front of your eyes
 	@$(BIN)/python -m yobx_flatten demo
@@ -78,6 +78,10 @@ bench: $(VENV)/.has-test  ## run the benchmarks, one table each
 matrix: $(VENV)/.has-matrix  ## every type of the installed transformers against every promise (MATRIX_ARGS="--sample 8")
 	$(BIN)/python -m matrix $(MATRIX_ARGS)
 	$(BIN)/python -m matrix --page docs/matrix.md
+
+cut-matrix: $(VENV)/.has-matrix  ## cut every causal language model of the installed transformers and train it (MATRIX_ARGS="--sample 25")
+	$(BIN)/python -m matrix.cut $(MATRIX_ARGS)
+	$(BIN)/python -m matrix.cut --page docs/cut_matrix.md
 
 clean:  ## remove what the targets built, but not the virtual environment
 	rm -rf build dist docs/auto_examples docs/sg_execution_times.rst .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_pipeline.py [--json FILE] [--repeat N]
 
-A small transformer, the same batch, the same microbatches, two threads for everybody. Steps (forward, loss, backward)
+A small transformer, the same batch, the same microbatches, two threads for everybody but one loop. Steps (forward, loss, backward)
 are taken in turns, each program in processes of its own. The least of them counts, as other processes only ever add to
 it; medians are in the file. "Overhead" is what a layer call costs beyond the call of the layer: processor time of a
 pipeline of tiny layers, less that of the same calls in a loop, per layer and microbatch. The last row trains a model
@@ -156,6 +156,7 @@ def peer_keeps_all(rank: int, world: int, path: str) -> Callable[[], float]:
 
 STEPS = {
     "plain": Contestant(plain, 1, 2),
+    "plain, one thread": Contestant(plain, 1, 1),
     "pipeline": Contestant(pipeline, 1, 1),
     "1F1B": Contestant(peer_1f1b, 2, 1),
     "GPipe": Contestant(peer_gpipe, 2, 1),
@@ -270,12 +271,13 @@ def rows_of(found: dict[str, Any]) -> list[list[str]]:
     bars = {"plain": STEP_BAR, "1F1B": PEER_BAR, "GPipe": PEER_BAR}
     titles = {
         "plain": "loop with checkpointing",
+        "plain, one thread": "the same with one thread",
         "1F1B": "torch.distributed 1F1B",
         "GPipe": "torch.distributed GPipe",
         "1F1B, nothing recomputed": "the same, nothing recomputed",
     }
     for name, title in titles.items():
-        bar = f"at most {bars[name]:.2f}x" if name in bars else "takes the memory"
+        bar = f"at most {bars[name]:.2f}x" if name in bars else "for comparison"
         rows.append([f"beside {title}", f"{times[name]:.1f} ms", f"{ratios[f'pipeline / {name}']:.2f}x", bar])
     rows.append(["overhead per layer and microbatch", f"layer {costs['layers alone']:.0f} µs",
                  f"{costs['overhead, processor']:.0f} µs", f"at most {OVERHEAD_BAR:.0f} µs"])  # fmt: skip

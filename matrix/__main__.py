@@ -23,9 +23,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     from .ways import WAYS
 
     parser = argparse.ArgumentParser("python -m matrix", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--only", metavar="TYPE,...", type=_names, help="these types: llama, seq2seq:t5, image:, ...")
+    parser.add_argument("--only", metavar="TYPE,...", type=names_of, help="these types: llama, seq2seq:t5, image:, ...")
     parser.add_argument("--sample", metavar="N", type=int, help="N types, spread over the classes of cache layers")
-    parser.add_argument("--columns", metavar="COLUMN,...", type=_names, help=f"of: {', '.join(COLUMNS)}")
+    parser.add_argument("--columns", metavar="COLUMN,...", type=names_of, help=f"of: {', '.join(COLUMNS)}")
     parser.add_argument("--jobs", metavar="N", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="at a time")
     parser.add_argument("--timeout", metavar="SECONDS", type=float, default=900.0, help="for one type (default 900)")
     parser.add_argument("--memory", metavar="GB", type=float, default=16.0, help="for one type (default 16)")
@@ -61,7 +61,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def _names(text: str) -> list[str]:
+def names_of(text: str) -> list[str]:
+    """Return the names in a list with commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 

@@ -31,5 +31,10 @@ CAUSES: dict[str, str] = {
         "`prepare_inputs_for_generation`): there is no decode call of the new tokens alone"
     ),
     "rwkv": "its kernel for the CPU loops over the tokens of a call (modeling_rwkv.py), which the program unrolls",
+    "speech:moonshine_streaming": (
+        "its decoder adds positions in place to what the encoder returned (modeling_moonshine_streaming.py, "
+        "`encoder_hidden_states += position_embeddings`), so that a call changes the caller's tensor and returns it as "
+        "`encoder_last_hidden_state`; a program changes nothing, and returns what it was given. The logits agree"
+    ),
     **dict.fromkeys(("image:evolla", "speech:vibevoice"), _VAR_KEYWORD),
 }

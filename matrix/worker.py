@@ -14,7 +14,7 @@ import traceback
 import warnings
 from typing import Any, TextIO
 
-__all__ = ["STORED", "first_line", "load_stored", "run_columns", "run_type"]
+__all__ = ["STORED", "be_quiet", "first_line", "load_stored", "run_columns", "run_type"]
 
 # the column whose second half runs in another process
 STORED = "save and load"
@@ -48,7 +48,7 @@ def run_type(
         folder: where files may be written.
         events: gets a line before and after each column.
     """
-    _be_quiet()
+    be_quiet()
     from .cases import Trial
     from .ways import WAYS
 
@@ -57,24 +57,35 @@ def run_type(
 
 def load_stored(way: str, folder: pathlib.Path, events: TextIO) -> None:
     """Load what the column "save and load" stored; this process has seen no model."""
-    _be_quiet()
+    be_quiet()
     from .cases import load
     from .ways import WAYS
 
     _run_column(STORED, lambda: load(WAYS[way], folder), events)
 
 
-def run_columns(trial: Any, columns: list[str], known: dict[str, bool | None], events: TextIO) -> None:
-    """Run columns in order; one whose predecessor did not pass is recorded as not tried."""
-    from .cases import COLUMNS, NEEDS
+def run_columns(
+    trial: Any, columns: list[str], known: dict[str, bool | None], events: TextIO, table: Any = None
+) -> None:
+    """Run columns in order; one whose predecessor did not pass is recorded as not tried.
 
+    Args:
+        trial: what a column is asked of.
+        columns: their names.
+        known: whether columns passed earlier.
+        events: gets a line before and after each column.
+        table: ``COLUMNS`` and ``NEEDS`` of another matrix than that of `cases`.
+    """
+    from . import cases
+
+    functions, needs = table or (cases.COLUMNS, cases.NEEDS)
     passed = dict(known)
     for column in columns:
-        needed = NEEDS.get(column)
+        needed = needs.get(column)
         if needed is not None and passed.get(needed) is not True:
             _say(events, column=column, result={"ok": None, "why": f"{needed} did not pass"})
         else:
-            passed[column] = _run_column(column, lambda column=column: COLUMNS[column](trial), events)
+            passed[column] = _run_column(column, lambda column=column: functions[column](trial), events)
 
 
 def _run_column(column: str, ask: Any, events: TextIO) -> bool | None:
@@ -106,7 +117,8 @@ def _where(error: BaseException) -> str:
     return " < ".join(reversed(short))
 
 
-def _be_quiet() -> None:
+def be_quiet() -> None:
+    """Let nothing but results be said."""
     import torch
     import transformers
 

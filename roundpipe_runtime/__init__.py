@@ -44,6 +44,19 @@ from .errors import (
     UseAfterReleaseError,
 )
 
+# models of transformers
+from .huggingface import (
+    BatchStructureError,
+    Cut,
+    CutError,
+    CutRefusedWarning,
+    CutReport,
+    Equivalence,
+    WrappedModel,
+    cut,
+    wrap_model_to_roundpipe,
+)
+
 # a loss that is exact in microbatches
 from .loss import WeightedLoss
 
@@ -65,6 +78,12 @@ from .timeline import Record, Timeline
 __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     # wrap a model
     "RoundPipe",
+    "wrap_model_to_roundpipe",
+    "WrappedModel",
+    "cut",
+    "Cut",
+    "CutReport",
+    "Equivalence",
     # configure a call, and which layers form a stage
     "RoundPipeRunConfig",
     "ModelExecutePlan",
@@ -92,7 +111,9 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "Record",
     # what can go wrong
     "RoundPipeError",
+    "BatchStructureError",
     "ConfigError",
+    "CutError",
     "DeviceError",
     "DeviceMemoryError",
     "JoinError",
@@ -103,5 +124,6 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "UnregisteredObjectError",
     "UseAfterReleaseError",
     "RoundPipeWarning",
+    "CutRefusedWarning",
     "UnevenSplitWarning",
 ]

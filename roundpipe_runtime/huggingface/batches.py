@@ -1,0 +1,121 @@
+"""Batches that are more than rows along axis 0: packed pictures going in, flattened rows coming out.
+
+::
+
+    pixel_values     (patches of all pictures, ...)    cut by the pictures of each row, as image_grid_thw counts them
+    image_grid_thw   (pictures, 3)                     likewise
+    router_logits    (rows * length, experts)          rows come first, so parts are joined along axis 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from yobx_flatten import leaves
+
+from ..chunks import TensorChunkSpec, sizes
+from ..errors import SplitError
+from ..join import join
+from ..microbatch import split
+
+__all__ = ["join_outputs", "split_pictures"]
+
+# pictures of all rows in one tensor, the sizes of each, and the token that stands for a part of one
+_PACKED = (
+    ("pixel_values", "image_grid_thw", ("image_token_id", "image_token_index")),
+    ("pixel_values_videos", "video_grid_thw", ("video_token_id", "video_token_index")),
+)
+
+
+def split_pictures(config: Any, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """Return a split function for a call with packed pictures or videos; ``None`` where there are none.
+
+    Args:
+        config: of the model.
+        kwargs: of the call.
+    """
+    packed = [
+        (values, grid, _first_of(config, names))
+        for values, grid, names in _PACKED
+        if isinstance(kwargs.get(grid), torch.Tensor) and isinstance(kwargs.get(values), torch.Tensor)
+    ]
+    if not packed or not isinstance(kwargs.get("input_ids"), torch.Tensor):
+        return None
+
+    def split_input(args: Any, given: dict[str, Any], num_microbatch: int) -> tuple[list[Any], list[Any]]:
+        tokens = given["input_ids"]
+        rows = sizes(tokens.shape[0], num_microbatch)
+        held = {name for values, grid, _ in packed for name in (values, grid)}
+        rest = {name: value for name, value in given.items() if name not in held}
+        parts = split(args, rest, None, num_microbatch)
+        made = [dict(part.kwargs) for part in parts]
+        for values, grid, token in packed:
+            counts = _pictures_per_row(tokens, given[grid], token, grid)
+            patches = given[grid].prod(-1)
+            row = picture = patch = 0
+            for part, count in zip(made, rows, strict=True):
+                pictures = sum(counts[row : row + count])
+                length = int(patches[picture : picture + pictures].sum())
+                if pictures:
+                    part[grid] = given[grid][picture : picture + pictures]
+                    part[values] = given[values][patch : patch + length]
+                row, picture, patch = row + count, picture + pictures, patch + length
+        return [part.args for part in parts], made
+
+    return split_input
+
+
+def _first_of(config: Any, names: Sequence[str]) -> int | None:
+    return next((found for found in (getattr(config, name, None) for name in names) if found is not None), None)
+
+
+def _pictures_per_row(tokens: torch.Tensor, grid: torch.Tensor, token: int | None, name: str) -> list[int]:
+    """How many pictures belong to each row: their tokens are as many as the row has places for."""
+    places = (tokens == token).sum(-1).tolist() if token is not None else []
+    patches = grid.prod(-1).tolist()
+    total = sum(places)
+    if not total or sum(patches) % total:
+        raise SplitError(f"kwargs['{name}']: {sum(patches)} patches do not go with {total} tokens of pictures.")
+    merged = sum(patches) // total
+    counts, number = [], 0
+    for count in places:
+        left, start = count * merged, number
+        while left > 0 and number < len(patches):
+            left, number = left - patches[number], number + 1
+        if left:
+            raise SplitError(f"kwargs['{name}']: pictures do not end where rows do.")
+        counts.append(number - start)
+    return counts
+
+
+def join_outputs(outputs: Sequence[Any], weights: Sequence[float], rows: Sequence[int]) -> Any:
+    """Return the output of the whole batch; rows that were flattened with what is within them are put together, too.
+
+    Args:
+        outputs: of each microbatch.
+        weights: of each, for tensors without axes.
+        rows: of each.
+    """
+    rules = {}
+    for column in zip(*(leaves(output, name="outputs") for output in outputs), strict=False):
+        axis = _axis([leaf.value for leaf in column], rows)
+        if axis is not None:
+            rules[column[0].path] = TensorChunkSpec(axis)
+    return join(outputs, weights, rows=rows, merge=rules or None)
+
+
+def _axis(values: Sequence[Any], rows: Sequence[int]) -> int | None:
+    """The axis to join along where it is not plainly axis 0: another one of the rows, or rows times something."""
+    if not all(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values):
+        return None
+    shapes = [tuple(value.shape) for value in values]
+    if len({len(shape) for shape in shapes}) > 1 or all(s[0] == n for s, n in zip(shapes, rows, strict=True)):
+        return None
+    each, rest = divmod(shapes[0][0], rows[0])
+    if not rest and all(s[0] == each * n for s, n in zip(shapes, rows, strict=True)):
+        return 0 if len({shape[1:] for shape in shapes}) == 1 else None
+    axes = [a for a in range(len(shapes[0])) if all(s[a] == n for s, n in zip(shapes, rows, strict=True))]
+    return axes[0] if len(axes) == 1 and len({(*s[: axes[0]], *s[axes[0] + 1 :]) for s in shapes}) == 1 else None

@@ -1,0 +1,99 @@
+"""A tensor that is not there yet: it can be handed on, but not computed with.
+
+While a model's forward is recorded, its layers are not run, and what they would return are placeholders. A model that
+hands them from layer to layer never notices. One that computes with them says by it that its own code stands between
+two layers: the first operation on a placeholder leaves the forward by `NeedsValue`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Key", "NeedsValue", "Placeholder", "holds_placeholder"]
+
+
+class Key(NamedTuple):
+    """Names a tensor: output ``leaf`` of call ``call``; what a phase computed has the call -1."""
+
+    call: int
+    leaf: int
+
+
+class NeedsValue(BaseException):
+    """The forward cannot go on without the value of a placeholder. It is no `Exception`: models catch those."""
+
+    def __init__(self, key: Key) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+# What can be asked of a placeholder whose form is known.
+_FORM = {
+    *(vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "ndim")),
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.__len__,
+}
+_ALWAYS = {torch.Tensor.__repr__, torch.Tensor.__hash__, torch.Tensor.__format__}
+
+
+class Placeholder(torch.Tensor):
+    """Stands for a tensor.
+
+    Args:
+        key: which one.
+        like: a tensor of the same shape, dtype and device; ``None`` when that is not known.
+    """
+
+    key: Key
+    has_form: bool
+
+    @staticmethod
+    def __new__(cls, key: Key, like: torch.Tensor | None) -> Placeholder:
+        """Make one without memory."""
+        known = like is not None and not (isinstance(like, Placeholder) and not like.has_form)
+        with torch._C.DisableTorchFunctionSubclass():
+            form = like if known and like is not None else torch.empty(0)
+            made: Placeholder = torch.Tensor._make_wrapper_subclass(
+                cls, form.shape, dtype=form.dtype, device=form.device, requires_grad=False
+            )
+        made.key = key
+        made.has_form = known
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # mypy loses its default
+        return f"Placeholder({self.key})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what is known of the form; leave the forward for everything else."""
+        found = _first([*args, *(kwargs or {}).values()])
+        if found is None or func in _ALWAYS or (found.has_form and func in _FORM):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise NeedsValue(found.key)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch annotates it as no class method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Leave the forward: code below torch functions reads the value."""
+        found = _first([*args, *(kwargs or {}).values()])
+        raise NeedsValue(found.key if found is not None else Key(-1, -1))
+
+
+def _first(values: Any) -> Placeholder | None:
+    for value in values:
+        if isinstance(value, Placeholder):
+            return value
+        if isinstance(value, (list, tuple)) and (inner := _first(value)) is not None:
+            return inner
+    return None
+
+
+def holds_placeholder(leaves: Any) -> Placeholder | None:
+    """Return the first placeholder among leaves."""
+    return _first(leaves)

@@ -1,0 +1,52 @@
+"""What was found out about a model: the order of its calls, and where its own code stands between them. Plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from .layers import Observed
+from .placeholder import Key
+
+__all__ = ["Program"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The pieces of a cut model, in order: phase 0, calls, phase 1, calls, ... and a last phase.
+
+    Attributes:
+        calls: every call of a layer, in order.
+        ends: for each phase, the place behind the last call that it records. The last phase records none.
+        keep: outputs of layers that phases read.
+        used: for each phase, the names of the parameters that it reads; ``None`` while that is not known.
+    """
+
+    calls: Sequence[Observed]
+    ends: Sequence[int]
+    keep: frozenset[Key] = frozenset()
+    used: Sequence[frozenset[str] | None] = ()
+
+    @property
+    def phases(self) -> int:
+        """How many phases there are."""
+        return len(self.ends)
+
+    def is_extra(self, place: int, leaf: int) -> bool:
+        """Tell whether an output of a call is none of the tensors that pass from layer to layer."""
+        leaves = self.calls[place].form.leaves
+        return leaf >= len(leaves) or leaves[leaf] == -1
+
+    def names(self) -> list[str]:
+        """Return the pieces in words.
+
+        >>> Program([], [0, 0]).names()
+        ['phase 0', 'phase 1']
+        """
+        found: list[str] = []
+        start = 0
+        for phase, end in enumerate(self.ends):
+            found.append(f"phase {phase}")
+            found += [call.layer for call in self.calls[start:end]]
+            start = max(start, end)
+        return found

@@ -1,0 +1,163 @@
+"""One run of a model's forward with stubs for its layers: calls that were made are replayed, new ones are recorded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from yobx_flatten import find_unregistered
+
+from .book import Book, BoxUse, CallSpec, Fresh, State, Tree, box_content, fill_box, is_box
+from .capture import collected_so_far, count_recorded, extend_collected, is_cache
+from .errors import BatchStructureError, CutError
+from .layers import tensors_of
+from .placeholder import Key, Placeholder
+from .program import Program
+
+__all__ = ["PhaseSession"]
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice)
+
+
+class PhaseSession:
+    """Answers the stubs in one phase of one microbatch.
+
+    Args:
+        program: what was found out about the model.
+        state: what there is so far.
+        phase: the number of the phase; places of calls from ``program.ends[phase]`` on belong to later ones.
+
+    Attributes:
+        values: the tensors of the state, with those that this phase hands to layers.
+        calls: what was recorded.
+    """
+
+    def __init__(self, program: Program, state: State, phase: int) -> None:
+        self.program = program
+        self.book: Book = state["book"]
+        self.values: dict[Key, torch.Tensor] = dict(state["values"])
+        self.boxes: Mapping[int, Any] = state["boxes"]
+        self.calls: dict[int, CallSpec] = {}
+        self._phase = phase
+        self._made = sorted(self.book.results)
+        self._asked = 0
+        self._place = self._made[-1] + 1 if self._made else 0
+        self._keys = {id(value): key for key, value in self.values.items()}
+        self._sides = 0
+        self._box_numbers: dict[int, int] = {}
+        self._box_seen: dict[int, list[int]] = {}
+        self._alive: list[Any] = []  # what is known by its id must not go away
+
+    def call(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a layer returns."""
+        self._asked += 1
+        if self._asked <= len(self._made):
+            return self._replay(self._made[self._asked - 1], layer, args, kwargs)
+        return self._record(self._next_place(layer), args, kwargs)
+
+    # -- calls that were made ----------------------------------------------------------------------------------------
+
+    def _replay(self, place: int, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.program.calls[place].layer != layer:
+            raise BatchStructureError(
+                f"The model called {layer} where it called {self.program.calls[place].layer} a moment before: its "
+                "forward does not do the same twice."
+            )
+        for use, box in zip(self.book.calls[place].boxes(), _boxes_of(args, kwargs), strict=False):
+            self._box_numbers[id(box)] = use.number
+            self._alive.append(box)
+            if use.number in self.boxes:
+                fill_box(box, self.boxes[use.number])
+                self._box_seen[use.number] = _ids(box)
+        if place in self.book.captured:
+            extend_collected(self.book.captured[place].build(self.values, {}))
+        result = self.book.results[place]
+        leaves = [self._value(leaf) if isinstance(leaf, Key) else leaf for leaf in result.leaves]
+        return pytree.tree_unflatten(leaves, result.spec)
+
+    def _value(self, key: Key) -> torch.Tensor:
+        found = self.values.get(key)
+        if found is None:
+            found = Placeholder(key, None)
+            self._alive.append(found)
+        return found
+
+    # -- calls to be made --------------------------------------------------------------------------------------------
+
+    def _next_place(self, layer: str) -> int:
+        """The place of a call in the program; those that the batch leaves out stay out."""
+        places = range(self._place, self.program.ends[self._phase])
+        for place in places:
+            if self.program.calls[place].layer == layer:
+                self._place = place + 1
+                return place
+        expected = [self.program.calls[place].layer for place in places]
+        raise BatchStructureError(
+            f"This batch calls {layer} where the example that the model was cut with called "
+            f"{', '.join(expected[:3]) or 'no layer'}. Cut the model with an example of this kind:\n"
+            "    wrap_model_to_roundpipe(model, example=batch)"
+        )
+
+    def _record(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._alive.append((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=lambda value: value is not kwargs and is_box(value))
+        arguments = Tree(spec, tuple(self._named(leaf, place) for leaf in leaves))
+        self.calls[place] = CallSpec(arguments, collected_so_far())
+        count_recorded()
+        form = self.program.calls[place].form
+        inputs = tensors_of((args, kwargs))
+        made = []
+        for number, leaf in enumerate(form.leaves):
+            if isinstance(leaf, tuple):
+                made.append(leaf[0])
+            else:
+                made.append(Placeholder(Key(place, number), inputs[leaf] if 0 <= leaf < len(inputs) else None))
+        self._alive += made
+        return pytree.tree_unflatten(made, form.spec)
+
+    def _named(self, leaf: Any, place: int) -> Any:
+        if isinstance(leaf, Placeholder):
+            return leaf.key
+        if isinstance(leaf, torch.Tensor):
+            return self._side(leaf)
+        if is_box(leaf):
+            return self._box(leaf, place)
+        if not isinstance(leaf, _PLAIN) and (found := find_unregistered(leaf)):
+            raise CutError(
+                "structure",
+                f"{self.program.calls[place].layer} is handed something that cannot travel: {found[0]}",
+            )
+        return Fresh(copy.deepcopy(leaf)) if is_cache(leaf) else leaf
+
+    def _side(self, tensor: torch.Tensor) -> Key:
+        key = self._keys.get(id(tensor))
+        if key is None:
+            key = Key(-1 - self._phase, self._sides)
+            self._sides += 1
+            self._keys[id(tensor)] = key
+            self.values[key] = tensor
+        return key
+
+    def _box(self, box: Any, place: int) -> BoxUse:
+        number = self._box_numbers.setdefault(id(box), len(self._box_numbers) + 1000 * self._phase)
+        held = _ids(box)
+        if self._box_seen.get(number) == held:
+            return BoxUse(number, type(box), None)
+        self._box_seen[number] = held
+        content = box_content(box)
+        self._alive.append(content)
+        leaves, spec = pytree.tree_flatten(content)
+        return BoxUse(number, type(box), Tree(spec, tuple(self._named(leaf, place) for leaf in leaves)))
+
+
+def _ids(box: Any) -> list[int]:
+    return [id(leaf) for leaf in pytree.tree_leaves(box_content(box))]
+
+
+def _boxes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda value: value is not kwargs and is_box(value))
+    return [leaf for leaf in leaves if is_box(leaf)]

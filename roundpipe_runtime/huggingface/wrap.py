@@ -1,0 +1,297 @@
+"""``wrap_model_to_roundpipe``: a model of transformers that trains through a pipeline, and is otherwise itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..config import RoundPipeRunConfig
+from ..errors import ConfigError
+from ..join import join
+from ..loss import WeightedLoss
+from ..pipeline import RoundPipe
+from .auxiliary import batch_auxiliary_loss, has_auxiliary_loss, without_auxiliary_loss
+from .batches import join_outputs, split_pictures
+from .capture import asked_for, install_hooks
+from .cut import Cut, cut, pieces_of, whole
+from .errors import CutError, CutRefusedWarning
+from .example import without_cache
+from .losses import WEIGH, has_labels, loss_of, own_loss, rows_of_call, with_loss
+
+__all__ = ["WrappedModel", "wrap_model_to_roundpipe"]
+
+# Modules below this many bytes gain nothing from microbatches.
+_LOWER_THRESHOLD = 16 * 1024
+
+
+class WrappedModel(RoundPipe):
+    """A model that runs through a pipeline; made by `wrap_model_to_roundpipe`.
+
+    Parameters, names, ``config``, ``generate``, ``save_pretrained`` and all other attributes are the model's own.
+    ``forward`` and ``forward_backward`` take what its forward takes.
+    """
+
+    def __init__(self, made: Cut, **options: Any) -> None:
+        self.__dict__["_rp_cut"] = made
+        super().__init__(made.model, **options)
+
+    def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
+        return list(self.cut.pieces)
+
+    @property
+    def model(self) -> nn.Module:
+        """What the model calls so, like the decoder without its head; the model itself, if it calls nothing so."""
+        whole_model = self.cut.model
+        inner = getattr(whole_model, "model", whole_model)
+        return inner if isinstance(inner, nn.Module) else whole_model
+
+    @property
+    def cut(self) -> Cut:
+        """The pieces, and the report on how they were found."""
+        found: Cut = self.__dict__["_rp_cut"]
+        return found
+
+    def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
+        """Run the model forward, microbatch by microbatch, and return its joined output.
+
+        The loss of a model that was given labels is the one of the whole batch.
+
+        Args:
+            *args: positional arguments of the model.
+            roundpipe_run_config: what this call wants otherwise.
+            **kwargs: keyword arguments of the model. ``use_cache`` is ``False`` unless it is among them.
+        """
+        kwargs, config = self._rp_prepared(kwargs, roundpipe_run_config)
+        outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
+        return outputs[0] if config.merge_output is False else outputs
+
+    def _rp_prepared(
+        self, kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
+    ) -> tuple[dict[str, Any], RoundPipeRunConfig]:
+        """Arguments and configuration of a call, with what belongs to models of transformers."""
+        self.cut.sync()
+        model = self.cut.model
+        prepared = without_cache(model, dict(kwargs))
+        if asked_for(model, prepared) != "none":
+            install_hooks(model)
+        config = (given or RoundPipeRunConfig()).over(self._rp_options["model_run_config"])
+        if config.split_input is None and (split := split_pictures(getattr(model, "config", None), prepared)):
+            config = dataclasses.replace(config, split_input=split)
+        prepared[WEIGH] = True
+        wanted = config.merge_output
+        if wanted in (None, True):
+            merge = functools.partial(_joined_with_loss, model, prepared) if has_labels(model, prepared) else _joined
+            config = dataclasses.replace(config, merge_output=merge)
+        elif wanted is not False:
+            config = dataclasses.replace(config, merge_output=functools.partial(_joined_as_wanted, wanted))
+        return prepared, config
+
+    def forward_backward(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: Callable[[Any, Any], Any] = own_loss,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> Any:
+        """Run forward, loss and backward in one go, and return the loss.
+
+        A model that is given its labels among ``input_kwargs`` computes its own loss. A ``loss_fn`` that returns it, or
+        a multiple of it, gives the loss and the gradient of the whole batch, for any split.
+
+        Args:
+            input_args: positional arguments of the model.
+            input_kwargs: keyword arguments of the model.
+            label: labels for ``loss_fn``, cut like the inputs.
+            loss_fn: ``loss_fn(outputs, label)`` of a microbatch. Default: the loss that the model computed.
+            return_outputs: whether to return the outputs, too, joined and detached.
+            run_config: what this call wants otherwise.
+
+        Returns:
+            The loss of the batch, detached, on the host; with ``return_outputs``, ``(loss, outputs)``.
+        """
+        kwargs, config = self._rp_prepared(input_kwargs or {}, run_config)
+        computes_loss = has_labels(self.cut.model, kwargs)
+        if computes_loss and has_auxiliary_loss(self.cut.model, kwargs):
+            return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config)
+        if computes_loss:  # shares of a mean are added
+            config = dataclasses.replace(config, loss_reduction="sum")
+        loss_fn = _weighing(loss_fn, rows_of_call(input_args, kwargs) if computes_loss else None)
+        result = super().forward_backward(input_args, kwargs, label, loss_fn, return_outputs, config)
+        return (result[0], result[1][0]) if return_outputs and config.merge_output is False else result
+
+    def _rp_backward_from_joined(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        label: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        return_outputs: bool,
+        config: RoundPipeRunConfig,
+    ) -> Any:
+        """Forward of all microbatches, then the loss of the joined output: for a loss that is no sum over rows."""
+        with torch.enable_grad():
+            outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
+            loss = loss_fn(outputs, label)
+            torch.autograd.backward(loss)
+        loss = pytree.tree_map(torch.Tensor.detach, loss)
+        return (loss, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)) if return_outputs else loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "program": self.cut.program, "report": self.cut.report,
+                "names": list(self.cut.layers)}  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        model, program = state["model"], state["program"]
+        made = whole(model)
+        if program is not None:
+            layers = {name: model.get_submodule(name) for name in state["names"]}
+            made = Cut(model, pieces_of(model, layers, program), program, state["report"], layers)
+            made.sync()
+        self.__dict__["_rp_cut"] = made
+        super().__setstate__(state)
+
+
+def _weighing(loss_fn: Callable[[Any, Any], Any], batch: int | None) -> Callable[[Any, Any], Any]:
+    """A loss function for outputs that come with the weight of their loss.
+
+    Args:
+        loss_fn: for outputs as the model returns them.
+        batch: rows of the batch, for models that compute their loss; ``None`` for others.
+    """
+
+    def weighed_loss(outputs: Any, labels: Any) -> Any:
+        output, items, rows = outputs
+        result = loss_fn(output, labels)
+        if batch is None or not isinstance(result, torch.Tensor):
+            return result
+        count = items.item()
+        if count < 0:  # a share of the batch's loss: these are added
+            return WeightedLoss(result, rows.item() / batch)
+        return WeightedLoss(result * count, count)
+
+    return weighed_loss
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """The output of the batch."""
+    rows = [int(count) for _, _, count in outputs]
+    return join_outputs([output for output, _, _ in outputs], [float(count) for count in rows], rows)
+
+
+def _joined_as_wanted(merge: Any, outputs: list[Any]) -> Any:
+    """The output of the batch as the user has it joined."""
+    rows = [int(count) for _, _, count in outputs]
+    return join([output for output, _, _ in outputs], [float(count) for count in rows], rows=rows, merge=merge)
+
+
+def _joined_with_loss(model: nn.Module, kwargs: dict[str, Any], outputs: list[Any]) -> Any:
+    """The output of the batch, its loss the one of the whole batch."""
+    joined = _joined(outputs)
+    parts = [output for output, _, _ in outputs]
+    losses = [loss for loss in map(loss_of, parts) if loss is not None]
+    if len(losses) < len(parts):
+        return joined
+    items = [float(count) for _, count, _ in outputs]
+    total = math.fsum(items)
+    shares = [1.0 if count < 0 else count / total if total else 0.0 for count in items]
+    aux = batch_auxiliary_loss(model, joined, parts, kwargs) if has_auxiliary_loss(model, kwargs) else None
+    if aux is not None:
+        losses = [without_auxiliary_loss(model, part) for part in parts]
+    loss = torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()
+    if aux is not None:
+        joined["aux_loss"], added = aux
+        loss = loss + added
+    return with_loss(joined, loss)
+
+
+def wrap_model_to_roundpipe(
+    model: nn.Module,
+    use_sequential_preset: bool | None = None,
+    lower_threshold: int = _LOWER_THRESHOLD,
+    upper_threshold: int | None = None,
+    skip_modules: Container[nn.Module] = (),
+    override_config: Mapping[nn.Module, RoundPipeRunConfig] | None = None,
+    model_run_config: RoundPipeRunConfig | None = None,
+    name: str | None = None,
+    *,
+    example: Mapping[str, Any] | None = None,
+    check: bool = True,
+    **roundpipe_kwargs: Any,
+) -> WrappedModel:
+    """Return a model that trains through a pipeline.
+
+    It is cut by running its own forward on a small batch (:func:`cut`), and the cut is compared with the model. A model
+    that cannot be cut runs in one piece, with a warning that says why.
+
+    Args:
+        model: a model of transformers, or any module that keeps its layers in an ``nn.ModuleList``.
+        use_sequential_preset: ``True``: a model that cannot be cut is an error. ``False``: it is not cut at all.
+        lower_threshold: a model of fewer bytes is not cut, and runs in one microbatch.
+        upper_threshold: a model of at most so many bytes is not cut. Default: every model is.
+        skip_modules: modules whose layers are not cut.
+        override_config: run configurations of modules; only the model itself can have one, as it is one pipeline.
+        model_run_config: defaults for every call.
+        name: for errors and timelines. Default: ``"file:line"``.
+        example: keyword arguments of the model's forward, to cut it with. Default: a few tokens.
+        check: whether to compare the cut with the model.
+        **roundpipe_kwargs: further arguments of :class:`RoundPipe`: ``devices``, ``optim_dtype``, ``pin_model``.
+
+    Returns:
+        The model, wrapped.
+
+    Raises:
+        CutError: the model does not run on the example; or cannot be cut, with ``use_sequential_preset=True``.
+        ConfigError: an argument has a value that it cannot have.
+    """
+    config = _config(model, override_config or {}, model_run_config)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    if use_sequential_preset is False or size < lower_threshold or size <= (upper_threshold or 0):
+        made = whole(model)
+        if size < lower_threshold:
+            config = RoundPipeRunConfig(num_microbatch=1).over(config)
+    else:
+        skipped = [module for module in model.modules() if module in skip_modules]
+        made = cut(model, example, check=check, skip_modules=skipped)
+        if made.report.is_whole:
+            _refuse(made, use_sequential_preset is True)
+    frame = sys._getframe(1)
+    wrapped = WrappedModel(made, name=name, model_run_config=config, **roundpipe_kwargs)
+    wrapped._rp_options["title"] = name or f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return wrapped
+
+
+def _config(
+    model: nn.Module, overrides: Mapping[nn.Module, RoundPipeRunConfig], config: RoundPipeRunConfig | None
+) -> RoundPipeRunConfig:
+    others = [type(module).__name__ for module in overrides if module is not model]
+    if others:
+        raise ConfigError(
+            f"override_config: {', '.join(others)} cannot have a configuration of its own, as the model is one "
+            "pipeline. Wrap the part alone, or give the configuration to all:\n"
+            "    wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(...))"
+        )
+    given = overrides.get(model, RoundPipeRunConfig())
+    return given.over(config or RoundPipeRunConfig())
+
+
+def _refuse(made: Cut, is_error: bool) -> None:
+    reason, message = made.report.refused[-1]
+    if is_error:
+        raise CutError(reason, f"{made.report.model} cannot be cut: {message}")
+    warnings.warn(
+        f"{made.report.model} runs in one piece, as it cannot be cut ({reason}): {message}",
+        CutRefusedWarning,
+        stacklevel=3,
+    )

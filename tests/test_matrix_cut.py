@@ -1,0 +1,81 @@
+"""Tests of the cut matrix: its inputs, its columns on one type, its page."""
+
+import io
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from matrix.cut import choose, parse
+from matrix.cut_cases import COLUMNS, CutTrial, batch_of, run_type
+from matrix.cut_page import page_of
+from matrix.models import make_model
+from matrix.results import Results
+
+
+def test_a_batch_has_padding_and_labels_that_are_ignored():
+    """Padding is ignored by the labels, and some tokens are."""
+    made = batch_of("llama", make_model("llama"), 3, 0)
+    assert set(made) == {"input_ids", "attention_mask", "labels"}
+    assert made["attention_mask"].sum(1).tolist() == [9, 12, 12]
+    assert (made["labels"] == -100).sum(1).tolist() == [7, 0, 0]
+
+
+def test_pictures_come_with_their_places():
+    """A batch of a vision-language model has a picture per row, and the tokens that stand for it."""
+    model = make_model("image:qwen2_5_vl")
+    made = batch_of("image:qwen2_5_vl", model, 2, 0)
+    assert made["image_grid_thw"].shape[0] == 2
+    assert (made["input_ids"] == model.config.image_token_id).any(1).all()
+
+
+def test_one_type_passes_all_columns():
+    """Each column is announced and answered, and llama passes them all."""
+    events = io.StringIO()
+    run_type("llama", "", list(COLUMNS), {}, None, events)
+    lines = [json.loads(line) for line in events.getvalue().splitlines()]
+    results = {line["column"]: line["result"] for line in lines if "column" in line}
+    assert {name: result["ok"] for name, result in results.items()} == dict.fromkeys(COLUMNS, True)
+    assert results["cut"]["lists"] == ["model.layers"]
+    assert results["microbatches"]["gradients"] < 1e-6
+
+
+def test_a_wrong_gradient_fails():
+    """A pipeline that forgets a microbatch is found by the column that compares."""
+    trial = CutTrial("llama")
+    made = CutTrial.wrapped
+
+    def forgetful(self, model, devices, microbatches):
+        pipeline = made(self, model, devices, microbatches)
+        run = pipeline.forward_backward
+        pipeline.__dict__["forward_backward"] = lambda **options: run(
+            **{**options, "input_kwargs": {key: value[:4] for key, value in options["input_kwargs"].items()}}
+        )
+        return pipeline
+
+    trial.wrapped = forgetful.__get__(trial)
+    with pytest.raises((ArithmeticError, RuntimeError)):
+        COLUMNS["microbatches"](trial)
+
+
+def test_options_choose_the_types():
+    """Causal language models, unless others are named."""
+    assert choose(parse(["--only", "llama,seq2seq:t5"])) == ["llama", "seq2seq:t5"]
+    assert not any(":" in name for name in choose(parse([])))
+    with pytest.raises(SystemExit, match="nonsense is not among the"):
+        choose(parse(["--only", "nonsense"]))
+
+
+def test_the_page_counts_and_gives_reasons():
+    """A table per family, and why what did not pass."""
+    results = Results("", {"torch": "2"}, "")
+    good = {"built": {"ok": True}, "cut": {"ok": True, "lists": ["h"], "calls": 2, "phases": 2}}
+    good |= {"microbatches": {"ok": True, "gradients": 2e-7}, "trained": {"ok": None, "why": "no labels"}}
+    bad = {"built": {"ok": True}, "cut": {"ok": False, "why": "RefusedError: a | b"}}
+    results.types = {"good": {"columns": good}, "bad": {"columns": bad}}
+    page = page_of(results, "cut.json")
+    assert "| Causal language models (2) | 2 | 1 | 1 | 0 |" in page
+    assert "| `good` | ✓ | ✓ | ✓ | – | `h` | 2 | 2 | 2e-07 |" in page
+    assert "- `bad`, cut: RefusedError: a \\| b" in page
+    assert "- `good`, trained: no labels" in page

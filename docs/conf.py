@@ -114,3 +114,15 @@ def _write_flattening_list() -> None:
 
 
 _write_flattening_list()
+
+
+def _write_command_line() -> None:
+    """Write the reference of `guide/command_line.md` from the help of the commands, next to it."""
+    from yobx_flatten.cli.reference import reference
+
+    path = Path(__file__).parent / "_generated" / "command_line.md"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(reference(), encoding="utf-8")
+
+
+_write_command_line()

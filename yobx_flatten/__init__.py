@@ -43,10 +43,13 @@ from .errors import (
     DamagedFileError,
     DynamicShapesError,
     FlattenError,
+    FolderExistsError,
     ForeignFileError,
+    GenerationError,
     InvalidArgumentError,
     InvalidRegistrationError,
     MissingDependencyError,
+    ModelSourceError,
     NotRegisteredError,
     RecordError,
     ReplayError,
@@ -59,6 +62,12 @@ from .errors import (
 
 # export with proof
 from .export import ExportedModel, export_onnx, export_program
+
+# generate with what was exported
+from .generate.onnx_generator import OnnxGenerator
+from .generate.program_generator import ProgramGenerator
+from .generate.sampling import Sampling
+from .generate.settings import GenerationSettings
 
 # caches and outputs of transformers: build them, take them apart, put them together
 from .huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
@@ -89,6 +98,11 @@ from .listing import FlatteningRow, flattening_list
 
 # classes that another library knows
 from .mirror import mirror
+
+# a model as a folder that generation tools open
+from .model_folder.manifest import FolderManifest
+from .model_folder.verify import FolderCheck, FolderReport, verify_folder
+from .model_folder.write import ExportedFolder, export_folder
 
 # record the calls of a running model
 from .record.call import Call
@@ -173,6 +187,17 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "replay_case",
     "CaseReport",
     "OutputDifference",
+    # a model as a folder that generation tools open, and what generates with it
+    "export_folder",
+    "verify_folder",
+    "ExportedFolder",
+    "FolderReport",
+    "FolderCheck",
+    "FolderManifest",
+    "OnnxGenerator",
+    "ProgramGenerator",
+    "Sampling",
+    "GenerationSettings",
     # which sizes vary
     "dynamic_shapes",
     "check_dynamic_shapes",
@@ -228,6 +253,9 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "StoredFileError",
     "DamagedFileError",
     "ForeignFileError",
+    "GenerationError",
+    "ModelSourceError",
+    "FolderExistsError",
     "MissingDependencyError",
     # and
     "__version__",

@@ -42,8 +42,8 @@ def test_a_program_that_differs_ends_the_demo_with_1_and_its_report(tmp_path, ca
     ("asked", "answer"),
     [
         (["demo", "--models", "llama,lama"], "unknown model 'lama'; there are llama, gemma3, mistral, t5"),
-        (["demonstrate"], "invalid choice: 'demonstrate' (choose from"),
-        (["demo", "--outptu", "here"], "unrecognized arguments: --outptu here"),
+        (["demonstrate"], "No such command 'demonstrate'"),
+        (["demo", "--outptu", "here"], "No such option: --outptu"),
     ],
 )
 def test_what_does_not_exist_is_refused_in_one_line(asked, answer, capsys):
@@ -57,9 +57,7 @@ def test_what_does_not_exist_is_refused_in_one_line(asked, answer, capsys):
 
 def test_the_version_is_that_of_the_package(capsys):
     """On standard output, as every tool does."""
-    with pytest.raises(SystemExit) as left:
-        main(["--version"])
-    assert left.value.code == 0
+    assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"yobx_flatten {__version__}\n"
 
 
@@ -77,25 +75,23 @@ def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path, capsys):
     """A file in the place of the folder: exit status 2, and the path."""
     (tmp_path / "taken").touch()
     assert main(["demo", "--output", str(tmp_path / "taken")]) == 2
-    assert f"cannot write to {tmp_path / 'taken'}" in capsys.readouterr().err
+    assert f"{tmp_path / 'taken'}: File exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"), [(["--help"], ["demo"]), (["demo", "--help"], ["--output DIR", "gemma3", "Exit status: 0"])]
+    ("asked", "words"), [(["--help"], ["demo"]), (["demo", "--help"], ["--output", "gemma3", "Exit status: 0"])]
 )
 def test_help_says_what_there_is(asked, words, capsys):
     """``--help`` lists the commands; that of a command its options, models and exit status."""
-    with pytest.raises(SystemExit) as left:
-        main(asked)
-    assert left.value.code == 0
+    assert main(asked) == 0
     shown = capsys.readouterr().out
     assert [word for word in words if word not in shown] == []
 
 
 def test_no_command_shows_the_help_and_is_an_error(capsys):
-    """Asked for nothing: the help on stderr, exit status 2."""
+    """Asked for nothing: the help, exit status 2."""
     assert main([]) == 2
-    assert "usage: python -m yobx_flatten" in capsys.readouterr().err
+    assert "Usage: yobx-flatten" in capsys.readouterr().out
 
 
 def test_the_text_of_the_demo_is_the_zen_of_python_byte_by_byte():

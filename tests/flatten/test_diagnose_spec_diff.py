@@ -22,16 +22,16 @@ Pair = collections.namedtuple("Pair", ["left", "right"])  # the plain kind, whos
 
 
 @dataclasses.dataclass
-class State:
+class HeldState:
     hidden: object
     step: int = dataclasses.field(default=1, metadata={"static": True})
 
 
 @pytest.fixture(autouse=True)
 def _state_is_registered():
-    register(State, backends="torch")
+    register(HeldState, backends="torch")
     yield
-    unregister_class_flattening(State)
+    unregister_class_flattening(HeldState)
 
 
 DIFFERENCES = [
@@ -47,8 +47,8 @@ DIFFERENCES = [
     pytest.param(
         {"a": 1, "b": 2}, {"b": 1, "a": 2}, [("tree", "in the order ['a'], ['b']", "['b'], ['a']")], id="order"
     ),
-    pytest.param([State(1, 5)], [State(1, 6)], [("tree[0]", "static [5]", "static [6]")], id="static"),
-    pytest.param(State([1]), State(1), [("tree.hidden", "list of 1", "a leaf")], id="field"),
+    pytest.param([HeldState(1, 5)], [HeldState(1, 6)], [("tree[0]", "static [5]", "static [6]")], id="static"),
+    pytest.param(HeldState([1]), HeldState(1), [("tree.hidden", "list of 1", "a leaf")], id="field"),
     pytest.param(
         ((1,), {"x": 1, "y": [1]}),
         ((1,), {"x": 1, "y": [1, 2]}),

@@ -6,9 +6,15 @@ import torch
 from tests.flatten.record_models import MODELS, generate_inputs, make_generator
 from yobx_flatten import export_program, make_dynamic_cache, record_calls, register_flattening_functions
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 1e-5
+# what cannot be recorded or traced before 5.17, and why
+_LATER = {
+    "mamba": "generate makes Mamba's cache before the first call, so both phases have one and look alike",
+    "gemma3_vision": "the model compares the number of image tokens, which it counts, with that of the features",
+}
+_IS_OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17)
 
 
 def generate(name, *, tokens, **sizes):
@@ -26,7 +32,13 @@ def export(part, **sizes):
         )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.skipif(_IS_OLD and name in _LATER, reason=_LATER.get(name, "")))
+        for name in MODELS
+    ],
+)
 def test_both_phases_export_and_serve_other_calls(name):
     """One generate of 6 tokens gives two programs; both do what was recorded, then and at other batches and lengths."""
     calls = generate(name, tokens=6)
@@ -60,7 +72,7 @@ def test_a_program_for_several_new_tokens_serves_the_prefill_too():
 
     prefill = calls["prefill"][0]
     inputs = {name: value for name, value in prefill.inputs.items() if name not in calls.constants("prefill")}
-    layers = [type(layer) for layer in inputs["past_key_values"].layers]
+    layers = [type(layer) for layer in prefill.outputs.past_key_values.layers]
     nothing = torch.zeros(2, 2, 0, 8)
     inputs["past_key_values"] = make_dynamic_cache([(nothing, nothing)] * 2, layers, [{"sliding_window": 8}, {}])
     with register_flattening_functions(patch_transformers=True), torch.no_grad():

@@ -18,6 +18,9 @@ from .snapshot import Fact, same_value
 __all__ = ["choose_example", "constants_of", "shapes_of", "varying_in"]
 
 
+_GROWING = ("batch", "past", "total", "kept", "source")  # sizes that a call with 1 of them is an example of any of
+
+
 def constants_of(calls: Sequence[Call]) -> dict[str, Any]:
     """The arguments of these calls that hold no tensor and never change."""
     found = {}
@@ -32,13 +35,14 @@ def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> d
     """The places of these calls whose size is to vary.
 
     A number of new tokens that is 1 in every call of the phase stays 1: that is what a program for decoding is given.
-    An axis of size 0 in every call is one that holds nothing yet.
+    A model that counts no past has no name for that number, so what is only 1 here and more elsewhere stays 1 as well:
+    some models take another way with several tokens. An axis of size 0 in every call is one that holds nothing yet.
     """
     paths = {fact.path for fact in calls[0].facts()}
     found = {}
     for (path, axis), name in axes.names.items():
         seen = axes.seen(name, calls)
-        stays = seen == [0] or (name == "new" and seen == [1])
+        stays = seen == [0] or (seen == [1] and not name.startswith(_GROWING))
         if path in paths and (not stays or name in sizes):
             found[path, axis] = name
     return found

@@ -1,0 +1,269 @@
+"""`export`, `verify`, `generate`, `explain` and `check` from end to end, and with everything that may go wrong."""
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from yobx_flatten import make_dynamic_cache, save_nested
+from yobx_flatten.__main__ import main
+from yobx_flatten.model_folder import write
+
+from .exported_folders import exported, saved
+
+
+@pytest.fixture(scope="module")
+def folder():
+    """An exported folder that no test changes."""
+    return exported("mistral")[1]
+
+
+@pytest.fixture
+def copied(folder, tmp_path):
+    """One that a test may damage."""
+    return shutil.copytree(folder, tmp_path / "copied")
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_model_becomes_a_folder_that_is_verified_and_generates(tmp_path, capsys):
+    """The folder that `save_pretrained` wrote, with a tokenizer beside it: export, verify, generate."""
+    _, source = saved("gpt2")
+    with_tokenizer = shutil.copytree(source, tmp_path / "gpt2")
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer(extra_ids=0).save_pretrained(with_tokenizer)
+    out = tmp_path / "out"
+    assert main(["export", str(with_tokenizer), "-o", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert "0 tokens differ" in shown.out
+    assert "converting GPT2LMHeadModel to ONNX" in shown.err
+    names = {path.name for path in out.iterdir()}
+    assert {"model.onnx", "config.json", "generation_config.json", "tokenizer_config.json", "genai_config.json"} < names
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert main(["verify", str(out)]) == 0
+    assert "ok   generate" in capsys.readouterr().out
+    assert main(["generate", str(out), "--prompt", "Hello", "--prompt", "Hi", "--tokens", "4", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["prompt"] for row in rows] == ["Hello", "Hi"]
+
+
+def test_a_folder_that_holds_something_is_left_alone(folder, capsys):
+    """Before the model is loaded."""
+    before = sorted(path.name for path in folder.iterdir())
+    assert main(["export", "llama", "-o", str(folder)]) == 2
+    assert "holds something already" in capsys.readouterr().err
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["lama"], "Did you mean llama"),
+        (["./nowhere"], "There is no folder ./nowhere"),
+        (["llama", "--task", "poetry"], "There is no task 'poetry'"),
+        (["llama", "--task", "fill-mask"], "is for text-generation, not for fill-mask"),
+        (["llama", "--dtype", "bfloat16"], "Take float32 or float16, or to='program'"),
+    ],
+)
+def test_an_export_that_cannot_be_leaves_nothing(arguments, words, tmp_path, monkeypatch, capsys):
+    """One line, status 2, no folder."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", *arguments, "-o", "out"]) == 2
+    shown = capsys.readouterr().err.splitlines()
+    assert words in shown[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_model_is_named(tmp_path, capsys):
+    """Truncated weights, and a configuration that is no JSON."""
+    _, source = saved("llama")
+    copy = shutil.copytree(source, tmp_path / "copy")
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    assert main(["export", str(copy), "-o", str(tmp_path / "out")]) == 2
+    assert f"The model in {copy} cannot be loaded" in capsys.readouterr().err
+    (copy / "config.json").write_text("{", encoding="utf-8")
+    assert main(["export", str(copy), "-o", str(tmp_path / "out")]) == 2
+    (copy / "config.json").unlink()
+    assert main(["export", str(copy), "-o", str(tmp_path / "out")]) == 2
+    assert "holds no config.json" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, capsys):
+    """Half-way: the first file is written, the second does not fit."""
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device", "generate.case")
+
+    monkeypatch.setattr(write, "_store_generation", full)
+    assert main(["export", "llama", "-o", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("yobx-flatten: the disk is full")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_differs_is_status_1_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    """The tokens of the model are changed before they are stored: the files do not generate them."""
+    original = write.generation_case
+
+    def other(*args):
+        case = original(*args)
+        case.sequences[:, -1] += 1
+        return case
+
+    monkeypatch.setattr(write, "generation_case", other)
+    assert main(["export", "llama", "-o", str(tmp_path / "out")]) == 1
+    shown = capsys.readouterr().err
+    assert "does not do what the model does" in shown
+    assert "FAIL generate" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- verify and generate -----------------------------------------------------------------------------------------------
+
+
+def test_verify_tells_a_changed_file(copied, capsys):
+    """The file of another model in its place: status 1, and which cases differ."""
+    import onnx
+    from onnx import numpy_helper
+
+    model = onnx.load(copied / "model.onnx")
+    weights = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+    weights.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weights) * 1.5, weights.name))
+    onnx.save(model, copied / "model.onnx")
+    assert main(["verify", str(copied), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False
+    assert not any(check["ok"] for check in found["checks"])
+
+
+def test_verify_tells_a_damaged_file(copied, capsys):
+    """A truncated model fails its cases; a truncated case, or list of cases, cannot be checked at all."""
+    (copied / "model.onnx").write_bytes((copied / "model.onnx").read_bytes()[:1000])
+    assert main(["verify", str(copied)]) == 1
+    assert "onnxruntime cannot load" in capsys.readouterr().out
+    case = copied / "cases" / "generate.case"
+    case.write_bytes(case.read_bytes()[:50])
+    assert main(["verify", str(copied)]) == 2
+    assert "generate.case" in capsys.readouterr().err.splitlines()[-1]
+    (copied / "yobx_flatten.json").write_text("[]", encoding="utf-8")
+    assert main(["verify", str(copied)]) == 2
+    assert "yobx_flatten.json is damaged" in capsys.readouterr().err
+    (copied / "yobx_flatten.json").unlink()
+    assert main(["verify", str(copied)]) == 2
+    assert "yobx-flatten export did not write it" in capsys.readouterr().err
+
+
+def test_generate_prints_the_text_that_the_model_writes(folder, capsys):
+    """In a process of its own, read from a pipe: the prompt, then what the model itself says."""
+    model, _ = exported("mistral")
+    from transformers import ByT5Tokenizer
+
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    given = tokenizer("Hello", return_tensors="pt")
+    tokens = model.generate(**given, max_new_tokens=12, do_sample=False)[0, given["input_ids"].shape[1] :]
+    command = [sys.executable, "-m", "yobx_flatten", "generate", str(folder), "--prompt", "Hello", "--tokens", "12"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout == "Hello" + tokenizer.decode(tokens, skip_special_tokens=True) + "\n"
+
+
+def test_generate_without_a_tokenizer_says_so(copied, capsys):
+    """And leaves out what transformers says at length."""
+    (copied / "tokenizer_config.json").unlink()
+    (copied / "config.json").unlink()
+    assert main(["generate", str(copied), "--prompt", "Hello"]) == 2
+    assert "holds no tokenizer that can be read" in capsys.readouterr().err
+
+
+# -- explain and check -------------------------------------------------------------------------------------------------
+
+
+def test_explain_names_the_inputs_of_a_model(folder, capsys):
+    """A folder is its files; the cache has the names of other tools, and no counter."""
+    assert main(["explain", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "past_key_values.1.value: float[" in shown
+    assert "length" not in shown
+
+
+def test_explain_draws_stored_inputs_and_cases(folder, tmp_path, capsys):
+    """Both kinds of our own files."""
+    save_nested(tmp_path / "inputs.onnx", {"x": torch.zeros(2, 3), "flags": [True, None]})
+    assert main(["explain", str(tmp_path / "inputs.onnx")]) == 0
+    assert "['x']: float32[2, 3]" in capsys.readouterr().out
+    assert main(["explain", str(folder / "cases" / "generate.case"), "--json"]) == 0
+    assert "['sequences']: int64[3, 49]" in "\n".join(json.loads(capsys.readouterr().out)[0]["lines"])
+
+
+def test_explain_calls_a_function_of_the_current_folder(tmp_path, monkeypatch, capsys):
+    """In the block the cache comes apart; with --plain it is marked, with the line to type."""
+    source = (
+        "import torch\nfrom yobx_flatten import make_dynamic_cache\n"
+        "def make():\n    return {'past': make_dynamic_cache([torch.zeros(1, 2, 3, 4)] * 2)}\n"
+        "def fail():\n    return 1 / 0\n"
+    )
+    (tmp_path / "some_inputs_of_mine.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert make_dynamic_cache  # the library that the block is about is imported
+    assert main(["explain", "some_inputs_of_mine:make"]) == 0
+    assert "✗" not in capsys.readouterr().out
+    assert main(["explain", "some_inputs_of_mine:make", "--plain"]) == 0
+    assert "✗" in capsys.readouterr().out
+    assert main(["explain", "some_inputs_of_mine:nothing"]) == 2
+    assert "some_inputs_of_mine has no nothing" in capsys.readouterr().err
+    assert main(["explain", "some_inputs_of_mine:fail"]) == 2
+    assert "some_inputs_of_mine:fail() failed: ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_explain_refuses_what_is_no_model(tmp_path, capsys):
+    """A file of something else, and a folder of nothing."""
+    (tmp_path / "text.onnx").write_text("no model", encoding="utf-8")
+    assert main(["explain", str(tmp_path / "text.onnx")]) == 2
+    assert "text.onnx" in capsys.readouterr().err
+    (tmp_path / "text.onnx").unlink()
+    assert main(["explain", str(tmp_path)]) == 2
+    assert "holds no .onnx, no .pt2 and no recorded calls" in capsys.readouterr().err
+
+
+def test_check_finds_errors_in_a_call(tmp_path, monkeypatch, capsys):
+    """Status 1 for an unknown argument, 0 for a model whose inputs are right, 2 for a function of another kind."""
+    source = (
+        "import torch\n"
+        "def wrong():\n    return torch.nn.Linear(2, 2), {'inputs': torch.zeros(3, 2)}\n"
+        "def other():\n    return 3\n"
+    )
+    (tmp_path / "some_call_of_mine.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "some_call_of_mine:wrong", "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)["some_call_of_mine:wrong"]
+    assert findings[0]["severity"] == "error"
+    assert main(["check", "some_call_of_mine:other"]) == 2
+    assert "must return (module, kwargs)" in capsys.readouterr().err
+    assert main(["check", "llama"]) == 0
+    assert capsys.readouterr().out == "model: nothing found\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3", "mistral", "gpt2", "t5", "whisper", "llava"])
+def test_every_family_goes_from_save_pretrained_to_a_verified_folder(name, tmp_path, capsys):
+    """Export and verify, as a user types them; the last check is forty tokens of three rows."""
+    _, source = saved(name)
+    assert main(["export", str(source), "-o", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "out"), "--json"]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert checks[-1]["file"] == "generate"
+    assert checks[-1]["difference"] == 0

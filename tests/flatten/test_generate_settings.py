@@ -1,0 +1,47 @@
+"""Special tokens and rules, from the two configurations of a folder."""
+
+import json
+
+import pytest
+import torch
+
+from yobx_flatten import GenerationError
+from yobx_flatten.generate.settings import read_settings, settings_of
+
+
+def test_the_generation_configuration_comes_first():
+    """One end or several; without a padding token the first end pads, as in transformers."""
+    assert settings_of({"eos_token_id": 5}, {"eos_token_id": [6, 7]}).eos_token_ids == (6, 7)
+    assert settings_of({"eos_token_id": 5}, {}).pad_token_id == 5
+    assert settings_of({"eos_token_id": 0, "pad_token_id": 0}, {}).eos_token_ids == (0,)
+
+
+def test_the_text_model_of_a_larger_one_is_asked_too():
+    """As in a vision-language model."""
+    found = settings_of({"text_config": {"eos_token_id": 4}, "image_token_index": 9}, {})
+    assert (found.eos_token_ids, found.image_token_id) == ((4,), 9)
+
+
+def test_no_files_mean_no_special_tokens(tmp_path):
+    """A model file may stand alone."""
+    assert read_settings(tmp_path).eos_token_ids == ()
+
+
+def test_a_damaged_configuration_is_named(tmp_path):
+    """Not a bare JSON error."""
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(GenerationError, match=r"config\.json is damaged"):
+        read_settings(tmp_path)
+
+
+def test_rules_for_scores_are_those_of_transformers(tmp_path):
+    """Suppressed tokens are never chosen; at the beginning others, too; what is repeated loses."""
+    pytest.importorskip("transformers")
+    rules = {"suppress_tokens": [1], "begin_suppress_tokens": [2], "repetition_penalty": 2.0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(rules), encoding="utf-8")
+    penalty, suppress, begin = read_settings(tmp_path).processors
+    scores = torch.tensor([[4.0, 3.0, 2.0]])
+    assert penalty(torch.tensor([[0]]), scores.clone()).tolist() == [[2.0, 3.0, 2.0]]
+    assert suppress(torch.tensor([[0]]), scores.clone()).argmax().item() == 0
+    assert begin(torch.tensor([[0]]), scores.clone())[0, 2].item() == -float("inf")
+    assert begin(torch.tensor([[0, 1]]), scores.clone())[0, 2].item() == 2.0

@@ -1,0 +1,46 @@
+"""Inputs that are the cache, and the cache that has seen nothing."""
+
+import pytest
+import torch
+
+from yobx_flatten import GenerationError
+from yobx_flatten.generate.slots import Port, cache_slots, check_ports, empty_cache
+
+KEY = Port("past_key_values.0.key", (None, 2, None, 8), torch.float16)
+LENGTH = Port("past_key_values.length", (), torch.int64)
+CROSS = Port("past_key_values.0.encoder.key", (None, 2, None, 8), torch.float32)
+
+
+def test_the_cache_is_what_is_called_past():
+    """And becomes what is called present."""
+    slots = cache_slots([Port("input_ids", (None, None), torch.int64), KEY, LENGTH, CROSS])
+    assert [slot.present for slot in slots] == ["present.0.key", "present.length", "present.0.encoder.key"]
+
+
+def test_an_empty_cache_has_rows_and_no_tokens():
+    """Sizes that vary are the batch, then 0; the dtype is that of the file."""
+    made = empty_cache(cache_slots([KEY, LENGTH]), 3)
+    assert made[KEY.name].shape == (3, 2, 0, 8)
+    assert made[KEY.name].dtype is torch.float16
+    assert made[LENGTH.name].tolist() == 0
+
+
+def test_states_of_linear_attention_have_no_empty_value():
+    """The message says what to pass."""
+    state = Port("past_key_values.0.conv_states", (None, 4, 8), torch.float32)
+    with pytest.raises(GenerationError, match=r"conv_states has no value before the first token(.|\n)*prefill="):
+        empty_cache(cache_slots([state]), 1)
+
+
+def test_a_fixed_number_of_rows_is_kept():
+    """Other batches are refused by number."""
+    fixed = KEY._replace(shape=(2, 2, None, 8))
+    assert empty_cache(cache_slots([fixed]), 2)[KEY.name].shape == (2, 2, 0, 8)
+    with pytest.raises(GenerationError, match="exported for 2 rows, found 3"):
+        empty_cache(cache_slots([fixed]), 3)
+
+
+def test_an_input_that_no_loop_has_is_named():
+    """With those that it has."""
+    with pytest.raises(GenerationError, match="x takes token_type_ids, which a generation loop does not know"):
+        check_ports({"token_type_ids": Port("token_type_ids", (None,), torch.int64)}, ["input_ids"], "x")

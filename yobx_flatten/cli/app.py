@@ -1,0 +1,82 @@
+"""All commands together, and what comes of an error."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from .check_command import check
+from .demo_command import demo
+from .env_command import env
+from .explain_command import explain
+from .export_command import export
+from .failures import explain_failure
+from .generate_command import generate
+from .list_command import list_classes
+from .output import say
+from .repository import bench, matrix
+from .verify_command import verify
+
+__all__ = ["app", "run"]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        say(f"yobx_flatten {importlib.metadata.version('yobx-flatten')}")
+        raise typer.Exit
+
+
+def _all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the stack trace of an error.")] = False,
+) -> None:
+    """Export models with their caches as inputs, and prove that the result does what the model does.
+
+    Exit status: 0 all went well; 1 something that was checked is wrong; 2 the request cannot be served.
+    """
+
+
+def _app() -> typer.Typer:
+    made = typer.Typer(name="yobx-flatten", no_args_is_help=True, pretty_exceptions_enable=False)
+    made.callback()(_all_commands)
+    made.command("demo")(demo)
+    made.command("export")(export)
+    made.command("verify")(verify)
+    made.command("generate")(generate)
+    made.command("check")(check)
+    made.command("explain")(explain)
+    made.command("list")(list_classes)
+    made.command("env")(env)
+    made.command("bench")(bench)
+    made.command("matrix", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(matrix)
+    return made
+
+
+app = _app()
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status.
+
+    Args:
+        argv: the arguments; by default those of the process.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    # wherever it stands: who sees an error adds it at the end
+    debug = "--debug" in given
+    command: Any = typer.main.get_command(app)
+    try:
+        status = command.main([x for x in given if x != "--debug"], prog_name="yobx-flatten", standalone_mode=False)
+    except BrokenPipeError:
+        return 0  # `yobx-flatten list | head`: whoever read has enough
+    except (Exception, KeyboardInterrupt) as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help is its message, and is printed already
+            return 2
+        return explain_failure(error, debug=debug)
+    return status if isinstance(status, int) else 0

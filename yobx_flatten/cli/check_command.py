@@ -1,0 +1,69 @@
+"""``yobx-flatten check``."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from ..diagnose.inputs import Findings, check_inputs
+from ..model_folder.source import load_model
+from ..model_folder.tasks import pieces_for
+from ..scopes import register_flattening_functions
+from .failures import CHECK_FAILED, UserError
+from .output import say, say_json
+from .targets import is_object_name, object_of
+
+__all__ = ["check"]
+
+
+def check(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="CALL_OR_MODEL",
+            help="MODULE:NAME, a function that returns (module, kwargs) or (module, args, kwargs); or a model, "
+            "as for export.",
+        ),
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Look over the inputs of an export, before anything is traced.
+
+    Names what fails or goes wrong: classes that nobody registered, arguments that forward does not take, one tensor
+    passed twice, sizes of 0 and 1. Exit status: 0 no errors (warnings do not count); 1 errors.
+    """
+    calls = [_own(target)] if is_object_name(target) else _of_model(target)
+    found: dict[str, Findings] = {}
+    for name, module, args, kwargs in calls:
+        with register_flattening_functions(patch_transformers="transformers" in sys.modules):
+            found[name] = check_inputs(module, args, kwargs, "auto")
+    if json:
+        say_json({name: [_as_dict(finding) for finding in findings] for name, findings in found.items()})
+    else:
+        for name, findings in found.items():
+            say(f"{name}: {findings}")
+    return CHECK_FAILED if any(findings.errors for findings in found.values()) else 0
+
+
+def _own(target: str) -> tuple[str, Any, tuple[Any, ...], Mapping[str, Any]]:
+    returned = object_of(target)
+    if not isinstance(returned, tuple) or not returned or not isinstance(returned[0], torch.nn.Module):
+        raise UserError(f"{target} must return (module, kwargs) or (module, args, kwargs)")
+    args = next((part for part in returned[1:] if isinstance(part, tuple)), ())
+    kwargs = next((part for part in returned[1:] if isinstance(part, Mapping)), {})
+    return target, returned[0], args, kwargs
+
+
+def _of_model(target: str) -> list[tuple[str, Any, tuple[Any, ...], Mapping[str, Any]]]:
+    model, _ = load_model(target)
+    _, pieces = pieces_for(model, "auto")
+    return [(piece.stem, piece.module, (), piece.kwargs) for piece in pieces]
+
+
+def _as_dict(finding: Any) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(finding).items() if name != "kind"}

@@ -1,0 +1,32 @@
+"""``yobx-flatten demo``."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Annotated
+
+import typer
+
+from ..demo import MODELS, run_demo
+from .failures import UserError
+
+__all__ = ["demo"]
+
+
+def demo(
+    output: Annotated[pathlib.Path, typer.Option(metavar="DIR", help="Folder for the ONNX files.")] = pathlib.Path(
+        "yobx_flatten_demo"
+    ),
+    models: Annotated[str, typer.Option(metavar="NAME,...", help=f"Which of {', '.join(MODELS)}.")] = ",".join(MODELS),
+) -> int:
+    """Export small models to ONNX, decode real text with them in onnxruntime, compare with eager.
+
+    The models have random weights and caches as inputs; each is exported once, and decodes the Zen of Python in a loop
+    over its own outputs. Exit status: 0 all programs do what their models do; 1 one differs.
+    """
+    names = list(dict.fromkeys(name.strip() for name in models.split(",")))
+    unknown = [name for name in names if name not in MODELS]
+    if unknown:
+        found = ", ".join(repr(name) for name in unknown)
+        raise UserError(f"unknown model {found}; there are {', '.join(MODELS)}")
+    return run_demo(output, names)

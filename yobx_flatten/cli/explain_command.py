@@ -1,0 +1,109 @@
+"""``yobx-flatten explain``."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Annotated, Any
+
+import typer
+
+from ..diagnose.drawing import explain as draw
+from ..errors import ForeignFileError
+from ..generate.onnx_runner import open_session
+from ..generate.program_runner import ProgramRunner, open_program
+from ..record.calls import RecordedCalls
+from ..record.files import call_files
+from ..scopes import register_flattening_functions
+from ..storage.cases import load_case
+from ..storage.nested import load_nested
+from .failures import UserError
+from .output import say, say_json
+from .targets import is_object_name, object_of
+
+__all__ = ["explain"]
+
+
+def explain(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE_OR_CALL",
+            help="A model (.onnx, .pt2), stored inputs (.onnx, .case), a folder of either or of recorded calls, "
+            "or MODULE:NAME, an object or a function that returns one.",
+        ),
+    ],
+    plain: Annotated[bool, typer.Option(help="Draw it as torch sees it outside of the block.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Draw what an object, or a file, is made of.
+
+    Of a model: its inputs and outputs. Of stored inputs and of objects: the tree of what comes apart, with every leaf
+    that torch would not take apart marked, and the line that registers its class.
+    """
+    path = pathlib.Path(target)
+    if path.exists():
+        drawn = _folder(path) if path.is_dir() else [_file(path)]
+    elif is_object_name(target):
+        drawn = [_object(target, object_of(target), plain=plain)]
+    else:
+        raise UserError(f"there is no file {target}, and it is no MODULE:NAME")
+    if json:
+        say_json([{"name": name, "lines": text.splitlines()} for name, text in drawn])
+        return 0
+    for number, (name, text) in enumerate(drawn):
+        say(("\n" if number else "") + (f"{name}\n{text}" if len(drawn) > 1 else text))
+    return 0
+
+
+def _folder(path: pathlib.Path) -> list[tuple[str, str]]:
+    if call_files(path):
+        return [(str(path), str(RecordedCalls.load(path)))]
+    files = sorted([*path.glob("*.onnx"), *path.glob("*.pt2")])
+    if not files:
+        raise UserError(f"{path} holds no .onnx, no .pt2 and no recorded calls")
+    return [_file(file) for file in files]
+
+
+def _file(path: pathlib.Path) -> tuple[str, str]:
+    name = str(path)
+    if path.suffix == ".safetensors":
+        return name, str(RecordedCalls.load(path.parent))
+    if path.suffix == ".pt2":
+        runner = ProgramRunner(open_program(path), path.name)
+        inputs = [(port.name, port.dtype, port.shape) for port in runner.ports.values()]
+        return name, _ports([_program_port(*port) for port in inputs], runner.outputs)
+    try:
+        return name, str(draw(load_nested(path), name=path.stem, width=120))
+    except ForeignFileError:
+        pass  # then it is a case, or a model
+    try:
+        case = load_case(path)
+        return name, str(draw({"inputs": case.inputs, "outputs": case.outputs}, name=case.name, width=120))
+    except ForeignFileError:
+        pass
+    session = open_session(path)
+    return name, _ports([_onnx_port(node) for node in session.get_inputs()], map(_onnx_port, session.get_outputs()))
+
+
+def _program_port(name: str, dtype: Any, shape: tuple[int | None, ...]) -> str:
+    sizes = ", ".join("?" if size is None else str(size) for size in shape)
+    return f"{name}: {str(dtype).removeprefix('torch.')}[{sizes}]"
+
+
+def _onnx_port(node: Any) -> str:
+    kind = node.type.removeprefix("tensor(").removesuffix(")")
+    return f"{node.name}: {kind}[{', '.join(map(str, node.shape))}]"
+
+
+def _ports(inputs: list[str], outputs: Any) -> str:
+    return "\n".join(["inputs", *(f"  {line}" for line in inputs), "outputs", *(f"  {line}" for line in outputs)])
+
+
+def _object(name: str, found: Any, *, plain: bool) -> tuple[str, str]:
+    label = name.rpartition(":")[2]
+    if plain:
+        return name, str(draw(found, name=label, width=120))
+    import sys
+
+    with register_flattening_functions(patch_transformers="transformers" in sys.modules):
+        return name, str(draw(found, name=label, width=120))

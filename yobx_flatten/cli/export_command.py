@@ -1,0 +1,90 @@
+"""``yobx-flatten export``."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Annotated, Literal
+
+import typer
+
+from ..model_folder.source import load_model
+from ..model_folder.tasks import TASKS
+from ..model_folder.write import ExportedFolder, check_target, export_folder
+from .output import progress, say, say_json
+
+__all__ = ["export"]
+
+_TASKS = ", ".join(("auto", *TASKS))
+
+
+def export(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A folder that save_pretrained wrote, an id of the hub (owner/name), or a type of model such as "
+            "llama, for a small one with random weights.",
+        ),
+    ],
+    output: Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
+    task: Annotated[str, typer.Option(metavar="TASK", help=f"One of {_TASKS}.")] = "auto",
+    to: Annotated[Literal["onnx", "program"], typer.Option(help="onnxruntime's files, or torch.export's.")] = "onnx",
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"], typer.Option(help="Of the weights. bfloat16: programs only.")
+    ] = "float32",
+    opset: Annotated[int | None, typer.Option(min=18, help="Of ONNX; by default the exporter's choice.")] = None,
+    dynamic: Annotated[
+        Literal["all", "length"], typer.Option(help="What may vary: batch and lengths, or lengths only.")
+    ] = "all",
+    batch: Annotated[int, typer.Option(min=1, help="Number of rows, with --dynamic length.")] = 1,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what DIR holds.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Export a model of transformers to a folder that generates, and prove that it does.
+
+    The files have the names and inputs that generation tools know; configuration and tokenizer stand beside them. Each
+    file is replayed against the model below, at and past its window, and 40 tokens are generated as model.generate
+    does. DIR appears when all of that is right. Exit status: 0 right; 1 a file differs from the model, nothing written.
+    """
+    check_target(output, overwrite)
+    with progress(f"loading {model}"):
+        loaded, source = load_model(model, dtype=dtype)
+        done = export_folder(
+            loaded,
+            output,
+            task=task,
+            to=to,
+            source=source,
+            opset_version=opset,
+            batch=None if dynamic == "all" else batch,
+            overwrite=overwrite,
+        )
+    if json:
+        say_json(_as_dict(done))
+    else:
+        say(str(done))
+        say(f"\nNext:  yobx-flatten verify {output}" + _next(done, output))
+    return 0
+
+
+def _next(done: ExportedFolder, output: pathlib.Path) -> str:
+    return f'\n       yobx-flatten generate {output} --prompt "..."' if "text" in done.task else ""
+
+
+def _as_dict(done: ExportedFolder) -> dict[str, object]:
+    return {
+        "path": str(done.path),
+        "task": done.task,
+        "files": {
+            name: {
+                "max_difference": report.max_difference,
+                "inputs": report.input_names,
+                "outputs": report.output_names,
+                "bytes": report.onnx_bytes,
+                "remarks": report.remarks,
+            }
+            for name, report in done.reports.items()
+        },
+        "checks": [dataclasses.asdict(check) for check in done.verified.checks],
+    }

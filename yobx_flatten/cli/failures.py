@@ -1,0 +1,82 @@
+"""An error as one line and an exit status.
+
+======  =================================================================
+0       all went well
+1       something was checked, and is not as it should be
+2       the request cannot be served: a wrong name, a missing library, a
+        damaged file, a full disk
+130     interrupted
+======  =================================================================
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+import traceback
+
+from ..errors import FlattenError, ReplayError
+
+__all__ = ["CHECK_FAILED", "INTERRUPTED", "REFUSED", "UserError", "explain_failure"]
+
+CHECK_FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+
+
+class UserError(FlattenError, ValueError):
+    """What was asked for on the command line does not exist."""
+
+
+def explain_failure(error: BaseException, *, debug: bool) -> int:
+    """Print what went wrong on stderr, and return the exit status.
+
+    Args:
+        error: whatever ended the command.
+        debug: print the stack trace as well.
+    """
+    if debug:
+        traceback.print_exception(error)
+    status, text = _status_and_text(error)
+    sys.stderr.write(f"yobx-flatten: {text}\n")
+    return status
+
+
+def _status_and_text(error: BaseException) -> tuple[int, str]:
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    if isinstance(error, ReplayError):
+        return CHECK_FAILED, str(error)  # with its report, case by case
+    # what a typed line of the message says belongs to it: "Install it:\n    pip install ..."
+    if isinstance(error, FlattenError):
+        return REFUSED, " ".join(str(error).split())
+    if _names(error) & {"ClickException", "TyperException"}:
+        return REFUSED, f"{_click_message(error)} (see --help)"
+    if isinstance(error, OSError) or _is_disk_full(error):
+        return REFUSED, _about_files(error)
+    if isinstance(error, MemoryError):
+        return REFUSED, "out of memory"
+    first = next((line for line in str(error).splitlines() if line.strip()), "no message")
+    return REFUSED, f"{type(error).__name__}: {first.strip()} (--debug shows where)"
+
+
+def _names(error: BaseException) -> set[str]:
+    # newer versions of typer carry a click of their own
+    return {base.__name__ for base in type(error).__mro__}
+
+
+def _click_message(error: BaseException) -> str:
+    formatted = getattr(error, "format_message", lambda: str(error))()
+    return " ".join(str(formatted).split()).rstrip(".")
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    # libraries in C++ and Rust wrap the system's error
+    return "No space left on device" in str(error) or "os error 28" in str(error)
+
+
+def _about_files(error: BaseException) -> str:
+    if getattr(error, "errno", None) == errno.ENOSPC or _is_disk_full(error):
+        place = getattr(error, "filename", None)
+        return f"the disk is full{f', writing {place}' if place else ''}; nothing was left behind"
+    reason = getattr(error, "strerror", None) or str(error)
+    place = getattr(error, "filename", None)
+    return f"{place}: {reason}" if place else str(reason)

@@ -1,0 +1,99 @@
+"""``yobx-flatten generate``."""
+
+from __future__ import annotations
+
+import json as json_of_file
+import pathlib
+import time
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from ..generate.sampling import Sampling
+from ..model_folder.source import require_transformers
+from ..model_folder.verify import open_generator
+from .failures import UserError
+from .output import say, say_json
+
+__all__ = ["generate"]
+
+
+def generate(
+    folder: Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder that export wrote.")],
+    prompt: Annotated[list[str], typer.Option(help="What to go on with; several make a batch.")],
+    tokens: Annotated[int, typer.Option(min=1, help="At most so many new tokens.")] = 40,
+    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
+    temperature: Annotated[float, typer.Option(help="Below 1: likely tokens become likelier.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw among so many tokens only.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw among tokens of this probability only.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of onnxruntime.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, at the end.")] = False,
+) -> int:
+    """Generate text from an exported folder, token by token.
+
+    One prompt is printed as it grows; several are printed at the end. The folder's own tokenizer is used.
+    """
+    sampling = Sampling(do_sample=sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}")
+    generator = open_generator(folder, threads=threads)
+    tokenizer = _tokenizer(folder)
+    given = tokenizer(prompt, return_tensors="pt", padding=len(prompt) > 1)
+    if given["input_ids"].shape[-1] == 0:
+        raise UserError("the prompt has no tokens")
+    encoder_decoder = generator.parts.encoder is not None
+    streamed = len(prompt) == 1 and not json
+    start = time.perf_counter()
+    made: list[torch.Tensor] = []
+    text = ""
+    if streamed and not encoder_decoder:
+        say(prompt[0], end="")
+    for new in generator.stream(
+        given["input_ids"].long(), given["attention_mask"].long(), max_new_tokens=tokens, sampling=sampling
+    ):
+        made.append(new)
+        if streamed:
+            grown = tokenizer.decode(torch.stack(made, 1)[0], skip_special_tokens=True)
+            # the bytes of a character may still be on their way
+            if not grown.endswith("�"):
+                say(grown[len(text) :], end="")
+                text = grown
+    seconds = time.perf_counter() - start
+    texts = [tokenizer.decode(row, skip_special_tokens=True) for row in torch.stack(made, 1)]
+    _finish(prompt, texts, len(made), seconds, json=json, streamed=streamed, rest=texts[0][len(text) :])
+    return 0
+
+
+def _finish(
+    prompts: list[str], texts: list[str], steps: int, seconds: float, *, json: bool, streamed: bool, rest: str
+) -> None:
+    if json:
+        rows: list[Any] = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+        say_json({"rows": rows, "steps": steps, "seconds": seconds})
+    elif streamed:
+        say(rest)
+    else:
+        for prompt, text in zip(prompts, texts, strict=True):
+            say(f"{prompt!r}\n  {text!r}")
+
+
+def _tokenizer(folder: pathlib.Path) -> Any:
+    transformers = require_transformers("generate, to read and write text,")
+    how = {"local_files_only": True, "padding_side": "left"}
+    try:
+        tokenizer = _named_class(transformers, folder).from_pretrained(folder, **how)
+    except Exception as error:  # transformers, tokenizers and JSON each raise their own
+        raise UserError(
+            f"{folder} holds no tokenizer that can be read: put the model's tokenizer files there"
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _named_class(transformers: Any, folder: pathlib.Path) -> Any:
+    """The class of bytes where the folder names it, since for some models transformers looks for theirs instead."""
+    named = json_of_file.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("tokenizer_class")
+    return transformers.ByT5Tokenizer if named == "ByT5Tokenizer" else transformers.AutoTokenizer

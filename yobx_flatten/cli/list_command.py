@@ -1,0 +1,54 @@
+"""``yobx-flatten list``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from ..listing import flattening_list
+from ..model_folder.source import require_transformers
+from .failures import UserError
+from .output import say, say_json, table
+from .targets import import_module
+
+__all__ = ["list_classes"]
+
+_KINDS = ("layer", "cache", "output", "container")
+
+
+def list_classes(
+    kind: Annotated[str, typer.Option(metavar="KIND", help=f"Only one of {', '.join(_KINDS)}.")] = "",
+    imports: Annotated[
+        list[str] | None,
+        typer.Option("--import", metavar="MODULE", help="Import a module first: its classes are listed, too."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """List the classes that come apart: code, leaves, where registered, by whom.
+
+    These are the classes of transformers that `register_flattening_functions(patch_transformers=True)` knows. Classes
+    of a model are there once its module is imported.
+    """
+    if kind and kind not in _KINDS:
+        raise UserError(f"there is no kind {kind!r}; there are {', '.join(_KINDS)}")
+    require_transformers("the list")
+    for name in imports or []:
+        import_module(name)
+    rows = [row for row in flattening_list() if kind in ("", row.kind)]
+    if json:
+        say_json([dataclasses.asdict(row) for row in rows])
+        return 0
+    cells = [
+        (row.kind, _short(row.cls), _short(row.code), row.leaves, row.tables or "-", row.registered_by) for row in rows
+    ]
+    table(("kind", "class", "code", "leaves", "registered in", "by"), cells)
+    say(f"{len(rows)} classes. Counters and static parts: --json.")
+    return 0
+
+
+def _short(name: str) -> str:
+    for prefix in ("transformers.cache_utils.", "transformers.", "yobx_flatten.transformers:"):
+        name = name.removeprefix(prefix)
+    return name

@@ -1,0 +1,112 @@
+"""What the terminal shows: plain lines, tables, JSON, and a bar while something takes long."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+__all__ = ["console", "progress", "say", "say_json", "table"]
+
+
+def console(*, stderr: bool = False) -> Any:
+    """Return a rich console; a log, which has no width, gets 120 columns."""
+    from rich.console import Console
+
+    made = Console(highlight=False, stderr=stderr)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made = Console(highlight=False, stderr=stderr, width=120)
+    return made
+
+
+def say(text: str = "", *, end: str = "\n") -> None:
+    """Print text as it is, at once."""
+    sys.stdout.write(text + end)
+    sys.stdout.flush()
+
+
+def say_json(value: Any) -> None:
+    """Print a value as JSON; infinite numbers, which JSON does not have, as ``null``."""
+    say(json.dumps(_finite(value), indent=2, ensure_ascii=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(below) for key, below in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(below) for below in value]
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; cells are text, whatever brackets they hold."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for heading in headings:
+        made.add_column(heading, overflow="fold", no_wrap=heading in _IN_ONE_PIECE)
+    for row in rows:
+        made.add_row(*(Text(cell) for cell in row))
+    console().print(made)
+
+
+_IN_ONE_PIECE = ("kind", "class")
+
+
+class _Lines(logging.Handler):
+    """Hands the stages that the package logs to the bar."""
+
+    def __init__(self, show: Any) -> None:
+        super().__init__(logging.INFO)
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.module in ("export", "write"):  # registrations are logged, too
+            self._show(record.getMessage())
+
+
+@contextlib.contextmanager
+def progress(first: str) -> Iterator[Any]:
+    """Show on stderr what is being done: beside a bar on a terminal, elsewhere a line for each stage.
+
+    Args:
+        first: what is done first.
+
+    Yields:
+        A function that shows another stage; what the package logs of an export is shown by itself.
+    """
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    shown_on = console(stderr=True)
+    columns = (SpinnerColumn(), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    logger = logging.getLogger("yobx_flatten")
+    found = logger.level
+    with Progress(*columns, console=shown_on, transient=True, disable=not shown_on.is_terminal) as bar:
+        task = bar.add_task(first, total=None)
+        last = ""
+
+        def show(text: str) -> None:
+            nonlocal last
+            bar.update(task, description=text)
+            if bar.disable and text != last:
+                sys.stderr.write(text + "\n")
+                sys.stderr.flush()
+            last = text
+
+        bar.update(task, description=first)
+        lines = _Lines(show)
+        logger.addHandler(lines)
+        logger.setLevel(min(found or logging.INFO, logging.INFO))
+        try:
+            yield show
+        finally:
+            logger.setLevel(found)
+            logger.removeHandler(lines)

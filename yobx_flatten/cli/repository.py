@@ -1,0 +1,59 @@
+"""``yobx-flatten matrix`` and ``bench``: programs of the repository, which the installed package does not hold."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Annotated
+
+import typer
+
+from .failures import UserError
+from .output import say
+
+__all__ = ["bench", "matrix", "repository"]
+
+
+def repository(what: str) -> pathlib.Path:
+    """Return the root of the repository that this package is run from.
+
+    Raises:
+        UserError: when it is an installed copy.
+    """
+    root = pathlib.Path(__file__).resolve().parent.parent.parent
+    if not (root / "matrix" / "__main__.py").is_file() or not (root / "benchmarks").is_dir():
+        raise UserError(
+            f"{what} is part of the repository, not of the installed package: clone it, and run "
+            f"`pip install -e '.[all]'` and this command there"
+        )
+    return root
+
+
+def matrix(arguments: typer.Context) -> int:
+    """Run every type of model against every promise; what follows is for `python -m matrix` (try -- --help).
+
+    Only in a clone of the repository. Hours for all types; --sample 8 does less.
+    """
+    root = repository("the matrix")
+    paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "matrix", *arguments.args]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=False).returncode
+
+
+def bench(
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="One of them; without a name they are listed.")] = "",
+) -> int:
+    """Run a benchmark: a table, side by side with what else answers its question.
+
+    Only in a clone of the repository.
+    """
+    root = repository("the benchmarks")
+    found = {path.stem.removeprefix("bench_"): path for path in sorted((root / "benchmarks").glob("bench_*.py"))}
+    if not name:
+        say("\n".join(found))
+        return 0
+    if name not in found:
+        raise UserError(f"there is no benchmark {name!r}; there are {', '.join(found)}")
+    return subprocess.run([sys.executable, str(found[name])], check=False).returncode

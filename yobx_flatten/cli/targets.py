@@ -1,0 +1,66 @@
+"""What a name on the command line stands for: an object of a module, called if it is a function."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from typing import Any
+
+from .failures import UserError
+
+__all__ = ["import_module", "is_object_name", "object_of"]
+
+_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def is_object_name(text: str) -> bool:
+    """Tell whether a text is ``module:name``.
+
+    >>> is_object_name("my_inputs:make"), is_object_name("C:/models"), is_object_name("llama")
+    (True, False, False)
+    """
+    return _NAME.fullmatch(text) is not None
+
+
+def import_module(name: str) -> Any:
+    """Import a module; those of the current folder are found, as with ``python -m``.
+
+    Raises:
+        UserError: when it cannot be imported.
+    """
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # the module is the user's, and may raise anything
+        raise UserError(f"the module {name} cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
+
+
+def object_of(name: str) -> Any:
+    """Import an object, and call it if it is a function or a class.
+
+    Args:
+        name: ``module:name``; modules of the current folder are found.
+
+    Raises:
+        UserError: when there is no such module or name, or the call fails.
+    """
+    module_name, _, path = name.partition(":")
+    found = import_module(module_name)
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise UserError(f"{module_name} has no {path}")
+        found = getattr(found, part)
+    import torch
+
+    if not callable(found) or isinstance(found, torch.nn.Module):
+        return found
+    try:
+        return found()
+    except Exception as error:  # the function is the user's
+        raise UserError(f"{name}() failed: {type(error).__name__}: {error}") from error

@@ -1,0 +1,34 @@
+"""``yobx-flatten verify``."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Annotated
+
+import typer
+
+from ..model_folder.verify import verify_folder
+from .failures import CHECK_FAILED
+from .output import progress, say, say_json
+
+__all__ = ["verify"]
+
+
+def verify(
+    folder: Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder that export wrote.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Replay the cases that are stored in an exported folder, and generate with its files.
+
+    The model is not needed: its outputs, and its tokens, are stored beside the files. Exit status: 0 all are as they
+    were; 1 one differs.
+    """
+    with progress(f"reading {folder}") as show:
+        report = verify_folder(folder, on_check=show)
+    if json:
+        checks = [dataclasses.asdict(check) for check in report.checks]
+        say_json({"path": str(folder), "ok": report.ok, "checks": checks})
+    else:
+        say(str(report))
+    return 0 if report.ok else CHECK_FAILED

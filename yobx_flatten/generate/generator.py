@@ -1,0 +1,304 @@
+"""The loop: read the prompt, choose a token, feed it with the cache that came out, again and again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import GenerationError, InvalidArgumentError, describe_class
+from .sampling import Sampling, TokenChooser
+from .settings import GenerationSettings
+from .slots import CacheSlot, Port, check_ports
+
+__all__ = ["Generator", "Parts", "Runner"]
+
+_LOOP = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+_FROM_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
+# what an encoder may be given: text, sound
+_SOURCES = ("input_ids", "input_features", "attention_mask")
+
+
+class Runner(Protocol):
+    """One file of a model: :class:`.onnx_runner.OnnxRunner` or :class:`.program_runner.ProgramRunner`."""
+
+    name: str
+    ports: Mapping[str, Port]
+    outputs: Sequence[str]
+    slots: Sequence[CacheSlot]
+
+    def start(self, batch: int) -> dict[str, Any]: ...  # noqa: D102 # see the classes
+
+    def step(  # noqa: D102 # see the classes
+        self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The files of one model.
+
+    Attributes:
+        decoder: takes tokens and a cache, returns scores and the cache.
+        prefill: does the first call, without a cache among its inputs; ``None`` where ``decoder`` takes an empty one.
+        encoder: of an encoder-decoder model.
+        embed: tokens to embeddings, where ``decoder`` takes those.
+        vision: images to features that stand in the place of image tokens.
+    """
+
+    decoder: Runner
+    prefill: Runner | None = None
+    encoder: Runner | None = None
+    embed: Runner | None = None
+    vision: Runner | None = None
+
+
+@dataclasses.dataclass
+class _Sequence:
+    """What has been generated so far, and what the next call is given."""
+
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    new: torch.Tensor
+    cache: dict[str, Any]
+    context: dict[str, torch.Tensor]
+    images: torch.Tensor | None = None
+
+
+class Generator:
+    """Generates tokens with exported files. See :class:`.OnnxGenerator` and :class:`.ProgramGenerator`."""
+
+    def __init__(self, parts: Parts, settings: GenerationSettings) -> None:
+        self.parts, self.settings = parts, settings
+        for part in (parts.decoder, parts.prefill):
+            if part is not None:
+                check_ports(
+                    {name: port for name, port in part.ports.items() if all(name != s.port.name for s in part.slots)},
+                    (*_LOOP, *(_FROM_ENCODER if parts.encoder is not None else ())),
+                    part.name,
+                )
+                if "logits" not in part.outputs:
+                    raise GenerationError(f"{part.name} returns {', '.join(part.outputs)}, and no logits.")
+        if not parts.decoder.slots:
+            raise GenerationError(
+                f"{parts.decoder.name} takes no past_key_values.*: it would read the whole text for every token. "
+                "Export it with a cache:\n    export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...)"
+            )
+
+    def generate(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        input_features: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Generate tokens until every row has ended.
+
+        Args:
+            input_ids: the prompt, integers of shape (batch, length); what the encoder reads, of a model that has one.
+            attention_mask: 0 where a row is padded, of the same shape. Prompts are padded on the left, as for
+                ``model.generate``.
+            max_new_tokens: at most so many; by default what ``generation_config.json`` says, or 20.
+            sampling: how tokens are chosen; by default the likeliest.
+            input_features: sound for the encoder, in place of ``input_ids``.
+            pixel_values: images, for the image tokens of the prompt.
+            decoder_input_ids: what an encoder-decoder model begins with; by default its start token.
+
+        Returns:
+            The prompt (of an encoder-decoder model: its start) and the new tokens, as ``model.generate`` returns
+            them: int64 of shape (batch, length). Rows that ended early are filled with the padding token.
+
+        Raises:
+            InvalidArgumentError: when the inputs do not fit the model or each other.
+            GenerationError: when a file stops.
+        """
+        given = (input_ids, attention_mask, input_features, pixel_values, decoder_input_ids)
+        sequence = self._begin(*given)
+        first = sequence.tokens
+        new = list(self._stream(sequence, max_new_tokens, sampling))
+        return torch.cat([first, torch.stack(new, dim=1)], dim=1) if new else first
+
+    def stream(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        input_features: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+    ) -> Iterator[torch.Tensor]:
+        """Return the tokens of :meth:`generate` as they are made: an iterator over int64 of shape (batch,).
+
+        The inputs are checked, and the encoder runs, before it returns. An iterator has a cache of its own, so several
+        can be read in turns.
+        """
+        given = (input_ids, attention_mask, input_features, pixel_values, decoder_input_ids)
+        return self._stream(self._begin(*given), max_new_tokens, sampling)
+
+    # -- before the first token ----------------------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        input_features: torch.Tensor | None,
+        pixel_values: torch.Tensor | None,
+        decoder_input_ids: torch.Tensor | None,
+    ) -> _Sequence:
+        context: dict[str, torch.Tensor] = {}
+        images = None
+        if self.parts.encoder is not None:
+            context, batch = self._encode(input_ids, attention_mask, input_features)
+            tokens = decoder_input_ids if decoder_input_ids is not None else self._start_tokens(batch)
+            mask = torch.ones_like(tokens)
+        else:
+            if input_features is not None or decoder_input_ids is not None:
+                raise InvalidArgumentError(f"{self.parts.decoder.name} belongs to a model without an encoder.")
+            tokens = _integers("input_ids", input_ids)
+            mask = torch.ones_like(tokens) if attention_mask is None else _integers("attention_mask", attention_mask)
+            _check_mask(mask, tokens)
+            images = self._see(tokens, pixel_values)
+        reader = self.parts.prefill or self.parts.decoder
+        cache = {} if self.parts.prefill is not None else reader.start(len(tokens))
+        return _Sequence(tokens, mask, tokens, cache, context, images)
+
+    def _start_tokens(self, batch: int) -> torch.Tensor:
+        start = self.settings.decoder_start_token_id
+        if start is None:
+            raise InvalidArgumentError(
+                "No decoder_start_token_id is known for this model. Pass decoder_input_ids of shape (batch, 1)."
+            )
+        return torch.full((batch, 1), start)
+
+    def _encode(
+        self, input_ids: torch.Tensor | None, mask: torch.Tensor | None, features: torch.Tensor | None
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        encoder = self.parts.encoder
+        assert encoder is not None
+        check_ports(encoder.ports, _SOURCES, encoder.name)
+        feeds = {}
+        if "input_features" in encoder.ports:
+            if features is None or features.ndim != 3:
+                raise InvalidArgumentError(
+                    f"{encoder.name} reads sound. Pass input_features of shape (batch, bins, frames)."
+                )
+            source = feeds["input_features"] = features
+        else:
+            source = feeds["input_ids"] = _integers("input_ids", input_ids)
+            mask = torch.ones_like(source) if mask is None else _integers("attention_mask", mask)
+            if mask.shape != source.shape:
+                raise InvalidArgumentError(
+                    f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(source.shape)}. Pass the same."
+                )
+            feeds["attention_mask"] = mask
+        outputs, _ = encoder.step({name: feeds[name] for name in encoder.ports}, {})
+        context = {"encoder_hidden_states": outputs["last_hidden_state"]}
+        if mask is not None:
+            context["encoder_attention_mask"] = mask
+        return context, len(source)
+
+    def _see(self, tokens: torch.Tensor, pixel_values: torch.Tensor | None) -> torch.Tensor | None:
+        """Features of the images, of shape (image tokens, hidden size)."""
+        if pixel_values is None:
+            return None
+        if self.parts.vision is None:
+            raise InvalidArgumentError(f"{self.parts.decoder.name} belongs to a model without eyes: no pixel_values.")
+        # the file takes one image at a time
+        found = [self.parts.vision.step({"pixel_values": image[None]}, {})[0] for image in pixel_values]
+        features = torch.cat([outputs["image_features"].flatten(0, -2) for outputs in found])
+        places = int(torch.eq(tokens, self.settings.image_token_id or 0).sum())
+        if places != len(features):
+            raise InvalidArgumentError(
+                f"The prompt has {places} image tokens (id {self.settings.image_token_id}), the images make "
+                f"{len(features)}. Let the model's processor write the prompt."
+            )
+        return features
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def _stream(
+        self, sequence: _Sequence, max_new_tokens: int | None, sampling: Sampling | None
+    ) -> Iterator[torch.Tensor]:
+        limit = self.settings.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if type(limit) is not int or limit < 1:
+            raise InvalidArgumentError(f"max_new_tokens must be an int of 1 or more, found {describe_class(limit)}.")
+        return self._tokens(sequence, limit, TokenChooser(sampling or Sampling()))
+
+    def _tokens(self, sequence: _Sequence, limit: int, choose: TokenChooser) -> Iterator[torch.Tensor]:
+        ends = torch.tensor(self.settings.eos_token_ids, dtype=torch.int64)
+        ended = torch.zeros(len(sequence.tokens), dtype=torch.bool)
+        keep = bool(self.settings.processors)
+        for number in range(limit):
+            scores = self._step(sequence)
+            for process in self.settings.processors:
+                scores = process(sequence.tokens, scores)
+            chosen = choose(scores)
+            if self.settings.pad_token_id is not None:
+                chosen = torch.where(ended, self.settings.pad_token_id, chosen)
+            yield chosen.clone()  # the caller's own
+            ended |= torch.isin(chosen, ends)
+            if bool(ended.all()) or number + 1 == limit:
+                return
+            sequence.new = chosen[:, None]
+            sequence.mask = torch.cat([sequence.mask, sequence.mask.new_ones(len(chosen), 1)], dim=1)
+            if keep:
+                sequence.tokens = torch.cat([sequence.tokens, sequence.new], dim=1)
+
+    def _step(self, sequence: _Sequence) -> torch.Tensor:
+        """Run the files once; the scores of the token after the last one, float32 of shape (batch, vocabulary)."""
+        decoder = self.parts.decoder
+        runner = decoder if sequence.cache or self.parts.prefill is None else self.parts.prefill
+        outputs, cache = runner.step(self._feeds(runner, sequence), sequence.cache)
+        if runner is not decoder:
+            cache = {slot.port.name: cache[slot.present] for slot in decoder.slots}
+        sequence.cache = cache
+        return outputs["logits"][:, -1].float()
+
+    def _feeds(self, runner: Runner, sequence: _Sequence) -> dict[str, torch.Tensor]:
+        made = {**sequence.context, "input_ids": sequence.new, "attention_mask": sequence.mask}
+        if "position_ids" in runner.ports:
+            # of a padded row, the first token after the padding is at 0
+            made["position_ids"] = (sequence.mask.cumsum(-1) - 1).clamp(min=0)[:, -sequence.new.shape[1] :]
+        if "inputs_embeds" in runner.ports:
+            made["inputs_embeds"] = self._embed(sequence)
+        return {name: made[name] for name in runner.ports if name in made}
+
+    def _embed(self, sequence: _Sequence) -> torch.Tensor:
+        if self.parts.embed is None:
+            raise GenerationError(f"{self.parts.decoder.name} takes inputs_embeds, and no file makes them.")
+        outputs, _ = self.parts.embed.step({"input_ids": sequence.new}, {})
+        embeds = outputs["inputs_embeds"]
+        if sequence.images is not None:
+            embeds = embeds.clone()
+            embeds[sequence.new == self.settings.image_token_id] = sequence.images.to(embeds.dtype)
+            sequence.images = None
+        return embeds
+
+
+def _integers(name: str, value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor) or value.ndim != 2 or value.is_floating_point() or 0 in value.shape:
+        found = (
+            f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else describe_class(value)
+        )
+        raise InvalidArgumentError(f"{name} must be integers of shape (batch, length), not empty; found {found}.")
+    return value.detach().cpu().long()
+
+
+def _check_mask(mask: torch.Tensor, tokens: torch.Tensor) -> None:
+    if mask.shape != tokens.shape:
+        raise InvalidArgumentError(
+            f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(tokens.shape)}. Pass the same."
+        )
+    if bool((mask[:, -1] == 0).any()):
+        raise InvalidArgumentError(
+            "attention_mask is 0 at the end of a row: the next token would follow padding. Pad prompts on the left:\n"
+            '    tokenizer.padding_side = "left"'
+        )

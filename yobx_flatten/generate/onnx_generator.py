@@ -1,0 +1,51 @@
+"""Generate with ONNX files, in onnxruntime."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from .generator import Generator, Parts
+from .layout import find_parts
+from .onnx_runner import OnnxRunner, open_session
+from .settings import GenerationSettings, read_settings
+
+__all__ = ["OnnxGenerator"]
+
+
+class OnnxGenerator(Generator):
+    """Generates tokens with ONNX files in onnxruntime, on the CPU.
+
+    The cache stays in onnxruntime's memory: what comes out as ``present.*`` is handed to the next call as
+    ``past_key_values.*`` without a copy.
+
+    Args:
+        model: a folder as :func:`export_folder` writes it; or the file of a decoder whose inputs and outputs have the
+            names that :func:`export_onnx` gives them.
+        prefill: for a single file that does not take an empty cache: the file for the first call, which takes no cache.
+        settings: special tokens; by default read from ``config.json`` and ``generation_config.json`` beside the file.
+        threads: that one operator may use; ``None`` for onnxruntime's own choice.
+
+    Raises:
+        GenerationError: when a file is missing, cannot be loaded, or is not made for generation.
+        MissingDependencyError: when onnxruntime is not installed.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        prefill: str | os.PathLike[str] | None = None,
+        settings: GenerationSettings | None = None,
+        threads: int | None = None,
+    ) -> None:
+        path = pathlib.Path(model)
+        found = find_parts(path, ".onnx", prefill)
+
+        def runner(file: pathlib.Path) -> OnnxRunner:
+            return OnnxRunner(open_session(file, threads=threads), file.name)
+
+        parts: Mapping[str, Any] = {part: runner(file) for part, file in found.items()}
+        super().__init__(Parts(**parts), settings or read_settings(found["decoder"].parent))

@@ -1,0 +1,59 @@
+"""Generate with programs of ``torch.export``."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+from torch.export import ExportedProgram
+
+from ..errors import InvalidArgumentError, describe_class
+from ..export import ExportedModel
+from .generator import Generator, Parts
+from .layout import find_parts
+from .program_runner import ProgramRunner, open_program
+from .settings import GenerationSettings, read_settings
+
+__all__ = ["ProgramGenerator"]
+
+
+class ProgramGenerator(Generator):
+    """Generates tokens with programs of ``torch.export``.
+
+    Args:
+        model: what :func:`export_program` returned for a decoder, a ``torch.export.ExportedProgram``, the file that
+            ``save`` wrote, or a folder as :func:`export_folder` writes it.
+        prefill: the same, for the first call of a program that does not take an empty cache.
+        settings: special tokens; by default read from ``config.json`` and ``generation_config.json`` beside the file.
+
+    Raises:
+        GenerationError: when a file is missing, cannot be loaded, or is not made for generation.
+        InvalidArgumentError: when ``model`` is something else.
+    """
+
+    def __init__(
+        self,
+        model: ExportedModel | ExportedProgram | str | os.PathLike[str],
+        *,
+        prefill: ExportedModel | ExportedProgram | str | os.PathLike[str] | None = None,
+        settings: GenerationSettings | None = None,
+    ) -> None:
+        given = {"decoder": model, **({} if prefill is None else {"prefill": prefill})}
+        if isinstance(model, (str, os.PathLike)):
+            found: dict[str, Any] = {**find_parts(pathlib.Path(model), ".pt2", None)}
+            settings = settings or read_settings(found["decoder"].parent)
+            given = {**found, **{part: value for part, value in given.items() if part != "decoder"}}
+        runners: dict[str, Any] = {part: _runner(value, part) for part, value in given.items()}
+        super().__init__(Parts(**runners), settings or GenerationSettings())
+
+
+def _runner(value: Any, part: str) -> ProgramRunner:
+    if isinstance(value, (str, os.PathLike)):
+        return ProgramRunner(open_program(value), pathlib.Path(value).name)
+    program = value.program if isinstance(value, ExportedModel) else value
+    if not isinstance(program, ExportedProgram):
+        raise InvalidArgumentError(
+            f"ProgramGenerator takes an ExportedModel, an ExportedProgram or a path, found {describe_class(value)}."
+        )
+    return ProgramRunner(program, f"the {part}")

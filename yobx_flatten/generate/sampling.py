@@ -1,0 +1,90 @@
+"""Which token comes next: the likeliest one, or one that is drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from ..errors import InvalidArgumentError, describe_class
+
+__all__ = ["Sampling", "TokenChooser"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. The defaults take the likeliest one.
+
+    Attributes:
+        do_sample: draw a token instead of taking the likeliest.
+        temperature: divides the scores: below 1 likely tokens become likelier. Above 0.
+        top_k: draw among so many likeliest tokens only; ``None`` for all.
+        top_p: draw among the fewest likeliest tokens that have this probability together; ``None`` for all.
+        seed: of the draws; ``None`` for torch's global generator.
+    """
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (_is_number(self.temperature) and 0 < self.temperature < math.inf):
+            raise InvalidArgumentError(
+                f"temperature must be a number above 0, found {describe_class(self.temperature)}. "
+                "For the likeliest token leave do_sample=False."
+            )
+        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
+            raise InvalidArgumentError(
+                f"top_k must be an int of 1 or more, or None; found {describe_class(self.top_k)}."
+            )
+        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise InvalidArgumentError(
+                f"top_p must be above 0 and at most 1, or None; found {describe_class(self.top_p)}."
+            )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+class TokenChooser:
+    """Chooses one token per row, and keeps the state of its generator between the steps.
+
+    >>> choose = TokenChooser(Sampling(do_sample=True, top_k=2, seed=0))
+    >>> sorted({int(choose(torch.tensor([[0.0, 5.0, 5.0]]))) for _ in range(20)})
+    [1, 2]
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._generator: torch.Generator | None = None
+        if sampling.seed is not None:
+            self._generator = torch.Generator().manual_seed(sampling.seed)
+
+    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return tokens of shape (batch,) for scores of shape (batch, vocabulary)."""
+        if not self._sampling.do_sample:
+            return scores.argmax(-1)
+        drawn = torch.multinomial(probabilities(scores, self._sampling), 1, generator=self._generator)
+        return drawn[:, 0]
+
+
+def probabilities(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return what is drawn from: temperature first, then ``top_k``, then ``top_p``, as transformers does.
+
+    >>> probabilities(torch.tensor([[0.0, 0.0, 0.0, -50.0]]).log_softmax(-1), Sampling(top_p=0.5))
+    tensor([[0.5000, 0.5000, 0.0000, 0.0000]])
+    """
+    scores = scores.float() / sampling.temperature
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    if sampling.top_k is not None:
+        ordered[:, sampling.top_k :] = -math.inf
+    shares = ordered.softmax(-1)
+    if sampling.top_p is not None:
+        # a token is left out when those before it have the probability already; the first one never is
+        shares = shares.masked_fill(shares.cumsum(-1) - shares >= sampling.top_p, 0.0)
+    shares = shares / shares.sum(-1, keepdim=True)
+    return torch.zeros_like(shares).scatter(-1, order, shares)

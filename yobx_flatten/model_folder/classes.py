@@ -1,0 +1,37 @@
+"""Which class of transformers a configuration is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import InvalidArgumentError
+
+__all__ = ["class_for"]
+
+# in this order: the first that has a class for a configuration is its kind
+_AUTO_CLASSES = (
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForImageTextToText",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForMaskedLM",  # before the next: encoders can be told to decode, too
+    "AutoModelForCausalLM",
+    "AutoModel",
+)
+
+
+def class_for(config: Any) -> Any:
+    """Return the class of a model: that in ``config.architectures``, or the first kind that has one.
+
+    Raises:
+        InvalidArgumentError: when transformers has no model for the configuration.
+    """
+    import transformers
+
+    for name in getattr(config, "architectures", None) or []:
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    for name in _AUTO_CLASSES:
+        auto = getattr(transformers, name, None)
+        if auto is not None and type(config) in auto._model_mapping.keys():  # noqa: SIM118 # no ordinary mapping
+            return auto._model_mapping[type(config)]
+    raise InvalidArgumentError(f"transformers has no model for a {type(config).__qualname__}.")

@@ -1,0 +1,113 @@
+"""What tools expect beside the model: configurations, the tokenizer, and onnxruntime-genai's own file."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["genai_config", "write_companions"]
+
+# Everything that stands beside weights and is text, but for what is written anew.
+_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
+_WRITTEN_ANEW = {"config.json", "generation_config.json"}
+
+
+def write_companions(folder: pathlib.Path, model: Any, source: pathlib.Path | None) -> None:
+    """Write what belongs beside the files of a model.
+
+    Args:
+        folder: where they are.
+        model: of transformers.
+        source: the folder it is from, whose tokenizer and processor are copied. ``None`` for a small model with random
+            weights, which reads bytes.
+    """
+    model.config.architectures = model.config.architectures or [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+    if source is None:
+        from transformers import ByT5Tokenizer
+
+        ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
+        return
+    for pattern in _PATTERNS:
+        for path in source.glob(pattern):
+            if path.name not in _WRITTEN_ANEW and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, folder / path.name)
+
+
+def genai_config(model: Any, inputs: Sequence[str]) -> dict[str, Any] | None:
+    """Return the contents of ``genai_config.json``, which onnxruntime-genai reads.
+
+    Args:
+        model: a decoder of transformers.
+        inputs: names of the inputs of ``model.onnx``.
+
+    Returns:
+        ``None`` for a model that onnxruntime-genai 0.18 cannot run: it knows keys and values, and no other leaves; and
+        it provides memory for as many keys as there are tokens, which a layer that slides does not fill.
+    """
+    config = model.config
+    layers = config.num_hidden_layers
+    fed = {f"past_key_values.{index}.{part}" for index in range(layers) for part in ("key", "value")}
+    plain = [name for name in ("input_ids", "attention_mask", "position_ids") if name in inputs]
+    if set(inputs) != fed | set(plain) or _slides(config):
+        return None
+    heads = config.num_attention_heads
+    room = getattr(config, "max_position_embeddings", None) or 2048
+    generation = model.generation_config
+    ends = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
+    first_end = ends[0] if isinstance(ends, list) else ends
+    tokens = {"bos_token_id": config.bos_token_id, "eos_token_id": ends, "pad_token_id": config.pad_token_id}
+    if tokens["pad_token_id"] is None:
+        tokens["pad_token_id"] = first_end
+    return {
+        "model": {
+            # what decides how the library feeds a decoder; all of them with keys and values are fed alike
+            "type": "decoder" if config.model_type == "gpt2" else config.model_type.removesuffix("_text"),
+            **{name: token for name, token in tokens.items() if token is not None},
+            "context_length": room,
+            "vocab_size": config.vocab_size,
+            "decoder": {
+                "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+                "filename": "model.onnx",
+                "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
+                "hidden_size": config.hidden_size,
+                "num_attention_heads": heads,
+                "num_hidden_layers": layers,
+                "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+                "inputs": {
+                    **{name: name for name in plain},
+                    "past_key_names": "past_key_values.%d.key",
+                    "past_value_names": "past_key_values.%d.value",
+                },
+                "outputs": {
+                    "logits": "logits",
+                    "present_key_names": "present.%d.key",
+                    "present_value_names": "present.%d.value",
+                },
+            },
+        },
+        "search": {
+            "do_sample": False,
+            "num_beams": 1,
+            "max_length": room,
+            "past_present_share_buffer": False,
+            "temperature": 1.0,
+            "top_k": 1,
+            "top_p": 1.0,
+        },
+    }
+
+
+def _slides(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return bool(getattr(config, "sliding_window", None)) and "sliding_attention" in kinds
+
+
+def write_genai_config(folder: pathlib.Path, contents: dict[str, Any]) -> None:
+    """Write ``genai_config.json``."""
+    (folder / "genai_config.json").write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")

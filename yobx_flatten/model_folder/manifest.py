@@ -1,0 +1,67 @@
+"""``yobx_flatten.json``: what an exported folder says about itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from ..errors import DamagedFileError, ForeignFileError
+
+__all__ = ["MANIFEST", "FolderManifest", "read_manifest", "write_manifest"]
+
+MANIFEST = "yobx_flatten.json"
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderManifest:
+    """What is in a folder.
+
+    Attributes:
+        model: the class that was exported.
+        task: what it is for.
+        format: ``"onnx"`` or ``"program"``.
+        dtype: of the weights.
+        tolerance: largest absolute difference of an output to the eager model's.
+        files: the exported files.
+        cases: stored cases, by the file that they are for; those for generation by ``""``.
+        versions: of the libraries that made it.
+    """
+
+    model: str
+    task: str
+    format: str
+    dtype: str
+    tolerance: float
+    files: list[str]
+    cases: dict[str, list[str]]
+    versions: dict[str, str]
+
+
+def write_manifest(folder: pathlib.Path, manifest: FolderManifest) -> None:
+    """Write the file."""
+    text = json.dumps({"format_version": _VERSION, **dataclasses.asdict(manifest)}, indent=2)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: pathlib.Path) -> FolderManifest:
+    """Read the file of a folder.
+
+    Raises:
+        ForeignFileError: when it has none, or that of a newer version.
+        DamagedFileError: when it cannot be read.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ForeignFileError(f"{folder} holds no {MANIFEST}: yobx-flatten export did not write it.")
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if found.pop("format_version") > _VERSION:
+            raise ForeignFileError(f"{path} was written by a newer version:\n    pip install --upgrade yobx-flatten")
+        return FolderManifest(**found)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, ForeignFileError):
+            raise
+        raise DamagedFileError(f"{path} is damaged ({type(error).__name__}: {error}).") from None

@@ -1,0 +1,375 @@
+"""What of a model becomes a file: the modules that are exported, with examples and cases in other sizes.
+
+.. code-block:: text
+
+    text                 tokens ──> model ──> logits, cache           one file; it takes an empty cache, too
+    text or sound        encoder_model ──> decoder_model (first token) ──> decoder_with_past_model (every other)
+    image and text       vision_encoder ──┐
+                         embed_tokens ────┴─ by the caller ──> decoder_model_merged ──> logits, cache
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.export import Dim
+
+from ..errors import GenerationError
+from ..huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
+from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes
+from ..huggingface.layers import code_of
+from ..replay import Case
+from ..shapes import dynamic_shapes
+
+__all__ = [
+    "Piece",
+    "VisionEncoder",
+    "decoder_pieces",
+    "encoder_decoder_pieces",
+    "images_for",
+    "plain_pieces",
+    "vision_language_pieces",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One file to be.
+
+    Attributes:
+        stem: its name without a suffix.
+        module: what is exported.
+        kwargs: the example.
+        cases: other sizes.
+        dynamic_shapes: ``"auto"``, a specification, or ``None`` where every size is fixed.
+    """
+
+    stem: str
+    module: torch.nn.Module
+    kwargs: Mapping[str, Any]
+    cases: Sequence[Case]
+    dynamic_shapes: Any = "auto"
+
+
+def plain_pieces(model: Any, rows: int | None = None) -> list[Piece]:
+    """A model that reads tokens and has no cache: one file, ``model``."""
+
+    def kwargs(batch: int, length: int) -> dict[str, torch.Tensor]:
+        tokens = _random_tokens(model, (rows or batch, length))
+        mask = torch.ones_like(tokens)
+        mask[0, length - 1 :] = 0  # padded on the right, as encoders are
+        return {"input_ids": tokens, "attention_mask": mask}
+
+    cases = [Case(f"batch {rows or b}, length {n}", (), kwargs(b, n)) for b, n in ((1, 5), (3, 11))]
+    return [Piece("model", model, kwargs(2, 7), cases)]
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+
+def decoder_pieces(model: Any, rows: int | None = None) -> list[Piece]:
+    """A model that reads tokens and goes on with them: one file, ``model``."""
+    takes = inspect.signature(model.forward).parameters
+    names = [name for name in ("input_ids", "attention_mask", "position_ids", "past_key_values") if name in takes]
+    if "past_key_values" not in names:
+        raise GenerationError(
+            f"{type(model).__qualname__} takes no past_key_values: its cache cannot begin empty, so one file does not "
+            "do. Export its two calls yourself, and pass the first as prefill:\n"
+            "    OnnxGenerator(path, prefill=first_path)"
+        )
+    like = dict.fromkeys(names)
+    first, *others = [
+        dataclasses.replace(sizes, batch=rows or sizes.batch) for sizes in (DecodeSizes(), *default_sizes(model)[0])
+    ]
+    example = decode_inputs(model, first, like)
+    cases = [
+        Case(str(sizes), (), decode_inputs(model, sizes, like, seed), steps=3) for seed, sizes in enumerate(others, 1)
+    ]
+    if _counts_by_itself(example["past_key_values"]) and {"attention_mask", "position_ids"} <= set(names):
+        decoder = SlidingDecoder(model, example["past_key_values"])
+        cases = [Case(case.name, (), decoder.inputs(case.kwargs)) for case in cases]
+        inputs = decoder.inputs(example)
+        kept = [dict.fromkeys(layer, _VARYING) for layer in inputs["past_key_values"]]
+        return [Piece("model", decoder, inputs, cases, {**dynamic_shapes(inputs), "past_key_values": kept})]
+    return [Piece("model", model, example, cases)]
+
+
+def _counts_by_itself(cache: Any) -> bool:
+    """Tell whether a cache has a counter among its leaves: all of its layers slide."""
+    return type(cache).__name__ == "DynamicCache" and all(code_of(layer).startswith("W") for layer in cache.layers)
+
+
+class SlidingDecoder(torch.nn.Module):
+    """A decoder of which every layer slides, without the counter among its inputs that no other tool feeds.
+
+    How many tokens were seen is the length of the mask, without the new tokens.
+    """
+
+    def __init__(self, model: Any, cache: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.classes = [type(layer) for layer in cache.layers]
+        self.windows = [{"sliding_window": layer.sliding_window} for layer in cache.layers]
+
+    def inputs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Make inputs of this module from those of the model."""
+        layers = kwargs["past_key_values"].layers
+        return {**kwargs, "past_key_values": [_pair(layer) for layer in layers]}
+
+    def forward(self, input_ids: Any, attention_mask: Any, position_ids: Any, past_key_values: Any) -> dict[str, Any]:
+        """Return the scores and the keys and values that are kept."""
+        pairs = [(layer["key"], layer["value"]) for layer in past_key_values]
+        cache = make_dynamic_cache(pairs, self.classes, self.windows)
+        for layer in cache.layers:
+            layer.cumulative_length = attention_mask.shape[1] - input_ids.shape[1]
+        found = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        kept = [_pair(layer) for layer in found.past_key_values.layers]
+        return {"logits": found.logits, "present": kept}
+
+
+# -- encoder and decoder ---------------------------------------------------------------------------------------------
+
+
+class Encoder(torch.nn.Module):
+    """The encoder alone: ``last_hidden_state``."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.encoder = model.get_encoder()
+
+
+class TextEncoder(Encoder):
+    """Reads tokens."""
+
+    def forward(self, input_ids: Any, attention_mask: Any) -> dict[str, Any]:
+        """Return the features."""
+        found = self.encoder(input_ids=input_ids, attention_mask=attention_mask)
+        return {"last_hidden_state": found.last_hidden_state}
+
+
+class SoundEncoder(Encoder):
+    """Reads a spectrogram."""
+
+    def forward(self, input_features: Any) -> dict[str, Any]:
+        """Return the features."""
+        return {"last_hidden_state": self.encoder(input_features).last_hidden_state}
+
+
+class _Decoder(torch.nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def decode(self, tokens: Any, hidden: Any, mask: Any, cache: Any) -> Any:
+        masks = {} if mask is None else {"attention_mask": mask}
+        return self.model(
+            decoder_input_ids=tokens, encoder_outputs=(hidden,), past_key_values=cache, use_cache=True, **masks
+        )
+
+
+class FirstDecoder(_Decoder):
+    """The first call: the encoder's features are made into keys, which come out with those of the first tokens."""
+
+    def forward(self, input_ids: Any, encoder_hidden_states: Any, encoder_attention_mask: Any = None) -> dict[str, Any]:
+        """Return the scores and the cache, layer by layer."""
+        found = self.decode(input_ids, encoder_hidden_states, encoder_attention_mask, None)
+        own, cross = found.past_key_values.self_attention_cache, found.past_key_values.cross_attention_cache
+        sides = zip(own.layers, cross.layers, strict=True)
+        layers = [{"decoder": _pair(decoder), "encoder": _pair(encoder)} for decoder, encoder in sides]
+        return {"logits": found.logits, "present": layers}
+
+
+class NextDecoder(_Decoder):
+    """Every other call. The encoder's keys go in and stay as they are: only the decoder's own come out."""
+
+    def forward(self, input_ids: Any, past_key_values: Any, encoder_attention_mask: Any = None) -> dict[str, Any]:
+        """Return the scores and the decoder's own keys and values."""
+        own, cross = (
+            [(layer[side]["key"], layer[side]["value"]) for layer in past_key_values] for side in ("decoder", "encoder")
+        )
+        cache = make_encoder_decoder_cache(make_dynamic_cache(own), make_dynamic_cache(cross))
+        # the features are in the cache already; what is read here is their number
+        hidden = cross[0][0].transpose(1, 2).flatten(2)
+        found = self.decode(input_ids, hidden, encoder_attention_mask, cache)
+        layers = found.past_key_values.self_attention_cache.layers
+        return {"logits": found.logits, "present": [{"decoder": _pair(layer)} for layer in layers]}
+
+
+def _pair(layer: Any) -> dict[str, Any]:
+    return {"key": layer.keys, "value": layer.values}
+
+
+# A list says nothing of its axes, a cache does: rows and lengths vary, the number of heads and their size do not.
+_VARYING = {0: Dim.AUTO, 2: Dim.AUTO}
+
+
+def encoder_decoder_pieces(model: Any, rows: int | None = None) -> list[Piece]:
+    """A model that reads text or sound first: ``encoder_model``, ``decoder_model``, ``decoder_with_past_model``."""
+    hears = model.main_input_name == "input_features"
+    encoder = SoundEncoder(model) if hears else TextEncoder(model)
+    first, following = FirstDecoder(model), NextDecoder(model)
+
+    @torch.no_grad()
+    def calls(batch: int, source: int, past: int, new: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        mask = None
+        if hears:
+            read: dict[str, Any] = {"input_features": _spectrogram(model, batch)}
+        else:
+            mask = torch.ones(batch, source, dtype=torch.int64)
+            mask[0, source - 2 :] = 0
+            read = {"input_ids": _random_tokens(model, (batch, source)), "attention_mask": mask}
+        masks = {} if mask is None else {"encoder_attention_mask": mask}
+        hidden = encoder(**read)["last_hidden_state"]
+        begun = {"input_ids": _random_tokens(model, (batch, past)), "encoder_hidden_states": hidden, **masks}
+        cache = first(**begun)["present"]
+        gone_on = {"input_ids": _random_tokens(model, (batch, new)), "past_key_values": cache, **masks}
+        return read, begun, gone_on
+
+    modules = {"encoder_model": encoder, "decoder_model": first, "decoder_with_past_model": following}
+    others_sizes = [(rows or b, s, p, n) for b, s, p, n in ((1, 9, 1, 1), (3, 5, 4, 1))]
+    sizes = {f"batch {b}, source {s}, past {p}, new {n}": (b, s, p, n) for b, s, p, n in others_sizes}
+    examples, others = calls(rows or 2, 7, 3, 2), {name: calls(*size) for name, size in sizes.items()}
+    pieces = []
+    for place, (stem, module) in enumerate(modules.items()):
+        cases = [Case(name, (), made[place]) for name, made in others.items()]
+        shapes = dynamic_shapes(examples[place])
+        if "past_key_values" in shapes:
+            shapes["past_key_values"] = pytree.tree_map(lambda _: _VARYING, examples[place]["past_key_values"])
+        pieces.append(Piece(stem, module, examples[place], cases, shapes))
+    return pieces
+
+
+def _spectrogram(model: Any, batch: int) -> torch.Tensor:
+    # the encoder halves the number of frames, and takes this one only
+    frames = 2 * model.config.max_source_positions
+    return torch.randn(batch, model.config.num_mel_bins, frames, generator=torch.Generator().manual_seed(batch))
+
+
+# -- image and text --------------------------------------------------------------------------------------------------
+
+
+class VisionEncoder(torch.nn.Module):
+    """One image to the features that stand in the place of its tokens.
+
+    Models return a list with one entry for each image, whose length a trace fixes: so the file takes one at a time.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Any) -> dict[str, Any]:
+        """Return features of shape (1, tokens per image, hidden size)."""
+        found = self.model.get_image_features(pixel_values)
+        found = getattr(found, "pooler_output", found)  # transformers 5 wraps them
+        return {"image_features": torch.stack(tuple(found)) if isinstance(found, (tuple, list)) else found}
+
+
+class Embedding(torch.nn.Module):
+    """Tokens to embeddings."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.embedding = model.get_input_embeddings()
+
+    def forward(self, input_ids: Any) -> dict[str, Any]:
+        """Return embeddings of shape (batch, length, hidden size)."""
+        return {"inputs_embeds": self.embedding(input_ids)}
+
+
+class TextDecoder(torch.nn.Module):
+    """The language model, from embeddings to scores."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.language_model = model.model.language_model
+        self.head = model.get_output_embeddings()
+
+    def forward(
+        self, inputs_embeds: Any, attention_mask: Any, position_ids: Any, past_key_values: Any = None
+    ) -> dict[str, Any]:
+        """Return the scores and the cache."""
+        found = self.language_model(
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=True,
+        )
+        return {"logits": self.head(found.last_hidden_state), "past_key_values": found.past_key_values}
+
+
+def vision_language_pieces(model: Any, rows: int | None = None) -> list[Piece]:
+    """A model that sees: ``vision_encoder``, ``embed_tokens``, ``decoder_model_merged``."""
+    kinds = [name for name in inspect.signature(model.forward).parameters if name.endswith("token_type_ids")]
+    if kinds:
+        # image tokens that see each other, or have positions of their own: the language model alone is not told
+        raise GenerationError(
+            f"{type(model).__qualname__} takes {kinds[0]}, by which image tokens are treated unlike text. The files "
+            "of a vision-language model have no such input."
+        )
+    if not hasattr(getattr(model, "model", None), "language_model"):
+        raise GenerationError(f"{type(model).__qualname__} has no model.language_model to export for itself.")
+    decoder = TextDecoder(model)
+    window = getattr(model.config.get_text_config(), "sliding_window", None) or 8
+
+    @torch.no_grad()
+    def decode(batch: int, past: int, new: int, padding: int) -> dict[str, Any]:
+        embeds = model.get_input_embeddings()(_random_tokens(model, (batch, past + new)))
+        mask = torch.ones(batch, past + new, dtype=torch.int64)
+        mask[0, :padding] = 0
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        read = decoder(embeds[:, :past], mask[:, :past], positions[:, :past])
+        return {
+            "inputs_embeds": embeds[:, past:],
+            "attention_mask": mask,
+            "position_ids": positions[:, past:],
+            "past_key_values": read["past_key_values"],
+        }
+
+    tokens = {length: {"input_ids": _random_tokens(model, (rows or 3, length))} for length in (1, 6)}
+    images = [{"pixel_values": image[None]} for image in images_for(model, 3)]
+    others = [Case(f"image {number}", (), given) for number, given in enumerate(images[1:], 2)]
+    pasts = (3, window + 3) if window <= 512 else (3, 11)
+    sizes = {f"batch {rows or b}, past {p}": decode(rows or b, p, 1, 2) for b, p in zip((3, 1), pasts, strict=True)}
+    return [
+        Piece("vision_encoder", VisionEncoder(model), images[0], others, dynamic_shapes=None),
+        Piece(
+            "embed_tokens",
+            Embedding(model),
+            {"input_ids": _random_tokens(model, (rows or 2, 4))},
+            [Case(f"length {length}", (), given) for length, given in tokens.items()],
+        ),
+        Piece(
+            "decoder_model_merged",
+            decoder,
+            decode(rows or 2, 5, 3, 0),
+            [Case(name, (), given) for name, given in sizes.items()],
+        ),
+    ]
+
+
+def images_for(model: Any, count: int) -> torch.Tensor:
+    """Make random images of the size that the model takes: (count, channels, height, width)."""
+    vision = model.config.vision_config
+    size = getattr(vision, "image_size", None)
+    if not isinstance(size, int):
+        raise GenerationError(f"{type(model).__qualname__} takes images of no one size, which has no file format here.")
+    shape = (count, getattr(vision, "num_channels", 3), size, size)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(count)).to(model.dtype)
+
+
+def _random_tokens(model: Any, shape: tuple[int, int]) -> torch.Tensor:
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(sum(shape)))

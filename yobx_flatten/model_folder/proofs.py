@@ -1,0 +1,115 @@
+"""Cases that are stored beside the files: what goes in, and what the eager model makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from ..naming import leaf_names, output_names
+from ..replay import Case, clone
+from ..scopes import register_flattening_functions
+from .pieces import Piece
+
+__all__ = ["GenerationCase", "generation_case", "stored_calls"]
+
+TOKENS = 40
+"""How many tokens the case for generation has: with its prompt more than a small window holds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationCase:
+    """A prompt, and what ``model.generate`` makes of it.
+
+    Attributes:
+        inputs: for ``generate``.
+        sequences: prompt and new tokens.
+        new_tokens: how many were asked for.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    sequences: torch.Tensor
+    new_tokens: int
+
+
+def stored_calls(piece: Piece) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Yield the name, the inputs and the eager outputs of the example and of each case, leaf by leaf under its name.
+
+    No class is needed to read them back.
+
+    Args:
+        piece: the file to be.
+    """
+    for case in (Case("the example", (), piece.kwargs), *piece.cases):
+        with register_flattening_functions(patch_transformers=True), torch.no_grad():
+            kwargs = clone(dict(case.kwargs))
+            inputs = dict(zip(leaf_names(kwargs), pytree.tree_leaves(clone(kwargs)), strict=True))
+            outputs = piece.module(**kwargs)
+            names = output_names(outputs, inputs)
+            results = dict(zip(names, pytree.tree_leaves(clone(outputs)), strict=True))
+        yield case.name, _without_none(inputs), _without_none(results)
+
+
+def _without_none(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in leaves.items() if value is not None}
+
+
+@torch.no_grad()
+def generation_case(model: Any, task: str, rows: int = 3) -> GenerationCase:
+    """Let the eager model generate greedily; of three rows two are padded on the left.
+
+    Args:
+        model: of transformers.
+        task: what it is for.
+        rows: how many.
+    """
+    text = model.config.get_text_config(decoder=True)
+    room = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None) or 512
+    new_tokens = min(TOKENS, room - 12)
+    if task == "automatic-speech-recognition":
+        frames = 2 * model.config.max_source_positions
+        sound = torch.randn(rows, model.config.num_mel_bins, frames, generator=torch.Generator().manual_seed(0))
+        inputs = {"input_features": sound.to(model.dtype)}
+    else:
+        inputs = _prompts(model, text, rows)
+    if task == "image-text-to-text":
+        inputs.update(_with_images(model, inputs))
+    generate = model.generate
+    if task == "automatic-speech-recognition":
+        # Whisper's own `generate` finds out the language first, and leaves the start token away
+        import transformers
+
+        generate = functools.partial(transformers.GenerationMixin.generate, model)
+    sequences = generate(**inputs, max_new_tokens=new_tokens, max_length=None, do_sample=False, num_beams=1)
+    return GenerationCase(inputs, sequences, new_tokens)
+
+
+def _prompts(model: Any, text: Any, rows: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, text.vocab_size, (rows, 9), generator=torch.Generator().manual_seed(1))
+    for name in ("image_token_id", "image_token_index"):
+        token = getattr(model.config, name, None)
+        if token is not None:
+            ids[ids == token] = token + 1
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    mask[2:, :1] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _with_images(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One image for every row, in front of its text and behind its padding."""
+    from .pieces import VisionEncoder, images_for
+
+    images = images_for(model, len(inputs["input_ids"]))
+    places = VisionEncoder(model)(images[:1])["image_features"].shape[-2]
+    token = getattr(model.config, "image_token_id", None) or model.config.image_token_index
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    rows, masks = [], []
+    for row, kept in zip(ids, mask.bool(), strict=True):
+        rows.append(torch.cat([row[~kept], row.new_full((places,), token), row[kept]]))
+        masks.append(torch.cat([torch.zeros_like(row[~kept]), torch.ones(places + int(kept.sum()), dtype=row.dtype)]))
+    return {"input_ids": torch.stack(rows), "attention_mask": torch.stack(masks), "pixel_values": images}

@@ -1,0 +1,122 @@
+"""A small model with random weights for the name of a configuration: to try an export without a download."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+
+from ..errors import InvalidArgumentError
+from .classes import class_for
+
+__all__ = ["small_config", "small_model"]
+
+WINDOW = 8
+
+# ByT5's vocabulary: three special tokens, then one per byte. So there is a tokenizer for every small model.
+_VOCABULARY = {
+    "vocab_size": 259,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "decoder_start_token_id": 0,
+    "image_token_id": 3,
+    "image_token_index": 3,
+}
+# Whatever a configuration calls its sizes; each takes those that it has.
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "max_position_embeddings": 512,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 512,
+    "max_source_positions": 50,
+    "max_target_positions": 128,
+    "num_mel_bins": 16,
+    "image_size": 32,
+    "patch_size": 8,
+    "projection_dim": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    # wider than for training: the tokens of an untrained model then differ from each other
+    "initializer_range": 0.3,
+}
+# Lists of tokens of the large vocabulary.
+_DROPPED = ("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids")
+
+
+def small_config(name: str) -> Any:
+    """Make a configuration of small sizes.
+
+    Args:
+        name: the type of a model in transformers: ``llama``, ``gemma3_text``, ``t5``.
+
+    Raises:
+        InvalidArgumentError: when there is no such type; it proposes close ones.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if name not in CONFIG_MAPPING:
+        close = difflib.get_close_matches(name, list(CONFIG_MAPPING.keys()), n=3)
+        hint = f" Did you mean {', '.join(close)}?" if close else ""
+        raise InvalidArgumentError(f"{name!r} is no folder and no type of model that transformers has.{hint}")
+    return _shrunk(CONFIG_MAPPING[name])
+
+
+def _shrunk(config_class: Any) -> Any:
+    default = config_class()
+    options = {name: size for name, size in {**_SIZES, **_VOCABULARY}.items() if hasattr(default, name)}
+    for name in _DROPPED:
+        if getattr(default, name, None):
+            options[name] = None
+    if getattr(default, "sliding_window", None):
+        options["sliding_window"] = WINDOW
+    kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or []))
+    if kinds:
+        options["num_hidden_layers"] = max(2, len(kinds))
+        options["layer_types"] = [kinds[index % len(kinds)] for index in range(options["num_hidden_layers"])]
+    for name in getattr(default, "sub_configs", {}):
+        below = getattr(default, name, None)
+        if below is not None:
+            options[name] = _shrunk(type(below))
+    if "vision_config" in options and hasattr(default, "projection_dim"):
+        options.pop("projection_dim", None)
+    config = config_class(**options)
+    if getattr(config, "is_encoder_decoder", False):
+        config.decoder_start_token_id = _VOCABULARY["decoder_start_token_id"]  # T5's class has no value for it
+    return config
+
+
+def small_model(name: str, seed: int = 0) -> Any:
+    """Make a small model with random weights, in evaluation mode.
+
+    Args:
+        name: see :func:`small_config`.
+        seed: of the weights.
+    """
+    config = small_config(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return class_for(config)(config).eval()

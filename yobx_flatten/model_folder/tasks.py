@@ -1,0 +1,73 @@
+"""What a model is for, which decides what becomes a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import InvalidArgumentError
+from .pieces import Piece, decoder_pieces, encoder_decoder_pieces, plain_pieces, vision_language_pieces
+
+__all__ = ["GENERATES", "TASKS", "pieces_for", "task_of"]
+
+TASKS: Mapping[str, Callable[[Any, int | None], list[Piece]]] = {
+    "text-generation": decoder_pieces,
+    "text2text-generation": encoder_decoder_pieces,
+    "automatic-speech-recognition": encoder_decoder_pieces,
+    "image-text-to-text": vision_language_pieces,
+    "fill-mask": plain_pieces,
+    "text-classification": plain_pieces,
+    "token-classification": plain_pieces,
+    "feature-extraction": plain_pieces,
+}
+"""Names of the hub, and what makes the files of such a model."""
+
+GENERATES = ("text-generation", "text2text-generation", "automatic-speech-recognition", "image-text-to-text")
+
+_ENDINGS = {
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+}
+
+
+def task_of(model: Any) -> str:
+    """Tell what a model is for.
+
+    Args:
+        model: of transformers.
+    """
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        return "automatic-speech-recognition" if model.main_input_name == "input_features" else "text2text-generation"
+    if hasattr(model, "get_image_features") and hasattr(config, "vision_config"):
+        return "image-text-to-text"
+    name = type(model).__name__
+    return next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), "feature-extraction")
+
+
+def pieces_for(model: Any, task: str, rows: int | None = None) -> tuple[str, list[Piece]]:
+    """Make the files to be of a model.
+
+    Args:
+        model: of transformers.
+        task: one of :data:`TASKS`, or ``"auto"``.
+        rows: of every example and case; ``None`` for several numbers of them.
+
+    Returns:
+        The task, and the pieces.
+
+    Raises:
+        InvalidArgumentError: when there is no such task, or the model is for another one.
+    """
+    if task != "auto" and task not in TASKS:
+        raise InvalidArgumentError(f"There is no task {task!r}. There are auto, {', '.join(TASKS)}.")
+    found = task_of(model)
+    wanted = found if task == "auto" else task
+    if TASKS[wanted] is not TASKS[found]:
+        raise InvalidArgumentError(
+            f"A {type(model).__qualname__} is for {found}, not for {wanted}. Leave the task out, or say {found}."
+        )
+    return wanted, TASKS[wanted](model, rows)

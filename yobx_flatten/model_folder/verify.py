@@ -1,0 +1,169 @@
+"""A folder against the cases that are stored in it. The model is not needed, and transformers only for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..errors import FlattenError, ForeignFileError
+from ..generate.generator import Generator
+from ..generate.onnx_generator import OnnxGenerator
+from ..generate.onnx_runner import open_session
+from ..generate.program_generator import ProgramGenerator
+from ..generate.program_runner import ProgramRunner, open_program
+from ..replay import largest_difference
+from ..storage.cases import StoredCase, load_case
+from ..storage.replay import replay_case
+from .manifest import FolderManifest, read_manifest
+
+__all__ = ["FolderCheck", "FolderReport", "open_generator", "verify_folder"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderCheck:
+    """One case.
+
+    Attributes:
+        file: the exported file; ``"generate"`` for the loop over all of them.
+        case: its name.
+        difference: largest absolute difference; for tokens, how many differ.
+        ok: whether it is small enough.
+        seconds: how long it took.
+        error: why it stopped, ``None`` if it did not.
+    """
+
+    file: str
+    case: str
+    difference: float
+    ok: bool
+    seconds: float
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderReport:
+    """What came of all cases. ``print(report)`` shows it as a table; it is true if all is well.
+
+    Attributes:
+        path: the folder.
+        manifest: what it says about itself.
+        checks: one for each case.
+    """
+
+    path: pathlib.Path
+    manifest: FolderManifest
+    checks: tuple[FolderCheck, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every case does what the eager model did."""
+        return all(check.ok for check in self.checks)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        widths = [max(len(getattr(check, part)) for check in self.checks) for part in ("file", "case")]
+        lines = [f"{self.path}: {self.manifest.model}, {self.manifest.task}, {self.manifest.dtype}"]
+        for check in self.checks:
+            unit = "tokens differ" if check.file == "generate" else "max difference"
+            shown = f"{check.difference:.0f} {unit}" if check.file == "generate" else f"{check.difference:.1e} {unit}"
+            mark = "ok  " if check.ok else "FAIL"
+            lines.append(f"  {mark} {check.file:{widths[0]}}  {check.case:{widths[1]}}  {check.error or shown}")
+        return "\n".join(lines)
+
+
+def verify_folder(folder: str | os.PathLike[str], *, on_check: Callable[[str], None] | None = None) -> FolderReport:
+    """Run every stored case through the files of a folder, and generate with them.
+
+    Args:
+        folder: as :func:`export_folder` writes it.
+        on_check: told the name of each case before it runs.
+
+    Returns:
+        One check for each case.
+
+    Raises:
+        ForeignFileError: when there is no such folder, or it is not ours.
+        DamagedFileError: when a case, or the list of them, cannot be read.
+        MissingDependencyError: when a library that runs the files is not installed.
+    """
+    path = pathlib.Path(folder)
+    if not path.is_dir():
+        raise ForeignFileError(f"There is no folder {path}.")
+    manifest = read_manifest(path)
+    checks, opened = [], _Opened(path)
+    for name, case_path in _cases(manifest):
+        case = load_case(path / case_path)
+        if on_check is not None:
+            on_check(f"{name or 'generate'}: {case.name}")
+        start = time.perf_counter()
+        try:
+            difference = _check_call(opened(name), case) if name else _check_tokens(path, case)
+            ok = difference <= manifest.tolerance if name else difference == 0
+            error = None
+        except (FlattenError, OSError) as failed:
+            difference, ok, error = float("inf"), False, str(failed).splitlines()[0]
+        seconds = time.perf_counter() - start
+        checks.append(FolderCheck(name or "generate", case.name, difference, ok, seconds, error))
+    return FolderReport(path, manifest, tuple(checks))
+
+
+def open_generator(folder: str | os.PathLike[str], *, threads: int | None = None) -> Generator:
+    """Open the files of a folder for generation, whichever kind they are.
+
+    Args:
+        folder: as :func:`export_folder` writes it, or with ONNX files of the same names.
+        threads: of onnxruntime.
+    """
+    path = pathlib.Path(folder)
+    if path.is_dir() and any(path.glob("*.pt2")):
+        return ProgramGenerator(path)
+    return OnnxGenerator(path, threads=threads)
+
+
+def _cases(manifest: FolderManifest) -> Iterator[tuple[str, str]]:
+    for name, paths in manifest.cases.items():
+        yield from ((name, path) for path in paths)
+
+
+class _Opened:
+    """The file that was asked for last, opened once for all of its cases."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder, self._name = folder, ""
+        self._file: Any = None
+
+    def __call__(self, name: str) -> Any:
+        if name != self._name:
+            self._name, self._file = "", None  # a large file is closed before the next is opened
+            path = self._folder / name
+            self._file = open_session(path) if path.suffix == ".onnx" else ProgramRunner(open_program(path), name)
+            self._name = name
+        return self._file
+
+
+def _check_call(file: Any, case: StoredCase) -> float:
+    if not isinstance(file, ProgramRunner):
+        return replay_case(case, file).max_difference
+    slots = {slot.port.name for slot in file.slots}
+    feeds = {name: value for name, value in case.inputs.items() if name not in slots}
+    outputs, following = file.step(feeds, {name: case.inputs[name] for name in slots})
+    presents = {slot.present: following[slot.port.name] for slot in file.slots}
+    found: dict[str, Any] = {**following, **presents, **outputs}
+    return max(largest_difference(expected, found[name]) for name, expected in case.outputs.items())
+
+
+def _check_tokens(folder: pathlib.Path, case: StoredCase) -> float:
+    """How many tokens differ from those of the eager model."""
+    expected = case.outputs["sequences"]
+    found = open_generator(folder).generate(**case.inputs, max_new_tokens=case.outputs["new_tokens"])
+    if found.shape != expected.shape:
+        return float(max(found.numel(), expected.numel()))
+    return float(torch.count_nonzero(found != expected))

@@ -1,0 +1,207 @@
+"""A model to a folder of exported files that is proven before it appears.
+
+.. code-block:: text
+
+    model ──> pieces ──> export_onnx ──> cases ──> companions ──> generate like the model? ──> rename
+              modules    replayed        stored    tokenizer
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from ..errors import FolderExistsError, InvalidArgumentError, MissingDependencyError, ReplayError
+from ..export import ExportedModel, export_onnx, export_program
+from ..report import ExportReport
+from ..shapes import dynamic_shapes
+from ..storage.cases import save_case
+from .companions import genai_config, write_companions, write_genai_config
+from .manifest import FolderManifest, write_manifest
+from .pieces import Piece
+from .proofs import generation_case, stored_calls
+from .source import require_transformers
+from .tasks import GENERATES, pieces_for
+from .verify import FolderReport, verify_folder
+
+__all__ = ["ExportedFolder", "export_folder"]
+
+logger = logging.getLogger("yobx_flatten")
+
+_SUFFIXES = {"onnx": ".onnx", "program": ".pt2"}
+# Half precision rounds at three digits, and a model does so thousands of times.
+_TOLERANCES = {"float32": 1e-4, "float64": 1e-4, "float16": 6e-2, "bfloat16": 2e-1}
+_LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedFolder:
+    """What an export of a folder made.
+
+    Attributes:
+        path: the folder.
+        task: what the model is for.
+        reports: one for each file.
+        verified: the stored cases, replayed from the files.
+    """
+
+    path: pathlib.Path
+    task: str
+    reports: dict[str, ExportReport]
+    verified: FolderReport
+
+    def __str__(self) -> str:
+        return "\n".join([*(f"{name}: {report}" for name, report in self.reports.items()), str(self.verified)])
+
+
+def export_folder(
+    model: Any,
+    folder: str | os.PathLike[str],
+    *,
+    task: str = "auto",
+    to: Literal["onnx", "program"] = "onnx",
+    source: str | os.PathLike[str] | None = None,
+    opset_version: int | None = None,
+    batch: int | None = None,
+    overwrite: bool = False,
+) -> ExportedFolder:
+    """Export a model of transformers to a folder that generation tools open, and prove that it generates alike.
+
+    The folder appears when all of it is proven; until then the files are in a hidden one beside it.
+
+    Args:
+        model: of transformers, in evaluation mode.
+        folder: to write; it must not be there, or be empty.
+        task: what becomes a file: see :data:`TASKS`; by default what the model is for.
+        to: ``"onnx"`` files for onnxruntime, or ``"program"`` files of ``torch.export``.
+        source: the folder the model is from, whose tokenizer and processor are copied. Without one the folder gets a
+            tokenizer of bytes.
+        opset_version: of ONNX; ``None`` for the exporter's own choice.
+        batch: a fixed number of rows; ``None`` for any.
+        overwrite: replace what ``folder`` holds.
+
+    Returns:
+        What was written and checked.
+
+    Raises:
+        FolderExistsError: when the folder holds something.
+        ReplayError: when a file does not do what the model does; nothing is written then.
+        GenerationError: when the model cannot be cut into files that generate.
+        MissingDependencyError: when an optional library is not installed.
+    """
+    require_transformers("export_folder")
+    if to not in _SUFFIXES:
+        raise InvalidArgumentError(f'to must be "onnx" or "program", found {to!r}.')
+    if to == "onnx":
+        for library in ("onnx", "onnxscript", "onnxruntime"):
+            if importlib.util.find_spec(library) is None:
+                raise MissingDependencyError(f"export_folder needs {library}: pip install 'yobx-flatten[onnx]'")
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype not in _TOLERANCES or (dtype == "bfloat16" and to == "onnx"):
+        raise InvalidArgumentError(
+            f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Take float32 or float16, or to='program'."
+        )
+    target = pathlib.Path(folder)
+    check_target(target, overwrite)
+    task, pieces = pieces_for(model, task, batch)
+    with _appears_when_done(target) as work:
+        reports, cases = {}, {}
+        for piece in pieces:
+            name = piece.stem + _SUFFIXES[to]
+            reports[name] = _export(piece, work / name, batch, opset_version, _TOLERANCES[dtype]).report
+            cases[name] = _store_calls(piece, work)
+        if task in GENERATES:
+            logger.info("generating with %s", type(model).__qualname__)
+            cases[""] = [_store_generation(model, task, batch, work)]
+        write_companions(work, model, None if source is None else pathlib.Path(source))
+        if task == "text-generation" and to == "onnx":
+            contents = genai_config(model, reports["model.onnx"].input_names)
+            if contents is not None:
+                write_genai_config(work, contents)
+        versions = {name: importlib.metadata.version(name) for name in _LIBRARIES if importlib.util.find_spec(name)}
+        names = [piece.stem + _SUFFIXES[to] for piece in pieces]
+        write_manifest(
+            work, FolderManifest(type(model).__qualname__, task, to, dtype, _TOLERANCES[dtype], names, cases, versions)
+        )
+        verified = verify_folder(work)
+        if not verified.ok:
+            raise ReplayError(f"The exported {type(model).__qualname__} does not do what the model does.\n{verified}")
+    return ExportedFolder(target, task, reports, dataclasses.replace(verified, path=target))
+
+
+def check_target(folder: pathlib.Path, overwrite: bool) -> None:
+    """Refuse a folder that holds something.
+
+    Raises:
+        FolderExistsError: naming it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise FolderExistsError(f"{folder} is a file.")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise FolderExistsError(f"{folder} holds something already. Name another folder, or pass overwrite=True.")
+
+
+def _export(
+    piece: Piece, path: pathlib.Path, batch: int | None, opset_version: int | None, tolerance: float
+) -> ExportedModel:
+    logger.info("exporting %s", path.name)
+    shapes: Any = piece.dynamic_shapes
+    if batch is not None and shapes is not None:
+        shapes = _with_fixed_batch(dynamic_shapes(dict(piece.kwargs)) if shapes == "auto" else shapes)
+    how: dict[str, Any] = {"dynamic_shapes": shapes, "cases": piece.cases, "tolerance": tolerance}
+    if path.suffix == ".onnx":
+        return export_onnx(piece.module, (), piece.kwargs, path, opset_version=opset_version, **how)
+    exported = export_program(piece.module, (), piece.kwargs, **how)
+    exported.save(path)
+    return exported
+
+
+def _with_fixed_batch(shapes: Any) -> Any:
+    """A specification in which the first axis of every tensor stays as it is."""
+    if isinstance(shapes, dict) and all(isinstance(key, int) for key in shapes):
+        return {axis: dim for axis, dim in shapes.items() if axis != 0}
+    if isinstance(shapes, dict):
+        return {name: _with_fixed_batch(below) for name, below in shapes.items()}
+    return [_with_fixed_batch(below) for below in shapes] if isinstance(shapes, (list, tuple)) else shapes
+
+
+def _store_calls(piece: Piece, work: pathlib.Path) -> list[str]:
+    (work / "cases").mkdir(exist_ok=True)
+    names = []
+    for number, (name, inputs, outputs) in enumerate(stored_calls(piece)):
+        # not .onnx: tools look for models by that suffix, in folders below, too
+        names.append(f"cases/{piece.stem}-{number}.case")
+        save_case(work / names[-1], inputs, outputs, name=name)
+    return names
+
+
+def _store_generation(model: Any, task: str, batch: int | None, work: pathlib.Path) -> str:
+    case = generation_case(model, task, batch or 3)
+    outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens}
+    save_case(work / "cases/generate.case", case.inputs, outputs, name=f"{case.new_tokens} tokens, greedily")
+    return "cases/generate.case"
+
+
+@contextlib.contextmanager
+def _appears_when_done(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A hidden folder beside the target, which takes its place at the end, or goes away."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = target.parent / f".{target.name}.partial-{os.getpid()}"
+    work.mkdir()
+    try:
+        yield work
+        old = target.parent / f".{target.name}.old-{os.getpid()}"
+        if target.exists():
+            os.replace(target, old)
+        os.replace(work, target)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

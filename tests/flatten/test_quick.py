@@ -164,7 +164,7 @@ def test_a_window_without_its_tensor_hides_no_other():
     assert [layer._sliding_window_tensor is tensor for layer in rebuilt] == [True] * 3
 
 
-@pytest.mark.parametrize("placeholder", [None, 3, 2.5, "leaf", object()], ids=repr)
+@pytest.mark.parametrize("placeholder", [None, 3, 2.5, "leaf", object()], ids=lambda value: type(value).__name__)
 @every_layer
 def test_one_placeholder_among_tensors_keeps_its_place(name, placeholder):
     """What is put in for one leaf comes back as that leaf, though all others are what they should be."""

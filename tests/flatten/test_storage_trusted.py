@@ -19,7 +19,7 @@ from yobx_flatten.storage.trusted import load_trusted
         None, {1: (2, [3.5])}, Mode.EVAL, Access.READ | Access.WRITE, Pair(1, Mode.TRAIN), torch.bfloat16, int,
         torch.nn.functional.relu, {"a": {"b": frozenset({1})}}, torch.device("cpu"), slice(1, None), {"!": 1},
     ],
-    ids=repr,
+    ids=lambda value: getattr(value, "__name__", repr(value)),
 )  # fmt: skip
 def test_what_is_written_is_read(value):
     assert load_trusted(dump_static(value)) == value

@@ -92,6 +92,7 @@ def verify_folder(folder: str | os.PathLike[str], *, on_check: Callable[[str], N
     Raises:
         ForeignFileError: when there is no such folder, or it is not ours.
         DamagedFileError: when a case, or the list of them, cannot be read.
+        GenerationError: when a file cannot be loaded.
         MissingDependencyError: when a library that runs the files is not installed.
     """
     path = pathlib.Path(folder)
@@ -103,9 +104,10 @@ def verify_folder(folder: str | os.PathLike[str], *, on_check: Callable[[str], N
         case = load_case(path / case_path)
         if on_check is not None:
             on_check(f"{name or 'generate'}: {case.name}")
+        file = opened(name) if name else None  # one that cannot be opened is no check that fails, but no folder of ours
         start = time.perf_counter()
         try:
-            difference = _check_call(opened(name), case) if name else _check_tokens(path, case)
+            difference = _check_call(file, case) if name else _check_tokens(path, case)
             ok = difference <= manifest.tolerance if name else difference == 0
             error = None
         except (FlattenError, OSError) as failed:

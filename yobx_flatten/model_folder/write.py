@@ -146,7 +146,9 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise FolderExistsError(f"{folder} is a file.")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
-        raise FolderExistsError(f"{folder} holds something already. Name another folder, or pass overwrite=True.")
+        raise FolderExistsError(
+            f"{folder} holds something already. Name another folder, or pass overwrite=True (--overwrite)."
+        )
 
 
 def _export(

@@ -23,7 +23,7 @@ NEEDS_notebooks := --editable '.[all]' --group notebooks
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test compat lint format types doctest docs notebooks bench matrix cut-matrix clean distclean
+.PHONY: help demo test compat kills lint format types doctest docs notebooks bench matrix cut-matrix clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ compat:  ## run the core and cache tests with older transformers, too (VERSIONS=
 lint: $(VENV)/.has-lint  ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+kills: $(VENV)/.has-test  ## kill a training 30 times, resume it each time, and compare every bit with one that was not killed
+	ROUNDPIPE_KILLS=30 $(BIN)/python -m pytest tests/runtime/test_checkpoint_killed.py $(PYTEST_ARGS)
 
 format: $(VENV)/.has-lint  ## repair what lint can repair
 	$(BIN)/ruff check --fix .

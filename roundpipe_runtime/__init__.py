@@ -15,7 +15,20 @@ Importing the package starts no thread and touches no accelerator.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from . import optim
+
+# save a training and go on with it
+from .checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointWarning,
+    DamagedCheckpointError,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 # say how a batch is cut and joined
 from .chunks import Replicate, TensorChunkSpec
@@ -75,6 +88,11 @@ from .scaler import GradScaler
 # see what ran
 from .timeline import Record, Timeline
 
+# train with the Trainer of transformers
+if TYPE_CHECKING:
+    from .huggingface.trainer import RoundPipeSeq2SeqTrainer as RoundPipeSeq2SeqTrainer
+    from .huggingface.trainer import RoundPipeTrainer as RoundPipeTrainer
+
 __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     # wrap a model
     "RoundPipe",
@@ -98,6 +116,11 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "OptimizerCtx",
     "optim",
     "GradScaler",
+    # save a training and go on with it
+    "save_checkpoint",
+    "load_checkpoint",
+    "list_checkpoints",
+    "Checkpoint",
     # inside a layer
     "save_for_recompute",
     "doing_recompute",
@@ -112,8 +135,10 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     # what can go wrong
     "RoundPipeError",
     "BatchStructureError",
+    "CheckpointError",
     "ConfigError",
     "CutError",
+    "DamagedCheckpointError",
     "DeviceError",
     "DeviceMemoryError",
     "JoinError",
@@ -124,6 +149,22 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "UnregisteredObjectError",
     "UseAfterReleaseError",
     "RoundPipeWarning",
+    "CheckpointWarning",
     "CutRefusedWarning",
     "UnevenSplitWarning",
 ]
+
+# Derived from classes of transformers, which is imported with the first of them; so not among what `*` imports.
+_TRAINERS = ("RoundPipeSeq2SeqTrainer", "RoundPipeTrainer")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TRAINERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .huggingface import trainer
+
+    return getattr(trainer, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_TRAINERS})

@@ -4,6 +4,7 @@ The user's own ``nn.Parameter`` is the host copy, and its ``grad`` is the gradie
 work in another dtype. Then a *master* of that dtype stands beside it: gradients land in the master, the optimizer
 updates the master, and :meth:`ParameterStore.publish` rounds it into the parameter. Whoever changes the parameter
 itself (``load_state_dict``, an in-place edit) wins: its version counter tells, and the master is read from it anew.
+The master of a frozen parameter takes no memory until the parameter learns.
 """
 
 from __future__ import annotations
@@ -190,8 +191,8 @@ class ParameterStore:
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """Return the masters by name."""
-        return {name: master.tensor.detach() for name, master in self._masters.items()}
+        """Return the masters by name; those of frozen parameters hold nothing."""
+        return {name: master.tensor.detach() for name, master in self._masters.items() if master.is_filled}
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
         """Take over masters that :meth:`masters` returned."""
@@ -207,9 +208,12 @@ class ParameterStore:
         return self._shadows.get(id(parameter), parameter)
 
     def freeze(self) -> None:
-        """From now on stages read copies of what the parameters are now. Parameters with a master need none."""
+        """From now on stages read copies of what the parameters are now.
+
+        Parameters with a master need none, nor do frozen ones, which no optimizer writes.
+        """
         for name, parameter in self.model.named_parameters():
-            if name not in self._masters:
+            if name not in self._masters and parameter.requires_grad:
                 shadow = self._shadows.get(id(parameter))
                 if shadow is None:
                     self._shadows[id(parameter)] = parameter.detach().clone()
@@ -246,6 +250,7 @@ class ParameterStore:
             return parameter
         if name not in self._masters:
             self._masters[name] = _Master(parameter, self._dtype(parameter))
+        self._masters[name].wake(parameter)
         return self._masters[name].tensor
 
 
@@ -254,17 +259,34 @@ class _Master:
 
     The version counter of the master says too little: torch's fused optimizers write without counting. So a master
     also counts as changed when gradients came in, until it has been published after a step.
+
+    While the parameter is frozen there is nothing to update: the tensor, which an optimizer may hold already, has the
+    shape of the parameter, NaN for every value, and the memory of one. It is filled when the parameter learns.
     """
 
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        self.tensor = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
-        self._agreed = self._versions(parameter)
+        nothing = torch.full((), float("nan"), dtype=dtype, device=parameter.device).expand(parameter.shape)
+        self.tensor = nn.Parameter(nothing, requires_grad=False)
+        self.is_filled = False
         self.awaits_step = False
+        self._agreed = self._versions(parameter)
+        self.wake(parameter)
 
-    def agree(self, parameter: nn.Parameter, *, stepped: bool) -> None:
+    def wake(self, parameter: nn.Parameter) -> None:
+        """Take over whether the parameter learns, and its values when it first does."""
+        if parameter.requires_grad and not self.is_filled:
+            self._fill(parameter)
         if self.tensor.requires_grad != parameter.requires_grad:
             self.tensor.requires_grad_(parameter.requires_grad)
-        if self.adopt(parameter):
+
+    def _fill(self, parameter: nn.Parameter) -> None:
+        self.tensor.data = parameter.detach().to(self.tensor.dtype, copy=True)
+        self.is_filled = True
+        self._agreed = self._versions(parameter)
+
+    def agree(self, parameter: nn.Parameter, *, stepped: bool) -> None:
+        self.wake(parameter)
+        if not self.is_filled or self.adopt(parameter):
             return
         if stepped or self.awaits_step or self._versions(parameter) != self._agreed:
             with torch.no_grad():
@@ -272,12 +294,14 @@ class _Master:
             self._agreed = self._versions(parameter)
 
     def adopt(self, parameter: nn.Parameter) -> bool:
-        if self._versions(parameter)[0] == self._agreed[0]:
+        if not self.is_filled or self._versions(parameter)[0] == self._agreed[0]:
             return False
         self.set(parameter, parameter)
         return True
 
     def set(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        if not self.is_filled:
+            self._fill(parameter)
         with torch.no_grad():
             self.tensor.copy_(value)
         self._agreed = self._versions(parameter)

@@ -102,15 +102,31 @@ LAYERS: dict[str, list[list[str]]] = {
             "huggingface.capture",
             "huggingface.configuration",
             "huggingface.adapters",
+            "huggingface.chunked_loss",
+            "huggingface.trainer_arguments",
         ],
-        ["huggingface.book", "huggingface.auxiliary", "huggingface.losses", "huggingface.batches"],
+        [
+            "huggingface.book",
+            "huggingface.auxiliary",
+            "huggingface.losses",
+            "huggingface.batches",
+            "huggingface.caches",
+            "huggingface.late_logits",
+        ],
         ["huggingface.layers", "huggingface.stub", "huggingface.report", "huggingface.example"],
         ["huggingface.program", "huggingface.check"],
         ["huggingface.session"],
         ["huggingface.pieces"],
         ["huggingface.discover"],
         ["huggingface.cut"],
+        ["huggingface.generation"],
         ["huggingface.wrap"],
+        ["checkpoint.errors", "checkpoint.rng", "checkpoint.tensor_files", "checkpoint.config_files"],
+        ["checkpoint.codec", "checkpoint.manifest", "checkpoint.optimizer_state"],
+        ["checkpoint.model_state", "checkpoint.folder"],
+        ["checkpoint.snapshot"],
+        ["checkpoint.save"],
+        ["checkpoint.load", "huggingface.trainer"],
         ["demo"],
         ["__main__"],
     ],
@@ -131,6 +147,7 @@ OPTIONAL = {
 }
 MAY_IMPORT_AT_THE_TOP: dict[str, set[str]] = {
     # "yobx_flatten.backends.jax": {"jax"},
+    "roundpipe_runtime.huggingface.trainer": {"transformers"},
 }
 
 

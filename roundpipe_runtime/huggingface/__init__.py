@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .chunked_loss import chunked_cross_entropy
 from .cut import Cut, cut
 from .errors import BatchStructureError, CutError, CutRefusedWarning
 from .report import CutReport, Equivalence
@@ -15,6 +16,7 @@ __all__ = [
     "CutReport",
     "Equivalence",
     "WrappedModel",
+    "chunked_cross_entropy",
     "cut",
     "wrap_model_to_roundpipe",
 ]

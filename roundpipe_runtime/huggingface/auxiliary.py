@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .adapters import model_inside
 from .configuration import text_config
 
 __all__ = ["batch_auxiliary_loss", "has_auxiliary_loss", "without_auxiliary_loss"]
@@ -58,7 +59,7 @@ def batch_auxiliary_loss(model: nn.Module, joined: Any, parts: Sequence[Any], kw
 
 
 def _function(model: nn.Module) -> Callable[..., Any] | None:
-    for kind in type(model).__mro__:
+    for kind in type(model_inside(model)).__mro__:
         found = getattr(sys.modules.get(kind.__module__), _NAME, None)
         if found is not None:
             function: Callable[..., Any] = found
@@ -77,7 +78,7 @@ def _experts(model: nn.Module) -> tuple[Any, Any]:
 
 def _setting(model: nn.Module, names: Sequence[str]) -> Any:
     """A number that the model itself, or its configuration, has under one of these names."""
-    for holder in (model, text_config(model), getattr(model, "config", None)):
+    for holder in (model_inside(model), text_config(model), getattr(model, "config", None)):
         for name in names:
             value = getattr(holder, name, None)
             if isinstance(value, (int, float)):

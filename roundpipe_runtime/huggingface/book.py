@@ -8,6 +8,7 @@ The *state* is what passes from piece to piece of the pipeline, a dictionary::
     book     the plan of the calls, without tensors: this file
     seed     of the random numbers that the model draws outside of its layers
     weigh    rows of the microbatch, if the output is to come with the weight of its loss
+    loss_only    whether nobody looks at anything but the loss
 """
 
 from __future__ import annotations

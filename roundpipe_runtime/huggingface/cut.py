@@ -18,7 +18,7 @@ from .layers import Candidate, candidates, observe
 from .pieces import LayerCall, Phase, Whole
 from .program import Program
 from .report import CutReport
-from .stub import copy_with_stubs, sync
+from .stub import copy_with_stubs, structure_around, sync
 
 __all__ = ["Cut", "cut", "pieces_of", "whole"]
 
@@ -33,6 +33,7 @@ class Cut:
             it returns; a model that could not be cut is the only piece.
         program: what was found out about it; ``None`` for a model in one piece.
         report: in words.
+        layers: the modules that were cut out, by name.
     """
 
     model: nn.Module
@@ -40,13 +41,35 @@ class Cut:
     program: Program | None
     report: CutReport
     layers: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
+    _structure: dict[str, type] | None = None
 
     def sync(self) -> None:
-        """Bring the pieces up to date with the model: its mode, parameters that were replaced, simple attributes."""
+        """Bring the pieces up to date with the model: mode, parameters, attributes, and modules that PEFT put in."""
+        if self.program is not None:
+            structure = structure_around(self.model, self.layers.keys())
+            if self._structure is None:
+                self._structure = structure
+            elif self._structure != structure:
+                self._renew()
+                self._structure = structure
         for piece in self.pieces:
             piece.training = self.model.training
             if isinstance(piece, Phase):
                 sync(piece.copy, self.model, piece.program.used[piece.number])
+
+    def _renew(self) -> None:
+        """Copy the model's own code again. Parameters that are new belong to every phase: nobody saw who reads them."""
+        assert self.program is not None
+        known = set().union(*(used or () for used in self.program.used))
+        inside = {id(p) for layer in self.layers.values() for p in layer.parameters()}
+        names = {name for name, p in self.model.named_parameters(remove_duplicate=False) if id(p) not in inside}
+        used = [frozenset((found or names) & names | names - known) for found in self.program.used]
+        self.program = dataclasses.replace(self.program, used=used)
+        for piece in self.pieces:
+            if isinstance(piece, (Phase, LayerCall)):
+                piece.program = self.program
+            if isinstance(piece, Phase):
+                piece.copy = copy_with_stubs(self.model, self.layers)
 
 
 def cut(

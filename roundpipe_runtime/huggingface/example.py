@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .adapters import model_inside
 from .configuration import text_config
 
 __all__ = ["example_inputs", "without_cache"]
@@ -27,7 +28,7 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     high = min(vocabulary, _LARGEST_TOKEN)
     tokens = torch.randint(min(5, high - 1), high, (2, _LENGTH), generator=generator)
-    taken = inspect.signature(model.forward).parameters
+    taken = inspect.signature(model_inside(model).forward).parameters
     name = next((name for name in ("input_ids", "inputs") if name in taken), "input_ids")
     made: dict[str, Any] = {name: tokens}
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -43,7 +44,7 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
 
 def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return keyword arguments that ask a model for no cache, where it knows of caches."""
-    taken = inspect.signature(model.forward).parameters
+    taken = inspect.signature(model_inside(model).forward).parameters
     knows = "use_cache" in taken or (
         any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
         and (hasattr(getattr(model, "config", None), "use_cache") or hasattr(text_config(model), "use_cache"))

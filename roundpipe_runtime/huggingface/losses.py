@@ -20,15 +20,29 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..errors import LossError
+from .chunked_loss import chunked_cross_entropy
 
-__all__ = ["WEIGH", "counting", "has_labels", "loss_of", "own_loss", "rows_of_call", "weighed", "with_loss"]
+__all__ = [
+    "LOSS_ONLY",
+    "WEIGH",
+    "counting",
+    "has_labels",
+    "loss_of",
+    "own_loss",
+    "rows_of_call",
+    "weighed",
+    "with_loss",
+]
 
 # The argument that asks for the weight of the loss beside the output; it never reaches the model.
 WEIGH = "roundpipe_weigh_loss"
+# Its value where nobody looks at anything but the loss.
+LOSS_ONLY = "loss only"
 
 _AVERAGING = {
     functional.cross_entropy: "tokens",
     functional.nll_loss: "tokens",
+    chunked_cross_entropy: "labels",
     functional.mse_loss: "rows",
     functional.l1_loss: "rows",
     functional.smooth_l1_loss: "rows",
@@ -62,14 +76,17 @@ class _Watch(TorchFunctionMode):
                 self.items.counts.append(_count(func, *args, **kwargs))
             else:
                 self.items.sums += 1
-            with torch._C.DisableTorchFunction():
-                return func(*args, **kwargs)
+            if type(args[0] if args else None) in (torch.Tensor, torch.nn.Parameter):
+                with torch._C.DisableTorchFunction():
+                    return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 
 def _count(
     func: Any, source: torch.Tensor, target: torch.Tensor, weight: Any = None, *args: Any, **kwargs: Any
 ) -> float:
+    if _AVERAGING[func] == "labels":  # which come third there
+        return float((weight != kwargs.get("ignore_index", -100)).sum())
     if _AVERAGING[func] == "rows" or target.is_floating_point():
         return float(target.shape[0] if target.dim() else 1)
     counted = target != kwargs.get("ignore_index", -100)
@@ -99,15 +116,17 @@ def weighed(output: Any, items: Items, rows: int) -> tuple[Any, ...]:
         rows: of the microbatch.
     """
     count = -1.0 if items.sums and not items.counts else max(items.counts, default=float(rows))
-    if count == 0 and loss_of(output) is not None:
-        output = with_loss(output, _nothing(output))
+    if count == 0 and (loss := loss_of(output)) is not None:
+        output = with_loss(output, _nothing(output, loss))
     device = next((leaf.device for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)), None)
     return output, torch.tensor(count, dtype=torch.float64, device=device), torch.tensor(rows, device=device)
 
 
-def _nothing(output: Any) -> torch.Tensor:
+def _nothing(output: Any, loss: torch.Tensor) -> torch.Tensor:
     """A loss of zero that is part of the graph: all labels are ignored."""
     found = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.dim() and t.is_floating_point()]
+    if not found:  # where logits were not wanted
+        return torch.zeros_like(loss)
     return torch.where(found[0].isfinite(), found[0], 0.0).float().sum() * 0.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch.utils import _pytree as pytree
 from yobx_flatten import find_unregistered
 
 from .book import Book, State, Tree, box_content, fill_box, live
+from .caches import CACHE, is_held, swapped
 from .capture import asked_for, collecting
 from .errors import BatchStructureError, CutError
-from .losses import WEIGH, counting, rows_of_call, weighed
+from .late_logits import loss_only
+from .losses import LOSS_ONLY, WEIGH, counting, rows_of_call, weighed
 from .placeholder import Key, NeedsValue, holds_placeholder
 from .program import Program
 from .session import PhaseSession
@@ -44,7 +47,7 @@ class Phase(nn.Module):
         state = begin(args, kwargs, self.copy) if self.number == 0 else args[0]
         if state["weigh"] is not None and self.number == self.program.phases - 1:
             with counting() as items:
-                result = self._run(state)
+                result = loss_only(self.copy, lambda: self._run(state)) if state["loss_only"] else self._run(state)
             return weighed(result, items, state["weigh"])
         return self._run(state)
 
@@ -68,16 +71,19 @@ class Phase(nn.Module):
         """
         session = PhaseSession(self.program, state, self.number)
         args, kwargs = state["call"]
+        held = kwargs.get(CACHE)
+        if is_held(held):
+            kwargs = {**kwargs, CACHE: session.hand_out(held)}
         try:
             with running(session), self._same_noise(state):
                 output = self.copy(*args, **kwargs)
         except NeedsValue as needs:
             needed = needs.key
         else:
-            held = holds_placeholder(pytree.tree_leaves(output))
-            if held is None:
-                return True, output
-            needed = held.key
+            waiting = holds_placeholder(pytree.tree_leaves(output))
+            if waiting is None:
+                return True, session.held_again(output)
+            needed = waiting.key
         if needed.call not in session.calls:
             raise MissingValueError(needed)
         book = session.book.record(session.calls, needed)
@@ -121,12 +127,16 @@ class Whole(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns."""
+        wants_loss = kwargs.get(WEIGH) == LOSS_ONLY
         rows = _rows_to_weigh(args, kwargs)
-        if rows is None:
-            return self.model(*args, **kwargs)
+        run = functools.partial(self._run, args, kwargs)
         with counting() as items:
-            result = self.model(*args, **kwargs)
-        return weighed(result, items, rows)
+            result = loss_only(self.model, run) if wants_loss else run()
+        return result if rows is None else weighed(result, items, rows)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _caches_at_hand((), kwargs, _device_of((args, kwargs))) as (_, kwargs, views):
+            return swapped(self.model(*args, **kwargs), views)
 
 
 class LayerCall(nn.Module):
@@ -156,7 +166,8 @@ class LayerCall(nn.Module):
             used[use.number] = box = use.kind()
             fill_box(box, boxes.get(use.number, ()) if use.content is None else use.content.build(values, {}))
         args, kwargs = spec.arguments.build(values, used)
-        with collecting(spec.collect) as captured:
+        at_hand = _caches_at_hand(args, kwargs, _device_of(values))
+        with collecting(spec.collect) as captured, at_hand as (args, kwargs, _):
             out = self.layer(*args, **kwargs)
         boxes.update((number, box_content(box)) for number, box in used.items())
         result, found = _taken_apart(out, self.place, 0, self.program)
@@ -170,11 +181,30 @@ class LayerCall(nn.Module):
         return {**state, "values": values, "boxes": boxes, "book": book}
 
 
+@contextlib.contextmanager
+def _caches_at_hand(
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], dict[int, Any]]]:
+    """Yield arguments in which held caches are open, and by the id of each open one what it was."""
+    with contextlib.ExitStack() as stack:
+        held = {id(value): value for value in (*args, *kwargs.values()) if is_held(value)}
+        opened = {key: stack.enter_context(value.opened(device)) for key, value in held.items()}
+        views = {id(view): held[key] for key, view in opened.items()}
+        yield swapped(args, opened), swapped(dict(kwargs), opened), views
+
+
+def _device_of(values: Any) -> torch.device:
+    found = (leaf.device for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return next(found, torch.device("cpu"))
+
+
 def begin(args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> State:
     """Return the state of a microbatch before anything was done."""
     kwargs = dict(kwargs)
+    wants_loss = kwargs.get(WEIGH) == LOSS_ONLY
     weigh = _rows_to_weigh(args, kwargs)
     return {
+        "loss_only": wants_loss,
         "weigh": weigh,
         "call": (args, kwargs),
         "values": {},
@@ -186,8 +216,8 @@ def begin(args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> St
 
 def _generator(call: Any) -> Any:
     """Whatever has the ``manual_seed`` of the device that a call runs on."""
-    device = next((leaf.device for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)), None)
-    is_host = device is None or device.type in ("cpu", "meta")
+    device = _device_of(call)
+    is_host = device.type in ("cpu", "meta")
     return torch.default_generator if is_host else torch.get_device_module(device)
 
 

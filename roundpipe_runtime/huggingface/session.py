@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from yobx_flatten import find_unregistered
 
 from .book import Book, BoxUse, CallSpec, Fresh, State, Tree, box_content, fill_box, is_box
+from .caches import HeldCache, swapped
 from .capture import collected_so_far, count_recorded, extend_collected, is_cache
 from .errors import BatchStructureError, CutError
 from .layers import tensors_of
@@ -20,7 +21,7 @@ from .program import Program
 
 __all__ = ["PhaseSession"]
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice)
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, HeldCache)
 
 
 class PhaseSession:
@@ -50,7 +51,19 @@ class PhaseSession:
         self._sides = 0
         self._box_numbers: dict[int, int] = {}
         self._box_seen: dict[int, list[int]] = {}
+        self._held: dict[int, HeldCache] = {}
         self._alive: list[Any] = []  # what is known by its id must not go away
+
+    def hand_out(self, held: HeldCache) -> Any:
+        """Return the cache that the model's own code is to see in place of this one."""
+        view = held.before()
+        self._alive.append(view)
+        self._held[id(view)] = held
+        return view
+
+    def held_again(self, output: Any) -> Any:
+        """Return what the model returned, with caches that were handed out held again."""
+        return swapped(output, self._held)
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a layer returns."""
@@ -103,6 +116,7 @@ class PhaseSession:
         )
 
     def _record(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = swapped(args, self._held), swapped(kwargs, self._held)
         self._alive.append((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=lambda value: value is not kwargs and is_box(value))
         arguments = Tree(spec, tuple(self._named(leaf, place) for leaf in leaves))

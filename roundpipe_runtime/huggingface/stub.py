@@ -18,7 +18,7 @@ from torch import nn
 
 from .errors import CutError
 
-__all__ = ["Session", "copy_with_stubs", "running", "sync"]
+__all__ = ["Session", "copy_with_stubs", "running", "structure_around", "sync"]
 
 
 class Session(Protocol):
@@ -107,8 +107,25 @@ def _shared(module: nn.Module) -> Iterator[Any]:
             yield from (item for item in value if isinstance(item, torch.Tensor))
 
 
+def structure_around(model: nn.Module, layers: Set[str]) -> dict[str, type]:
+    """Return the classes of the modules of a model by name, but for what is in its layers.
+
+    Args:
+        model: the model.
+        layers: names of the layers.
+    """
+    found: dict[str, type] = {}
+    waiting = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        found[path] = type(module)
+        inner = ((f"{path}.{name}" if path else name, child) for name, child in module.named_children())
+        waiting += [(name, child) for name, child in inner if name not in layers]
+    return found
+
+
 def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
-    """Bring a copy up to date with its model: parameters that were replaced, mode, simple attributes.
+    """Bring a copy up to date with its model: parameters that were replaced, mode, attributes that are plain data.
 
     Args:
         copied: a result of `copy_with_stubs`.
@@ -129,5 +146,20 @@ def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
         module._buffers.clear()
         module._buffers.update(original._buffers)
         for name, value in original.__dict__.items():
-            if value is None or isinstance(value, (bool, int, float, str)):
+            if _is_simple(value):
                 module.__dict__[name] = value
+            elif _is_plain(value) and module.__dict__.get(name) != value:  # like the adapters that are active
+                module.__dict__[name] = copy.deepcopy(value)
+
+
+def _is_simple(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether a value is made of numbers and texts."""
+    if type(value) is dict:
+        return all(_is_simple(key) and _is_plain(item) for key, item in value.items())
+    if type(value) in (list, tuple, set):
+        return all(_is_plain(item) for item in value)
+    return _is_simple(value)

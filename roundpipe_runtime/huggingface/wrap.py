@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import os
 import sys
@@ -20,13 +21,19 @@ from ..errors import ConfigError
 from ..join import join
 from ..loss import WeightedLoss
 from ..pipeline import RoundPipe
+from ..transfer import Static
+from .adapters import model_inside, refuse_mixed_adapters
 from .auxiliary import batch_auxiliary_loss, has_auxiliary_loss, without_auxiliary_loss
 from .batches import join_outputs, split_pictures
-from .capture import asked_for, install_hooks
+from .caches import CACHE, HeldCache, home, is_held, join_held, split_held, swapped
+from .capture import asked_for, install_hooks, is_cache
 from .cut import Cut, cut, pieces_of, whole
 from .errors import CutError, CutRefusedWarning
 from .example import without_cache
-from .losses import WEIGH, has_labels, loss_of, own_loss, rows_of_call, with_loss
+from .generation import forward_of, reason_for_host
+from .losses import LOSS_ONLY, WEIGH, has_labels, loss_of, own_loss, rows_of_call, with_loss
+
+_LOG = logging.getLogger(__name__)
 
 __all__ = ["WrappedModel", "wrap_model_to_roundpipe"]
 
@@ -69,9 +76,12 @@ class WrappedModel(RoundPipe):
         Args:
             *args: positional arguments of the model.
             roundpipe_run_config: what this call wants otherwise.
-            **kwargs: keyword arguments of the model. ``use_cache`` is ``False`` unless it is among them.
+            **kwargs: keyword arguments of the model. ``use_cache`` is ``False`` unless it is among them. A cache is cut
+                into those of the microbatches, and afterwards holds what all of them wrote.
         """
         kwargs, config = self._rp_prepared(kwargs, roundpipe_run_config)
+        if is_cache(kwargs.get(CACHE)) or kwargs.get("use_cache"):
+            kwargs, config = self._rp_with_cache(kwargs, config)
         outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
         return outputs[0] if config.merge_output is False else outputs
 
@@ -79,6 +89,7 @@ class WrappedModel(RoundPipe):
         self, kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
     ) -> tuple[dict[str, Any], RoundPipeRunConfig]:
         """Arguments and configuration of a call, with what belongs to models of transformers."""
+        refuse_mixed_adapters(kwargs)
         self.cut.sync()
         model = self.cut.model
         prepared = without_cache(model, dict(kwargs))
@@ -95,6 +106,52 @@ class WrappedModel(RoundPipe):
         elif wanted is not False:
             config = dataclasses.replace(config, merge_output=functools.partial(_joined_as_wanted, wanted))
         return prepared, config
+
+    def _rp_with_cache(
+        self, kwargs: dict[str, Any], config: RoundPipeRunConfig
+    ) -> tuple[dict[str, Any], RoundPipeRunConfig]:
+        """Arguments and configuration of a call with a cache, which stays on the host."""
+        if config.resolved(1).requires_grad:
+            raise ConfigError(
+                "A cache is kept without gradients only, as layers that are called again would write it twice:\n"
+                "    with torch.no_grad(): model(..., use_cache=True)"
+            )
+        cache = kwargs.get(CACHE)
+        cache = home(model_inside(self.cut.model)) if cache is None else cache
+        merge = config.merge_output
+        if not hasattr(cache, "layers") or not callable(merge):
+            raise ConfigError(
+                "A cache through a pipeline needs joined outputs, and a list of layers: give the model one, or none:\n"
+                "    model(..., past_key_values=DynamicCache(config=model.config))\n"
+                "    model(..., use_cache=False)"
+            )
+        joined = functools.partial(_joined_with_cache, cache, merge)
+        cut = config.split_input
+        if cut is not None and not callable(cut):
+            raise ConfigError("A cache is cut like its rows; split_input can be a function only, beside one.")
+        config = dataclasses.replace(config, merge_output=joined, split_input=split_held(cut))
+        return {**kwargs, CACHE: HeldCache(cache)}, config
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as the model does, through the pipeline; on the host, if a trial before the first time says so.
+
+        Args:
+            *args: what the ``generate`` of the model takes.
+            **kwargs: likewise.
+        """
+        self.synchronize()
+        generate: Callable[..., Any] = self.cut.model.generate  # type: ignore[assignment] # attributes of modules
+        if self._rp_generates_on_host():
+            return generate(*args, **kwargs)
+        with forward_of(self.cut.model, self.forward):
+            return generate(*args, **kwargs)
+
+    def _rp_generates_on_host(self) -> bool:
+        if "_rp_host_reason" not in self.__dict__:
+            self.__dict__["_rp_host_reason"] = reason = reason_for_host(self.cut, self.forward)
+            if reason is not None:
+                _LOG.info("%s generates on the host: %s", self.cut.report.model, reason)
+        return self.__dict__["_rp_host_reason"] is not None
 
     def forward_backward(
         self,
@@ -122,9 +179,13 @@ class WrappedModel(RoundPipe):
             The loss of the batch, detached, on the host; with ``return_outputs``, ``(loss, outputs)``.
         """
         kwargs, config = self._rp_prepared(input_kwargs or {}, run_config)
+        if is_cache(kwargs.get(CACHE)) or kwargs.get("use_cache"):
+            raise ConfigError("forward_backward keeps no cache: leave past_key_values and use_cache out.")
         computes_loss = has_labels(self.cut.model, kwargs)
         if computes_loss and has_auxiliary_loss(self.cut.model, kwargs):
             return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config)
+        if loss_fn is own_loss and not return_outputs:
+            kwargs[WEIGH] = LOSS_ONLY
         if computes_loss:  # shares of a mean are added
             config = dataclasses.replace(config, loss_reduction="sum")
         loss_fn = _weighing(loss_fn, rows_of_call(input_args, kwargs) if computes_loss else None)
@@ -147,6 +208,11 @@ class WrappedModel(RoundPipe):
             torch.autograd.backward(loss)
         loss = pytree.tree_map(torch.Tensor.detach, loss)
         return (loss, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)) if return_outputs else loss
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the model as it saves itself, after the last step; a model with adapters saves these."""
+        self.synchronize()
+        return self.cut.model.save_pretrained(*args, **kwargs)  # type: ignore[operator] # attributes of modules
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "program": self.cut.program, "report": self.cut.report,
@@ -188,6 +254,23 @@ def _joined(outputs: list[Any]) -> Any:
     """The output of the batch."""
     rows = [int(count) for _, _, count in outputs]
     return join_outputs([output for output, _, _ in outputs], [float(count) for count in rows], rows)
+
+
+def _joined_with_cache(cache: Any, merge: Callable[[list[Any]], Any], outputs: list[Any]) -> Any:
+    """The output of the batch, with the caller's cache in it, which then holds what the microbatches wrote."""
+    rows = [int(count) for _, _, count in outputs]
+    held = [next((v for v in _items(output) if is_held(v)), None) for output, _, _ in outputs]
+    mark = Static()
+    parts = [(swapped(output, {id(one): mark}), *rest) for (output, *rest), one in zip(outputs, held, strict=True)]
+    joined = merge(parts)
+    found = [one for one in held if one is not None]
+    if len(found) == len(parts):
+        join_held(cache, found, rows)
+    return swapped(joined, {id(mark): cache})
+
+
+def _items(output: Any) -> list[Any]:
+    return list(output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ())
 
 
 def _joined_as_wanted(merge: Any, outputs: list[Any]) -> Any:

@@ -24,9 +24,13 @@ def saved(name: str) -> tuple[Any, pathlib.Path]:
     return model, folder
 
 
-@functools.cache
 def exported(name: str, to: str = "onnx") -> tuple[Any, pathlib.Path]:
     """Return a small model and its exported folder."""
+    return _exported(name, to)
+
+
+@functools.cache
+def _exported(name: str, to: str) -> tuple[Any, pathlib.Path]:
     model, _ = saved(name)
     folder = pathlib.Path(_ROOT.name) / f"{name}-{to}"
     with torch.no_grad():

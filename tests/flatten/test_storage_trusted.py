@@ -63,13 +63,14 @@ def test_a_name_of_another_kind_is_refused(data, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_module_that_is_not_imported_stays_so():
+def test_a_module_that_is_not_imported_stays_so(tmp_path, monkeypatch):
     """The message says what to import."""
-    name = "this"  # of the standard library; importing it prints
-    assert name not in sys.modules
-    with pytest.raises(NotRegisteredError, match=r"d of the module this, which is not imported.*\n    import this"):
-        load_trusted({"!enum": ["this:d", "a"]})
-    assert name not in sys.modules
+    (tmp_path / "a_stranger.py").write_text("raise SystemExit('it was imported')", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    wanted = r"d of the module a_stranger, which is not imported.*\n    import a_stranger"
+    with pytest.raises(NotRegisteredError, match=wanted):
+        load_trusted({"!enum": ["a_stranger:d", "a"]})
+    assert "a_stranger" not in sys.modules
 
 
 def test_a_served_library_without_the_module_is_named():

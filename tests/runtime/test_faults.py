@@ -208,7 +208,11 @@ def test_an_interruption_in_a_layer(devices, undisturbed, error):
 def test_an_interruption_while_the_caller_waits(devices, undisturbed):
     """Ctrl-C reaches the main thread, which waits: the stages stop after their layer, then the call raises."""
     import _thread
+    import signal
     import time
+
+    # a shell starts what it runs in the background with Ctrl-C ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def arm(model, devices):
         trap = Trap(1)
@@ -221,7 +225,10 @@ def test_an_interruption_while_the_caller_waits(devices, undisturbed):
 
         return model[2].register_forward_hook(interrupt).remove, {}
 
-    fails_once_then_trains(devices, arm, undisturbed, KeyboardInterrupt)
+    try:
+        fails_once_then_trains(devices, arm, undisturbed, KeyboardInterrupt)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_fault_in_the_backward_half_of_forward_and_backward(devices):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime.huggingface import CutError
-from roundpipe_runtime.huggingface.stub import copy_with_stubs, running, sync
+from roundpipe_runtime.huggingface.stub import copy_with_stubs, running, structure_around, sync
 
 from .hf_small import Block, Toy, tokens
 
@@ -83,3 +83,23 @@ def test_what_cannot_be_copied_is_refused():
     with pytest.raises(CutError, match=r"Toy cannot be copied: cannot pickle") as caught:
         copy_with_stubs(model, {})
     assert caught.value.reason == "copy"
+
+
+def test_plain_data_that_changed_is_brought_up_to_date():
+    """Lists and dictionaries of numbers and texts are copied; a copy may write into its own."""
+    model, copied = made()
+    model.active, model.scales = ["two"], {"two": 0.5}
+    sync(copied, model, None)
+    copied.scales["two"] = 1.0
+    assert copied.active == ["two"]
+    assert model.scales == {"two": 0.5}
+
+
+def test_the_structure_around_layers():
+    """Names and classes, without what is in the layers."""
+    assert structure_around(Toy(), {"layers.0", "layers.1", "layers.2"}) == {
+        "": Toy,
+        "embed": nn.Embedding,
+        "layers": nn.ModuleList,
+        "head": nn.Linear,
+    }

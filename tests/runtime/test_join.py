@@ -227,7 +227,8 @@ def model_outputs(children):
     from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
     return st.one_of(
-        st.builds(lambda x: BaseModelOutput(last_hidden_state=x), children),
+        # with one field alone, transformers would take a dict in it for all fields
+        st.builds(lambda x: BaseModelOutput(last_hidden_state=x, attentions=()), children),
         st.builds(lambda x, y: CausalLMOutputWithPast(logits=x, hidden_states=(y, x)), children, children),
     )
 

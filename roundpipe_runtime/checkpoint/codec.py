@@ -1,0 +1,164 @@
+"""Nested states as JSON, with their tensors beside it. No pickle: what is read back can only be data.
+
+::
+
+    {"lr": 0.1, "betas": (0.9, 0.99), "exp_avg": tensor}
+        -> {"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}, "exp_avg": {"$tensor": "path.exp_avg"}}    and the tensor
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import sys
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from .errors import CheckpointError
+
+__all__ = ["decode", "encode"]
+
+
+def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
+    """Return what JSON stores of a value; its tensors are put beside it, under names made of their place.
+
+    Args:
+        value: dictionaries, lists, tuples, sets, counters, numbers, strings, bytes, tensors, arrays of NumPy.
+        path: where the value stands, for names and errors.
+        tensors: takes the tensors.
+
+    Raises:
+        CheckpointError: something of it is none of these.
+
+    >>> encode({"step": 3, "betas": (0.9, float("inf"))}, "state", {})
+    {'step': 3, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}}
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, torch.Tensor):
+        return {"$tensor": _put(value, path, tensors)}
+    writer = _WRITERS.get(kind)
+    if writer is not None:
+        return writer(value, path, tensors)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        return _encode_numpy(value, path, tensors)
+    raise CheckpointError(_refusal(value, path))
+
+
+def decode(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the value that :func:`encode` was given.
+
+    Args:
+        stored: what it returned, through JSON and back.
+        tensors: the tensors, by the names that it gave them.
+
+    >>> decode({'step': 3, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}}, {})
+    {'step': 3, 'betas': (0.9, inf)}
+    """
+    if isinstance(stored, list):
+        return [decode(item, tensors) for item in stored]
+    if not isinstance(stored, dict):
+        return stored
+    tag = next(iter(stored), "")
+    if len(stored) == 1 and tag.startswith("$"):
+        if tag == "$tensor":
+            return tensors[stored[tag]].clone()
+        if tag == "$numpy":
+            array = tensors[stored[tag]["$tensor"]].numpy().copy()
+            return array[()] if stored[tag]["scalar"] else array
+        return _READERS[tag](stored[tag], tensors)
+    return {key: decode(item, tensors) for key, item in stored.items()}
+
+
+def _put(tensor: torch.Tensor, path: str, tensors: MutableMapping[str, torch.Tensor]) -> str:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"{path} is a {type(tensor).__qualname__} of layout {tensor.layout}, and a checkpoint holds dense tensors. "
+            "Store what it is made of."
+        )
+    name, count = path, 1
+    while name in tensors:  # {"a.b": x, "a": {"b": y}}
+        count += 1
+        name = f"{path}~{count}"
+    tensors[name] = tensor.detach()
+    return name
+
+
+def _encode_items(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> list[Any]:
+    return [encode(item, f"{path}.{number}", tensors) for number, item in enumerate(value)]
+
+
+def _encode_dict(value: dict[Any, Any], path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
+    if all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
+    return {"$pairs": _encode_pairs(value, path, tensors)}
+
+
+def _encode_pairs(value: dict[Any, Any], path: str, tensors: MutableMapping[str, torch.Tensor]) -> list[Any]:
+    return [[encode(key, path, tensors), encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]
+
+
+def _encode_numpy(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
+    numpy = sys.modules["numpy"]
+    try:
+        tensor = torch.from_numpy(numpy.array(value))
+    except TypeError as error:
+        raise CheckpointError(f"{path} is an array of {value.dtype}, which torch has no dtype for.") from error
+    return {"$numpy": {"$tensor": _put(tensor, path, tensors), "scalar": isinstance(value, numpy.generic)}}
+
+
+def _refusal(value: Any, path: str) -> str:
+    kind = type(value)
+    message = f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold."
+    if isinstance(value, torch.Generator):
+        return f"{message} Store its state:\n    generator.get_state()"
+    if callable(getattr(value, "state_dict", None)):
+        return f"{message} Store its state:\n    {path.rpartition('.')[2]}.state_dict()"
+    return f"{message} It takes dictionaries, lists, tuples, sets, numbers, strings, bytes, tensors and arrays."
+
+
+_Writer = Callable[[Any, str, MutableMapping[str, torch.Tensor]], Any]
+_WRITERS: dict[type, _Writer] = {
+    dict: _encode_dict,
+    list: _encode_items,
+    tuple: lambda value, path, tensors: {"$tuple": _encode_items(value, path, tensors)},
+    torch.Size: lambda value, path, tensors: {"$size": list(value)},
+    set: lambda value, path, tensors: {"$set": _encode_items(sorted(value, key=repr), path, tensors)},
+    collections.OrderedDict: lambda value, path, tensors: {"$ordered": _encode_pairs(value, path, tensors)},
+    collections.Counter: lambda value, path, tensors: {"$counter": _encode_pairs(value, path, tensors)},
+    collections.deque: lambda value, path, tensors: {
+        "$deque": {"items": _encode_items(value, path, tensors), "maxlen": value.maxlen}
+    },
+    bytes: lambda value, path, tensors: {"$bytes": value.hex()},
+    complex: lambda value, path, tensors: {"$complex": repr(value)},
+    torch.dtype: lambda value, path, tensors: {"$dtype": str(value).removeprefix("torch.")},
+    torch.device: lambda value, path, tensors: {"$device": str(value)},
+}
+
+_Reader = Callable[[Any, Mapping[str, torch.Tensor]], Any]
+
+
+def _pairs(stored: Any, tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
+    return {decode(key, tensors): decode(item, tensors) for key, item in stored}
+
+
+_READERS: dict[str, _Reader] = {
+    "$pairs": _pairs,
+    "$tuple": lambda stored, tensors: tuple(decode(stored, tensors)),
+    "$size": lambda stored, tensors: torch.Size(stored),
+    "$set": lambda stored, tensors: set(decode(stored, tensors)),
+    "$ordered": lambda stored, tensors: collections.OrderedDict(_pairs(stored, tensors)),
+    "$counter": lambda stored, tensors: collections.Counter(_pairs(stored, tensors)),
+    "$deque": lambda stored, tensors: collections.deque(decode(stored["items"], tensors), stored["maxlen"]),
+    "$float": lambda stored, tensors: float(stored),
+    "$bytes": lambda stored, tensors: bytes.fromhex(stored),
+    "$complex": lambda stored, tensors: complex(stored),
+    "$dtype": lambda stored, tensors: getattr(torch, stored),
+    "$device": lambda stored, tensors: torch.device(stored),
+}

@@ -1,0 +1,103 @@
+"""The folder that holds checkpoints: how one appears in it, all at once, and how old ones leave.
+
+::
+
+    runs/checkpoint-00000006/                complete: a folder with this name always is
+    runs/checkpoint-00000007/
+    runs/.checkpoint-00000008.writing/       not yet, or never: the next save removes it
+    runs/.checkpoint-00000005.leaving/       no more
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Iterator
+
+from .manifest import MANIFEST, is_complete, write_manifest
+
+__all__ = ["appearing", "checkpoints_in", "is_checkpoint", "make_folder", "next_path", "remove_leftovers", "remove_old"]
+
+_NAME = re.compile(r"checkpoint-(\d{8,})")
+_LEFTOVER = re.compile(r"\.checkpoint-\d{8,}\.(writing|leaving)")
+
+
+def checkpoints_in(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Return the checkpoints in a folder, the oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def is_checkpoint(path: pathlib.Path) -> bool:
+    """Tell whether a folder is a checkpoint itself, damaged or not, also under another name."""
+    return path.is_dir() and (_NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists())
+
+
+def next_path(folder: pathlib.Path) -> pathlib.Path:
+    """Return where the next checkpoint will be: one number behind the last."""
+    there = checkpoints_in(folder)
+    last = int(there[-1].name.rpartition("-")[2]) if there else 0
+    return folder / f"checkpoint-{last + 1:08}"
+
+
+@contextlib.contextmanager
+def appearing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Give a folder to write to, which becomes ``path`` at the end of the block, and goes away on an exception.
+
+    Everything is on the disk before it gets its name, so a crash leaves all of it or nothing.
+    """
+    half = path.with_name(f".{path.name}.writing")
+    half.mkdir()
+    try:
+        yield half
+        write_manifest(half)
+        _flush_folder(half)
+        half.rename(path)
+    except BaseException:
+        shutil.rmtree(half, ignore_errors=True)
+        raise
+    _flush_folder(path.parent)
+
+
+def make_folder(folder: pathlib.Path) -> None:
+    """Make the folder for checkpoints, and see that it stays."""
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        _flush_folder(folder.parent)
+
+
+def remove_leftovers(folder: pathlib.Path) -> None:
+    """Remove what a run that was killed has left behind."""
+    for path in list(folder.iterdir()):
+        if _LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_old(folder: pathlib.Path, keep: int | None) -> None:
+    """Remove all checkpoints that are older than the last ``keep`` complete ones; ``None`` keeps them all."""
+    if keep is None:
+        return
+    there = checkpoints_in(folder)
+    complete = [path for path in there if is_complete(path)]
+    if len(complete) < keep:
+        return
+    for path in there[: there.index(complete[-keep])]:
+        leaving = path.with_name(f".{path.name}.leaving")
+        path.rename(leaving)  # a removal that is interrupted leaves no half checkpoint
+        shutil.rmtree(leaving, ignore_errors=True)
+
+
+def _flush_folder(folder: pathlib.Path) -> None:
+    """See that the names in a folder are on the disk."""
+    if os.name == "nt":  # which opens no folders
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,121 @@
+"""``load_checkpoint``: the newest checkpoint that is what was written."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import warnings
+from typing import Any
+
+from torch import nn
+
+from .errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
+from .folder import checkpoints_in, is_checkpoint
+from .manifest import verify
+from .model_state import check_masters, check_model, optimizer_targets, restore_parameters, restore_progress
+from .optimizer_state import check_optimizer, restore_optimizer
+from .rng import restore_random_state
+from .save import finish_writing, parts_of
+from .snapshot import Parts, read_training
+from .tensor_files import need_safetensors, open_tensors
+
+__all__ = ["load_checkpoint"]
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+) -> dict[str, Any] | None:
+    """Bring a training to where its last checkpoint was saved, and return the place in the data.
+
+    Every file is compared with its checksum first. A damaged checkpoint is passed over with a warning, and the one
+    before it is loaded. The number of devices, microbatches and the plan may be others than they were.
+
+    Args:
+        folder: what :func:`save_checkpoint` was given; or one checkpoint in it.
+        model: like the one that was saved: the names and shapes of parameters must be the same.
+        optimizer: like the one that was saved, or a list of some.
+        scheduler: a learning rate scheduler, or a list of some.
+        scaler: a gradient scaler.
+
+    Returns:
+        The ``data`` that it was saved with; ``None``, with nothing changed, if there is no checkpoint yet.
+
+    Raises:
+        CheckpointError: the checkpoint is of something else, and nothing was changed.
+        DamagedCheckpointError: there are checkpoints, and none can be used.
+        MissingDependencyError: safetensors is not installed.
+    """
+    need_safetensors()
+    home = pathlib.Path(folder).absolute()
+    finish_writing(home)
+    if is_checkpoint(home):
+        verify(home)
+        path = home
+    else:
+        there = checkpoints_in(home)
+        if not there:
+            return None
+        path = _newest(there)
+    return _restore(path, model, parts_of(optimizer, scheduler, scaler))
+
+
+def _newest(there: list[pathlib.Path]) -> pathlib.Path:
+    """The newest checkpoint that is not damaged."""
+    errors = []
+    for path in reversed(there):
+        try:
+            verify(path)
+        except DamagedCheckpointError as error:
+            errors.append(str(error))
+            warnings.warn(f"A checkpoint is damaged, and the one before it is tried. {error}", CheckpointWarning, 3)
+        else:
+            return path
+    raise DamagedCheckpointError("All checkpoints are damaged:\n    " + "\n    ".join(errors))
+
+
+def _restore(path: pathlib.Path, model: nn.Module, parts: Parts) -> dict[str, Any]:
+    stored = read_training(path)
+    with open_tensors(path, "model") as tensors:
+        targets = optimizer_targets(model)
+        check_model(model, stored["model"], tensors, goes_on=bool(parts.optimizers))
+        _check_parts(stored, parts)
+        if parts.optimizers:
+            check_masters(model, stored["progress"])
+        for optimizer, state in zip(parts.optimizers, stored["optimizers"], strict=False):
+            check_optimizer(optimizer, state, targets)
+        restore_parameters(model, stored["model"], tensors)
+    restore_progress(model, stored["progress"])
+    targets = optimizer_targets(model)
+    for optimizer, state in zip(parts.optimizers, stored["optimizers"], strict=False):
+        restore_optimizer(optimizer, state, targets)
+    for scheduler, state in zip(parts.schedulers, stored["schedulers"], strict=False):
+        scheduler.load_state_dict(state)
+    if parts.scaler is not None:
+        parts.scaler.load_state_dict(stored["scaler"])
+    restore_random_state(stored["random"])
+    return dict(stored["data"])
+
+
+def _check_parts(stored: dict[str, Any], parts: Parts) -> None:
+    """Refuse what is not in the checkpoint; warn of what is, and was not asked for."""
+    scalers = [stored["scaler"]] if stored["scaler"] is not None else []
+    kinds = [
+        ("optimizer", parts.optimizers, stored["optimizers"]),
+        ("scheduler", parts.schedulers, stored["schedulers"]),
+        ("scaler", [parts.scaler] if parts.scaler is not None else [], scalers),
+    ]
+    for kind, given, there in kinds:
+        if given and len(given) != len(there):
+            raise CheckpointError(f"load_checkpoint: {kind}= has {len(given)}, and {len(there)} were saved.")
+    left = [kind for kind, given, there in kinds if there and not given]
+    if left and any(given for _, given, _ in kinds):
+        warnings.warn(
+            f"load_checkpoint: the checkpoint holds more than was asked for: {', '.join(left)}. That is not loaded.",
+            CheckpointWarning,
+            stacklevel=4,
+        )

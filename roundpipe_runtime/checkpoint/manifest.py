@@ -1,0 +1,92 @@
+"""``checkpoint.json``: which files a checkpoint has, how long they are, and their SHA-256. It is written last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+
+from .errors import CheckpointError, DamagedCheckpointError
+
+__all__ = ["MANIFEST", "is_complete", "verify", "write_manifest"]
+
+MANIFEST = "checkpoint.json"
+_VERSION = 1
+
+
+def write_manifest(folder: pathlib.Path) -> None:
+    """List the files of a folder in its manifest, and wait until all of it is on the disk."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        _flush(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump({"format": _VERSION, "files": files}, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def is_complete(folder: pathlib.Path) -> bool:
+    """Tell whether all files are there and as long as they were; what they hold is not read."""
+    try:
+        _check_sizes(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def verify(folder: pathlib.Path) -> None:
+    """Read every file of a checkpoint and compare it with what was written.
+
+    Raises:
+        DamagedCheckpointError: something is missing, or not what was written.
+        CheckpointError: a newer version of this package wrote it.
+    """
+    for name, entry in _check_sizes(folder).items():
+        try:
+            found = _digest(folder / name)
+        except OSError as error:
+            raise DamagedCheckpointError(f"{folder}: {name} cannot be read: {error}") from error
+        if found != entry["sha256"]:
+            raise DamagedCheckpointError(f"{folder}: {name} is not what was written; its SHA-256 is another one.")
+
+
+def _check_sizes(folder: pathlib.Path) -> dict[str, dict[str, object]]:
+    files = _read(folder)
+    for name, entry in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            raise DamagedCheckpointError(f"{folder}: {name} is missing.") from error
+        if size != entry["bytes"]:
+            raise DamagedCheckpointError(f"{folder}: {name} has {size} bytes, and {entry['bytes']} were written.")
+    return files
+
+
+def _read(folder: pathlib.Path) -> dict[str, dict[str, object]]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        version, files = manifest["format"], manifest["files"]
+        named = all(pathlib.PurePath(name).name == name and set(files[name]) == {"bytes", "sha256"} for name in files)
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{folder}: {MANIFEST} is missing.") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpointError(f"{folder}: {MANIFEST} cannot be read: {error}") from error
+    if version != _VERSION:
+        raise CheckpointError(
+            f"{folder} has format {version!r}, and {_VERSION} is the newest known. Update yobx-flatten."
+        )
+    if not named or not files:
+        raise DamagedCheckpointError(f"{folder}: {MANIFEST} is not as it was written.")
+    return dict(files)
+
+
+def _digest(path: pathlib.Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: pathlib.Path) -> None:
+    with open(path, "r+b") as file:  # some systems flush only what may be written
+        os.fsync(file.fileno())

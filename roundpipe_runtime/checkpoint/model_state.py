@@ -1,0 +1,199 @@
+"""What is stored of a model: its state under its own names, and what its pipelines know beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..pipeline import RoundPipe
+from .codec import encode
+from .errors import CheckpointError
+
+__all__ = [
+    "check_masters",
+    "check_model",
+    "collect_parameters",
+    "collect_progress",
+    "optimizer_targets",
+    "restore_parameters",
+    "restore_progress",
+]
+
+
+def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Put parameters and buffers among the tensors, each once, under the first of its names.
+
+    Returns:
+        The other names of tied ones (``"aliases"``), and what is no tensor (``"extra"``).
+    """
+    first: dict[int, str] = {}
+    aliases, extra = {}, {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            if value.device.type == "meta":
+                raise CheckpointError(f"{name} is on the meta device, so it has no values that could be stored.")
+            known = first.setdefault(id(value), name)
+            if known == name:
+                encode(value, name, tensors)
+            else:
+                aliases[name] = known
+        else:
+            extra[name] = value
+    return {"aliases": aliases, "extra": extra}
+
+
+def check_model(
+    model: nn.Module, stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, goes_on: bool
+) -> None:
+    """Refuse a checkpoint of another model, before anything is changed.
+
+    Args:
+        model: what is to be loaded into.
+        stored: what :func:`collect_parameters` returned.
+        tensors: what it collected.
+        goes_on: whether the training goes on; then dtypes must be the same, too.
+
+    Raises:
+        CheckpointError: names, shapes or dtypes differ.
+    """
+    expected = model.state_dict(keep_vars=True)
+    found = {*tensors, *stored["aliases"], *stored["extra"]}
+    missing, unknown = sorted(set(expected) - found), sorted(found - set(expected))
+    if missing or unknown:
+        raise CheckpointError(
+            f"The checkpoint is of another model. {_spell('It has no', missing)}{_spell('The model has no', unknown)}"
+            "Parameters are found by name."
+        )
+    for name, value in expected.items():
+        tensor = tensors.get(stored["aliases"].get(name, name))
+        if tensor is None or not isinstance(value, torch.Tensor):
+            continue
+        if tensor.shape != value.shape or (goes_on and tensor.dtype != value.dtype):
+            raise CheckpointError(
+                f"The checkpoint is of another model: {name} is {_described(tensor)} in it, and {_described(value)} in "
+                "the model."
+            )
+
+
+def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
+    """Refuse masters that the model has no place for, before anything is changed.
+
+    Raises:
+        CheckpointError: the pipeline that was saved had an ``optim_dtype``, and this one has not.
+    """
+    here = {_join(prefix, name) for prefix, pipeline in _pipelines(model) for name in _names_with_master(pipeline)}
+    homeless = [name for name in stored["masters"] if name not in here]
+    if homeless:
+        dtype = stored["masters"][homeless[0]].dtype
+        raise CheckpointError(
+            f"The optimizer that was saved worked on {dtype} copies of {len(homeless)} parameters, like {homeless[0]}, "
+            f"and the one given does not. Make the pipeline as it was:\n    RoundPipe(model, optim_dtype={dtype})"
+        )
+
+
+def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Load what :func:`collect_parameters` collected."""
+    state: dict[str, Any] = dict(tensors)
+    state.update({name: tensors[known] for name, known in stored["aliases"].items()})
+    state.update(stored["extra"])
+    for _, pipeline in _pipelines(model):
+        pipeline._rp_engine.steps.synchronize()
+    model.load_state_dict(state)
+    for _, pipeline in _pipelines(model):
+        pipeline._rp_engine.store.publish()
+
+
+def collect_progress(model: nn.Module) -> dict[str, Any]:
+    """Return what training has made of a model beside its state dict.
+
+    The number of runs, which the seeds of dropout count; masters of ``optim_dtype``; gradients, if a step is still to
+    come; buffers that the model leaves out of its state dict.
+    """
+    pipelines, masters = {}, {}
+    for prefix, pipeline in _pipelines(model):
+        engine = pipeline._rp_engine
+        engine.steps.synchronize()
+        engine.store.publish()
+        pipelines[prefix] = {"runs": engine.step}
+        masters.update({_join(prefix, name): master for name, master in engine.store.masters().items()})
+    persistent = set(model.state_dict(keep_vars=True))
+    targets = optimizer_targets(model)
+    return {
+        "pipelines": pipelines,
+        "masters": masters,
+        "gradients": {name: target.grad for name, target in targets.items() if target.grad is not None},
+        "buffers": {name: buffer for name, buffer in model.named_buffers() if name not in persistent},
+    }
+
+
+def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
+    """Load what :func:`collect_progress` returned, after the parameters."""
+    _restore_buffers(model, stored["buffers"])
+    for target in optimizer_targets(model).values():
+        target.grad = None
+    gradients = dict(stored["gradients"])
+    for prefix, pipeline in _pipelines(model):
+        engine = pipeline._rp_engine
+        masters = {name: stored["masters"].get(_join(prefix, name)) for name in _names_with_master(pipeline)}
+        engine.store.load_masters({name: master for name, master in masters.items() if master is not None})
+        engine.step = stored["pipelines"].get(prefix, {"runs": engine.step})["runs"]
+        own = {p: gradients.pop(_join(prefix, name), None) for name, p in pipeline._rp_model.named_parameters()}
+        engine.store.add_gradients([{p: gradient for p, gradient in own.items() if gradient is not None}])
+    for name, parameter in nn.Module.named_parameters(model):
+        if name in gradients:
+            parameter.grad = gradients[name]
+
+
+def optimizer_targets(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return what an optimizer of this model works on, by name: masters where there are any, else parameters."""
+    found: dict[str, nn.Parameter] = {}
+    for prefix, pipeline in _pipelines(model):
+        found.update(pipeline.optim_named_parameters(prefix))
+    for name, parameter in nn.Module.named_parameters(model):
+        found.setdefault(name, parameter)
+    return found
+
+
+def _restore_buffers(model: nn.Module, stored: Mapping[str, torch.Tensor]) -> None:
+    for name, value in stored.items():
+        path, _, last = name.rpartition(".")
+        try:
+            owner = model.get_submodule(path)
+        except AttributeError:
+            continue  # what is left out of a state dict may differ between versions of a model
+        buffer = owner._buffers.get(last)
+        if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
+            with torch.no_grad():
+                buffer.copy_(value)
+        elif buffer is not None:
+            owner._buffers[last] = value.to(buffer.device)
+
+
+def _names_with_master(pipeline: RoundPipe) -> list[str]:
+    own = {id(parameter) for parameter in pipeline._rp_model.parameters()}
+    return [name for name, target in pipeline.optim_named_parameters() if id(target) not in own]
+
+
+def _pipelines(model: nn.Module) -> Iterator[tuple[str, RoundPipe]]:
+    """The pipelines in a module, or the module itself, with their names."""
+    for name, module in model.named_modules():
+        if isinstance(module, RoundPipe):
+            yield name, module
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
+
+
+def _spell(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{what} {', '.join(names[:3])}{more}. "

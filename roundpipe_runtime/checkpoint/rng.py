@@ -1,0 +1,47 @@
+"""The random generators of the process: torch's on the CPU and on accelerators, Python's, NumPy's."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+__all__ = ["random_state", "restore_random_state"]
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of all generators that are in use. torch's holds the seed that dropout counts from, too."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state["numpy"] = numpy.random.get_state(legacy=False)
+    kind, library = _accelerator()
+    if library is not None:
+        states = [library.get_rng_state(number) for number in range(library.device_count())]
+        state["accelerator"] = {"type": kind, "states": states}
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Set the generators as :func:`random_state` found them; those of accelerators that are not here are left out."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        numpy.random.set_state(state["numpy"])
+    stored = state.get("accelerator")
+    kind, library = _accelerator()
+    if stored is not None and library is not None and kind == stored["type"]:
+        for number, generator in enumerate(stored["states"][: library.device_count()]):
+            library.set_rng_state(generator, number)
+
+
+def _accelerator() -> tuple[str, Any]:
+    """The kind of accelerator and its library, if the process uses one already: asking must not start it."""
+    for kind in ("cuda", "xpu"):
+        library = getattr(torch, kind, None)
+        if library is not None and library.is_initialized():
+            return kind, library
+    return "", None

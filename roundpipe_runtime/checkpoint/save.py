@@ -1,0 +1,184 @@
+"""``save_checkpoint``: at once, or in the background while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError
+from ..worker import Worker, add_note_once
+from .folder import appearing, checkpoints_in, make_folder, next_path, remove_leftovers, remove_old
+from .snapshot import Parts, Snapshot, read_training, take
+from .tensor_files import need_safetensors
+
+__all__ = ["Checkpoint", "finish_writing", "list_checkpoints", "parts_of", "save_checkpoint"]
+
+_LOG = logging.getLogger("roundpipe_runtime")
+_WRITER = Worker("checkpoint")  # its thread starts with the first checkpoint in the background
+_WRITING = threading.Lock()
+_PENDING: dict[pathlib.Path, Future[None]] = {}
+
+
+class Checkpoint:
+    """A checkpoint, or one that is being written.
+
+    It can be used where a path is wanted: ``from_pretrained(checkpoint)``.
+
+    Attributes:
+        path: its folder.
+    """
+
+    def __init__(self, path: pathlib.Path, writing: Future[None] | None = None) -> None:
+        self.path = path
+        self._writing = writing
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __str__(self) -> str:  # what transformers makes of a path
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r}{'' if self.done else ', being written'})"
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is being written any more."""
+        return self._writing is None or self._writing.done()
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The ``data`` that it was saved with."""
+        self.wait()
+        return dict(read_training(self.path, only=["data"])["data"])
+
+    def wait(self) -> Checkpoint:
+        """Wait until it is written.
+
+        Returns:
+            The checkpoint itself.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        if self._writing is not None:
+            _finish(self.path.parent, self._writing)
+        return self
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    data: Mapping[str, Any] | None = None,
+    keep: int | None = 3,
+    is_async: bool = False,
+    max_shard_bytes: int = 5 * 10**9,
+) -> Checkpoint:
+    """Write all that a training needs to go on where it is, and return where it was written.
+
+    The folder gets a new checkpoint, which appears when it is complete. It holds the model under its own names, so that
+    ``from_pretrained`` reads it if it is one of transformers, and beside that the optimizer, the generators of random
+    numbers, what dropout counts from, and gradients, if there are any.
+
+    Args:
+        folder: holds the checkpoints of one run. One process at a time writes to it.
+        model: a pipeline, a module that holds some, or any other module.
+        optimizer: an optimizer of torch for parameters of the model, or a list of some.
+        scheduler: a learning rate scheduler, or a list of some.
+        scaler: a gradient scaler.
+        data: the place in the data: numbers, strings, tensors, nested as you like.
+        keep: how many checkpoints to keep; ``None`` keeps all.
+        is_async: copy the state in memory and write it in the background. An error then comes out of ``wait``, or of
+            the next call for this folder.
+        max_shard_bytes: most bytes of a file, unless one tensor is larger.
+
+    Raises:
+        CheckpointError: something of it cannot be stored.
+        ConfigError: an argument has a value that it cannot have.
+        OSError: it could not be written; what was there before is as it was.
+        MissingDependencyError: safetensors is not installed.
+    """
+    need_safetensors()
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ConfigError(f"save_checkpoint: keep must be a number from 1 on, or None for all, found {keep!r}.")
+    if not isinstance(data, (dict, type(None))):
+        raise ConfigError(f"save_checkpoint: data must be a dictionary, found {type(data).__qualname__}.")
+    home = pathlib.Path(folder).absolute()
+    finish_writing(home)
+    snapshot = take(model, parts_of(optimizer, scheduler, scaler), data or {}, copy=is_async)
+    with _WRITING:
+        finish_writing(home)
+        make_folder(home)
+        path = next_path(home)
+        if not is_async:
+            _write(snapshot, path, keep, max_shard_bytes)
+            return Checkpoint(path)
+        writing = _WRITER.submit(_write_logged, snapshot, path, keep, max_shard_bytes)
+        _PENDING[home] = writing
+        return Checkpoint(path, writing)
+
+
+def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
+    """Return the checkpoints in a folder, the oldest first; what they hold is not checked.
+
+    Args:
+        folder: what :func:`save_checkpoint` was given.
+    """
+    return [Checkpoint(path) for path in checkpoints_in(pathlib.Path(folder).absolute())]
+
+
+def finish_writing(folder: pathlib.Path) -> None:
+    """Wait for what is being written to a folder, and raise its error."""
+    writing = _PENDING.get(folder)
+    if writing is not None:
+        _finish(folder, writing)
+
+
+def parts_of(optimizer: Any, scheduler: Any, scaler: Any) -> Parts:
+    """Return the arguments that :func:`save_checkpoint` and ``load_checkpoint`` take."""
+    return Parts(_as_list(optimizer), _as_list(scheduler), scaler)
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _write(snapshot: Snapshot, path: pathlib.Path, keep: int | None, shard_bytes: int) -> None:
+    try:
+        remove_leftovers(path.parent)
+        with appearing(path) as half:
+            snapshot.write(half, shard_bytes)
+        remove_old(path.parent, keep)
+    except BaseException as error:
+        add_note_once(error, f"While {path} was written. The checkpoints before it are as they were.")
+        raise
+
+
+def _write_logged(snapshot: Snapshot, path: pathlib.Path, keep: int | None, shard_bytes: int) -> None:
+    try:
+        _write(snapshot, path, keep, shard_bytes)
+    except BaseException as error:
+        _LOG.error("%s was not written: %s", path, error)  # the process may end before anybody asks
+        raise
+
+
+def _finish(folder: pathlib.Path, writing: Future[None]) -> None:
+    """Wait; an error that was told to somebody is not told to the next call again."""
+    try:
+        writing.result()
+    finally:
+        if writing.done() and _PENDING.get(folder) is writing:  # an interruption ends the wait, and not the writing
+            _PENDING.pop(folder, None)

@@ -1,0 +1,120 @@
+"""Everything a checkpoint holds, taken at one moment, on its way to files and back.
+
+::
+
+    model.safetensors       parameters and buffers, by the model's own names      config.json, for transformers
+    training.safetensors    tensors of the rest: moments, masters, gradients, generators
+    training.json           the rest: hyperparameters, counters, the place in the data
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .codec import decode, encode
+from .config_files import config_files
+from .model_state import collect_parameters, collect_progress, optimizer_targets
+from .optimizer_state import named_state
+from .rng import random_state
+from .tensor_files import open_tensors, write_tensors
+
+__all__ = ["Parts", "Snapshot", "read_training", "take"]
+
+_TRAINING = "training.json"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """What is stored beside the model.
+
+    Attributes:
+        optimizers: of the model.
+        schedulers: anything with ``state_dict`` and ``load_state_dict``.
+        scaler: the same, one at most.
+    """
+
+    optimizers: Sequence[Any] = ()
+    schedulers: Sequence[Any] = ()
+    scaler: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A state that no step changes any more, unless it was taken without copies.
+
+    Attributes:
+        texts: files of text, by name.
+        model: tensors of the model.
+        training: all other tensors.
+    """
+
+    texts: Mapping[str, str]
+    model: Mapping[str, torch.Tensor]
+    training: Mapping[str, torch.Tensor]
+
+    def write(self, folder: pathlib.Path, shard_bytes: int) -> None:
+        """Write the files of a checkpoint."""
+        for name, text in self.texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        write_tensors(folder, "model", self.model, shard_bytes)
+        write_tensors(folder, "training", self.training, shard_bytes)
+        for path in folder.glob("*.safetensors"):
+            shutil.copymode(folder / _TRAINING, path)  # safetensors writes files that nobody else may read
+
+
+def take(model: nn.Module, parts: Parts, data: Mapping[str, Any], *, copy: bool) -> Snapshot:
+    """Return the state of a training.
+
+    Args:
+        model: a pipeline, a module that holds some, or any other.
+        parts: what else there is.
+        data: the place in the data.
+        copy: whether training may go on before the snapshot is written.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    state = {
+        "model": collect_parameters(model, weights),
+        "progress": collect_progress(model),
+        "optimizers": [named_state(optimizer, optimizer_targets(model)) for optimizer in parts.optimizers],
+        "schedulers": [scheduler.state_dict() for scheduler in parts.schedulers],
+        "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
+        "data": dict(data),
+        "random": random_state(),
+    }
+    rest: dict[str, torch.Tensor] = {}
+    encoded = {key: encode(value, key, rest) for key, value in state.items()}
+    texts = {_TRAINING: json.dumps(encoded, allow_nan=False), **config_files(model)}
+    return Snapshot(texts, _on_host(weights, copy=copy), _on_host(rest, copy=copy))
+
+
+def read_training(folder: pathlib.Path, only: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return what :func:`take` took, but for the tensors of the model; all of it, or some keys."""
+    stored = json.loads((folder / _TRAINING).read_text(encoding="utf-8"))
+    with open_tensors(folder, "training") as tensors:
+        return {key: decode(stored[key], tensors) for key in (stored if only is None else only)}
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:
+    """Tensors of the host, each with memory of its own, as files want them."""
+    found, seen = {}, set()
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+        is_own = plain.untyped_storage().data_ptr() != memory
+        if not is_own and (copy or memory in seen or plain.untyped_storage().nbytes() != _nbytes(plain)):
+            plain = plain.clone()
+        seen.add(memory)
+        found[name] = plain
+    return found
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,101 @@
+"""Tensors in safetensors files, as transformers names them: one file, or shards with an index.
+
+::
+
+    model.safetensors                                            everything, if it is not more than a shard
+    model-00001-of-00002.safetensors, model-00002-of-..., model.safetensors.index.json
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from yobx_flatten import MissingDependencyError
+
+__all__ = ["need_safetensors", "open_tensors", "write_tensors"]
+
+
+def need_safetensors() -> None:
+    """Raise where safetensors is not installed.
+
+    Raises:
+        MissingDependencyError: it is not.
+    """
+    if importlib.util.find_spec("safetensors") is None:
+        raise MissingDependencyError("Checkpoints need safetensors:\n    pip install 'yobx-flatten[train]'")
+
+
+def write_tensors(folder: pathlib.Path, stem: str, tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> None:
+    """Write tensors to one file, or to several of about ``shard_bytes`` with an index.
+
+    Args:
+        folder: where to.
+        stem: what the names of the files start with.
+        tensors: by name, on the host; none shares memory with another one.
+        shard_bytes: most bytes of a file, unless one tensor alone is larger.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    shards = _shards(tensors, shard_bytes)
+    where = {}
+    for number, names in enumerate(shards, 1):
+        part = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
+        file = f"{stem}{part}.safetensors"
+        try:
+            save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise _system_error(folder / file, str(error)) from error
+        where.update(dict.fromkeys(names, file))
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(map(_nbytes, tensors.values()))}, "weight_map": where}
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def open_tensors(folder: pathlib.Path, stem: str) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Give the tensors that :func:`write_tensors` wrote. They are read from the files when somebody reads them."""
+    from safetensors import safe_open
+
+    with contextlib.ExitStack() as files:
+        found = {}
+        for path in [folder / f"{stem}.safetensors", *sorted(folder.glob(f"{stem}-*-of-*.safetensors"))]:
+            if path.exists():
+                file = files.enter_context(safe_open(path, framework="pt"))
+                found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 # it is no mapping
+        yield found
+
+
+def _system_error(path: pathlib.Path, message: str) -> OSError:
+    """The error of the system that safetensors has put into words: "... (os error 28)"."""
+    found = re.search(r"os error (\d+)", message)
+    if found is None:
+        return OSError(f"{path} could not be written: {message}")
+    return OSError(int(found[1]), os.strerror(int(found[1])), str(path))
+
+
+def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + _nbytes(tensor) > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += _nbytes(tensor)
+    return shards
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

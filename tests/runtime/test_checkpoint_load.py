@@ -1,0 +1,291 @@
+"""Tests of roundpipe_runtime.checkpoint.load: the newest that is whole, and nothing by half."""
+
+import random
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import (
+    CheckpointError,
+    CheckpointWarning,
+    DamagedCheckpointError,
+    GradScaler,
+    load_checkpoint,
+    save_checkpoint,
+)
+from tests.runtime.small import same_bits, small_model
+
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+
+def filled(value):
+    model = small_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def value_of(model):
+    return {element for parameter in model.parameters() for element in parameter.flatten().tolist()}
+
+
+def three(folder):
+    return [save_checkpoint(folder, filled(float(n)), data={"step": n}).path for n in (1, 2, 3)]
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_there_is_none_yet(tmp_path):
+    """`None`, and nothing was changed."""
+    model = filled(7.0)
+    assert load_checkpoint(tmp_path / "nowhere", model) is None
+    assert load_checkpoint(tmp_path, model) is None
+    assert value_of(model) == {7.0}
+
+
+def test_the_newest_is_loaded(tmp_path):
+    """With its place in the data; a checkpoint without one has an empty dictionary."""
+    three(tmp_path)
+    model = small_model()
+    assert load_checkpoint(tmp_path, model) == {"step": 3}
+    assert value_of(model) == {3.0}
+    save_checkpoint(tmp_path, model)
+    assert load_checkpoint(tmp_path, model) == {}
+
+
+def test_one_of_them_by_name(tmp_path):
+    """The folder of a checkpoint instead of the folder of all."""
+    paths = three(tmp_path)
+    model = small_model()
+    assert load_checkpoint(paths[0], model) == {"step": 1}
+    assert value_of(model) == {1.0}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.safetensors", "training.json", "checkpoint.json"])
+def test_a_damaged_one_is_passed_over(tmp_path, name):
+    """One bit in any file; the one before it is loaded, and a warning says why."""
+    paths = three(tmp_path)
+    flip(paths[2] / name)
+    model = small_model()
+    with pytest.warns(CheckpointWarning, match=r"A checkpoint is damaged, .*checkpoint-00000003"):
+        assert load_checkpoint(tmp_path, model) == {"step": 2}
+    assert value_of(model) == {2.0}
+
+
+def test_two_damaged_ones_are_passed_over(tmp_path):
+    """With a warning each, in the line of the caller."""
+    paths = three(tmp_path)
+    (paths[2] / "model.safetensors").unlink()
+    (paths[1] / "checkpoint.json").unlink()
+    model = small_model()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert load_checkpoint(tmp_path, model) == {"step": 1}
+    assert [warning.category for warning in seen] == [CheckpointWarning] * 2
+    assert {warning.filename for warning in seen} == {__file__}
+
+
+@pytest.mark.filterwarnings("ignore::roundpipe_runtime.CheckpointWarning")
+def test_if_all_are_damaged_nothing_starts_anew_in_silence(tmp_path):
+    """`None` would overwrite days of work; the error names each."""
+    for path in three(tmp_path):
+        flip(path / "training.json")
+    model = filled(7.0)
+    with pytest.raises(DamagedCheckpointError, match=r"(?s)All .*00000003.*00000002.*00000001"):
+        load_checkpoint(tmp_path, model)
+    assert value_of(model) == {7.0}
+
+
+def test_a_damaged_one_by_name_is_an_error(tmp_path):
+    """Who names one wants that one."""
+    paths = three(tmp_path)
+    flip(paths[2] / "model.safetensors")
+    with pytest.raises(DamagedCheckpointError, match=r"model\.safetensors is not what was written"):
+        load_checkpoint(paths[2], small_model())
+
+
+def test_a_checkpoint_without_its_manifest_is_still_one(tmp_path):
+    """`None` would say that there is none yet."""
+    paths = three(tmp_path)
+    (paths[2] / "checkpoint.json").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"checkpoint\.json is missing"):
+        load_checkpoint(paths[2], small_model())
+
+
+def test_a_checkpoint_may_be_renamed(tmp_path):
+    """A copy of the best one, say."""
+    best = three(tmp_path)[1].rename(tmp_path / "best")
+    model = small_model()
+    assert load_checkpoint(best, model) == {"step": 2}
+    assert value_of(model) == {2.0}
+    assert load_checkpoint(tmp_path, model) == {"step": 3}
+
+
+def test_what_a_killed_run_left_behind_is_no_checkpoint(tmp_path):
+    """The next save removes it."""
+    three(tmp_path)
+    (tmp_path / ".checkpoint-00000004.writing").mkdir()
+    model = small_model()
+    assert load_checkpoint(tmp_path, model) == {"step": 3}
+    save_checkpoint(tmp_path, model, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000004"]
+
+
+def test_what_is_loaded_outlives_its_files(tmp_path):
+    """Nothing is read from the files later."""
+    model, data = small_model(), {"mask": torch.ones(100)}
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    path = save_checkpoint(tmp_path, model, optimizer=optimizer, data=data).path
+    again = small_model(seed=1)
+    other = torch.optim.Adam(again.parameters())
+    found = load_checkpoint(tmp_path, again, optimizer=other)
+    for file in path.glob("*.safetensors"):
+        with open(file, "r+b") as opened:
+            opened.write(bytes(file.stat().st_size))
+    assert found["mask"].sum() == 100
+    assert same_bits(list(again.parameters()), list(model.parameters()))
+    assert torch.equal(other.state[again[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
+
+
+SCHEDULERS = {
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 20),
+    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    "steps": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 4]),
+    "restarts": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+    "cyclic": lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
+    "sequence": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        ],
+        [3],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_go_on_where_they_were(tmp_path, name):
+    """The learning rates of eight steps, five of them after a checkpoint."""
+
+    def make():
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return model, optimizer, SCHEDULERS[name](optimizer)
+
+    def rates(optimizer, scheduler, steps):
+        found = []
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    _, optimizer, scheduler = make()
+    expected = rates(optimizer, scheduler, 8)
+    model, optimizer, scheduler = make()
+    rates(optimizer, scheduler, 3)
+    save_checkpoint(tmp_path, model, optimizer=optimizer, scheduler=scheduler)
+    again, optimizer, scheduler = make()
+    load_checkpoint(tmp_path, again, optimizer=optimizer, scheduler=scheduler)
+    assert rates(optimizer, scheduler, 5) == expected[3:]
+
+
+def test_a_plateau_remembers_its_best(tmp_path):
+    """It starts with infinity, which JSON has no word for."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    save_checkpoint(tmp_path, model, scheduler=plateau)
+    plateau.step(2.0)
+    save_checkpoint(tmp_path, model, scheduler=plateau)
+    again = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    load_checkpoint(tmp_path, model, scheduler=again)
+    assert again.best == 2.0
+
+
+def test_a_scaler_knows_its_scale_and_how_long_it_was_good(tmp_path):
+    """The next growth comes when it would have come."""
+    model = small_model()
+    scaler = GradScaler(init_scale=8.0, growth_interval=3)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 32.0, "_growth_tracker": 2})
+    save_checkpoint(tmp_path, model, scaler=scaler)
+    again = GradScaler()
+    load_checkpoint(tmp_path, model, scaler=again)
+    assert again.state_dict() == scaler.state_dict()
+    assert again.get_scale() == 32.0
+
+
+def test_several_optimizers_and_schedulers(tmp_path):
+    """As lists, each with its own."""
+
+    def make():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in model]
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+        return model, optimizers, schedulers
+
+    model, optimizers, schedulers = make()
+    optimizers[1].step()
+    schedulers[1].step()
+    save_checkpoint(tmp_path, model, optimizer=optimizers, scheduler=schedulers)
+    again, others, their_schedulers = make()
+    load_checkpoint(tmp_path, again, optimizer=others, scheduler=their_schedulers)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in others] == [0.1, 0.05]
+    with pytest.raises(CheckpointError, match="optimizer= has 1, and 2 were saved"):
+        load_checkpoint(tmp_path, again, optimizer=others[0], scheduler=their_schedulers)
+
+
+def test_what_was_not_saved_cannot_be_loaded(tmp_path):
+    """A scheduler would silently start from the beginning."""
+    model = filled(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    save_checkpoint(tmp_path, model)
+    again = filled(7.0)
+    with pytest.raises(CheckpointError, match="optimizer= has 1, and 0 were saved"):
+        load_checkpoint(tmp_path, again, optimizer=optimizer)
+    assert value_of(again) == {7.0}
+
+
+def test_what_was_saved_and_not_asked_for_is_a_warning(tmp_path):
+    """Unless it is the model alone that somebody wants."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    save_checkpoint(tmp_path, model, optimizer=optimizer, scheduler=scheduler)
+    with pytest.warns(CheckpointWarning, match=r"more than was asked for: scheduler\. That is not loaded"):
+        load_checkpoint(tmp_path, model, optimizer=optimizer)
+    load_checkpoint(tmp_path, model)
+
+
+def test_generators_go_on_where_they_were(tmp_path):
+    """torch's and Python's."""
+    save_checkpoint(tmp_path, small_model())
+    expected = torch.randn(3), random.random()
+    model = small_model()
+    load_checkpoint(tmp_path, model)
+    assert torch.equal(torch.randn(3), expected[0])
+    assert random.random() == expected[1]
+
+
+def test_the_place_in_the_data_may_be_anything_that_is_data(tmp_path):
+    """Nested, with tensors: the state of a sampler, say."""
+    generator = torch.Generator().manual_seed(3)
+    data = {"epoch": 2, "sampler": {"order": torch.randperm(5), "generator": generator.get_state()}, "files": ("a", 1)}
+    save_checkpoint(tmp_path, small_model(), data=data)
+    found = load_checkpoint(tmp_path, small_model())
+    assert found["files"] == ("a", 1)
+    assert torch.equal(found["sampler"]["order"], data["sampler"]["order"])
+    other = torch.Generator()
+    other.set_state(found["sampler"]["generator"])
+    assert torch.equal(torch.randn(2, generator=other), torch.randn(2, generator=generator))

@@ -1,0 +1,319 @@
+"""Tests of roundpipe_runtime.checkpoint.model_state, through files: what of a model is there again."""
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import (
+    CheckpointError,
+    OptimizerCtx,
+    RoundPipe,
+    RoundPipeRunConfig,
+    load_checkpoint,
+    optim,
+    save_checkpoint,
+)
+from tests.runtime.small import batch, same_bits, small_model
+
+safetensors_torch = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+
+MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
+mse = nn.functional.mse_loss
+
+
+def pipeline(devices: int = 2, dtype: torch.dtype | None = None, **options) -> RoundPipe:
+    model = small_model(**options)
+    if dtype:
+        model.bfloat16()
+    return RoundPipe(model, optim_dtype=dtype, devices=f"virtual:{devices}", model_run_config=MEAN)
+
+
+def run(pipe: RoundPipe) -> float:
+    inputs, labels = batch(6)
+    dtype = next(pipe.model.parameters()).dtype
+    return pipe.forward_backward((inputs.to(dtype),), label=labels.to(dtype), loss_fn=mse).item()
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def scramble(model: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.zero_()
+
+
+def test_names_are_those_of_the_model(tmp_path):
+    """The library itself reads a state dict that the plain model loads."""
+    pipe = pipeline(norm=True)
+    run(pipe)
+    saved = save_checkpoint(tmp_path, pipe)
+    plain = small_model(norm=True, seed=9)
+    plain.load_state_dict(safetensors_torch.load_file(saved.path / "model.safetensors"))
+    assert same_bits(weights(plain), weights(pipe))
+    pipe.close()
+
+
+def test_buffers_are_there_again(tmp_path):
+    """Running statistics of a norm."""
+    pipe = pipeline(norm=True)
+    run(pipe)
+    expected = weights(pipe)
+    save_checkpoint(tmp_path, pipe)
+    scramble(pipe)
+    load_checkpoint(tmp_path, pipe)
+    assert same_bits(weights(pipe), expected)
+    assert int(pipe[4].num_batches_tracked) == 3
+    pipe.close()
+
+
+def test_a_tied_weight_is_stored_once(tmp_path):
+    """Under its first name; it is one parameter again."""
+    pipe = pipeline(tied=True)
+    expected = pipe[2].weight.detach().clone()
+    saved = save_checkpoint(tmp_path, pipe)
+    stored = safetensors_torch.load_file(saved.path / "model.safetensors")
+    assert "2.weight" in stored
+    assert "3.weight" not in stored
+    scramble(pipe)
+    load_checkpoint(tmp_path, pipe)
+    assert pipe[3].weight is pipe[2].weight
+    assert torch.equal(pipe[2].weight, expected)
+    pipe.close()
+
+
+def test_a_model_without_the_tie_gets_two_copies(tmp_path):
+    """The other name is known."""
+    pipe = pipeline(tied=True)
+    save_checkpoint(tmp_path, pipe)
+    untied = small_model(seed=5)
+    load_checkpoint(tmp_path, untied)
+    assert torch.equal(untied[3].weight, pipe[2].weight)
+    assert untied[3].weight is not untied[2].weight
+    pipe.close()
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_dropout_goes_on_where_it_was(tmp_path, devices):
+    """The second run after loading draws what the second run drew, on any number of devices."""
+    pipe = pipeline(dropout=0.5)
+    first = run(pipe)
+    save_checkpoint(tmp_path, pipe)
+    second = run(pipe)
+    pipe.close()
+    again = pipeline(devices, dropout=0.5, seed=3)
+    load_checkpoint(tmp_path, again)
+    assert run(again) == second != first
+    again.close()
+
+
+def test_masters_keep_the_bits_that_parameters_have_not(tmp_path):
+    """Of float32 masters, bfloat16 parameters hold 8 of 24 bits."""
+    pipe = pipeline(dtype=torch.float32)
+    with OptimizerCtx():
+        optimizer = optim.Adam(pipe.parameters(), lr=1e-3)
+    run(pipe)
+    pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    expected = [master.detach().clone() for master in pipe.optim_parameters()]
+    save_checkpoint(tmp_path, pipe)
+    pipe.close()
+    again = pipeline(dtype=torch.float32, seed=3)
+    load_checkpoint(tmp_path, again)
+    found = [master.detach() for master in again.optim_parameters()]
+    assert same_bits(found, expected)
+    assert not same_bits(found, [parameter.float() for parameter in again.model.parameters()])
+    run(again)  # which publishes: parameters stay the masters, rounded
+    assert same_bits([m.detach().bfloat16() for m in expected], [p.detach() for p in again.model.parameters()])
+    again.close()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_gradients_that_wait_for_a_step_are_there_again(tmp_path, dtype):
+    """Half of an accumulation: what was summed, in the dtype in which it was summed."""
+    pipe = pipeline(dtype=dtype)
+    run(pipe)
+    expected = [target.grad.clone() for target in pipe.optim_parameters()]
+    save_checkpoint(tmp_path, pipe)
+    pipe.close()
+    again = pipeline(dtype=dtype, seed=3)
+    run(again)
+    load_checkpoint(tmp_path, again)
+    assert same_bits([target.grad for target in again.optim_parameters()], expected)
+    again.close()
+
+
+def test_gradients_of_before_are_gone(tmp_path):
+    """There were none when it was saved."""
+    pipe = pipeline()
+    save_checkpoint(tmp_path, pipe)
+    run(pipe)
+    load_checkpoint(tmp_path, pipe)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    pipe.close()
+
+
+class Counting(nn.Module):
+    """A buffer that is no part of the state dict, and state that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.words = {"seen": (0,)}
+
+    def forward(self, x):
+        self.seen.add_(1)
+        return self.linear(x)
+
+    def get_extra_state(self):
+        return self.words
+
+    def set_extra_state(self, state):
+        self.words = state
+
+
+def test_what_a_state_dict_leaves_out_and_what_is_no_tensor(tmp_path):
+    """Buffers that are not persistent, and extra state."""
+    module = Counting()
+    pipe = RoundPipe(module, devices="virtual:2", model_run_config=MEAN)
+    run(pipe)
+    module.words = {"seen": (3, "times"), "where": torch.ones(2)}
+    save_checkpoint(tmp_path, pipe)
+    pipe.close()
+    again = Counting()
+    load_checkpoint(tmp_path, again)
+    assert again.seen == 3
+    assert again.words["seen"] == (3, "times")
+    assert torch.equal(again.words["where"], torch.ones(2))
+
+
+def test_pipelines_inside_of_a_module(tmp_path):
+    """Each has its runs and its masters."""
+
+    def make(seed):
+        parts = {"first": pipeline(dtype=torch.float32, seed=seed), "second": pipeline(dropout=0.5, seed=seed)}
+        return nn.ModuleDict(parts)
+
+    both = make(0)
+    run(both["first"])
+    run(both["second"])
+    expected = [*both["first"].optim_parameters(), *both["second"].parameters()]
+    save_checkpoint(tmp_path, both)
+    loss = run(both["second"])
+    again = make(4)
+    load_checkpoint(tmp_path, again)
+    assert same_bits([*again["first"].optim_parameters(), *again["second"].parameters()], expected)
+    assert run(again["second"]) == loss
+    for pipe in (*both.values(), *again.values()):
+        pipe.close()
+
+
+def test_a_step_in_the_background_is_waited_for(tmp_path):
+    """What is saved is behind the step."""
+    pipe = pipeline()
+    with OptimizerCtx():
+        optimizer = optim.Adam(pipe.parameters(), lr=0.1)
+    run(pipe)
+    before = weights(pipe)
+    pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=True)
+    save_checkpoint(tmp_path, pipe)
+    again = small_model(seed=3)
+    load_checkpoint(tmp_path, again)
+    assert same_bits(weights(again), weights(pipe))
+    assert not same_bits(weights(again), before)
+    pipe.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 6)), r"The model has no 2\.bias, 2\.weight, 3\.bias and 5 more"),
+        (lambda: small_model(norm=True), r"It has no 4\.num_batches_tracked, .* and 4 more\. The model has no 6\.bias"),
+    ],
+)
+def test_another_model_is_refused_and_unchanged(tmp_path, other, message):
+    """By the names of what differs."""
+    save_checkpoint(tmp_path, small_model())
+    model = other()
+    before = weights(model)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path, model)
+    assert same_bits(weights(model), before)
+
+
+def test_another_shape_is_refused_and_nothing_changed(tmp_path):
+    """torch would load the tensors before the first that does not fit."""
+    save_checkpoint(tmp_path, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 4))
+    before = weights(model)
+    with pytest.raises(CheckpointError, match=r"1\.weight is float32\(3, 2\) in it, and float32\(4, 2\) in"):
+        load_checkpoint(tmp_path, model)
+    assert same_bits(weights(model), before)
+
+
+def test_a_training_does_not_go_on_in_another_dtype(tmp_path):
+    """The weights would be rounded in silence. Who loads the model alone may want just that."""
+    model = small_model()
+    save_checkpoint(tmp_path, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    half = small_model(seed=1).bfloat16()
+    with pytest.raises(CheckpointError, match=r"0\.weight is float32\(6, 4\) in it, and bfloat16\(6, 4\) in the model"):
+        load_checkpoint(tmp_path, half, optimizer=torch.optim.SGD(half.parameters(), lr=0.1))
+    load_checkpoint(tmp_path, half)
+    assert torch.equal(half[0].weight, model[0].weight.bfloat16())
+
+
+def test_weights_on_meta_are_refused(tmp_path):
+    """They have no values."""
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match="weight is on the meta device"):
+        save_checkpoint(tmp_path, model)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_training_goes_on_with_steps_in_the_background(tmp_path, is_async):
+    """Where a run is late and where it is not: both runs had a checkpoint at the same place."""
+
+    def make(seed):
+        pipe = pipeline(dropout=0.3, seed=seed)
+        with OptimizerCtx():
+            return pipe, optim.Adam(pipe.parameters(), lr=0.01)
+
+    def train(pipe, optimizer, steps):
+        losses = []
+        for _ in range(steps):
+            losses.append(run(pipe))
+            pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async)
+        return losses
+
+    pipe, optimizer = make(0)
+    train(pipe, optimizer, 3)
+    save_checkpoint(tmp_path, pipe, optimizer=optimizer)
+    expected = train(pipe, optimizer, 3)
+    again, other = make(1)
+    load_checkpoint(tmp_path, again, optimizer=other)
+    assert train(again, other, 3) == expected
+    assert same_bits(weights(again), weights(pipe))
+    pipe.close()
+    again.close()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+def test_training_goes_on_with_other_microbatches(tmp_path, microbatches):
+    """As it would have gone on with that number in the process that saved."""
+    config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=microbatches)
+    inputs, labels = batch(6)
+    pipe = pipeline(dropout=0.5)
+    run(pipe)
+    pipe.zero_grad()
+    save_checkpoint(tmp_path, pipe)
+    again = pipeline(3, dropout=0.5, seed=2)
+    load_checkpoint(tmp_path, again)
+    first, second = (
+        pipe.forward_backward((inputs,), label=labels, loss_fn=mse, run_config=config) for pipe in (pipe, again)
+    )
+    assert torch.equal(first, second)
+    assert same_bits([p.grad for p in again.parameters()], [p.grad for p in pipe.parameters()])
+    pipe.close()
+    again.close()

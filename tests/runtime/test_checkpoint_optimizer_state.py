@@ -1,0 +1,186 @@
+"""Tests of roundpipe_runtime.checkpoint.optimizer_state: any optimizer goes on as if nothing had happened."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import (
+    CheckpointError,
+    OptimizerCtx,
+    RoundPipe,
+    RoundPipeRunConfig,
+    load_checkpoint,
+    optim,
+    save_checkpoint,
+)
+from roundpipe_runtime.checkpoint.optimizer_state import named_state, restore_optimizer
+from tests.runtime.small import batch, same_bits, small_model
+
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
+mse = nn.functional.mse_loss
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": lambda params: optim.Adam(params, lr=0.01),
+    "adamw, amsgrad": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True, foreach=True),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.05),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, centered=True, momentum=0.5),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
+    "tensor lr": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01), capturable=False, foreach=False),
+    "two groups": lambda params: torch.optim.AdamW(
+        [{"params": params[:3], "lr": 0.1}, {"params": params[3:]}], lr=0.01
+    ),
+    "named": lambda params: torch.optim.AdamW([(f"mine {n}", p) for n, p in enumerate(params)], lr=0.01),
+}
+
+
+def make(name, seed, devices=2):
+    model = small_model(dropout=0.2, seed=seed)
+    pipe = RoundPipe(model, devices=f"virtual:{devices}", model_run_config=MEAN)
+    with OptimizerCtx():
+        return pipe, OPTIMIZERS[name](list(pipe.parameters()))
+
+
+def train(pipe, optimizer, steps):
+    inputs, labels = batch(6)
+    for _ in range(steps):
+        pipe.forward_backward((inputs,), label=labels, loss_fn=mse)
+        pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_bit_for_bit(tmp_path, name):
+    """Two steps, a checkpoint, two steps on another number of devices: the weights of four steps in one go."""
+    pipe, optimizer = make(name, seed=0)
+    train(pipe, optimizer, 2)
+    save_checkpoint(tmp_path, pipe, optimizer=optimizer)
+    train(pipe, optimizer, 2)
+    again, other = make(name, seed=1, devices=3)
+    load_checkpoint(tmp_path, again, optimizer=other)
+    train(again, other, 2)
+    assert same_bits(list(again.parameters()), list(pipe.parameters()))
+    pipe.close()
+    again.close()
+
+
+def test_lbfgs_which_keeps_lists_of_tensors(tmp_path):
+    """Its state belongs to the first parameter, and it calls a closure."""
+    inputs, labels = batch(6)
+
+    def make(seed):
+        model = small_model(seed=seed)
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def train(model, optimizer, steps):
+        def closure():
+            optimizer.zero_grad()
+            loss = mse(model(inputs), labels)
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            optimizer.step(closure)
+
+    model, optimizer = make(0)
+    train(model, optimizer, 2)
+    save_checkpoint(tmp_path, model, optimizer=optimizer)
+    train(model, optimizer, 2)
+    again, other = make(1)
+    load_checkpoint(tmp_path, again, optimizer=other)
+    train(again, other, 2)
+    assert same_bits(list(again.parameters()), list(model.parameters()))
+
+
+def test_state_is_found_by_name_whatever_the_order():
+    """An optimizer that was given the parameters in another order."""
+    model = small_model()
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    first = torch.optim.Adam(model.parameters())
+    first.step()
+    second = torch.optim.Adam(reversed(list(model.parameters())))
+    targets = dict(model.named_parameters())
+    restore_optimizer(second, named_state(first, targets), targets)
+    for parameter in model.parameters():
+        assert torch.equal(second.state[parameter]["exp_avg"], first.state[parameter]["exp_avg"])
+
+
+class WideSGD(torch.optim.SGD):
+    """Keeps its momentum in float64, whatever the parameters are."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["sum"] = state.get("sum", torch.zeros(parameter.shape, dtype=torch.float64)) + parameter.grad
+
+
+def test_state_keeps_a_dtype_that_is_not_the_parameters():
+    """torch's own `load_state_dict` casts it, pytorch#43706."""
+    model = nn.Linear(2, 2)
+    targets = dict(model.named_parameters())
+    optimizer = WideSGD(model.parameters(), lr=1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1 / 3)
+    optimizer.step()
+    optimizer.step()
+    expected = {name: optimizer.state[target]["sum"].clone() for name, target in targets.items()}
+    stored = copy.deepcopy(named_state(optimizer, targets))
+    other = WideSGD(model.parameters(), lr=1.0)
+    restore_optimizer(other, stored, targets)
+    for name, target in targets.items():
+        assert other.state[target]["sum"].dtype == torch.float64
+        assert torch.equal(other.state[target]["sum"], expected[name])
+
+
+def test_parameters_of_something_else_are_refused(tmp_path):
+    """The masters are what the optimizer should have had."""
+    pipe = RoundPipe(small_model().bfloat16(), torch.float32, devices="virtual:2")
+    stray = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match=r"Parameter 0 in group 0 .*\n    model\.optim_parameters\(\)"):
+        save_checkpoint(tmp_path, pipe, optimizer=stray)
+    own = torch.optim.SGD(pipe.model.parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match="none of the model's"):
+        save_checkpoint(tmp_path, pipe, optimizer=own)
+    assert list(tmp_path.iterdir()) == []
+    pipe.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda params: torch.optim.SGD(params, lr=0.1), "holds the state of AdamW, and the optimizer is SGD"),
+        (
+            lambda params: torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:]}]),
+            "has 2 groups, and the stored one had 1",
+        ),
+        (lambda params: torch.optim.AdamW(params[1:]), r"Only one of them has 0\.weight"),
+    ],
+)
+def test_another_optimizer_is_refused_and_nothing_changed(tmp_path, other, message):
+    """Class, groups, parameters."""
+    model = small_model()
+    save_checkpoint(tmp_path, model, optimizer=torch.optim.AdamW(model.parameters()))
+    again = small_model(seed=1)
+    before = [parameter.detach().clone() for parameter in again.parameters()]
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path, again, optimizer=other(list(again.parameters())))
+    assert same_bits(list(again.parameters()), before)
+
+
+def test_masters_without_a_place_are_refused(tmp_path):
+    """The moments would belong to parameters that have lost two thirds of their bits."""
+    pipe = RoundPipe(small_model().bfloat16(), torch.float32, devices="virtual:2")
+    save_checkpoint(tmp_path, pipe, optimizer=torch.optim.SGD(pipe.optim_parameters(), lr=0.1))
+    pipe.close()
+    plain = small_model().bfloat16()
+    with pytest.raises(CheckpointError, match=r"\n    RoundPipe\(model, optim_dtype=torch\.float32\)"):
+        load_checkpoint(tmp_path, plain, optimizer=torch.optim.SGD(plain.parameters(), lr=0.1))
+    load_checkpoint(tmp_path, plain)  # the weights alone are welcome

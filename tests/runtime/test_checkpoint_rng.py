@@ -1,0 +1,82 @@
+"""Tests of roundpipe_runtime.checkpoint.rng: all generators go on where they were."""
+
+import random
+
+import numpy
+import pytest
+import torch
+
+from roundpipe_runtime.checkpoint import rng
+from roundpipe_runtime.checkpoint.rng import random_state, restore_random_state
+
+
+@pytest.fixture(autouse=True)
+def generators_left_as_found():
+    before = random_state()
+    yield
+    restore_random_state(before)
+
+
+def draw():
+    return torch.randn(3).tolist(), random.random(), random.gauss(0, 1), numpy.random.standard_normal(3).tolist()
+
+
+def test_what_is_drawn_comes_again():
+    """torch, Python with its half-used pair of normals, NumPy with its."""
+    torch.manual_seed(11)
+    random.seed(12)
+    numpy.random.seed(13)
+    draw()
+    state = random_state()
+    expected = draw()
+    draw()
+    restore_random_state(state)
+    assert draw() == expected
+
+
+def test_the_seed_that_dropout_counts_from_comes_back():
+    """It is a part of torch's state."""
+    torch.manual_seed(42)
+    state = random_state()
+    torch.manual_seed(43)
+    restore_random_state(state)
+    assert torch.initial_seed() == 42
+
+
+class FakeLibrary:
+    """What torch has for a kind of accelerator."""
+
+    def __init__(self, count):
+        self.states = [torch.tensor([number]) for number in range(count)]
+
+    def device_count(self):
+        return len(self.states)
+
+    def get_rng_state(self, number):
+        return self.states[number].clone()
+
+    def set_rng_state(self, state, number):
+        self.states[number] = state
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_generators_of_accelerators_come_back_where_there_are_any(monkeypatch, count):
+    """Two were there; of one, two or three, those that were there are set."""
+    monkeypatch.setattr(rng, "_accelerator", lambda: ("cuda", FakeLibrary(2)))
+    state = random_state()
+    here = FakeLibrary(count)
+    here.states = [torch.tensor([-1])] * count
+    monkeypatch.setattr(rng, "_accelerator", lambda: ("cuda", here))
+    restore_random_state(state)
+    assert [generator.item() for generator in here.states] == [0, 1, -1][:count]
+
+
+def test_another_kind_of_accelerator_is_left_alone(monkeypatch):
+    """A state of one means nothing to the other."""
+    monkeypatch.setattr(rng, "_accelerator", lambda: ("cuda", FakeLibrary(1)))
+    state = random_state()
+    here = FakeLibrary(1)
+    here.states = [torch.tensor([-1])]
+    monkeypatch.setattr(rng, "_accelerator", lambda: ("xpu", here))
+    restore_random_state(state)
+    assert here.states[0].item() == -1

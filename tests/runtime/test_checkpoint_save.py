@@ -1,0 +1,271 @@
+"""Tests of roundpipe_runtime.checkpoint.save: in the caller's thread and beside it, and when the disk says no."""
+
+import errno
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from roundpipe_runtime import ConfigError, list_checkpoints, load_checkpoint, save_checkpoint
+from roundpipe_runtime.checkpoint import snapshot
+from tests.runtime.small import same_bits, small_model
+
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def weights(model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def fill(model, value):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_it_returns_where_it_was_written(tmp_path, is_async):
+    """A path-like object, as `open` and `from_pretrained` take one."""
+    saved = save_checkpoint(tmp_path / "deep" / "down", small_model(), is_async=is_async).wait()
+    assert saved.done
+    assert saved.path == tmp_path / "deep" / "down" / "checkpoint-00000001"
+    assert os.fspath(saved) == str(saved) == str(saved.path)
+    assert repr(saved) == f"Checkpoint({str(saved.path)!r})"
+    assert {"model.safetensors", "training.safetensors", "training.json", "checkpoint.json"} == set(names(saved.path))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_only_the_last_ones_are_kept(tmp_path, is_async):
+    """Two, and what each was saved with."""
+    for step in range(5):
+        save_checkpoint(tmp_path, small_model(), data={"step": step}, keep=2, is_async=is_async)
+    load_checkpoint(tmp_path, small_model())  # waits
+    assert [saved.data for saved in list_checkpoints(tmp_path)] == [{"step": 3}, {"step": 4}]
+
+
+def test_keep_none_keeps_all(tmp_path):
+    for _ in range(5):
+        save_checkpoint(tmp_path, small_model(), keep=None)
+    assert len(list_checkpoints(tmp_path)) == 5
+
+
+def test_a_folder_without_checkpoints_has_none(tmp_path):
+    """Nor has one that is not there."""
+    assert list_checkpoints(tmp_path) == list_checkpoints(tmp_path / "nowhere") == []
+
+
+class Gate:
+    """Holds the writing back until it is opened."""
+
+    def __init__(self, monkeypatch):
+        self.open, self.reached = threading.Event(), threading.Event()
+        real = snapshot.Snapshot.write
+
+        def write(this, folder, shard_bytes):
+            self.reached.set()
+            assert self.open.wait(60)
+            real(this, folder, shard_bytes)
+
+        monkeypatch.setattr(snapshot.Snapshot, "write", write)
+
+
+def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
+    """What is stored is what was there at the call."""
+    gate = Gate(monkeypatch)
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fill(model, 1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    saved = save_checkpoint(tmp_path, model, optimizer=optimizer, is_async=True)
+    assert gate.reached.wait(60)
+    assert not saved.done
+    assert repr(saved).endswith("being written)")
+    optimizer.step()
+    fill(model, 2.0)
+    assert list_checkpoints(tmp_path) == []
+    gate.open.set()
+    saved.wait()
+    load_checkpoint(tmp_path, model, optimizer=optimizer)
+    assert all((parameter == 1.0).all() for parameter in model.parameters())
+    assert not optimizer.state[model[0].weight]
+
+
+def test_the_next_call_waits_for_the_one_before(tmp_path, monkeypatch):
+    """Checkpoints are written one after the other."""
+    gate = Gate(monkeypatch)
+    save_checkpoint(tmp_path, small_model(), data={"n": 1}, is_async=True)
+    threading.Timer(0.2, gate.open.set).start()
+    save_checkpoint(tmp_path, small_model(), data={"n": 2})
+    assert [saved.data["n"] for saved in list_checkpoints(tmp_path)] == [1, 2]
+
+
+def fail_with(monkeypatch, where, error):
+    """Let the disk fail at one of the things that writing does."""
+
+    def fail(*args, **kwargs):
+        raise error
+
+    owner, name = where
+    monkeypatch.setattr(owner, name, fail)
+
+
+PLACES = {
+    "tensors": ("safetensors.torch", "save_file"),
+    "flush": (os, "fsync"),
+    "rename": (pathlib.Path, "rename"),
+    "text": (pathlib.Path, "write_text"),
+    "folder": (pathlib.Path, "mkdir"),
+}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch, place, is_async):
+    """ENOSPC at any step: the error comes out, nothing is left of the new one, and the old one is loaded."""
+    model = small_model()
+    fill(model, 1.0)
+    save_checkpoint(tmp_path, model, data={"step": 1}, keep=1)
+    fill(model, 2.0)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    owner, name = PLACES[place]
+    owner = sys.modules[owner] if isinstance(owner, str) else owner
+    with monkeypatch.context() as patch:
+        fail_with(patch, (owner, name), full)
+        with pytest.raises(OSError, match="No space left") as caught:
+            save_checkpoint(tmp_path, model, data={"step": 2}, keep=1, is_async=is_async).wait()
+        assert any("The checkpoints before it are as they were" in note for note in caught.value.__notes__)
+    assert names(tmp_path) == ["checkpoint-00000001"]
+    assert load_checkpoint(tmp_path, model) == {"step": 1}
+    assert all((parameter == 1.0).all() for parameter in model.parameters())
+    assert save_checkpoint(tmp_path, model).path.name == "checkpoint-00000002"
+
+
+def test_a_file_system_that_is_really_full(tmp_path):
+    """A limit on the size of files stands for it: the kernel cuts the write short."""
+    resource = pytest.importorskip("resource", reason="this system has no limits on the size of files")
+    program = f"""
+import errno, resource, signal, torch
+from roundpipe_runtime import list_checkpoints, load_checkpoint, save_checkpoint
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+model = torch.nn.Linear(200, 200)
+save_checkpoint({str(tmp_path)!r}, model, keep=1)
+expected = model.weight.detach().clone()
+torch.nn.init.zeros_(model.weight)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+try:
+    save_checkpoint({str(tmp_path)!r}, model, keep=1)
+except OSError as error:
+    print(error.errno == errno.EFBIG)
+load_checkpoint({str(tmp_path)!r}, model)
+print(torch.equal(model.weight, expected))
+"""
+    assert resource.RLIMIT_FSIZE is not None
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=os.getcwd())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "True"]
+    assert names(tmp_path) == ["checkpoint-00000001"]
+
+
+def test_an_error_in_the_background_comes_out_of_the_next_call(tmp_path, monkeypatch, caplog):
+    """Once; and it is logged, should there be no next call."""
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot.Snapshot, "write", lambda *args: 1 / 0)
+        save_checkpoint(tmp_path, small_model(), is_async=True)
+        with pytest.raises(ZeroDivisionError):
+            save_checkpoint(tmp_path, small_model())
+    assert "checkpoint-00000001 was not written" in caplog.text
+    save_checkpoint(tmp_path, small_model())
+    assert names(tmp_path) == ["checkpoint-00000001"]
+
+
+def test_an_error_that_was_told_is_not_told_again(tmp_path, monkeypatch):
+    """`wait` has raised it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot.Snapshot, "write", lambda *args: 1 / 0)
+        saved = save_checkpoint(tmp_path, small_model(), is_async=True)
+        with pytest.raises(ZeroDivisionError):
+            saved.wait()
+    save_checkpoint(tmp_path, small_model())
+
+
+def test_another_folder_hears_nothing_of_it(tmp_path, monkeypatch):
+    """Errors belong to their folder."""
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot.Snapshot, "write", lambda *args: 1 / 0)
+        saved = save_checkpoint(tmp_path / "one", small_model(), is_async=True)
+        with pytest.raises(ZeroDivisionError):
+            saved._writing.result()
+    save_checkpoint(tmp_path / "other", small_model())
+    with pytest.raises(ZeroDivisionError):
+        load_checkpoint(tmp_path / "one", small_model())
+
+
+def test_the_end_of_the_program_waits(tmp_path):
+    """A last checkpoint in the background is there when the program is gone."""
+    program = f"""
+import torch
+from roundpipe_runtime import save_checkpoint
+save_checkpoint({str(tmp_path)!r}, torch.nn.Linear(500, 500), is_async=True)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert load_checkpoint(tmp_path, torch.nn.Linear(500, 500)) == {}
+
+
+def test_four_threads_save_at_once(tmp_path):
+    """Every one gets a number of its own."""
+    with torch.no_grad():
+        threads = [
+            threading.Thread(target=save_checkpoint, args=(tmp_path, small_model()), kwargs={"is_async": bool(n % 2)})
+            for n in range(4)
+        ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    load_checkpoint(tmp_path, small_model())
+    assert names(tmp_path) == [f"checkpoint-0000000{number}" for number in (2, 3, 4)]
+
+
+def test_files_may_be_read_by_others(tmp_path):
+    """safetensors makes them private; they have the rights that every new file gets."""
+    (tmp_path / "plain").write_text("x")
+    saved = save_checkpoint(tmp_path / "runs", small_model())
+    assert {path.stat().st_mode for path in saved.path.iterdir()} == {(tmp_path / "plain").stat().st_mode}
+
+
+def test_tensors_that_share_memory_are_stored_apart(tmp_path):
+    """Views of one tensor, transposed ones and conjugates."""
+    whole = torch.arange(6.0)
+    data = {"front": whole[:4], "back": whole[2:], "turned": whole.view(2, 3).T, "conj": torch.tensor([1j]).conj()}
+    found = save_checkpoint(tmp_path, small_model(), data=data).data
+    assert all(torch.equal(found[name], tensor) for name, tensor in data.items())
+
+
+def test_a_save_changes_nothing(tmp_path):
+    """Neither weights nor generators."""
+    model = small_model()
+    before, state = weights(model), torch.get_rng_state()
+    save_checkpoint(tmp_path, model)
+    assert same_bits(weights(model), before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, "2"])
+def test_keep_must_be_a_number(tmp_path, keep):
+    with pytest.raises(ConfigError, match="keep must be a number from 1 on, or None for all"):
+        save_checkpoint(tmp_path, small_model(), keep=keep)
+    assert names(tmp_path) == []
+
+
+def test_data_must_be_a_dictionary(tmp_path):
+    with pytest.raises(ConfigError, match="data must be a dictionary, found int"):
+        save_checkpoint(tmp_path, small_model(), data=3)

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the package of the benc
 from benchmarks.bench_flatten import machine  # found there only
 from benchmarks.turns import Contestant, in_turns
 
-WIDTH, HEADS, LENGTH, VOCABULARY, BLOCKS = 128, 4, 32, 256, 8
-MICROBATCHES, ROWS = 4, 4  # rows of one microbatch
+WIDTH, HEADS, LENGTH, VOCABULARY, BLOCKS = 128, 4, 64, 256, 8
+MICROBATCHES, ROWS = 4, 8  # rows of one microbatch
 TINY_LAYERS, TINY_WIDTH = 32, 8
 STEP_BAR, OVERHEAD_BAR, PEER_BAR = 1.10, 150.0, 1.0
 

@@ -119,6 +119,11 @@ class MeasuredCosts:
         """Whether anything was recorded."""
         return bool(self._measured)
 
+    def quicker_than(self, seconds: float) -> frozenset[int]:
+        """Return the layers whose forward was measured to take less."""
+        with self._lock:
+            return frozenset(n for (kind, n), took in self._measured.items() if kind == "forward" and took < seconds)
+
     def record(self, layer: int, direction: Literal["forward", "backward"], seconds: float) -> None:
         """Take one measurement of a layer on one microbatch; a backward includes the recomputed forward."""
         with self._lock:

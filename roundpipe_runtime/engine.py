@@ -41,6 +41,9 @@ __all__ = ["Engine"]
 # order, and no two runs can wait for each other.
 _DISPATCH = threading.Lock()
 
+# Seconds of a forward below which threads of the CPU take turns, see `Run.turn`.
+_BRIEF = 150e-6
+
 # The share of a device's memory for parameters and gradients; activations have the rest.
 _FOR_PARAMETERS = 0.6
 
@@ -161,7 +164,7 @@ class Engine:
             store=self.store,
             table=self.table,
             version=self.version(),
-            timer=Timer(self._inference if kind == "infer" else self._training, current_timeline()),
+            timer=Timer(self._measured_in(kind), current_timeline()),
             requires_grad=bool(config.requires_grad),
             recompute_grain=config.recompute_grain or "stage",
             preserve_rng_state=config.preserve_rng_state is not False,
@@ -170,6 +173,7 @@ class Engine:
             step=self.step,
             autocast=captured_autocast(kinds),
             stays=kind == "fused" and self._fits(),
+            brief=self._brief(kind),
         )
         return run, stages
 
@@ -265,6 +269,15 @@ class Engine:
             plan = cast(ModelExecutePlan, found)
             self._plans[kind] = plan, max(1, 2 * self.step)
         return plan
+
+    def _brief(self, kind: RunType) -> frozenset[int]:
+        """Layers of which one thread computes one at a time; none on accelerators, where threads only launch."""
+        if any(device.torch_device.type != "cpu" for device in self.devices):
+            return frozenset()
+        return self._measured_in(kind).quicker_than(_BRIEF)
+
+    def _measured_in(self, kind: RunType) -> MeasuredCosts:
+        return self._inference if kind == "infer" else self._training
 
     def _fits(self) -> bool:
         """Whether every device has room for all parameters and gradients at once."""

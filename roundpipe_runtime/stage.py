@@ -171,7 +171,8 @@ class _Visit:
         self, microbatch: int, piece: Piece, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         self._layer, self._doing, self._tensors = piece.layer, "backward", piece.exits
-        with self._measure("backward", microbatch, piece.layer), self.device.computing():
+        measured = self._measure("backward", microbatch, piece.layer)
+        with self.run.turn(piece.layer), measured, self.device.computing():
             results = piece.backward(gradients)
             self.residents[piece.layer].take_gradients()
         return results
@@ -199,7 +200,7 @@ class _Visit:
             resident.set_buffers(run.buffers_before(layer, microbatch))
             data = self._kept(layer, microbatch)
         measured = self._measure("recompute" if kind == "recompute" else "forward", microbatch, layer)
-        with measured, self.device.computing(), self._modes():
+        with run.turn(layer), measured, self.device.computing(), self._modes():
             self.device.use(values.tensors)
             versions = [tensor._version for tensor in [*values.tensors, *resident.buffers()]]
             as_leaves = leaves_inputs(contents.module)

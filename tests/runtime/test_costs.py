@@ -72,3 +72,13 @@ def test_nothing_is_allocated_for_a_guess():
     """Parameters on `meta` have a cost, too."""
     with torch.device("meta"):
         assert analytic_cost(nn.Linear(10_000, 10_000)).param_bytes == 4 * 10_000 * 10_001
+
+
+def test_quick_layers_are_known_once_measured():
+    """Nothing is said of what has not run, and nothing by the time of a backward."""
+    costs = MeasuredCosts([LayerCost(1.0, 3.0)] * 3)
+    assert costs.quicker_than(1.0) == set()
+    costs.record(0, "forward", 1e-5)
+    costs.record(1, "forward", 1e-2)
+    costs.record(2, "backward", 1e-5)
+    assert costs.quicker_than(1e-4) == {0}

@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -20,6 +21,7 @@ from roundpipe_runtime import (
     StageError,
     Timeline,
     VirtualDevice,
+    engine,
 )
 from tests.runtime.small import batch, checked_devices, gradients, relative_error, same_bits, small_model, state
 
@@ -424,6 +426,40 @@ def test_a_forward_alone_says_nothing_about_training(wrap):
         with torch.no_grad():
             pipe(inputs[:1])
     assert pipe.layer_costs() == before
+
+
+class _Watched(nn.Linear):
+    """Notes how many of its kind compute at a time."""
+
+    inside, most = 0, 0
+
+    def forward(self, x):
+        cls = type(self)
+        cls.inside += 1
+        cls.most = max(cls.most, cls.inside)
+        time.sleep(1e-6)  # another thread may come in
+        out = super().forward(x)
+        cls.inside -= 1
+        return out
+
+
+def test_brief_layers_take_turns(wrap, monkeypatch):
+    """Once they were measured to be brief, one thread computes at a time; no bit of the result depends on it."""
+    monkeypatch.setattr(engine, "_BRIEF", 1.0)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[_Watched(8, 8) for _ in range(6)])
+    pipe, inputs, labels = wrap(model), torch.randn(6, 8), torch.randn(6, 8)
+
+    def step():
+        pipe.zero_grad()
+        loss = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=MEAN)
+        return [loss, *(parameter.grad.clone() for parameter in model.parameters())]
+
+    first = step()
+    _Watched.most = 0
+    for _ in range(5):
+        assert same_bits(step(), first)
+    assert _Watched.most == 1
 
 
 def test_a_closed_pipeline_says_so():

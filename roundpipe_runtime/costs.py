@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import threading
 from collections.abc import Sequence
@@ -15,6 +16,9 @@ __all__ = ["LayerCost", "MeasuredCosts", "analytic_cost", "layer_costs"]
 
 # Work of a layer without parameters, and of a norm, beside one multiplication per parameter.
 _SMALLEST = 1e3
+
+# How many forwards count as recent.
+_RECENT = 8
 
 # A new measurement counts this much beside those before it.
 _NEWEST = 0.2
@@ -112,6 +116,7 @@ class MeasuredCosts:
     def __init__(self, analytic: Sequence[LayerCost]) -> None:
         self._analytic = list(analytic)
         self._measured: dict[tuple[str, int], float] = {}
+        self._recent: dict[int, collections.deque[float]] = {}  # seconds of the last forwards
         self._lock = threading.Lock()
 
     @property
@@ -120,15 +125,17 @@ class MeasuredCosts:
         return bool(self._measured)
 
     def quicker_than(self, seconds: float) -> frozenset[int]:
-        """Return the layers whose forward was measured to take less."""
+        """Return the layers whose forward took less in one of the last calls: threads may have waited in others."""
         with self._lock:
-            return frozenset(n for (kind, n), took in self._measured.items() if kind == "forward" and took < seconds)
+            return frozenset(layer for layer, recent in self._recent.items() if min(recent) < seconds)
 
     def record(self, layer: int, direction: Literal["forward", "backward"], seconds: float) -> None:
         """Take one measurement of a layer on one microbatch; a backward includes the recomputed forward."""
         with self._lock:
             before = self._measured.get((direction, layer), seconds)
             self._measured[direction, layer] = before + _NEWEST * (seconds - before)
+            if direction == "forward":
+                self._recent.setdefault(layer, collections.deque(maxlen=_RECENT)).append(seconds)
 
     def costs(self) -> list[LayerCost]:
         """Return the cost of each layer: in seconds where measured, the others scaled to what the measured ones take.

@@ -26,7 +26,7 @@ from .timeline import Timeline
 from .transfer import Parcel
 from .worker import Board
 
-__all__ = ["Run", "Timer", "captured_autocast"]
+__all__ = ["Copies", "Run", "Timer", "captured_autocast"]
 
 # Gradients of the tensors between two stages, on the host; ``None`` where none flows.
 Copies = list[tuple[torch.Tensor, Event] | None]
@@ -144,13 +144,13 @@ class Run:
         """Whether some layers will be called again."""
         return self.kind != "infer"
 
-    def turn(self, layer: int) -> contextlib.AbstractContextManager[Any]:
-        """Let one thread at a time compute brief layers.
+    def turn(self, layers: range) -> contextlib.AbstractContextManager[Any]:
+        """Let one thread at a time work on a microbatch, if all these layers are brief.
 
         torch gives the interpreter's lock away at each operator. Threads that compute for a few microseconds only take
         it from each other all the time, and both are slower than one of them alone.
         """
-        return self._turn if layer in self.brief else _NO_TURN
+        return self._turn if self.brief.issuperset(layers) else _NO_TURN
 
     @functools.cached_property
     def restarts(self) -> set[int]:

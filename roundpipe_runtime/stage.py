@@ -27,7 +27,7 @@ from .parameters import LayerContents
 from .piece import Piece, Values, enter, is_refused_write, leaves_inputs, note_inputs, plain
 from .recompute import CALL, call_seed, run_seeded
 from .resident import Resident
-from .run import Run
+from .run import Copies, Run
 from .schedule import Stage
 from .transfer import Parcel, Skeleton, fetch, send, shapes_of, take_apart
 from .worker import StoppedRun, add_note_once
@@ -125,6 +125,10 @@ class _Visit:
 
     def _forward(self, microbatch: int) -> None:
         parcel = self._take_input(microbatch)
+        with self.run.turn(self.stage.layers):
+            self._go_forward(microbatch, parcel)
+
+    def _go_forward(self, microbatch: int, parcel: Parcel) -> None:
         values = self._open(parcel)
         for layer in self.stage.layers:
             if layer in self.run.restarts:
@@ -135,7 +139,12 @@ class _Visit:
         self._hand_on(microbatch, self._send(values))
 
     def _fused(self, microbatch: int) -> None:
-        values = self._open(self._take_input(microbatch))
+        parcel = self._take_input(microbatch)
+        with self.run.turn(self.stage.layers):
+            self._go_there_and_back(microbatch, parcel)
+
+    def _go_there_and_back(self, microbatch: int, parcel: Parcel) -> None:
+        values = self._open(parcel)
         pieces = []
         for layer in self.stage.layers:
             values, piece = self._call(layer, microbatch, values, "fused")
@@ -146,8 +155,12 @@ class _Visit:
         self._go_back(microbatch, pieces, gradients)
 
     def _backward(self, microbatch: int) -> None:
+        found = self._take_gradients(microbatch)
+        with self.run.turn(self.stage.layers):
+            self._recompute(microbatch, [None if pair is None else self.device.copy_in(*pair) for pair in found])
+
+    def _recompute(self, microbatch: int, gradients: list[torch.Tensor | None]) -> None:
         layers = self.stage.layers
-        gradients = self._take_gradients(microbatch)
         if self.run.recompute_grain == "layer":
             for layer in reversed(layers):
                 values = self._restart(layer, microbatch)
@@ -171,8 +184,7 @@ class _Visit:
         self, microbatch: int, piece: Piece, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         self._layer, self._doing, self._tensors = piece.layer, "backward", piece.exits
-        measured = self._measure("backward", microbatch, piece.layer)
-        with self.run.turn(piece.layer), measured, self.device.computing():
+        with self._measure("backward", microbatch, piece.layer), self.device.computing():
             results = piece.backward(gradients)
             self.residents[piece.layer].take_gradients()
         return results
@@ -200,7 +212,7 @@ class _Visit:
             resident.set_buffers(run.buffers_before(layer, microbatch))
             data = self._kept(layer, microbatch)
         measured = self._measure("recompute" if kind == "recompute" else "forward", microbatch, layer)
-        with run.turn(layer), measured, self.device.computing(), self._modes():
+        with measured, self.device.computing(), self._modes():
             self.device.use(values.tensors)
             versions = [tensor._version for tensor in [*values.tensors, *resident.buffers()]]
             as_leaves = leaves_inputs(contents.module)
@@ -301,10 +313,10 @@ class _Visit:
         else:
             self.run.board.put(("activation", stop, microbatch), parcel)
 
-    def _take_gradients(self, microbatch: int) -> list[torch.Tensor | None]:
+    def _take_gradients(self, microbatch: int) -> Copies:
         self._doing = "the upload of gradients"
-        found = self.run.board.take(("gradient", self.stage.layers[-1] + 1, microbatch))
-        return [None if pair is None else self.device.copy_in(*pair) for pair in found]
+        found: Copies = self.run.board.take(("gradient", self.stage.layers[-1] + 1, microbatch))
+        return found
 
     def _hand_back(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self._doing = "the download of gradients"

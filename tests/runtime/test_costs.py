@@ -75,10 +75,16 @@ def test_nothing_is_allocated_for_a_guess():
 
 
 def test_quick_layers_are_known_once_measured():
-    """Nothing is said of what has not run, and nothing by the time of a backward."""
+    """By the least of the last 8 forwards: not by what has not run, by backwards, or by a small batch long ago."""
     costs = MeasuredCosts([LayerCost(1.0, 3.0)] * 3)
     assert costs.quicker_than(1.0) == set()
     costs.record(0, "forward", 1e-5)
     costs.record(1, "forward", 1e-2)
     costs.record(2, "backward", 1e-5)
+    assert costs.quicker_than(1e-4) == {0}
+    costs.record(1, "forward", 1e-5)
+    costs.record(1, "forward", 1e-2)
+    assert costs.quicker_than(1e-4) == {0, 1}
+    for _ in range(7):
+        costs.record(1, "forward", 1e-2)
     assert costs.quicker_than(1e-4) == {0}

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from matrix import __main__ as command_line
+from matrix import command
 from matrix.models import layer_classes, make_model, type_names
 from matrix.page import page_of
 from matrix.results import Results, failures, regressions
@@ -137,12 +138,12 @@ def test_the_file_is_sorted_and_nothing_is_left_beside_it(results):
     ],
 )
 def test_what_is_recorded_is_not_run_again_unless_asked_for(results, redo, expected):
-    work = command_line.work_left(results, ["llama", "odd", "even", "new"], COLUMNS, redo, "state1")
+    work = command.work_left(results, ["llama", "odd", "even", "new"], COLUMNS, redo, "state1")
     assert {name: columns for name, columns, _ in work} == expected
 
 
 def test_a_new_column_alone_is_run_with_what_is_known_of_the_others(results):
-    work = list(command_line.work_left(results, ["llama"], [*COLUMNS, "onnx"], None, "state1"))
+    work = list(command.work_left(results, ["llama"], [*COLUMNS, "onnx"], None, "state1"))
     assert work == [("llama", ["onnx"], dict.fromkeys(COLUMNS, True))]
 
 

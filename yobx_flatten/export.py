@@ -26,7 +26,7 @@ import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
-from .arguments import check_arguments, check_cases, explain_leaf, shapes_by_name
+from .arguments import check_arguments, check_cases, explain_leaf, refuse_unnamed, shapes_by_name
 from .errors import FlattenError, MissingDependencyError, ReplayError
 from .huggingface.cases import cache_name
 from .naming import leaf_names, output_names
@@ -245,6 +245,7 @@ class _Export:
         """Dynamic shapes for all inputs, in the form torch wants them: by parameter name."""
         if shapes is None:
             return None
+        refuse_unnamed(self.module, self.kwargs)
         inputs = self.named(self.args, self.kwargs)
         if isinstance(shapes, str) and shapes == "auto":
             return write_dynamic_shapes(inputs)

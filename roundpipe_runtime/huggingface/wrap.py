@@ -338,6 +338,12 @@ def wrap_model_to_roundpipe(
         CutError: the model does not run on the example; or cannot be cut, with ``use_sequential_preset=True``.
         ConfigError: an argument has a value that it cannot have.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"wrap_model_to_roundpipe takes a model of transformers, found {type(model).__qualname__} {model!r:.60}. "
+            "Load it first:\n"
+            "    wrap_model_to_roundpipe(AutoModelForCausalLM.from_pretrained(...))"
+        )
     config = _config(model, override_config or {}, model_run_config)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     if use_sequential_preset is False or size < lower_threshold or size <= (upper_threshold or 0):

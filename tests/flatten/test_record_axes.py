@@ -100,6 +100,8 @@ def test_an_unknown_phase_is_answered_with_those_there_are():
     """By name and number of calls."""
     with pytest.raises(RecordError, match=r"No phase 'decode' was recorded, but 'forward' \(1\)"):
         record({"x": (2,)})["decode"]
+    with pytest.raises(RecordError, match=r"No phase 'decode' was recorded, but no call at all"):
+        record()["decode"]
 
 
 def test_nothing_recorded_is_said():

@@ -210,12 +210,10 @@ def test_models_learn_the_same(name, cut, everything_is_large, monkeypatch):
     assert not computed
 
 
-def test_a_microbatch_of_ignored_labels(everything_is_large):
-    """It counts nothing, without logits as with them."""
+def assert_like_plain(batch):
+    """The loss and every gradient of a small Llama, of the whole batch."""
     model = hf_model("llama")
     plain = copy.deepcopy(model)
-    batch = hf_batch(3)
-    batch["labels"][1] = -100
     expected = plain(**batch).loss
     expected.backward()
     pipeline = wrapped(model)
@@ -223,20 +221,18 @@ def test_a_microbatch_of_ignored_labels(everything_is_large):
     pipeline.close()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert worst_gradient(model, plain) < 1e-6
+
+
+def test_a_microbatch_of_ignored_labels(everything_is_large):
+    """It counts nothing, without logits as with them."""
+    batch = hf_batch(3)
+    batch["labels"][1] = -100
+    assert_like_plain(batch)
 
 
 def test_a_count_of_the_script(everything_is_large):
     """`num_items_in_batch` makes the loss a sum over it, in chunks, too."""
-    model = hf_model("llama")
-    plain = copy.deepcopy(model)
-    batch = {**hf_batch(), "num_items_in_batch": 17}
-    expected = plain(**batch).loss
-    expected.backward()
-    pipeline = wrapped(model)
-    loss = pipeline.forward_backward(input_kwargs=batch)
-    pipeline.close()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert worst_gradient(model, plain) < 1e-6
+    assert_like_plain({**hf_batch(), "num_items_in_batch": 17})
 
 
 def test_whoever_looks_at_logits_gets_them(everything_is_large):

@@ -305,6 +305,12 @@ def test_configurations_of_parts_are_refused():
     pipeline.close()
 
 
+def test_a_name_is_no_model():
+    """What comes to mind first is refused with the line to type."""
+    with pytest.raises(ConfigError, match=r"found str 'llama'.*\n.*from_pretrained"):
+        wrap_model_to_roundpipe("llama")
+
+
 def test_the_name_is_given_or_the_line():
     """Without a name, it is the place of the call."""
     named = wrap_model_to_roundpipe(Toy(), False, name="toy", devices="virtual:1")

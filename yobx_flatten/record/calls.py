@@ -83,7 +83,7 @@ class RecordedCalls(Sequence[Call]):
         if isinstance(which, str):
             phases = self.phases()
             if which not in phases:
-                raise RecordError(f"No phase {which!r} was recorded, but {_listed(phases)}.")
+                raise RecordError(f"No phase {which!r} was recorded, but {_listed(phases) or 'no call at all'}.")
             return phases[which]
         if isinstance(which, slice):
             return RecordedCalls(self._callee, self._calls[which], of=self._of)

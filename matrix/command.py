@@ -1,0 +1,159 @@
+"""What the command lines of the two matrices share: options, the choice of types, a run with its bar, the lists."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from .results import Results, failures, installed_versions, regressions, symbol_of
+from .runner import Runner, Work
+
+__all__ = [
+    "ROOT",
+    "add_options",
+    "check_options",
+    "failure_list",
+    "line_of",
+    "open_results",
+    "run_work",
+    "types_among",
+    "work_left",
+]
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def add_options(parser: argparse.ArgumentParser, columns: Iterable[str], *, timeout: float, stem: str) -> None:
+    """Add the options that say what is run, how, and where results go.
+
+    Args:
+        parser: gets them.
+        columns: what may be asked of a type.
+        timeout: seconds for one type, unless ``--timeout`` says otherwise.
+        stem: how the names of the files of results begin.
+    """
+    results = f"results (default docs/data/{stem}-*.json)"
+    parser.add_argument("--only", metavar="TYPE,...", type=_names, help="these types: llama, seq2seq:t5, image:, ...")
+    parser.add_argument("--sample", metavar="N", type=int, help="N types, spread over the classes of cache layers")
+    parser.add_argument("--columns", metavar="COLUMN,...", type=_names, help=f"of: {', '.join(columns)}")
+    parser.add_argument("--jobs", metavar="N", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="at a time")
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=timeout, help=f"for one type (default {timeout:.0f})"
+    )
+    parser.add_argument("--memory", metavar="GB", type=float, default=16.0, help="for one type (default 16)")
+    parser.add_argument("--output", metavar="FILE", type=pathlib.Path, help=results)
+    parser.add_argument("--page", metavar="FILE", type=pathlib.Path, help="write this page from the results, and end")
+    parser.add_argument(
+        "--against", metavar="FILE", type=pathlib.Path, help="end with 1 when a column fails that passed in this file"
+    )
+    parser.add_argument("--failures", action="store_true", help="list the failures of the results by reason, and end")
+    parser.add_argument(
+        "--redo",
+        nargs="?",
+        const="all",
+        choices=("all", "failed", "outdated"),
+        help="run again what is recorded: all, what failed, what another state of the package made",
+    )
+
+
+def check_options(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, columns: Iterable[str], name: str
+) -> None:
+    """Refuse unknown columns, put the others in order, and choose the file of results.
+
+    Args:
+        parser: reports what is wrong.
+        options: what it has parsed.
+        columns: those that there are, in order.
+        name: of the file of results without its suffix, unless ``--output`` says otherwise.
+    """
+    columns = list(columns)
+    unknown = set(options.columns or []) - set(columns)
+    if unknown:
+        parser.error(f"--columns: {', '.join(sorted(unknown))} is not a column; they are {', '.join(columns)}")
+    options.columns = [column for column in columns if column in (options.columns or columns)]
+    options.output = options.output or ROOT / "docs" / "data" / f"{name}.json"
+
+
+def types_among(names: list[str], only: list[str]) -> list[str]:
+    """Return the types that ``--only`` means: by name, or by family, as ``image:``."""
+    strange = [one for one in only if not one.endswith(":") and one not in names]
+    if strange:
+        raise SystemExit(f"--only: {', '.join(strange)} is not among the {len(names)} types, as llama or seq2seq:t5")
+    from .models import split_name
+
+    return [name for name in names if name in only or f"{split_name(name)[0]}:" in only]
+
+
+def open_results(options: argparse.Namespace, way: str) -> Results:
+    """Open the file of results; what other versions have recorded is not replaced unless that is asked for."""
+    results = Results.open(options.output, installed_versions(), way)
+    if options.output.exists() and not results.types and Results.read(options.output).types and not options.redo:
+        held = ", ".join(f"{library} {version}" for library, version in Results.read(options.output).versions.items())
+        raise SystemExit(f"{options.output} was made with {held}: name another --output, or --redo to replace it")
+    return results
+
+
+def work_left(results: Results, names: list[str], columns: list[str], redo: str | None, state: str) -> Iterator[Work]:
+    """Yield what is to be run: type, columns, and what is known of its columns."""
+    for name in names:
+        entry = results.types.get(name)
+        passed = results.passed(name)
+        outdated = entry is not None and entry.get("state") != state
+        again = redo == "all" or (redo == "outdated" and outdated)
+        if redo == "failed":
+            again = any(passed.get(column) is False for column in columns)
+        todo = columns if again else results.missing(name, columns)
+        if todo:
+            yield name, todo, {column: ok for column, ok in passed.items() if column not in todo}
+
+
+def run_work(
+    runner: Runner, names: list[str], results: Results, options: argparse.Namespace, state: str, console: Console
+) -> int:
+    """Run what is left of these types, a line for each; return 1 if something fails that passed in ``--against``."""
+    work = list(work_left(results, names, options.columns, options.redo, state))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("types", total=len(work))
+        for name, found in runner.run_types(work, options.jobs):
+            results.record(name, found, state)
+            progress.advance(task)
+            progress.console.print(line_of(name, found), markup=False)
+    worse = regressions(results, Results.read(options.against), names) if options.against else []
+    for line in worse:
+        console.print(f"passed in {options.against.name}, fails now: {line}", markup=False)
+    return 1 if worse else 0
+
+
+def line_of(name: str, found: dict[str, dict[str, object]]) -> str:
+    """Return what is printed of a type: a sign per column, the first failure."""
+    seconds = sum(float(str(result.get("seconds", 0.0))) for result in found.values())
+    signs = " ".join(symbol_of(result) for result in found.values())
+    first = next((f"  {column}: {result['why']}" for column, result in found.items() if result["ok"] is False), "")
+    return f"{name:28} {signs}  {seconds:6.1f} s{first}"
+
+
+def failure_list(results: Results, columns: list[str]) -> str:
+    """Return the failures by column and reason, most frequent first, as Markdown."""
+    lines = []
+    for column in columns:
+        held = [entry["columns"][column] for entry in results.types.values() if column in entry["columns"]]
+        if held:
+            counts = [sum(result["ok"] is ok for result in held) for ok in (True, False, None)]
+            lines.append(f"\n## {column}: {counts[0]} passed, {counts[1]} failed, {counts[2]} not tried")
+        grouped = failures(results, [column]).get(column, {})
+        for reason, names in sorted(grouped.items(), key=lambda item: -len(item[1])):
+            lines.append(f"- {len(names)}: {reason}\n  {', '.join(names)}")
+    return "\n".join(lines)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -124,10 +124,15 @@ class MeasuredCosts:
         """Whether anything was recorded."""
         return bool(self._measured)
 
-    def quicker_than(self, seconds: float) -> frozenset[int]:
-        """Return the layers whose forward took less in one of the last calls: threads may have waited in others."""
+    def share_below(self, seconds: float) -> float:
+        """Return which share of a forward is spent in layers that take less than this.
+
+        The least of the last forwards of a layer counts: in the others, threads may have waited for each other.
+        """
         with self._lock:
-            return frozenset(layer for layer, recent in self._recent.items() if min(recent) < seconds)
+            least = [min(recent) for recent in self._recent.values()]
+        total = sum(least)
+        return sum(taken for taken in least if taken < seconds) / total if total else 0.0
 
     def record(self, layer: int, direction: Literal["forward", "backward"], seconds: float) -> None:
         """Take one measurement of a layer on one microbatch; a backward includes the recomputed forward."""

@@ -41,7 +41,8 @@ __all__ = ["Engine"]
 # order, and no two runs can wait for each other.
 _DISPATCH = threading.Lock()
 
-# Seconds of a forward below which threads of the CPU take turns, see `Run.turn`.
+# Seconds of a forward on the CPU below which two threads are slower than one: torch gives the interpreter's lock away
+# at each operator, so they would take it from each other all the time.
 _BRIEF = 150e-6
 
 # The share of a device's memory for parameters and gradients; activations have the rest.
@@ -173,7 +174,7 @@ class Engine:
             step=self.step,
             autocast=captured_autocast(kinds),
             stays=kind == "fused" and self._fits(),
-            brief=self._brief(kind),
+            one_thread=self._prefers_one_thread(kind),
         )
         return run, stages
 
@@ -196,7 +197,9 @@ class Engine:
                 work = []
                 try:
                     for stage, number in zip(stages, numbers, strict=True):
-                        work.append(self.devices[number].worker.submit(run_stage, run, stage, self.devices[number]))
+                        device = self.devices[number]
+                        worker = self.devices[0].worker if run.one_thread else device.worker
+                        work.append(worker.submit(run_stage, run, stage, device))
                 except BaseException as interruption:
                     run.board.fail(interruption)
             collect(run.board, work)
@@ -270,11 +273,10 @@ class Engine:
             self._plans[kind] = plan, max(1, 2 * self.step)
         return plan
 
-    def _brief(self, kind: RunType) -> frozenset[int]:
-        """Layers of which one thread computes one at a time; none on accelerators, where threads only launch."""
-        if any(device.torch_device.type != "cpu" for device in self.devices):
-            return frozenset()
-        return self._measured_in(kind).quicker_than(_BRIEF)
+    def _prefers_one_thread(self, kind: RunType) -> bool:
+        """Whether most of the time goes into brief layers; never on accelerators, where threads only launch."""
+        on_cpu = all(device.torch_device.type == "cpu" for device in self.devices)
+        return on_cpu and self._measured_in(kind).share_below(_BRIEF) > 0.5
 
     def _measured_in(self, kind: RunType) -> MeasuredCosts:
         return self._inference if kind == "infer" else self._training

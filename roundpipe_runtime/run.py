@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -30,9 +29,6 @@ __all__ = ["Copies", "Run", "Timer", "captured_autocast"]
 
 # Gradients of the tensors between two stages, on the host; ``None`` where none flows.
 Copies = list[tuple[torch.Tensor, Event] | None]
-
-
-_NO_TURN = contextlib.nullcontext()
 
 
 class Timer:
@@ -100,7 +96,7 @@ class Run:
         tag: tells pipelines apart that run in the same step.
         step: completed runs of the pipeline before this one.
         stays: whether layers stay on a device from their forward to their backward, if they come there again.
-        brief: layers that compute for a shorter time than it takes to hand the interpreter's lock on.
+        one_thread: whether the thread of one device does the work of all.
     """
 
     kind: RunType
@@ -123,7 +119,7 @@ class Run:
     contract: LossContract = dataclasses.field(default_factory=lambda: LossContract("sum", []))
     keep_outputs: bool = True
     stays: bool = False
-    brief: frozenset[int] = frozenset()
+    one_thread: bool = False
     board: Board = dataclasses.field(default_factory=Board)
 
     # What the run collects, by microbatch or by layer.
@@ -135,7 +131,6 @@ class Run:
     buffers: dict[int, Buffers] = dataclasses.field(default_factory=dict)
     buffer_trail: dict[int, list[Buffers]] = dataclasses.field(default_factory=dict)
     residents: dict[tuple[str, int], Resident] = dataclasses.field(default_factory=dict)
-    _turn: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     _buffers_at_start: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
     _versions: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
@@ -143,14 +138,6 @@ class Run:
     def has_backward(self) -> bool:
         """Whether some layers will be called again."""
         return self.kind != "infer"
-
-    def turn(self, layers: range) -> contextlib.AbstractContextManager[Any]:
-        """Let one thread at a time work on a microbatch, if all these layers are brief.
-
-        torch gives the interpreter's lock away at each operator. Threads that compute for a few microseconds only take
-        it from each other all the time, and both are slower than one of them alone.
-        """
-        return self._turn if self.brief.issuperset(layers) else _NO_TURN
 
     @functools.cached_property
     def restarts(self) -> set[int]:

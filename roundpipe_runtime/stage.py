@@ -125,10 +125,6 @@ class _Visit:
 
     def _forward(self, microbatch: int) -> None:
         parcel = self._take_input(microbatch)
-        with self.run.turn(self.stage.layers):
-            self._go_forward(microbatch, parcel)
-
-    def _go_forward(self, microbatch: int, parcel: Parcel) -> None:
         values = self._open(parcel)
         for layer in self.stage.layers:
             if layer in self.run.restarts:
@@ -139,12 +135,7 @@ class _Visit:
         self._hand_on(microbatch, self._send(values))
 
     def _fused(self, microbatch: int) -> None:
-        parcel = self._take_input(microbatch)
-        with self.run.turn(self.stage.layers):
-            self._go_there_and_back(microbatch, parcel)
-
-    def _go_there_and_back(self, microbatch: int, parcel: Parcel) -> None:
-        values = self._open(parcel)
+        values = self._open(self._take_input(microbatch))
         pieces = []
         for layer in self.stage.layers:
             values, piece = self._call(layer, microbatch, values, "fused")
@@ -155,11 +146,7 @@ class _Visit:
         self._go_back(microbatch, pieces, gradients)
 
     def _backward(self, microbatch: int) -> None:
-        found = self._take_gradients(microbatch)
-        with self.run.turn(self.stage.layers):
-            self._recompute(microbatch, [None if pair is None else self.device.copy_in(*pair) for pair in found])
-
-    def _recompute(self, microbatch: int, gradients: list[torch.Tensor | None]) -> None:
+        gradients = self._take_gradients(microbatch)
         layers = self.stage.layers
         if self.run.recompute_grain == "layer":
             for layer in reversed(layers):
@@ -313,10 +300,10 @@ class _Visit:
         else:
             self.run.board.put(("activation", stop, microbatch), parcel)
 
-    def _take_gradients(self, microbatch: int) -> Copies:
+    def _take_gradients(self, microbatch: int) -> list[torch.Tensor | None]:
         self._doing = "the upload of gradients"
         found: Copies = self.run.board.take(("gradient", self.stage.layers[-1] + 1, microbatch))
-        return found
+        return [None if pair is None else self.device.copy_in(*pair) for pair in found]
 
     def _hand_back(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self._doing = "the download of gradients"

@@ -74,17 +74,17 @@ def test_nothing_is_allocated_for_a_guess():
         assert analytic_cost(nn.Linear(10_000, 10_000)).param_bytes == 4 * 10_000 * 10_001
 
 
-def test_quick_layers_are_known_once_measured():
+def test_the_share_of_quick_layers_is_known_once_measured():
     """By the least of the last 8 forwards: not by what has not run, by backwards, or by a small batch long ago."""
     costs = MeasuredCosts([LayerCost(1.0, 3.0)] * 3)
-    assert costs.quicker_than(1.0) == set()
-    costs.record(0, "forward", 1e-5)
-    costs.record(1, "forward", 1e-2)
-    costs.record(2, "backward", 1e-5)
-    assert costs.quicker_than(1e-4) == {0}
-    costs.record(1, "forward", 1e-5)
-    costs.record(1, "forward", 1e-2)
-    assert costs.quicker_than(1e-4) == {0, 1}
+    assert costs.share_below(1.0) == 0.0
+    costs.record(0, "forward", 0.25)
+    costs.record(1, "forward", 0.75)
+    costs.record(2, "backward", 0.01)
+    assert costs.share_below(0.5) == 0.25
+    costs.record(1, "forward", 0.25)
+    costs.record(1, "forward", 0.75)
+    assert costs.share_below(0.5) == 1.0
     for _ in range(7):
-        costs.record(1, "forward", 1e-2)
-    assert costs.quicker_than(1e-4) == {0}
+        costs.record(1, "forward", 0.75)
+    assert costs.share_below(0.5) == 0.25

@@ -37,7 +37,9 @@ class Timer:
     def __init__(self, costs: MeasuredCosts, timeline: Timeline | None) -> None:
         self._costs = costs
         self._timeline = timeline
-        self._recomputed: dict[tuple[int, int], float] = {}
+        # Of layers that wait for their backward: the forward that it will go back through; of microbatches, their loss.
+        self._forwards: dict[tuple[int, int], float] = {}
+        self._losses: dict[int, float] = {}
 
     def measure(self, kind: str, stage: int, device: str, microbatch: int = -1, layer: int = -1) -> Span:
         """Measure the work in a ``with`` block; an exception leaves no record."""
@@ -48,14 +50,18 @@ class Timer:
         kind, layer, microbatch, start = span.kind, span.layer, span.microbatch, span.start
         if self._timeline is not None:
             self._timeline.add(kind, span.stage, microbatch, span.device, start, end, layer)
-        if layer < 0 or microbatch < 0:
+        if microbatch < 0:
             return
-        if kind == "recompute":
-            self._recomputed[layer, microbatch] = end - start
-        elif kind == "forward":
-            self._costs.record(layer, "forward", end - start)
-        elif kind == "backward" and (layer, microbatch) in self._recomputed:
-            self._costs.record(layer, "backward", end - start + self._recomputed.pop((layer, microbatch)))
+        if layer < 0:
+            self._losses[microbatch] = self._losses.get(microbatch, 0.0) + end - start
+        elif kind == "backward":
+            # The loss is part of the first backward behind it, that of the last layer.
+            before = self._forwards.pop((layer, microbatch), 0.0) + self._losses.pop(microbatch, 0.0)
+            self._costs.record(layer, "backward", end - start + before)
+        else:
+            self._forwards[layer, microbatch] = end - start
+            if kind == "forward":
+                self._costs.record(layer, "forward", end - start)
 
 
 class Span:

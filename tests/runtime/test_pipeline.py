@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+import time
 import weakref
 from typing import ClassVar
 
@@ -426,6 +427,23 @@ def test_a_forward_alone_says_nothing_about_training(wrap):
         with torch.no_grad():
             pipe(inputs[:1])
     assert pipe.layer_costs() == before
+
+
+def test_the_fused_stage_is_measured(wrap):
+    """Its backward costs what a backward stage would: the forward, the loss, and the way back through both."""
+    model, plan = small_model(), ModelExecutePlan([range(6)], [range(6, 7), range(6)])
+    pipe, (inputs, labels) = wrap(model), batch(6)
+    model[6].register_forward_hook(lambda *_: time.sleep(0.01))
+
+    def slow_loss(outputs, targets):
+        time.sleep(0.1)
+        return F.mse_loss(outputs, targets)
+
+    config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3, execute_plan=plan)
+    pipe.forward_backward((inputs,), label=labels, loss_fn=slow_loss, run_config=config)
+    last = pipe.layer_costs()[6]
+    assert last.forward >= 0.01
+    assert last.backward >= 0.11
 
 
 class _Watched(nn.Linear):

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from .command import ROOT, add_options, check_options, failure_list, open_results, run_work, types_among
 from .results import Results, installed_versions, library_state
-from .runner import Limits, Runner, sample
+from .runner import Limits, Runner
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -18,7 +18,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     from .ways import WAYS
 
     parser = argparse.ArgumentParser("python -m matrix", description=__doc__, allow_abbrev=False)
-    add_options(parser, COLUMNS, timeout=900.0, stem="matrix")
+    add_options(parser, COLUMNS, timeout=900.0, stem="matrix", kinds="the classes of cache layers")
     parser.add_argument(
         "--peer",
         choices=("none", *(name for name in WAYS if name != "yobx_flatten")),
@@ -37,6 +37,7 @@ def choose(options: argparse.Namespace, known: list[str] | None = None) -> list[
     """Return the names of the types to run."""
     import transformers
 
+    from .kinds import quiet_sample
     from .models import layer_classes, type_names
 
     transformers.logging.set_verbosity_error()
@@ -44,7 +45,7 @@ def choose(options: argparse.Namespace, known: list[str] | None = None) -> list[
     if options.only:
         names = types_among(names, options.only)
     if options.sample is not None:
-        names = sample(names, layer_classes, options.sample)
+        names = quiet_sample(names, layer_classes, options.sample)
     return names
 
 

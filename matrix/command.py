@@ -28,7 +28,9 @@ __all__ = [
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def add_options(parser: argparse.ArgumentParser, columns: Iterable[str], *, timeout: float, stem: str) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, columns: Iterable[str], *, timeout: float, stem: str, kinds: str
+) -> None:
     """Add the options that say what is run, how, and where results go.
 
     Args:
@@ -36,10 +38,11 @@ def add_options(parser: argparse.ArgumentParser, columns: Iterable[str], *, time
         columns: what may be asked of a type.
         timeout: seconds for one type, unless ``--timeout`` says otherwise.
         stem: how the names of the files of results begin.
+        kinds: over what ``--sample`` spreads.
     """
     results = f"results (default docs/data/{stem}-*.json)"
     parser.add_argument("--only", metavar="TYPE,...", type=_names, help="these types: llama, seq2seq:t5, image:, ...")
-    parser.add_argument("--sample", metavar="N", type=int, help="N types, spread over the classes of cache layers")
+    parser.add_argument("--sample", metavar="N", type=int, help=f"N types, spread over: {kinds}")
     parser.add_argument("--columns", metavar="COLUMN,...", type=_names, help=f"of: {', '.join(columns)}")
     parser.add_argument("--jobs", metavar="N", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="at a time")
     parser.add_argument(
@@ -49,7 +52,10 @@ def add_options(parser: argparse.ArgumentParser, columns: Iterable[str], *, time
     parser.add_argument("--output", metavar="FILE", type=pathlib.Path, help=results)
     parser.add_argument("--page", metavar="FILE", type=pathlib.Path, help="write this page from the results, and end")
     parser.add_argument(
-        "--against", metavar="FILE", type=pathlib.Path, help="end with 1 when a column fails that passed in this file"
+        "--against",
+        metavar="FILE",
+        type=pathlib.Path,
+        help="end with 1 when a column fails that passed in this file, or a model is cut into fewer pieces",
     )
     parser.add_argument("--failures", action="store_true", help="list the failures of the results by reason, and end")
     parser.add_argument(
@@ -129,7 +135,7 @@ def run_work(
             progress.console.print(line_of(name, found), markup=False)
     worse = regressions(results, Results.read(options.against), names) if options.against else []
     for line in worse:
-        console.print(f"passed in {options.against.name}, fails now: {line}", markup=False)
+        console.print(f"worse than in {options.against.name}: {line}", markup=False)
     return 1 if worse else 0
 
 

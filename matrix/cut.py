@@ -9,8 +9,9 @@ from rich.console import Console
 
 from .command import ROOT, add_options, check_options, failure_list, open_results, run_work, types_among
 from .cut_cases import COLUMNS, run_type
-from .models import layer_classes, split_name, type_names
-from .results import Results, installed_versions, library_state
+from .kinds import kind_of, quiet_sample
+from .models import split_name, type_names
+from .results import Results, installed_versions, library_state, passes
 from .runner import Limits, Runner, sample
 
 __all__ = ["choose", "main", "parse"]
@@ -21,7 +22,8 @@ _WAY = "roundpipe_runtime"
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options, checked."""
     parser = argparse.ArgumentParser("python -m matrix.cut", description=__doc__, allow_abbrev=False)
-    add_options(parser, COLUMNS, timeout=300.0, stem="cut")
+    kinds = "experts, recurrent states, shared keys, phases; with --against: of those that passed there"
+    add_options(parser, COLUMNS, timeout=300.0, stem="cut", kinds=kinds)
     parser.add_argument("--all", action="store_true", help="encoder-decoders, pictures and sounds as well")
     options = parser.parse_args(arguments)
     check_options(parser, options, COLUMNS, f"cut-{installed_versions()['transformers']}")
@@ -35,7 +37,14 @@ def choose(options: argparse.Namespace) -> list[str]:
         names = types_among(names, options.only)
     elif not options.all:
         names = [name for name in names if split_name(name)[0] == "causal"]
-    return sample(names, layer_classes, options.sample) if options.sample is not None else names
+    if options.sample is None:
+        return names
+    recorded = Results.read(options.against) if options.against else None
+    if recorded is not None:
+        names = [name for name in names if name in recorded.types and passes(recorded.types[name], list(COLUMNS))]
+    # families take turns, so that none is left out where there are more kinds than the sample has room for
+    names = sample(names, lambda name: split_name(name)[0], len(names))
+    return quiet_sample(names, lambda name: kind_of(name, recorded), options.sample)
 
 
 def main(arguments: list[str] | None = None) -> int:

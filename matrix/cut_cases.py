@@ -19,6 +19,7 @@ import torch
 from .cases import DifferenceError, SkipColumnError
 from .media import IMAGE_TOKEN, encoder_inputs, picture_of, reads_media
 from .models import make_model, split_name
+from .particular_batches import PARTICULAR_BATCHES
 from .worker import be_quiet, run_columns
 
 __all__ = ["COLUMNS", "NEEDS", "CutTrial", "batch_of", "run_type"]
@@ -81,13 +82,20 @@ def batch_of(name: str, model: Any, rows: int, seed: int, padding: int = 3) -> d
     mask = torch.ones((rows, _LENGTH), dtype=torch.int64)
     mask[0, :padding] = 0
     made: dict[str, Any]
+    if particular := PARTICULAR_BATCHES.get(model.config.model_type):
+        found = particular(model, {"input_ids": tokens, "attention_mask": mask}, generator)
+        made = {key: value.to(dtype) if value.is_floating_point() else value for key, value in found.items()}
+        if "decoder_input_ids" in taken and model.config.is_encoder_decoder:
+            made.setdefault("decoder_input_ids", tokens.flip(1)[:, :8])
+        labelled = made.get("decoder_input_ids", made["input_ids"])
+        return _labelled(model, made, labelled, None if "decoder_input_ids" in made else made["attention_mask"])
     if reads_media(model):
         made = {key: value.to(dtype) for key, value in encoder_inputs(model, rows, generator).items()}
         made["decoder_input_ids"] = tokens
         return _labelled(model, made, tokens, None)
-    found = picture_of(model, rows, generator) if split_name(name)[0] == "image" else None
-    if found is not None:
-        read, length = found
+    pictures = picture_of(model, rows, generator) if split_name(name)[0] == "image" else None
+    if pictures is not None:
+        read, length = pictures
         places = tokens.new_full((rows, length), IMAGE_TOKEN)
         tokens = torch.cat([tokens[:, :3], places, tokens[:, 3:]], dim=1)
         mask = torch.cat([mask[:, :3], torch.ones_like(places), mask[:, 3:]], dim=1)

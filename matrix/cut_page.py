@@ -16,6 +16,9 @@ Every model type of the installed transformers, with random weights from a small
 through a pipeline. `make cut-matrix` runs it (`python -m matrix.cut --help` says how to run less); this page is written
 from `data/{file}`, with {versions}.
 
+`.ci/run` runs 25 types again, one of every kind (family, experts, recurrent states, shared keys, number of phases), and
+fails where one that passed does not any more.
+
 | column | what is asked |
 |---|---|
 | built | the small configuration makes a model |

@@ -23,7 +23,17 @@ _DAVIT = {
 _DECODER = {"is_decoder": True, "add_cross_attention": True}
 _OMNI = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 
+# pictures of more than one token: the plain models take a single token of a single picture for a batch of none
+_PICTURES = {"vision_config": {"image_size": 56}}
+_QUERIES = {"num_query_tokens": 4, "image_token_index": 120}
+
 FAMILY_OVERRIDES: dict[str, dict[str, Any]] = {
+    "blip-2": _QUERIES,
+    "instructblip": _QUERIES,
+    "instructblipvideo": {**_QUERIES, "video_token_index": 120},
+    "mistral3": _PICTURES,
+    "mistral_large4": _PICTURES,
+    "pi0": {"vlm_config": {"projection_dim": 64, "vision_config": {"projection_dim": 64}}},
     "deepseek_ocr2": {
         "text_config": {
             "mlp_layer_types": ["dense", "sparse"],

@@ -141,6 +141,8 @@ def passes(entry: dict[str, Any], columns: list[str]) -> bool:
 def regressions(found: Results, expected: Results, names: list[str]) -> list[str]:
     """Return, in words, every column of these types that passed in ``expected`` and fails in ``found``.
 
+    A cut that calls fewer layers than the recorded one is worse, too: the model is right, but in larger pieces.
+
     Args:
         found: the results of this run.
         expected: recorded ones.
@@ -151,7 +153,15 @@ def regressions(found: Results, expected: Results, names: list[str]) -> list[str
         before, now = expected.passed(name), found.passed(name)
         for column in (column for column, ok in now.items() if ok is False and before.get(column)):
             lines.append(f"{name}, {column}: {found.types[name]['columns'][column]['why']}")
+        calls, recorded = _calls(found, name), _calls(expected, name)
+        if now.get("cut") and calls < recorded:
+            lines.append(f"{name}, cut: {calls} calls of layers, not {recorded}")
     return lines
+
+
+def _calls(results: Results, name: str) -> int:
+    calls: int = results.types.get(name, {}).get("columns", {}).get("cut", {}).get("calls", 0)
+    return calls
 
 
 def failures(results: Results, columns: list[str]) -> dict[str, dict[str, list[str]]]:

@@ -161,6 +161,15 @@ def test_what_passed_before_and_fails_now_is_named(results, tmp_path):
     assert regressions(results, recorded, ["gpt2"]) == []
 
 
+def test_a_cut_into_larger_pieces_than_before_is_named(results, tmp_path):
+    """It computes what the model does, so that its column passes; more calls than before are no fault."""
+    recorded = Results(tmp_path / "recorded.json", {}, "roundpipe_runtime")
+    for name, before, now in (("t5", 4, 2), ("llama", 2, 2), ("blt", 8, 10)):
+        recorded.record(name, {"cut": {"ok": True, "calls": before}}, "s")
+        results.record(name, {"cut": {"ok": True, "calls": now}}, "s")
+    assert regressions(results, recorded, ["t5", "llama", "blt"]) == ["t5, cut: 2 calls of layers, not 4"]
+
+
 def test_the_page_says_what_the_file_says(results):
     """Counts per column, a row per type, the reasons, the versions."""
     page = page_of(results, COLUMNS, [], "matrix.json")

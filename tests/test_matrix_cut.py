@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +80,11 @@ def test_the_page_counts_and_gives_reasons():
     assert "| `good` | ✓ | ✓ | ✓ | – | `h` | 2 | 2 | 2e-07 |" in page
     assert "- `bad`, cut: RefusedError: a \\| b" in page
     assert "- `good`, trained: no labels" in page
+
+
+def test_the_committed_page_is_the_one_of_the_committed_results():
+    """`python -m matrix.cut --page docs/cut_matrix.md` writes it."""
+    docs = Path(__file__).parent.parent / "docs"
+    recorded = sorted((docs / "data").glob("cut-*.json"))[-1]
+    page = page_of(Results.read(recorded), recorded.name)
+    assert (docs / "cut_matrix.md").read_text(encoding="utf-8") == page

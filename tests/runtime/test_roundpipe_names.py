@@ -1,0 +1,280 @@
+"""The names and signatures are those of RoundPipe 0.1; each difference has a line in `from_roundpipe.md`."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe_runtime
+from roundpipe_runtime import GradScaler, ModelExecutePlan, RoundPipe, RoundPipePackedData, RoundPipeRunConfig
+from roundpipe_runtime.optim import Adam
+
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "from_roundpipe.md").read_text(encoding="utf-8")
+
+# An empty container or configuration as a default: `None` and `()` say the same here.
+EMPTY = "empty"
+# Worked out from the devices.
+DEVICES = "devices"
+REQUIRED = inspect.Parameter.empty
+
+# name -> the parameters that the reference gives it, in order, with their defaults
+CONTRACT = {
+    "RoundPipe": {
+        "model": REQUIRED,
+        "optim_dtype": None,
+        "name": None,
+        "model_run_config": EMPTY,
+        "pin_model": "alloc",
+    },
+    "RoundPipe.forward": {"args": REQUIRED, "roundpipe_run_config": EMPTY, "kwargs": REQUIRED},
+    "RoundPipe.forward_backward": {
+        "input_args": EMPTY,
+        "input_kwargs": EMPTY,
+        "label": None,
+        "loss_fn": "the outputs",
+        "return_outputs": False,
+        "run_config": EMPTY,
+    },
+    "RoundPipe.optim_parameters": {},
+    "RoundPipe.optim_named_parameters": {"prefix": "", "remove_duplicate": True},
+    "RoundPipe.step": {"step_fn": REQUIRED, "is_async": True, "args": REQUIRED, "kwargs": REQUIRED},
+    "RoundPipe.synchronize": {},
+    "RoundPipe.set_original_model": {"original_model": REQUIRED},
+    "wrap_model_to_roundpipe": {
+        "model": REQUIRED,
+        "use_sequential_preset": None,
+        "lower_threshold": 16 * 1024,
+        "upper_threshold": None,
+        "skip_modules": EMPTY,
+        "override_config": EMPTY,
+        "model_run_config": EMPTY,
+        "name": None,
+        "roundpipe_kwargs": REQUIRED,
+    },
+    "RoundPipeRunConfig": {
+        "requires_grad": None,
+        "output_device": None,
+        "preserve_rng_state": None,
+        "recompute_grain": None,
+        "num_microbatch": None,
+        "split_input": None,
+        "split_label": None,
+        "merge_output": None,
+        "execute_plan": None,
+    },
+    "ModelExecutePlan.auto": {
+        "run_type": REQUIRED,
+        "models": REQUIRED,
+        "min_stages": DEVICES,
+        "upper_threshold": 1.1,
+        "model_memory_limit": DEVICES,
+    },
+    "RoundPipePackedData.synchronize": {},
+    "save_for_recompute": {"data": REQUIRED},
+    "doing_recompute": {},
+    "get_recompute_data": {},
+    "OptimizerCtx": {},
+    "optim.Adam": {
+        "params": REQUIRED,
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "amsgrad": False,
+        "foreach": None,
+        "maximize": False,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+        "decoupled_weight_decay": False,
+    },
+    "GradScaler": {
+        "init_scale": 2.0**16,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "enabled": True,
+    },
+    "GradScaler.scale": {"outputs": REQUIRED},
+    "GradScaler.unscale_": {"optimizer": REQUIRED},
+    "GradScaler.step": {"optimizer": REQUIRED, "args": REQUIRED, "kwargs": REQUIRED},
+    "GradScaler.update": {"new_scale": None},
+    "GradScaler.get_scale": {},
+    "GradScaler.get_growth_factor": {"up_to_date": False},
+    "GradScaler.set_growth_factor": {"new_factor": REQUIRED},
+    "GradScaler.get_backoff_factor": {"up_to_date": False},
+    "GradScaler.set_backoff_factor": {"new_factor": REQUIRED},
+    "GradScaler.get_growth_interval": {"up_to_date": False},
+    "GradScaler.set_growth_interval": {"new_interval": REQUIRED},
+}
+
+# What is otherwise on purpose: the default here, and words of the line in `from_roundpipe.md` that says so.
+OTHERWISE = {("RoundPipe.step", "is_async"): (False, "`step` is asynchronous unless told otherwise")}
+# What is new stands behind all that is old, and in the table of that page.
+ADDED = {
+    "RoundPipe": ["devices"],
+    "wrap_model_to_roundpipe": ["example", "check"],
+    "RoundPipeRunConfig": ["loss_reduction"],
+    "ModelExecutePlan.auto": ["previous"],
+}
+
+
+def signature_of(name):
+    found = roundpipe_runtime
+    for part in name.split("."):
+        found = getattr(found, part)
+    parameters = inspect.signature(found).parameters
+    return {key: value for key, value in parameters.items() if key != "self"}
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_a_signature_is_the_documented_one(name):
+    """The same names in the same order with the same defaults; what is new comes last."""
+    found = signature_of(name)
+    old = [key for key in found if key not in ADDED.get(name, [])]
+    assert old == list(CONTRACT[name])
+    for key, default in CONTRACT[name].items():
+        expected, _ = OTHERWISE.get((name, key), (default, ""))
+        if expected in (EMPTY, DEVICES):
+            assert found[key].default in (None, ())
+        elif expected == "the outputs":
+            assert found[key].default("out", "label") == "out"
+        else:
+            assert found[key].default == expected
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_what_is_new_does_not_move_what_is_old(name):
+    """A new parameter has a default, and stands behind the old positional ones."""
+    found = signature_of(name)
+    positional = [key for key, value in found.items() if value.kind is value.POSITIONAL_OR_KEYWORD]
+    added = ADDED[name]
+    assert positional == [key for key in positional if key not in added] + [key for key in added if key in positional]
+    assert all(found[key].default is not REQUIRED for key in added)
+
+
+def test_each_difference_in_a_signature_is_on_the_page():
+    """By the words of its line; a new parameter by its name."""
+    assert [line for _, line in OTHERWISE.values() if line not in PAGE] == []
+    assert [f"{name}: {key}" for name, keys in ADDED.items() for key in keys if f"`{key}" not in PAGE] == []
+
+
+def test_names_that_are_not_here_are_on_the_page():
+    """A script that imports one of them finds what to write."""
+    for name in ("ModelTimer", "AutoRoundPipe"):
+        assert not hasattr(roundpipe_runtime, name)
+        assert f"`{name}" in PAGE
+
+
+def test_a_plan_is_filled_in_by_its_attributes():
+    """`plan = ModelExecutePlan(); plan.fwd_plan = [...]`, as the reference writes it."""
+    plan = ModelExecutePlan()
+    plan.fwd_plan = [range(3)]
+    plan.bwd_plan = [range(3, 4), range(2, 3), range(1, 2), range(1)]
+    plan.check_valid("fused", 4)
+
+
+def test_packed_data_is_a_list():
+    """`synchronize`, then read it like any list."""
+    assert isinstance(RoundPipePackedData([1, 2]), list)
+    assert RoundPipePackedData([1, 2]).synchronize() == [1, 2]
+
+
+def test_a_pipeline_is_named_for_the_line_that_made_it():
+    """``file:line``, unless it is given a name."""
+    model = RoundPipe(nn.Linear(2, 2), devices="virtual:1")
+    file, _, line = model.name.partition(":")
+    assert file == Path(__file__).name
+    assert int(line) > 0
+
+
+def test_attributes_are_read_written_and_deleted_on_the_original_model():
+    """Where there is one; else on the wrapped model."""
+    original, wrapped = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = RoundPipe(wrapped, devices="virtual:1")
+    model.note = "wrapped"
+    assert wrapped.note == "wrapped"
+    model.set_original_model(original)
+    original.vocabulary = 7
+    assert model.vocabulary == 7
+    model.vocabulary = 8
+    assert original.vocabulary == 8
+    del model.vocabulary
+    assert not hasattr(original, "vocabulary")
+
+
+def images(rows):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, 6, generator=generator), torch.randint(3, (rows,), generator=generator)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def test_the_loop_of_the_first_tutorial_runs_as_it_is_written():
+    """Half precision, a scaled loss over the number of microbatches, outputs beside it, a step, an update."""
+    model = RoundPipe(network().to(torch.float16), optim_dtype=torch.float32, devices="virtual:2")
+    with roundpipe_runtime.OptimizerCtx():
+        optimizer = Adam(model.parameters(), lr=1e-2)
+    scaler, criterion = GradScaler(), nn.CrossEntropyLoss()
+    inputs, labels = images(12)
+    losses = []
+    for _ in range(8):
+        loss, outputs = model.forward_backward(
+            input_args=(inputs.to(torch.float16),),
+            label=labels,
+            loss_fn=lambda outputs, labels: scaler.scale(criterion(outputs.float(), labels)) / 3,
+            return_outputs=True,
+        )
+        scale = scaler.get_scale()
+        model.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()))
+        scaler.update()
+        losses.append(loss.item() / scale)
+    model.synchronize()
+    model.close()
+    expected = criterion(network()(inputs), labels).item()
+    assert losses[0] == pytest.approx(expected, rel=2e-3)
+    assert losses[-1] < losses[0]
+    assert outputs.shape == (12, 3)
+
+
+def test_the_loop_of_the_second_tutorial_runs_as_it_is_written(tmp_path):
+    """A wrapped model, its own loss function on labels given apart, a forward in one microbatch, and saving."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, use_cache=False,
+    )  # fmt: skip
+    raw = transformers.Qwen3ForCausalLM(config)
+    ids = torch.randint(1, 64, (10, 9))
+    expected = raw(input_ids=ids, labels=ids).loss.item()
+    model = roundpipe_runtime.wrap_model_to_roundpipe(
+        raw,
+        model_run_config=RoundPipeRunConfig(num_microbatch=10),
+        optim_dtype=torch.float32,
+        devices="virtual:2",
+    )
+    optimizer, scaler = Adam(model.optim_parameters(), lr=1e-3), GradScaler()
+    loss = model.forward_backward(
+        input_kwargs={"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        label=ids,
+        loss_fn=lambda outputs, labels: scaler.scale(
+            model.loss_function(logits=outputs.logits, labels=labels, vocab_size=model.vocab_size) / 10
+        ),
+    )
+    assert loss.item() / scaler.get_scale() == pytest.approx(expected, rel=1e-5)
+    model.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()))
+    scaler.update()
+    model.synchronize()
+    with torch.no_grad():
+        outputs = model.eval()(input_ids=ids[:1], roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1))
+    assert outputs.logits.shape == (1, 9, 64)
+    model.save_pretrained(tmp_path)
+    again = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again.lm_head.weight, raw.lm_head.weight)
+    model.close()

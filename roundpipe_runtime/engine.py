@@ -329,7 +329,7 @@ class Engine:
 
     def _warn(self, run: Run, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
         if not self._warned and config.loss_reduction == "sum" and run.contract.kind != "pair":
-            self._warned = warn_if_uneven(rows, config.num_microbatch or 1, stacklevel=4)
+            self._warned = warn_if_uneven(rows, config.num_microbatch or 1)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

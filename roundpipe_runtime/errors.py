@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 __all__ = [
     "ConfigError",
     "DeviceError",
@@ -17,6 +20,7 @@ __all__ = [
     "UnregisteredObjectError",
     "UseAfterReleaseError",
     "spell_bytes",
+    "warn",
 ]
 
 
@@ -75,11 +79,23 @@ class UnevenSplitWarning(RoundPipeWarning):
 def spell_bytes(count: float) -> str:
     """Write a number of bytes for a message.
 
-    >>> spell_bytes(2300), spell_bytes(8e9)
-    ('2.3 kB', '8 GB')
+    >>> spell_bytes(2300), spell_bytes(8e9), spell_bytes(1.38e12)
+    ('2.3 kB', '8 GB', '1.38 TB')
     """
-    for unit in ("bytes", "kB", "MB"):
-        if count < 1000:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 999.5:
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.3g} GB"
+    return f"{count:.3g} TB"
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn of the line in which the user called: the first one that is neither ours nor torch's."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _is_inside(module: str) -> bool:
+    return module.partition(".")[0] in ("roundpipe_runtime", "torch")

@@ -24,13 +24,12 @@ import dataclasses
 import math
 import numbers
 import threading
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from .errors import ConfigError, LossError, UnevenSplitWarning
+from .errors import ConfigError, LossError, UnevenSplitWarning, warn
 
 __all__ = ["BackwardTerm", "LossContract", "LossValue", "WeightedLoss", "read_loss", "warn_if_uneven"]
 
@@ -257,7 +256,7 @@ class LossContract:
         return 2.0 ** round(math.log2(max(rows, 1)))
 
 
-def warn_if_uneven(rows: Sequence[int | None], num_microbatch: int, *, stacklevel: int = 1) -> bool:
+def warn_if_uneven(rows: Sequence[int | None], num_microbatch: int) -> bool:
     """Warn that a loss divided by the number of microbatches is not the mean of this batch.
 
     The caller asks for losses that are no pairs with ``loss_reduction="sum"``, and only until the first ``True``.
@@ -265,21 +264,19 @@ def warn_if_uneven(rows: Sequence[int | None], num_microbatch: int, *, stackleve
     Args:
         rows: rows of each microbatch.
         num_microbatch: the number asked for, which a script would divide by.
-        stacklevel: as for :func:`warnings.warn`; 1 is the line that calls this function.
 
     Returns:
         Whether a warning was given.
     """
     if len(set(rows)) <= 1 and len(rows) == num_microbatch:
         return False
-    warnings.warn(
+    warn(
         f"The batch was split unevenly: microbatches of {list(rows)} rows, {num_microbatch} asked for. With "
         'loss_reduction="sum" the total is the sum of their losses, and a mean divided by the number of microbatches '
         "is not the mean of the batch. Either is exact:\n"
         '    RoundPipeRunConfig(loss_reduction="mean")  # loss_fn returns the mean over its rows\n'
         "    return WeightedLoss(total, weight)  # from loss_fn",
         UnevenSplitWarning,
-        stacklevel=stacklevel + 1,
     )
     return True
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 
-from .errors import ConfigError
+from .errors import ConfigError, warn
 
 __all__ = ["Adam"]
 
@@ -49,7 +48,7 @@ class Adam(torch.optim.Adam):
         if capturable or differentiable:
             raise ConfigError("Adam: capturable and differentiable are not supported here. Use torch.optim.Adam.")
         if foreach is not None or fused is not None:
-            warnings.warn("Adam: foreach and fused are ignored; the fused kernel is used.", stacklevel=2)
+            warn("Adam: foreach and fused are ignored; the fused kernel is used.", UserWarning)
         super().__init__(
             params,
             lr=lr,

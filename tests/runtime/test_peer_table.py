@@ -140,8 +140,9 @@ def test_the_documented_quotient_warns_when_it_is_no_mean(pipe):
     inputs, labels = batch(10)
     config = RoundPipeRunConfig(num_microbatch=4)
     wrapped = pipe(small_model())
-    with pytest.warns(UnevenSplitWarning, match="WeightedLoss"):
+    with pytest.warns(UnevenSplitWarning, match="WeightedLoss") as seen:
         wrapped.forward_backward((inputs,), label=labels, loss_fn=lambda o, t: F.mse_loss(o, t) / 4, run_config=config)
+    assert [warning.filename for warning in seen] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wrapped.forward_backward(

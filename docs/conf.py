@@ -117,13 +117,16 @@ def _write_flattening_list() -> None:
 _write_flattening_list()
 
 
-def _write_command_line() -> None:
-    """Write the reference of `guide/command_line.md` from the help of the commands, next to it."""
+def _write_command_lines() -> None:
+    """Write the references of both command lines from the help of the commands, for the guide."""
+    from roundpipe_runtime.cli.app import app as roundpipe
+    from yobx_flatten.cli.app import app as flatten
     from yobx_flatten.cli.reference import reference
 
-    path = Path(__file__).parent / "_generated" / "command_line.md"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(reference(), encoding="utf-8")
+    for name, app in (("command_line", flatten), ("runtime_command_line", roundpipe)):
+        path = Path(__file__).parent / "_generated" / f"{name}.md"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(reference(app), encoding="utf-8")
 
 
-_write_command_line()
+_write_command_lines()

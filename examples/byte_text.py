@@ -81,7 +81,7 @@ def train_plainly(steps: int) -> list[float]:
 
 
 def train_through_a_pipeline(steps: int) -> list[float]:
-    """The loss of each step, where a device holds a few layers at a time."""
+    """The loss of each step, where a device runs a few layers at a time."""
     model = RoundPipe(build_model(), devices="virtual:2", model_run_config=RoundPipeRunConfig(loss_reduction="mean"))
     with OptimizerCtx():
         optimizer = optim.Adam(model.parameters(), lr=2e-3)

@@ -90,7 +90,7 @@ def train_plainly(steps: int) -> tuple[nn.Module, list[float]]:
 
 
 def train_through_a_pipeline(steps: int) -> tuple[RoundPipe, list[float]]:
-    """The same, where a device holds a few layers at a time."""
+    """The same, where a device runs a few layers at a time."""
     config = RoundPipeRunConfig(num_microbatch=MICROBATCHES, loss_reduction="mean")
     model = RoundPipe(build_model(), devices="virtual:2", model_run_config=config)
     with OptimizerCtx():

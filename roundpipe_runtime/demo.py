@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
 import os
 import statistics
 import time
@@ -30,6 +29,7 @@ from .optim import Adam
 from .optimizer import OptimizerCtx
 from .pipeline import RoundPipe
 from .timeline import Timeline
+from .timeline_drawing import draw_on
 
 __all__ = ["run_demo"]
 
@@ -38,17 +38,6 @@ ROWS, LENGTH, WIDTH, BLOCKS = 10, 64, 64, 4
 TOLERANCE = 1e-4  # Adam divides by the size of a gradient, so rounding grows from step to step
 
 _Step = Callable[[torch.Tensor, torch.Tensor], float]
-
-# What a letter of the drawing stands for, and its colour on a terminal.
-_WORK = {
-    "F": ("forward", "white on blue"),
-    "R": ("forward again", "black on cyan"),
-    "L": ("loss", "black on yellow"),
-    "B": ("backward", "white on red"),
-    "u": ("copy in", "black on white"),
-    "d": ("copy back", "black on white"),
-    ".": ("waiting", "bright_black"),
-}
 
 
 class _Embedding(nn.Module):
@@ -202,7 +191,7 @@ def _introduce(console: Any, model: nn.Module) -> None:
     console.print(
         f"Text: the help pages of Python, a token per byte. Model: a transformer of {BLOCKS} blocks, {count:,} "
         f"parameters, random weights. It is trained plainly, and through a pipeline over 2 devices made of the CPU, "
-        f"which hold a few layers at a time; {ROWS} rows a step, in microbatches of 4, 3 and 3."
+        f"which run a few layers at a time; {ROWS} rows a step, in microbatches of 4, 3 and 3."
     )
     console.print(f"\n{'step':>4}  {'plain':>9}  {'pipeline':>9}  {'difference':>10}  loss", style="bold")
 
@@ -223,27 +212,4 @@ def _conclude(console: Any, largest: float, seconds: list[tuple[float, float]], 
         "which computes most of the forward twice instead of keeping it.\n"
     )
     console.print("The fastest step, from left to right:", style="bold")
-    _draw(console, timeline)
-
-
-def _draw(console: Any, timeline: Timeline) -> None:
-    """Print the drawing of a timeline in the width of the terminal, each letter in its colour."""
-    from rich.text import Text
-
-    margin = max(len(record.device) for record in timeline.records)
-    width = min(console.width, 120) - margin - 3
-    drawing, _, total = timeline.draw(width).rpartition("  ")
-    found = set()
-    for line in drawing.splitlines():
-        name, row = line.rstrip("|").split(" |")
-        text = Text(f"{name} ")
-        for letter, same in itertools.groupby(row):
-            text.append("".join(same), _WORK[letter][1])
-            found.add(letter)
-        console.print(text)
-    console.print(f"{'':{margin}} 0{total:>{width - 1}}", style="dim")
-    legend = Text()
-    for letter, (meaning, style) in _WORK.items():
-        if letter in found:
-            legend.append(f" {letter} ", style).append(f" {meaning} ")
-    console.print(legend)
+    draw_on(console, timeline)

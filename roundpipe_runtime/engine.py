@@ -35,7 +35,7 @@ from .timeline import current_timeline
 from .transfer import Parcel, take_apart
 from .worker import add_note_once, collect
 
-__all__ = ["Engine"]
+__all__ = ["FOR_PARAMETERS", "Engine"]
 
 # Pipelines may share devices. All stages of a run are handed out in one go: then every device has them in the same
 # order, and no two runs can wait for each other.
@@ -46,7 +46,7 @@ _DISPATCH = threading.Lock()
 _BRIEF = 150e-6
 
 # The share of a device's memory for parameters and gradients; activations have the rest.
-_FOR_PARAMETERS = 0.6
+FOR_PARAMETERS = 0.6
 
 
 class Engine:
@@ -248,7 +248,7 @@ class Engine:
     def memory_limit(self) -> float | None:
         """Return the GB of the smallest device that parameters and gradients may take, where it is known."""
         known = [device.memory for device in self.devices if device.memory is not None]
-        return _FOR_PARAMETERS * min(known) / 1e9 if known else None
+        return FOR_PARAMETERS * min(known) / 1e9 if known else None
 
     def close(self) -> None:
         """Finish what is under way and end the threads."""

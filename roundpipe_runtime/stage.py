@@ -131,7 +131,7 @@ class _Visit:
                 # What came in is kept as it is, but for the caller's own tensors: they may change before backward.
                 own = layer == self.stage.layers[0] and not (layer == 0 and self.run.kind == "train")
                 self.run.saved[layer, microbatch] = parcel if own else self._send(values)
-            values, _ = self._call(layer, microbatch, values, "forward")
+            values = self._call(layer, microbatch, values, "forward")[0]  # the graph of a layer goes away at once
         self._hand_on(microbatch, self._send(values))
 
     def _fused(self, microbatch: int) -> None:

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Record", "Timeline", "current_timeline"]
+__all__ = ["KINDS", "Record", "Timeline", "current_timeline"]
 
 _CURRENT: contextvars.ContextVar[Timeline | None] = contextvars.ContextVar("roundpipe_timeline", default=None)
 
 # One letter per kind of work in the drawing.
 _LETTERS = {"upload": "u", "forward": "F", "recompute": "R", "loss": "L", "backward": "B", "download": "d"}
+
+# Every kind of work there is.
+KINDS = tuple(_LETTERS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

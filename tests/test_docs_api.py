@@ -4,7 +4,9 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import roundpipe_runtime
 import yobx_flatten
+from roundpipe_runtime import huggingface
 
 API = Path(__file__).parent.parent / "docs" / "api"
 DIRECTIVE = re.compile(r"^\.\. (?:autofunction|autoclass|autoexception|py:data):: (\w+)$", re.MULTILINE)
@@ -33,6 +35,21 @@ def test_the_reference_lists_no_other_name():
 
 def test_no_name_is_listed_twice():
     assert [name for name, count in documented().items() if count > 1] == []
+
+
+def test_the_reference_of_the_runtime_lists_what_its_parts_bring():
+    """`automodule` lists the names of the package; those of a part that are not among them stand on the page."""
+    text = (API / "roundpipe_runtime.md").read_text(encoding="utf-8")
+    own = [name for name in huggingface.__all__ if name not in roundpipe_runtime.__all__]
+    assert [name for name in own if f"roundpipe_runtime.huggingface.{name}\n" not in text] == []
+
+
+def test_the_guide_lists_every_error_and_warning_of_the_runtime():
+    """On the page about errors, by name; the bases are what it says of all of them."""
+    text = (API.parent / "guide" / "runtime_errors.md").read_text(encoding="utf-8")
+    assert [name for name in roundpipe_runtime.__all__ if name.endswith("Error") and f"`{name}`" not in text] == []
+    warnings = [name for name in roundpipe_runtime.__all__ if name.endswith("Warning") and name != "RoundPipeWarning"]
+    assert [name for name in warnings if f"`{name}`" not in text] == []
 
 
 def test_every_page_is_in_the_table_of_contents():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
+
+from .cli.running import has_libraries
 
 __all__ = ["main"]
 
@@ -15,10 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments; by default those of the process.
     """
-    missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
-    if missing:
-        wanted = " and ".join(missing)
-        print(f"yobx-flatten: the command line needs {wanted}: pip install 'yobx-flatten[cli]'", file=sys.stderr)
+    if not has_libraries("yobx-flatten"):
         return 2
     from .cli.app import run
 

@@ -3,7 +3,7 @@ A pipeline beside plain training
 ================================
 
 A small transformer reads bytes. It is trained twice from the same weights: plainly, and through a pipeline over two
-devices that holds a few layers on a device at a time. The losses are drawn over each other, and below them what ran
+devices that run a few layers at a time. The losses are drawn over each other, and below them what ran
 where and when.
 """
 

@@ -113,7 +113,8 @@ def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[l
 
 def tensors_of(arguments: Any) -> list[torch.Tensor]:
     """Return the tensors among arguments, in order; what is in boxes does not count."""
-    leaves = pytree.tree_leaves(arguments, is_leaf=lambda value: is_box(value) and value is not arguments[1])
+    outside = id(arguments[1])  # a dictionary, too; held by this function it would stay until Python collects cycles
+    leaves = pytree.tree_leaves(arguments, is_leaf=lambda value: is_box(value) and id(value) != outside)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 

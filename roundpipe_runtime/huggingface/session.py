@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,12 +11,12 @@ from torch.utils import _pytree as pytree
 
 from yobx_flatten import find_unregistered
 
-from .book import Book, BoxUse, CallSpec, Fresh, State, Tree, box_content, fill_box, is_box
+from .book import Book, BoxUse, CallSpec, Embedded, Fresh, State, Tree, box_content, fill_box, is_box
 from .caches import HeldCache, swapped
-from .capture import collected_so_far, count_recorded, extend_collected, is_cache
-from .errors import BatchStructureError, CutError
+from .capture import collect_recorded, collected_so_far, extend_collected, is_cache
+from .errors import BatchStructureError, CutError, MissingEmbeddingError
 from .layers import tensors_of
-from .placeholder import Key, Placeholder
+from .placeholder import Key, NeedsValue, Placeholder
 from .program import Program
 
 __all__ = ["PhaseSession"]
@@ -35,6 +35,7 @@ class PhaseSession:
     Attributes:
         values: the tensors of the state, with those that this phase hands to layers.
         calls: what was recorded.
+        embedded: what embeddings returned in phase 0.
     """
 
     def __init__(self, program: Program, state: State, phase: int) -> None:
@@ -52,6 +53,8 @@ class PhaseSession:
         self._box_numbers: dict[int, int] = {}
         self._box_seen: dict[int, list[int]] = {}
         self._held: dict[int, HeldCache] = {}
+        self._embeds: dict[str, int] = {}
+        self.embedded: dict[str, list[Embedded]] = {}
         self._alive: list[Any] = []  # what is known by its id must not go away
 
     def hand_out(self, held: HeldCache) -> Any:
@@ -71,6 +74,25 @@ class PhaseSession:
         if self._asked <= len(self._made):
             return self._replay(self._made[self._asked - 1], layer, args, kwargs)
         return self._record(self._next_place(layer), args, kwargs)
+
+    def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> Any:
+        """Return what an embedding computes in phase 0; later, what is known of it."""
+        if self._phase == 0:
+            out = run()
+            if type(out) is torch.Tensor:
+                self.embedded.setdefault(name, []).append(Embedded(self._side(out), out.shape, out.dtype))
+            return out
+        number = self._embeds.get(name, 0)
+        self._embeds[name] = number + 1
+        made = self.book.embedded.get(name, ())
+        if number >= len(made):
+            raise MissingEmbeddingError(name)
+        found = self.values.get(made[number].key)
+        if found is None:
+            form = torch.empty((), dtype=made[number].dtype, device=device).expand(made[number].shape)
+            found = Placeholder(made[number].key, form)
+            self._alive.append(found)
+        return found
 
     # -- calls that were made ----------------------------------------------------------------------------------------
 
@@ -118,10 +140,9 @@ class PhaseSession:
     def _record(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = swapped(args, self._held), swapped(kwargs, self._held)
         self._alive.append((args, kwargs))
-        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=lambda value: value is not kwargs and is_box(value))
+        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_box_below(kwargs))
         arguments = Tree(spec, tuple(self._named(leaf, place) for leaf in leaves))
         self.calls[place] = CallSpec(arguments, collected_so_far())
-        count_recorded()
         form = self.program.calls[place].form
         inputs = tensors_of((args, kwargs))
         made = []
@@ -131,15 +152,24 @@ class PhaseSession:
             else:
                 made.append(Placeholder(Key(place, number), inputs[leaf] if 0 <= leaf < len(inputs) else None))
         self._alive += made
+        collect_recorded(next((one for one in made if isinstance(one, Placeholder)), None))
         return pytree.tree_unflatten(made, form.spec)
 
     def _named(self, leaf: Any, place: int) -> Any:
         if isinstance(leaf, Placeholder):
+            if leaf.key.call < 0:  # an embedding that is not here
+                raise NeedsValue(leaf.key)
             return leaf.key
         if isinstance(leaf, torch.Tensor):
             return self._side(leaf)
         if is_box(leaf):
             return self._box(leaf, place)
+        if is_cache(leaf) and find_unregistered(leaf):
+            raise CutError(
+                "structure",
+                f"{self.program.calls[place].layer} is handed a {type(leaf).__name__} that the model made and filled. "
+                "Keys and values of some layers do not travel to others, which training would have to go back through.",
+            )
         if not isinstance(leaf, _PLAIN) and (found := find_unregistered(leaf)):
             raise CutError(
                 "structure",
@@ -172,6 +202,15 @@ def _ids(box: Any) -> list[int]:
     return [id(leaf) for leaf in pytree.tree_leaves(box_content(box))]
 
 
+def _box_below(kwargs: dict[str, Any]) -> Callable[[Any], bool]:
+    """Tell boxes from keyword arguments, which are a dictionary, too.
+
+    torch's flattening is a cycle that keeps this function until Python collects it, so it must not hold the tensors.
+    """
+    outside = id(kwargs)
+    return lambda value: id(value) != outside and is_box(value)
+
+
 def _boxes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda value: value is not kwargs and is_box(value))
+    leaves = pytree.tree_leaves((args, kwargs), is_leaf=_box_below(kwargs))
     return [leaf for leaf in leaves if is_box(leaf)]

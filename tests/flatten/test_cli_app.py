@@ -167,7 +167,7 @@ def test_the_guide_has_every_command_and_option():
     """The reference of the guide is written from the help; each option has a word of explanation."""
     from yobx_flatten.cli.reference import reference
 
-    written = reference()
+    written = reference(app)
     assert [line.removeprefix("### ") for line in written.splitlines() if line.startswith("### ")] == COMMANDS
     rows = [line.split("|")[1:3] for line in written.splitlines() if line.startswith("| `")]
     assert [name for name, text in rows if not text.strip()] == []

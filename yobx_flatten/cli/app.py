@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,11 +13,11 @@ from .demo_command import demo
 from .env_command import env
 from .explain_command import explain
 from .export_command import export
-from .failures import explain_failure
 from .generate_command import generate
 from .list_command import list_classes
 from .output import say
 from .repository import bench, matrix
+from .running import run_app
 from .verify_command import verify
 
 __all__ = ["app", "run"]
@@ -67,16 +66,4 @@ def run(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments; by default those of the process.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
-    # wherever it stands: who sees an error adds it at the end
-    debug = "--debug" in given
-    command: Any = typer.main.get_command(app)
-    try:
-        status = command.main([x for x in given if x != "--debug"], prog_name="yobx-flatten", standalone_mode=False)
-    except BrokenPipeError:
-        return 0  # `yobx-flatten list | head`: whoever read has enough
-    except (Exception, KeyboardInterrupt) as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # the help is its message, and is printed already
-            return 2
-        return explain_failure(error, debug=debug)
-    return status if isinstance(status, int) else 0
+    return run_app(app, argv, program="yobx-flatten")

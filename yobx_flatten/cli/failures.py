@@ -26,27 +26,35 @@ class UserError(FlattenError, ValueError):
     """What was asked for on the command line does not exist."""
 
 
-def explain_failure(error: BaseException, *, debug: bool) -> int:
+def explain_failure(
+    error: BaseException,
+    *,
+    debug: bool,
+    program: str = "yobx-flatten",
+    expected: tuple[type[Exception], ...] = (FlattenError,),
+) -> int:
     """Print what went wrong on stderr, and return the exit status.
 
     Args:
         error: whatever ended the command.
         debug: print the stack trace as well.
+        program: what the command is called.
+        expected: errors whose message says all that a user needs; others are shown with their class.
     """
     if debug:
         traceback.print_exception(error)
-    status, text = _status_and_text(error)
-    sys.stderr.write(f"yobx-flatten: {text}\n")
+    status, text = _status_and_text(error, expected)
+    sys.stderr.write(f"{program}: {text}\n")
     return status
 
 
-def _status_and_text(error: BaseException) -> tuple[int, str]:
+def _status_and_text(error: BaseException, expected: tuple[type[Exception], ...]) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted"
     if isinstance(error, ReplayError):
         return CHECK_FAILED, str(error)  # with its report, case by case
     # what a typed line of the message says belongs to it: "Install it:\n    pip install ..."
-    if isinstance(error, FlattenError):
+    if isinstance(error, expected):
         return REFUSED, " ".join(str(error).split())
     if _names(error) & {"ClickException", "TyperException"}:
         return REFUSED, f"{_click_message(error)} (see --help)"

@@ -6,13 +6,15 @@ from typing import Any
 
 import typer
 
-from .app import app
-
 __all__ = ["reference"]
 
 
-def reference() -> str:
-    """Return one section for each command: what it does, its arguments, its options."""
+def reference(app: typer.Typer) -> str:
+    """Return one section for each command: what it does, its arguments, its options.
+
+    Args:
+        app: all commands.
+    """
     group: Any = typer.main.get_command(app)
     return "\n".join(_section(name, command) for name, command in group.commands.items())
 

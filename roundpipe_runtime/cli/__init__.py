@@ -1,0 +1,1 @@
+"""The command line ``roundpipe``: one file for each command."""

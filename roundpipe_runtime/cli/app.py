@@ -1,0 +1,64 @@
+"""All commands together, and what comes of an error."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from yobx_flatten import FlattenError
+from yobx_flatten.cli.output import say
+from yobx_flatten.cli.running import run_app
+
+from ..errors import RoundPipeError
+from .demo_command import demo
+from .doctor_command import doctor
+from .plan_command import plan
+from .timeline_command import timeline
+from .train_command import train
+
+__all__ = ["app", "run"]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        say(f"roundpipe_runtime {importlib.metadata.version('yobx-flatten')}")
+        raise typer.Exit
+
+
+def _all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the stack trace of an error.")] = False,
+) -> None:
+    """Train models larger than the device, and prove that they learn what the plain model learns.
+
+    Exit status: 0 all went well; 1 something that was checked is wrong; 2 the
+    request cannot be served; 130 interrupted.
+    """
+
+
+def _app() -> typer.Typer:
+    made = typer.Typer(name="roundpipe", no_args_is_help=True, pretty_exceptions_enable=False)
+    made.callback()(_all_commands)
+    made.command("demo")(demo)
+    made.command("plan")(plan)
+    made.command("train")(train)
+    made.command("timeline")(timeline)
+    made.command("doctor")(doctor)
+    return made
+
+
+app = _app()
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status.
+
+    Args:
+        argv: the arguments; by default those of the process.
+    """
+    return run_app(app, argv, program="roundpipe", expected=(FlattenError, RoundPipeError))

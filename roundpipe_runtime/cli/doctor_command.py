@@ -1,0 +1,44 @@
+"""``roundpipe doctor``."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from typing import Annotated
+
+import typer
+
+from yobx_flatten.cli.failures import CHECK_FAILED
+from yobx_flatten.cli.output import console, progress, say, say_json
+
+from ..doctor import Finding, examine
+
+__all__ = ["doctor"]
+
+
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
+    """Look over this installation: versions, devices, memory, threads, disk, and a training beside plain PyTorch.
+
+    Every line is ok, a warning or a fail, and says what to do. Exit status: 0
+    nothing fails; 1 something does.
+    """
+    with progress("looking around, and training for two steps"):
+        findings = examine()
+    failed = any(finding.status == "fail" for finding in findings)
+    if json:
+        say_json({"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]})
+    else:
+        say("\n".join(_lines(findings, min(console().width, 100))))
+    return CHECK_FAILED if failed else 0
+
+
+def _lines(findings: list[Finding], width: int) -> list[str]:
+    lines = []
+    for finding in findings:
+        text = f"{finding.status:<8} {finding.name}: {finding.found}"
+        lines += textwrap.wrap(text, width, subsequent_indent=" " * 9)
+        if finding.remedy:
+            lines += textwrap.wrap(f"-> {finding.remedy}", width, initial_indent=" " * 9, subsequent_indent=" " * 12)
+    counts = {status: sum(f.status == status for f in findings) for status in ("fail", "warning")}
+    says = [f"{count} {status}{'s' if count > 1 else ''}" for status, count in counts.items() if count]
+    return [*lines, "", ", ".join(says) if says else "all is well"]

@@ -1,0 +1,144 @@
+"""``roundpipe plan``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from yobx_flatten.cli.failures import CHECK_FAILED, UserError
+from yobx_flatten.cli.output import progress, say, say_json
+
+from . import train_options as given
+from .models import source_of
+from .plan_output import as_dict, write_plan
+from .quantities import parse_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..fine_tune import ModelSource
+    from ..huggingface.plan_training import PlannedTraining
+
+__all__ = ["plan"]
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder with config.json, such a file, or a type such as llama, for a small one. Weights are not read.",
+    ),
+]
+Devices = Annotated[
+    str,
+    typer.Option(metavar="DEVICES", help="auto, virtual:N, or cuda:0,cuda:1, which need not be here."),
+]
+Memory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Of one device, like 24GiB; what it has, if it is here.")
+]
+Length = Annotated[
+    int | None,
+    typer.Option(min=2, metavar="N", help="Tokens of a row; 512, or what the model takes.", rich_help_panel="A step"),
+]
+Lora = Annotated[
+    str | None,
+    typer.Option(
+        metavar="R[,ALPHA[,NAMES]]", help="Learn adapters only, as with train --lora.", rich_help_panel="A step"
+    ),
+]
+Bandwidth = Annotated[float | None, typer.Option(metavar="GB/S", help="From host to device; measured, if it is here.")]
+Flops = Annotated[
+    float | None, typer.Option(metavar="TFLOP/S", help="Of a device, in practice; measured, if it is here.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def plan(
+    model: Model,
+    devices: Devices = "auto",
+    memory: Memory = None,
+    bandwidth: Bandwidth = None,
+    flops: Flops = None,
+    batch: given.Batch = 8,
+    length: Length = None,
+    microbatches: given.Microbatches = None,
+    dtype: given.Dtype = "auto",
+    optim_dtype: given.OptimDtype = "float32",
+    lora: Lora = None,
+    json: Json = False,
+) -> int:
+    """Tell what a training will need and how long a step takes, and allocate nothing of it.
+
+    Layers, stages, memory of devices and host, tokens that hide transfers, time
+    of a step, and whether it fits. Exit status: 0 it fits, as far as is known;
+    1 it does not; 2 there is no such model or device.
+    """
+    numbers = {
+        "memory": None if memory is None else parse_bytes(memory, "--memory"),
+        "link": _rate("--bandwidth", bandwidth, 1e9),
+        "flops": _rate("--flops", flops, 1e12),
+    }
+    source = source_of(model)
+    longest = source.longest
+    if length is not None and longest is not None and length > longest:
+        raise UserError(f"{source.name} takes rows of {longest} tokens at most: --length {longest}")
+    with progress("building the model without memory") as show:
+        training = _training(source, devices, numbers, dtype, optim_dtype, lora, show)
+        count = microbatches or min(len(training.hardware.names) + 1, batch)
+        if count > batch:
+            raise UserError(
+                f"{batch} rows cannot be cut into {count} microbatches: --batch {count}, or --microbatches {batch}"
+            )
+        size = {"batch": batch, "length": length or min(512, longest or 512), "num_microbatch": count}
+        show("measuring the layers")
+        report = training.report(**size)
+        remedy = None
+        if report.fits_devices is False and not report.too_large:
+            show("looking for what fits")
+            remedy = training.remedy(**size)
+    if json:
+        say_json(as_dict(training, report, remedy))
+    else:
+        say(write_plan(training, report, remedy, rows=batch, length=size["length"]))
+    return CHECK_FAILED if False in (report.fits_devices, report.fits_host) else 0
+
+
+def _training(
+    source: ModelSource,
+    devices: str,
+    numbers: dict[str, Any],
+    dtype: str,
+    optim_dtype: str,
+    lora: str | None,
+    show: Any,
+) -> PlannedTraining:
+    """The model on meta, cut, and the hardware."""
+    import torch
+
+    from ..fine_tune import Lora, add_lora
+    from ..huggingface.plan_training import PlannedTraining, model_on_meta
+    from ..planning.hardware import describe_hardware
+
+    adapters = None if lora is None else Lora.parse(lora)
+    made = model_on_meta(source.config, dtype=_dtype(dtype))
+    kept = next((p.dtype for p in made.parameters() if p.is_floating_point()), torch.float32)
+    if adapters is not None:
+        with torch.device("meta"):
+            made = add_lora(made, adapters)
+    show("measuring this machine")
+    hardware = describe_hardware(None if devices == "auto" else devices, dtype=kept, **numbers)
+    show("cutting the model")
+    return PlannedTraining(made, hardware, optim_dtype=_dtype(optim_dtype))
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    import torch
+
+    found: torch.dtype | None = None if name in ("auto", "same") else getattr(torch, name)
+    return found
+
+
+def _rate(option: str, value: float | None, unit: float) -> float | None:
+    if value is not None and not 0 < value < float("inf"):
+        raise UserError(f"{option} must be a number above 0, found {value}")
+    return None if value is None else value * unit

@@ -1,0 +1,278 @@
+"""A plan in words and tables for 80 columns, and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import spell_bytes
+from ..planning.report import PlanReport
+from .quantities import spell_count, spell_seconds
+
+if TYPE_CHECKING:
+    from ..huggingface.plan_training import PlannedTraining, Remedy
+
+__all__ = ["as_dict", "write_plan"]
+
+
+def as_dict(training: PlannedTraining, report: PlanReport, remedy: Remedy | None) -> dict[str, Any]:
+    """Return everything for JSON: sizes in bytes, times in seconds, rates per second."""
+    return {
+        "model": training.cut.report.model,
+        "parameters": _parameters(training),
+        "learning": _parameters(training, learning=True),
+        "refused": [": ".join(refusal) for refusal in training.cut.report.refused],
+        "hardware": dataclasses.asdict(report.hardware),
+        "microbatches": report.num_microbatch,
+        "tokens": report.tokens,
+        "layers": [dataclasses.asdict(layer) for layer in report.layers],
+        "plan": {
+            "fwd_plan": [[stage[0], stage[-1] + 1] for stage in report.plan.fwd_plan],
+            "bwd_plan": [[stage[0], stage[-1] + 1] for stage in report.plan.bwd_plan],
+        },
+        "stages": [
+            {"kind": stage.kind, "layers": list(stage.layers), "device": device, "seconds": seconds}
+            for stage, device, seconds in zip(report.stages, report.devices, report.seconds, strict=True)
+        ],
+        "device_memory": [{**dataclasses.asdict(m), "total": m.total} for m in report.device_memory],
+        "host_memory": {**dataclasses.asdict(report.host_memory), "total": report.host_memory.total},
+        "tokens_to_hide_transfers": {"forward": report.tokens_forward, "backward": report.tokens_backward},
+        "step": {
+            "seconds": report.simulation.time,
+            "seconds_without_transfers": report.unhindered.time,
+            "bubble": report.simulation.bubble,
+            "optimizer_seconds": report.optimizer_seconds,
+        },
+        "fits": {"devices": report.fits_devices, "host": report.fits_host},
+        "too_large": report.too_large or None,
+        "remedy": None if remedy is None else dataclasses.asdict(remedy),
+    }
+
+
+def write_plan(training: PlannedTraining, report: PlanReport, remedy: Remedy | None, *, rows: int, length: int) -> str:
+    """Return the plan as text.
+
+    Args:
+        training: what was planned.
+        report: the plan.
+        remedy: what to change where it does not fit.
+        rows: of a step.
+        length: tokens of a row.
+    """
+    largest = -(-rows // report.num_microbatch)
+    parts = [
+        *_model(training, report),
+        f"A step: {rows} rows of {length} tokens, {report.tokens:,} in all, in {report.num_microbatch} microbatches",
+        "",
+        f"Layers, on a microbatch of {largest} x {length} tokens",
+        *_layers(report),
+        "",
+        f"{len(report.stages)} stages",
+        *_stages(report),
+        "",
+        *_memory(report),
+        "",
+        *_time(report),
+        "",
+        *_verdict(report, remedy),
+    ]
+    return "\n".join(parts)
+
+
+# -- what is planned -------------------------------------------------------------------------------------------------
+
+
+def _parameters(training: PlannedTraining, *, learning: bool = False) -> int:
+    return sum(p.numel() for p in training.model.parameters() if p.requires_grad or not learning)
+
+
+def _model(training: PlannedTraining, report: PlanReport) -> list[str]:
+    count, learning = _parameters(training), _parameters(training, learning=True)
+    dtype = str(next(p.dtype for p in training.model.parameters() if p.is_floating_point())).removeprefix("torch.")
+    optim = str(training.optim_dtype or dtype).removeprefix("torch.")
+    some = "" if learning == count else f", of which {spell_count(learning)} learn"
+    hardware = report.hardware
+    devices = ", ".join(hardware.names[:4]) + (f" ... {hardware.names[-1]}" if len(hardware.names) > 4 else "")
+    memory = "unknown, give it with --memory" if hardware.memory is None else spell_bytes(hardware.memory)
+    origin = hardware.origin
+    lines = [
+        f"{training.cut.report.model}, {spell_count(count)} parameters{some}",
+        f"{dtype}, gradients and AdamW in {optim}",
+        "",
+        f"Devices: {devices}",
+        f"  memory   {memory:<14}{origin['memory'] if hardware.memory else ''}".rstrip(),
+        f"  link     {spell_bytes(hardware.link) + '/s':<14}{origin['link']}",
+        f"  compute  {_operations(hardware.flops) + '/s':<14}{origin['flops']}",
+    ]
+    if "assumed" in origin.values():
+        lines.append("  They are not here. What is assumed you can give: --bandwidth, --flops")
+    refused = [f"Not cut as wished, {reason}: {text}" for reason, text in training.cut.report.refused]
+    return [*lines, "", *refused]
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _layers(report: PlanReport) -> list[str]:
+    headings = ("", "parameters", "passed on", "kept", "forward", "backward")
+    rows = []
+    for name, same in _runs(report.layers, lambda layer: dataclasses.replace(layer, name="")):
+        one = same[0]
+        rows.append(
+            (
+                name(lambda layer: str(layer.name)),
+                spell_bytes(one.param_bytes),
+                "-" if one is report.layers[-1] else spell_bytes(one.outputs),
+                _size(one.held - one.outputs),
+                _operations(one.forward_flops),
+                _operations(one.backward_flops),
+            )
+        )
+    return _table(headings, rows)
+
+
+def _size(count: int) -> str:
+    return spell_bytes(count) if count > 0 else "-"
+
+
+def _operations(flops: float) -> str:
+    if not flops:
+        return "-"
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if flops >= size:
+            return f"{flops / size:.3g} {unit}FLOP"
+    return f"{flops / 1e3:.3g} kFLOP"
+
+
+def _stages(report: PlanReport) -> list[str]:
+    headings = ("", "layers", "copied in", "copied back", "time", "share")
+    total = sum(report.seconds) or 1.0
+    sizes = [
+        (
+            stage.kind,
+            len(stage.layers),
+            sum(report.layers[i].param_bytes for i in stage.layers),
+            sum(report.layers[i].grad_bytes for i in stage.layers) if stage.kind != "forward" else 0,
+            seconds,
+        )
+        for stage, seconds in zip(report.stages, report.seconds, strict=True)
+    ]
+    rows = []
+    for _, same in _runs(sizes, lambda size: size):
+        kind, layers, up, down, seconds = same[0]
+        times = report.num_microbatch * seconds
+        count = f"{len(same)} {kind}" if len(same) > 1 else kind
+        share = f"{100 * len(same) * seconds / total:.1f} %"
+        rows.append((count, str(layers), spell_bytes(up), _size(down), spell_seconds(times) if times else "-", share))
+    return _table(headings, rows)
+
+
+def _memory(report: PlanReport) -> list[str]:
+    worst = max(report.device_memory, key=lambda memory: memory.total)
+    device = report.hardware.names[report.device_memory.index(worst)]
+    rows = [
+        ("parameters of the stage", worst.parameters),
+        ("their gradients", worst.gradients),
+        ("a microbatch on its way", worst.activations),
+        ("layers that stay there", worst.staying),
+        ("parameters that arrive", worst.arriving),
+        ("copies under way", worst.copies),
+    ]
+    stage = report.stages[worst.stage]
+    host = report.host_memory
+    return [
+        f"Memory of a device: {spell_bytes(worst.total)} at most, in a {stage.kind} stage on {device}",
+        *(f"  {name:<26}{spell_bytes(size):>10}" for name, size in rows if size),
+        f"Memory of the host: {spell_bytes(host.total)}",
+        *(
+            f"  {name:<26}{spell_bytes(size):>10}"
+            for name, size in (
+                ("weights", host.parameters),
+                ("gradients", host.gradients),
+                ("masters", host.masters),
+                ("AdamW", host.optimizer),
+                ("saved activations", host.activations),
+            )
+            if size
+        ),
+    ]
+
+
+def _runs(items: Sequence[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:
+    """Neighbours that are the same, and a function that names them: the first one, and the last."""
+    found = []
+    for _, group in itertools.groupby(items, key):
+        same = list(group)
+        found.append((_namer(same), same))
+    return found
+
+
+def _namer(same: list[Any]) -> Callable[[Callable[[Any], str]], str]:
+    def name(of: Callable[[Any], str]) -> str:
+        first, last = of(same[0]), of(same[-1])
+        return first if len(same) == 1 else f"{first} to {last.rpartition('.')[2]}"
+
+    return name
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of 80 columns: the first column to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in [headings, *rows]) for column in range(len(headings))]
+    widths[0] = min(widths[0], 76 - sum(width + 2 for width in widths[1:]))
+    lines = []
+    for row in [headings, *rows]:
+        first = row[0] if len(row[0]) <= widths[0] else "..." + row[0][3 - widths[0] :]
+        others = "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        lines.append(f"  {first:<{widths[0]}}{others}".rstrip())
+    return lines
+
+
+# -- times and verdict -----------------------------------------------------------------------------------------------
+
+
+def _time(report: PlanReport) -> list[str]:
+    run = report.simulation
+    adds = run.time - report.unhindered.time
+    needed = max(report.tokens_forward, report.tokens_backward)
+    return [
+        f"A step takes {spell_seconds(run.time)} at these rates; devices compute {100 * run.utilisation:.0f} % of it, "
+        f"bubble {100 * run.bubble:.0f} %",
+        f"  of that, transfers add {spell_seconds(adds) if adds > 1e-3 * run.time else 'nothing'}",
+        f"  AdamW then takes about {spell_seconds(report.optimizer_seconds)} on this host, "
+        f"which moves {spell_bytes(report.hardware.host_rate)}/s",
+        f"Transfers hide behind computing from {needed:,.0f} tokens a step on; there are {report.tokens:,}",
+        f"  ({report.tokens_forward:,.0f} in forward stages, {report.tokens_backward:,.0f} in backward stages)",
+    ]
+
+
+def _verdict(report: PlanReport, remedy: Remedy | None) -> list[str]:
+    needed = max(memory.total for memory in report.device_memory)
+    host, hardware = report.host_memory, report.hardware
+    lines = []
+    if report.too_large:
+        lines.append(f"Devices: DOES NOT FIT. {report.too_large.partition('. ')[0]}.")
+        lines.append(f"  A device needs {spell_bytes(report.least_memory)} for this model")
+    elif report.fits_devices is None:
+        lines.append(f"Devices: unknown; they need {spell_bytes(needed)} each")
+    elif report.fits_devices:
+        lines.append(f"Devices: fits, {spell_bytes(needed)} of {spell_bytes(hardware.memory or 0)}")
+    else:
+        lines.append(f"Devices: DOES NOT FIT, {spell_bytes(needed)} needed of {spell_bytes(hardware.memory or 0)}")
+    if remedy is not None:
+        then = f"{remedy.what}: {spell_bytes(remedy.device_bytes)} of a device"
+        lines.append(f"  It fits with {then}" if remedy.fits else f"  Not even with {then}")
+    if hardware.host is None:
+        lines.append(f"Host: unknown; it needs {spell_bytes(host.total)}")
+    elif report.fits_host:
+        lines.append(f"Host: fits, {spell_bytes(host.total)} of {spell_bytes(hardware.host)} that are free")
+    else:
+        lines.append(f"Host: DOES NOT FIT, {spell_bytes(host.total)} needed, {spell_bytes(hardware.host)} are free")
+        frozen = host.parameters + host.activations
+        if host.gradients > 0.1 * host.parameters:
+            lines.append(f"  With adapters, --lora 8, it needs little more than {spell_bytes(frozen)}")
+        if host.masters:
+            narrow = host.total - host.masters - (host.gradients + host.optimizer) // 2
+            lines.append(f"  With --optim-dtype same it needs {spell_bytes(narrow)}, and rounds more")
+    return lines

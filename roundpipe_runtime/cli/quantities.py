@@ -1,0 +1,60 @@
+"""Numbers with units: bytes as they are typed, and everything as it is shown."""
+
+from __future__ import annotations
+
+import re
+
+from yobx_flatten.cli.failures import UserError
+
+__all__ = ["parse_bytes", "spell_count", "spell_seconds"]
+
+_UNITS = {
+    **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))},
+    **{unit: 1024**power for power, unit in enumerate(("b", "kib", "mib", "gib", "tib"))},
+}
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Return a number of bytes.
+
+    Args:
+        text: with a unit, ``24GiB`` or ``"24 GB"``.
+        option: what it was given for.
+
+    Raises:
+        UserError: it is no such number, or zero.
+
+    >>> parse_bytes("24GiB", "--memory"), parse_bytes("1.5 GB", "--memory")
+    (25769803776, 1500000000)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
+    factor = _UNITS.get(found[2].lower()) if found else None
+    count = int(float(found[1]) * factor) if found and factor else 0
+    if not count:
+        raise UserError(f"{option} {text!r} is no size of memory. Write a number and its unit: {option} 24GiB")
+    return count
+
+
+def spell_count(count: float) -> str:
+    """Write a large number for people.
+
+    >>> spell_count(70_553_706_496), spell_count(1_500_000), spell_count(320)
+    ('70.6 billion', '1.5 million', '320')
+    """
+    for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if count >= size:
+            return f"{count / size:.3g} {name}"
+    return f"{count:.0f}"
+
+
+def spell_seconds(seconds: float) -> str:
+    """Write a time for people.
+
+    >>> spell_seconds(0.00042), spell_seconds(0.25), spell_seconds(126.76), spell_seconds(4000)
+    ('420 µs', '250 ms', '127 s', '67 min')
+    """
+    if 0 < seconds < 1e-3:
+        return f"{1e6 * seconds:.3g} µs"
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds / 60:.0f} min"

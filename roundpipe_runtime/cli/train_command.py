@@ -1,0 +1,217 @@
+"""``roundpipe train``."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import typer
+
+from yobx_flatten.cli.failures import UserError
+from yobx_flatten.cli.output import say
+
+from .. import fine_tune as tuning
+from ..checkpoint import list_checkpoints
+from ..device import Device, parse_devices
+from ..errors import ConfigError, DeviceError
+from . import train_options as given
+from .models import source_of
+from .train_display import Display, spell_model, spell_text, spell_training
+
+__all__ = ["train"]
+
+
+def train(
+    context: typer.Context,
+    model: given.Model,
+    output: given.Output,
+    more_text: given.MoreText = None,
+    text: given.Text = None,
+    field: given.Field = "text",
+    tokenizer: given.TokenizerName = None,
+    length: given.Length = None,
+    eval_share: given.EvalShare = 0.02,
+    devices: given.Devices = "auto",
+    batch: given.Batch = 8,
+    microbatches: given.Microbatches = None,
+    accumulate: given.Accumulate = 1,
+    steps: given.Steps = None,
+    epochs: given.Epochs = None,
+    dtype: given.Dtype = "auto",
+    optim_dtype: given.OptimDtype = "float32",
+    lora: given.LoraText = None,
+    lr: given.Rate = 3e-4,
+    warmup: given.Warmup = None,
+    schedule: given.Schedule = "cosine",
+    weight_decay: given.WeightDecay = 0.01,
+    clip: given.Clip = 1.0,
+    seed: given.Seed = 0,
+    eval_every: given.EvalEvery = None,
+    check: given.Check = True,
+    checkpoint: given.CheckpointFolder = None,
+    every: given.Every = None,
+    keep: given.Keep = 3,
+    resume: given.Resume = False,
+    metrics: given.Metrics = None,
+    timeline: given.TimelineFile = None,
+    log_every: given.LogEvery = None,
+    overwrite: given.Overwrite = False,
+) -> int:
+    """Train a language model on text, with no more of it on a device than fits there.
+
+    What it learns is what it learns without a pipeline. Ctrl-C ends the step,
+    writes a checkpoint and says how to go on; the result is then the same, to
+    the last bit. Exit status: 0 trained, saved and loaded again; 2 it cannot be
+    done; 130 Ctrl-C; 143 SIGTERM.
+    """
+    checkpoints = checkpoint or output.with_name(f"{output.name}-checkpoints")
+    _check_files(output, checkpoints, [metrics, timeline], resume=resume, overwrite=overwrite)
+    if steps is not None and epochs is not None:
+        raise UserError("--steps and --epochs both say how long. Leave one out")
+    settings = tuning.Settings(
+        batch=batch,
+        microbatches=microbatches,
+        accumulate=accumulate,
+        steps=steps,
+        epochs=epochs or 1,
+        lr=lr,
+        warmup=warmup,
+        schedule=schedule,
+        weight_decay=weight_decay,
+        clip=clip,
+        seed=seed,
+        devices=_devices(devices),
+        optim_dtype=_dtype(optim_dtype),
+        eval_every=eval_every,
+        check=check,
+    )
+    source = source_of(model)
+    adapters = _adapters(lora, source)
+    reader = tuning.load_tokenizer(source, tokenizer)
+    names = [*(text or []), *(more_text or [])]
+    blocks = tuning.read_blocks(
+        names,
+        reader,
+        length=_length(length, source),
+        field=field,
+        eval_share=eval_share,
+        seed=seed,
+        vocab_size=source.vocab_size,
+    )
+    say(spell_text(blocks, reader))
+    context.with_resource(_quiet_transformers())
+    learner = _learner(source, adapters, dtype=_dtype(dtype), seed=seed)
+    say(spell_model(learner, source))
+    with tuning.Training(learner, blocks, settings) as training:
+        if resume:
+            is_there = training.restore(checkpoints)
+            say(f"going on after step {training.step}" if is_there else f"no checkpoint in {checkpoints} yet")
+        say(spell_training(training))
+        with Display(training.steps, first=training.step, log_every=log_every) as display:
+            outcome = tuning.run(
+                training,
+                checkpoints=checkpoints,
+                every=every,
+                keep=keep,
+                at_end=every is not None or checkpoint is not None or resume,
+                metrics=metrics,
+                timeline=timeline,
+                show=display.show,
+            )
+    if outcome.status:
+        say(f"stopped after step {training.step} of {training.steps}, saved in {outcome.checkpoint}. To go on:")
+        say(f"    {_to_go_on(context.obj)}")
+        return outcome.status
+    tuning.save_model(learner, reader, output, source=source, overwrite=overwrite)
+    say(f"saved in {output}, loaded from there and compared")
+    if timeline is not None:
+        say(f"step {outcome.recorded}:  roundpipe timeline {shlex.quote(str(timeline))}")
+    return 0
+
+
+def _check_files(
+    output: pathlib.Path,
+    checkpoints: pathlib.Path,
+    others: Sequence[pathlib.Path | None],
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> None:
+    """Refuse what cannot be written before hours are spent on it."""
+    tuning.check_output(output, overwrite=overwrite)
+    for path in others:
+        if path is None:
+            continue
+        if path.exists() and not (overwrite or resume):
+            raise UserError(f"{path} exists. Name another file, or replace it: --overwrite")
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"There is no folder {path.parent} for {path.name}")
+    if not resume and (there := list_checkpoints(checkpoints)):
+        raise UserError(
+            f"{there[-1]} is of another run. Go on with that: --resume; or begin anew in another folder: "
+            "--checkpoint DIR"
+        )
+
+
+def _devices(text: str) -> list[Device]:
+    names = None if text == "auto" else text if text.startswith("virtual") else text.split(",")
+    try:
+        return parse_devices(names)
+    except (ConfigError, DeviceError) as error:
+        reason = "torch finds no accelerator here" if isinstance(error, DeviceError) else "it names no device"
+        raise UserError(f"--devices {text}: {reason}. Write auto, virtual:2, or cuda:0,cuda:1") from error
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    return None if name in ("auto", "same") else getattr(torch, name)
+
+
+def _length(length: int | None, source: tuning.ModelSource) -> int:
+    most = source.longest
+    if length is not None and most is not None and length > most:
+        raise UserError(f"{source.name} takes rows of {most} tokens at most: --length {most}")
+    return length or min(512, most or 512)
+
+
+def _adapters(text: str | None, source: tuning.ModelSource) -> tuning.Lora | None:
+    if text is None:
+        return None
+    if not source.has_weights:
+        raise UserError(
+            f"{source.name} has random weights, and adapters are of no use without theirs. Name a folder with weights, "
+            "or leave --lora out"
+        )
+    return tuning.Lora.parse(text)
+
+
+def _learner(
+    source: tuning.ModelSource, adapters: tuning.Lora | None, *, dtype: torch.dtype | None, seed: int
+) -> torch.nn.Module:
+    learner = source.load(dtype=dtype, seed=seed)
+    return learner if adapters is None else tuning.add_lora(learner, adapters, seed=seed)
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """A block without the bars and tables of transformers: what goes wrong is said in one line."""
+    from transformers.utils import logging
+
+    had_bar, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bar:
+            logging.enable_progress_bar()
+
+
+def _to_go_on(argv: Any) -> str:
+    """The line that was typed, for another run that goes on with this one."""
+    words = [word for word in argv or ["train", "..."] if word != "--resume"]
+    return shlex.join(["roundpipe", *words, "--resume"])

@@ -1,0 +1,119 @@
+"""What ``roundpipe train`` shows: before it begins, a bar on a terminal or plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from yobx_flatten.cli.output import console, say
+
+from ..errors import spell_bytes
+from ..fine_tune import Blocks, EvalRecord, ModelSource, StepRecord, Tokenizer, Training
+
+__all__ = ["Display", "spell_model", "spell_step", "spell_text", "spell_training"]
+
+
+class Display:
+    """Shows records while a training runs.
+
+    Args:
+        steps: how many there are.
+        first: steps that are done already.
+        log_every: steps between two plain lines; the first and the last one are always shown.
+    """
+
+    def __init__(self, steps: int, *, first: int = 0, log_every: int | None = None) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.steps = steps
+        self.first = first
+        self.log_every = log_every or max(1, min(100, steps // 20))
+        columns = (
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(12),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False),
+        )
+        shown_on = console(stderr=True)
+        self._bar: Any = Progress(*columns, console=shown_on, refresh_per_second=4, disable=not shown_on.is_terminal)
+        self._task = self._bar.add_task("", total=steps, completed=first)
+        self._shows_lines = self._bar.disable or not sys.stdout.isatty()
+
+    def __enter__(self) -> Display:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, record: StepRecord | EvalRecord) -> None:
+        """Show a step or an evaluation."""
+        if isinstance(record, EvalRecord):
+            self._line(f"step {record.step}/{self.steps}  held-out loss {record.eval_loss:.4f}")
+            return
+        words = spell_step(record)
+        self._bar.update(self._task, completed=record.step, description="  ".join(words[:3]))
+        if self._shows_lines and (record.step in (self.first + 1, self.steps) or record.step % self.log_every == 0):
+            say("  ".join([f"step {record.step}/{self.steps}", *words]))
+
+    def _line(self, text: str) -> None:
+        if self._shows_lines:
+            say(text)
+        else:
+            self._bar.console.print(text)
+
+
+def spell_step(record: StepRecord) -> list[str]:
+    """Return what is known of a step in words, the most important first."""
+    memory = "" if record.process_bytes is None else spell_bytes(record.process_bytes)
+    device = "" if record.device_bytes is None else f"device {spell_bytes(record.device_bytes)}"
+    return [
+        f"loss {record.loss:.4f}",
+        f"{record.tokens_per_s:,.0f} tokens/s",
+        ", ".join(word for word in (memory, device) if word),
+        f"lr {record.lr:.2e}",
+        f"gradient {record.grad_norm:.3g}",
+    ]
+
+
+def spell_text(blocks: Blocks, tokenizer: Tokenizer) -> str:
+    """Return how much text there is."""
+    rows, held_out = len(blocks.tokens), len(blocks.held_out)
+    read = "bytes" if tokenizer.name == "bytes" else f"tokens of {tokenizer.name}"
+    return (
+        f"text: {rows * blocks.length + blocks.left_over:,} {read}, {rows:,} rows of {blocks.length}; "
+        f"{held_out:,} rows are held out"
+    )
+
+
+def spell_model(model: nn.Module, source: ModelSource) -> str:
+    """Return what learns."""
+    parameters = list(model.parameters())
+    learning = sum(p.numel() for p in parameters if p.requires_grad)
+    total = sum(p.numel() for p in parameters)
+    dtype = str(parameters[0].dtype).removeprefix("torch.")
+    some = "" if learning == total else f", of which {learning:,} learn"
+    weights = "" if source.has_weights else " with random weights"
+    return f"model: {source.name}{weights}, {total:,} parameters in {dtype}{some}"
+
+
+def spell_training(training: Training) -> str:
+    """Return how it goes."""
+    report = training.pipeline.cut.report
+    exact = report.equivalence
+    proof = ""
+    if exact is not None:
+        proof = f"; its gradients differ from those of the plain model by {exact.gradients:.0e}"
+    devices = ", ".join(device.name for device in training.pipeline.devices)
+    settings = training.settings
+    batches = f"{settings.accumulate} batches of " if settings.accumulate > 1 else ""
+    return (
+        f"cut: {len(report.pieces)} pieces{proof}\n"
+        f"steps: {training.steps:,} of {batches}{settings.batch} rows in {training.microbatches} microbatches "
+        f"on {devices}"
+    )

@@ -1,0 +1,111 @@
+"""The options of ``roundpipe train``, with their help, in the order in which it shows them."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Annotated, Any, Literal
+
+import typer
+
+_TEXT, _STEP, _RATE, _FILES = "Text", "A step", "Learning", "What is written"
+
+
+def _number(text: str, panel: str, *, least: int = 1) -> Any:
+    return typer.Option(min=least, metavar="N", help=text, rich_help_panel=panel)
+
+
+def _path(text: str, *, metavar: str = "FILE") -> Any:
+    return typer.Option(metavar=metavar, help=text, rich_help_panel=_FILES)
+
+
+Model = Annotated[
+    str,
+    typer.Option(
+        metavar="MODEL",
+        help="A folder that save_pretrained wrote. For random weights: a config.json, a folder without weights, or a "
+        "type of model such as llama.",
+    ),
+]
+Output = Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the trained model.")]
+MoreText = Annotated[
+    list[str] | None, typer.Argument(metavar="FILES", help="More text, as a shell makes of --text *.txt.")
+]
+
+Text = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILES",
+        help="A file of text or of JSON lines, a folder of such, a folder of the library datasets, or a pattern.",
+        rich_help_panel=_TEXT,
+    ),
+]
+Field = Annotated[
+    str, typer.Option(metavar="NAME", help="Of JSON lines and datasets: holds the text.", rich_help_panel=_TEXT)
+]
+TokenizerName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="A folder with one, or the word bytes. By default the model's own; bytes where weights are random and "
+        "there is none.",
+        rich_help_panel=_TEXT,
+    ),
+]
+Length = Annotated[int | None, _number("Tokens of a row; 512, or what the model takes.", _TEXT, least=2)]
+EvalShare = Annotated[
+    float,
+    typer.Option(min=0.0, max=0.9, metavar="X", help="Share of the rows that is held out.", rich_help_panel=_TEXT),
+]
+
+Devices = Annotated[
+    str,
+    typer.Option(metavar="DEVICES", help="auto, virtual:N (made of the CPU), or cuda:0,cuda:1.", rich_help_panel=_STEP),
+]
+Batch = Annotated[int, _number("Rows of a batch.", _STEP)]
+Microbatches = Annotated[int | None, _number("Parts of a batch; devices + 1 by default.", _STEP)]
+Accumulate = Annotated[int, _number("Batches of a step.", _STEP)]
+Steps = Annotated[int | None, _number("How many, instead of --epochs.", _STEP)]
+Epochs = Annotated[int | None, _number("How often each row is read; once by default.", _STEP)]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16"],
+    typer.Option(help="Of the weights; auto: as they are stored.", rich_help_panel=_STEP),
+]
+OptimDtype = Annotated[
+    Literal["float32", "bfloat16", "same"],
+    typer.Option(help="Of what AdamW works on; same: that of the weights.", rich_help_panel=_STEP),
+]
+
+LoraText = Annotated[
+    str | None,
+    typer.Option(
+        metavar="R[,ALPHA[,NAMES]]",
+        help="Learn adapters of rank R only: 8, or 8,16, or 8,16,q_proj,v_proj.",
+        rich_help_panel=_RATE,
+    ),
+]
+Rate = Annotated[float, typer.Option(metavar="X", help="Learning rate, the highest.", rich_help_panel=_RATE)]
+Warmup = Annotated[int | None, _number("Steps until it is reached; a tenth, 100 at most.", _RATE, least=0)]
+Schedule = Annotated[
+    Literal["cosine", "linear", "constant"],
+    typer.Option(metavar="NAME", help="How it falls then: cosine, linear, constant.", rich_help_panel=_RATE),
+]
+WeightDecay = Annotated[float, typer.Option(min=0.0, metavar="X", help="Of AdamW, for weights.", rich_help_panel=_RATE)]
+Clip = Annotated[
+    float, typer.Option(min=0.0, metavar="X", help="Largest norm of the gradients; 0: any.", rich_help_panel=_RATE)
+]
+Seed = Annotated[int, _number("Of random weights, the order of rows, and dropout.", _RATE, least=0)]
+EvalEvery = Annotated[int | None, _number("Steps between evaluations; one at the end by default.", _RATE)]
+Check = Annotated[bool, typer.Option(help="Compare the cut model with the plain one before.", rich_help_panel=_RATE)]
+
+CheckpointFolder = Annotated[
+    pathlib.Path | None, _path("Folder for checkpoints; by default <output>-checkpoints.", metavar="DIR")
+]
+Every = Annotated[int | None, _number("Steps between checkpoints; by default Ctrl-C alone writes one.", _FILES)]
+Keep = Annotated[int, _number("How many checkpoints stay.", _FILES)]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.", rich_help_panel=_FILES)
+]
+Metrics = Annotated[pathlib.Path | None, _path("A line of JSON per step and evaluation.")]
+TimelineFile = Annotated[pathlib.Path | None, _path("Who computed what when, in one of the first steps.")]
+LogEvery = Annotated[int | None, _number("Steps between lines, where there is no terminal.", _FILES)]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.", rich_help_panel=_FILES)]

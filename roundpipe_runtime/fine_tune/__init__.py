@@ -1,0 +1,53 @@
+"""Train a causal language model of transformers on text: what ``roundpipe train`` does, as functions.
+
+::
+
+    source = model_source("model")                       # a folder, or a config.json
+    tokenizer = load_tokenizer(source)                   # its own, or bytes
+    blocks = read_blocks(["texts", "more.jsonl"], tokenizer, length=256, eval_share=0.05)
+    model = source.load()
+    with Training(model, blocks, Settings(batch=8, steps=100)) as training:
+        run(training, checkpoints="checkpoints", show=print)
+    save_model(model, tokenizer, "trained", source=source)
+"""
+
+from __future__ import annotations
+
+from .adapters import Lora, add_lora
+from .blocks import Blocks, make_blocks, read_blocks
+from .byte_tokenizer import ByteTokenizer
+from .errors import FineTuneError
+from .models import ModelSource, model_source
+from .records import EvalRecord, StepRecord
+from .run import Outcome, run
+from .saved_model import check_output, save_model
+from .settings import Settings
+from .tokenizer import Tokenizer, load_tokenizer
+from .training import Training
+
+__all__ = [  # noqa: RUF022 # in the order of use
+    # a model and its tokenizer
+    "ModelSource",
+    "model_source",
+    "Tokenizer",
+    "ByteTokenizer",
+    "load_tokenizer",
+    "Lora",
+    "add_lora",
+    # text in rows
+    "Blocks",
+    "make_blocks",
+    "read_blocks",
+    # the training
+    "Settings",
+    "Training",
+    "StepRecord",
+    "EvalRecord",
+    "run",
+    "Outcome",
+    # what came of it
+    "check_output",
+    "save_model",
+    # what can be wrong
+    "FineTuneError",
+]

@@ -1,0 +1,97 @@
+"""Adapters of PEFT, asked for in one word: ``8``, ``8,16`` or ``8,16,q_proj,v_proj``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from yobx_flatten import MissingDependencyError
+
+from .errors import FineTuneError
+
+__all__ = ["Lora", "add_lora", "quiet_peft"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters (Hu et al., 2021, arXiv 2106.09685).
+
+    Attributes:
+        rank: of the two matrices.
+        alpha: the adapter counts ``alpha / rank``.
+        targets: ends of the names of the modules that get one; none for all linear layers but the head.
+    """
+
+    rank: int
+    alpha: int
+    targets: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Lora:
+        """Read ``rank[,alpha[,target,...]]``; alpha is twice the rank unless it is given.
+
+        Raises:
+            FineTuneError: it is something else.
+
+        >>> Lora.parse("8")
+        Lora(rank=8, alpha=16, targets=())
+        >>> Lora.parse("4,4,q_proj,v_proj").targets
+        ('q_proj', 'v_proj')
+        """
+        rank, *rest = (part.strip() for part in text.split(","))
+        alpha = rest[0] if rest else rank
+        if not (rank.isdecimal() and alpha.isdecimal() and int(rank) and int(alpha) and all(rest)):
+            raise FineTuneError(
+                f"{text!r} is not rank, alpha and targets, of which the last two may be left out: "
+                "--lora 8   --lora 8,16   --lora 8,16,q_proj,v_proj"
+            )
+        return cls(int(rank), int(alpha) if rest else 2 * int(rank), tuple(rest[1:]))
+
+
+def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
+    """Put adapters into a model, and return PEFT's model around it, whose other weights are frozen.
+
+    Args:
+        model: of transformers.
+        lora: which adapters.
+        seed: of their first weights.
+
+    Raises:
+        MissingDependencyError: PEFT is not installed.
+        FineTuneError: no module has the name of a target.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise MissingDependencyError("Adapters need PEFT: pip install 'yobx-flatten[lora]'")
+    import peft
+
+    modules = dict(model.named_modules())
+    for target in lora.targets:
+        if not any(f".{name}".endswith(f".{target}") for name in modules):
+            linear = {name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, nn.Linear)}
+            raise FineTuneError(
+                f"{type(model).__name__} has no module {target}. Its linear layers are {', '.join(sorted(linear))}."
+            )
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(lora.targets) or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=()), quiet_peft():
+        torch.manual_seed(seed)
+        adapted: nn.Module = peft.get_peft_model(model, config)
+    return adapted
+
+
+@contextlib.contextmanager
+def quiet_peft() -> Iterator[None]:
+    """A block without the warning that PEFT 0.21 asks models of transformers 5.23 for an attribute by its old name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
+        yield

@@ -1,0 +1,54 @@
+"""Ctrl-C and SIGTERM while training: the first asks to stop, the second ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+__all__ = ["Interruption"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SHOW_CURSOR = b"\x1b[?25h"
+
+
+class Interruption:
+    """A block in which Ctrl-C and SIGTERM do not end the process but are noted, the first time.
+
+    ::
+
+        with Interruption() as interruption:
+            while not interruption.status:
+                step()
+
+    Outside of the main thread, which alone gets signals, the block does nothing.
+
+    Attributes:
+        status: what the process is to end with: 0, or 130 after Ctrl-C, or 143 after SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        self.status = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.status:  # at once: no thread is waited for, and no file that is half written counts
+            if os.isatty(2):
+                os.write(2, _SHOW_CURSOR)
+            os.write(2, b"\nleft at once; nothing more was saved\n")
+            os._exit(128 + number)
+        os.write(2, b"\nthis step will be the last; once more leaves at once\n")
+        self.status = 128 + number

@@ -1,0 +1,161 @@
+"""Where the model of a training comes from: a folder with weights, or a configuration and random weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from yobx_flatten import MissingDependencyError
+
+from .errors import FineTuneError
+
+__all__ = ["ModelSource", "model_source"]
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_FIX = "Name a folder that save_pretrained wrote, or a config.json."
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """A model that is not loaded yet.
+
+    Attributes:
+        name: what the user called it.
+        config: of transformers.
+        folder: where its tokenizer and its weights are looked for; ``None`` where there are none.
+        has_weights: whether the folder holds weights; else they are random.
+    """
+
+    name: str
+    config: Any
+    folder: pathlib.Path | None = None
+    has_weights: bool = False
+
+    @classmethod
+    def of(cls, config: Any, name: str) -> ModelSource:
+        """Return the model that a configuration describes, with random weights.
+
+        Args:
+            config: of transformers.
+            name: for messages.
+
+        Raises:
+            FineTuneError: it is no causal language model.
+        """
+        return cls(name, _causal(config, name))
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token is below it."""
+        return int(self.config.get_text_config(decoder=True).vocab_size)
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of a row, where the model has a limit."""
+        found = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return found if isinstance(found, int) and found > 0 else None
+
+    def load(self, *, dtype: torch.dtype | None = None, seed: int = 0) -> nn.Module:
+        """Load the weights, or draw them.
+
+        Args:
+            dtype: of the weights. Default: as stored, but bfloat16 for float16, whose gradients vanish; float32 for
+                random ones.
+            seed: of random weights.
+
+        Raises:
+            FineTuneError: the weights cannot be read, or are not those of this configuration.
+        """
+        transformers = _transformers()
+        if not self.has_weights:
+            with torch.random.fork_rng(devices=()):
+                torch.manual_seed(seed)
+                made = transformers.AutoModelForCausalLM.from_config(self.config, dtype=dtype or torch.float32)
+            return _module(made)
+        try:
+            loaded, found = transformers.AutoModelForCausalLM.from_pretrained(
+                self.folder,
+                config=self.config,
+                dtype=dtype or _stored_dtype(self.config),
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # transformers, safetensors and JSON each raise their own
+            raise FineTuneError(f"The model in {self.name} cannot be loaded: {_first_line(error)}") from error
+        if missing := sorted(found["missing_keys"]):
+            raise FineTuneError(
+                f"{self.name} holds the weights of another model: {len(missing)} of {type(loaded).__name__} are "
+                f"missing, like {missing[0]}."
+            )
+        return _module(loaded)
+
+
+def model_source(name: str | os.PathLike[str]) -> ModelSource:
+    """Return the model in a folder, or the one that a configuration describes; no weights are read.
+
+    Args:
+        name: a folder with ``config.json``, with or without weights and a tokenizer; or such a file.
+
+    Raises:
+        FineTuneError: there is none, or it is no causal language model.
+    """
+    path = pathlib.Path(name)
+    if not path.exists():
+        raise FineTuneError(f"There is no folder {name}. {_FIX}")
+    file = path / "config.json" if path.is_dir() else path
+    if path.is_dir() and not file.is_file():
+        if (path / "adapter_config.json").is_file():
+            raise FineTuneError(f"{name} holds adapters and no model. Merge them into their model, and name that.")
+        raise FineTuneError(f"{name} holds no config.json. {_FIX}")
+    folder = file.parent if path.is_dir() else None
+    has_weights = folder is not None and any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
+    return ModelSource(str(name), _causal(_read_config(file, str(name)), str(name)), folder, has_weights)
+
+
+def _read_config(file: pathlib.Path, name: str) -> Any:
+    transformers = _transformers()
+    try:
+        return transformers.AutoConfig.from_pretrained(file, local_files_only=True)
+    except Exception as error:  # as above
+        raise FineTuneError(f"{name} is no configuration of transformers: {_first_line(error)}. {_FIX}") from error
+
+
+def _causal(config: Any, name: str) -> Any:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise FineTuneError(
+            f"{name} is a model of type {config.model_type!r}, which transformers has no causal language model for. "
+            "Train it with RoundPipeTrainer."
+        )
+    return config
+
+
+def _stored_dtype(config: Any) -> torch.dtype | str:
+    stored = getattr(config, "dtype", None)
+    return torch.bfloat16 if stored in (torch.float16, "float16") else "auto"
+
+
+def _module(model: Any) -> nn.Module:
+    made: nn.Module = model
+    return made.train()
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise MissingDependencyError(
+            "A training on text needs transformers: pip install 'yobx-flatten[transformers,train]'"
+        ) from None
+    return transformers
+
+
+def _first_line(error: BaseException) -> str:
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return first.rstrip(".")

@@ -1,0 +1,52 @@
+"""Which rows a batch takes: a new order for each epoch, made of the seed, so that any batch can be found again."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["Order"]
+
+_STRIDE = 0x9E3779B97F4A7C15  # seeds that lie side by side give epochs that do not
+
+
+class Order:
+    """An endless line of rows: every row once in each epoch.
+
+    A batch at the end of an epoch is filled from the next one, so all batches have the same size.
+
+    Args:
+        rows: numbers of rows.
+        seed: of all orders.
+
+    >>> order = Order(torch.arange(3), seed=0)
+    >>> sorted(order.take(0, 3).tolist()), order.take(2, 2).shape
+    ([0, 1, 2], torch.Size([2]))
+    """
+
+    def __init__(self, rows: torch.Tensor, *, seed: int) -> None:
+        self.rows = rows
+        self.seed = seed
+        self._epoch = -1
+        self._shuffled = rows
+
+    def take(self, start: int, count: int) -> torch.Tensor:
+        """Return the rows from one place in the line on.
+
+        Args:
+            start: the place; 0 is the first row of the first epoch.
+            count: how many.
+        """
+        taken = []
+        while count:
+            epoch, place = divmod(start, len(self.rows))
+            part = self._of_epoch(epoch)[place : place + count]
+            taken.append(part)
+            start, count = start + len(part), count - len(part)
+        return torch.cat(taken)
+
+    def _of_epoch(self, epoch: int) -> torch.Tensor:
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed((self.seed + _STRIDE * (epoch + 1)) % 2**63)
+            self._shuffled = self.rows[torch.randperm(len(self.rows), generator=generator)]
+            self._epoch = epoch
+        return self._shuffled

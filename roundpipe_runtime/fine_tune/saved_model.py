@@ -1,0 +1,132 @@
+"""The folder of a trained model, which appears when it is complete and has been loaded once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..huggingface.adapters import is_adapted, model_inside
+from .adapters import quiet_peft
+from .errors import FineTuneError
+from .models import ModelSource
+from .tokenizer import Tokenizer
+
+__all__ = ["check_output", "save_model"]
+
+
+def check_output(folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Refuse a folder that cannot be written, before hours are spent on what belongs there.
+
+    Args:
+        folder: where a model is to be saved.
+        overwrite: whether it may exist.
+
+    Raises:
+        FineTuneError: it exists, or it cannot be made.
+    """
+    path = pathlib.Path(folder)
+    if path.exists() and not overwrite:
+        raise FineTuneError(f"{path} exists. Name another folder, or replace it: --overwrite")
+    half = _half(path)
+    try:
+        half.mkdir(parents=True, exist_ok=True)
+        (half / "trial").touch()
+    except OSError as error:
+        raise FineTuneError(
+            f"{path} cannot be written: {error.strerror or error}. Name another folder: --output DIR"
+        ) from error
+    shutil.rmtree(half, ignore_errors=True)
+
+
+def save_model(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    folder: str | os.PathLike[str],
+    *,
+    source: ModelSource,
+    overwrite: bool = False,
+) -> pathlib.Path:
+    """Save a trained model with its tokenizer, load it again, and return its folder.
+
+    Args:
+        model: of transformers, or PEFT's around one; of the latter the adapters are saved.
+        tokenizer: saved beside it.
+        folder: appears when everything is in it and what was loaded from it is what was saved, to the last bit.
+        source: where the model is from; adapters are loaded into it.
+        overwrite: whether the folder may exist; it is replaced then.
+
+    Raises:
+        FineTuneError: the folder exists, or what was loaded is something else.
+        OSError: it could not be written; what was there before is as it was.
+    """
+    path = pathlib.Path(folder)
+    with _appearing(path, overwrite) as half:
+        if tokenizer.eos_token_id is not None and not source.has_weights:
+            _tell_end(model, tokenizer.eos_token_id)
+        model.save_pretrained(half)  # type: ignore[operator] # attributes of modules have no types
+        tokenizer.save_pretrained(half)
+        _verify(model, half, source)
+    return path
+
+
+def _tell_end(model: nn.Module, end: int) -> None:
+    """A model that was random has learnt where a text ends; its configuration is of another vocabulary."""
+    configs: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None)]
+    for config in configs:
+        if config is not None:
+            config.eos_token_id = end
+
+
+def _verify(model: nn.Module, folder: pathlib.Path, source: ModelSource) -> None:
+    import transformers
+
+    dtype = next(parameter.dtype for parameter in model.parameters())
+    if is_adapted(model):
+        import peft
+
+        base: Any = source.load(dtype=model_inside(model).dtype)  # type: ignore[arg-type] # as above
+        with quiet_peft():
+            loaded = peft.PeftModel.from_pretrained(base, folder)
+        expected = peft.get_peft_model_state_dict(model)
+        found = peft.get_peft_model_state_dict(loaded)
+    else:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        expected, found = model.state_dict(), loaded.state_dict()
+    for name, value in expected.items():
+        if name not in found or not torch.equal(found[name].cpu(), value.cpu()):
+            raise FineTuneError(
+                f"{name} is not loaded as it was saved. The model was not written; its checkpoint stays."
+            )
+
+
+@contextlib.contextmanager
+def _appearing(path: pathlib.Path, overwrite: bool) -> Iterator[pathlib.Path]:
+    check_output(path, overwrite=overwrite)
+    half, before = _half(path), path.with_name(f".{path.name}.leaving")
+    half.mkdir(parents=True)
+    try:
+        yield half
+        if path.exists():
+            shutil.rmtree(before, ignore_errors=True)
+            path.rename(before)
+        try:
+            half.rename(path)
+        except BaseException:
+            if before.exists():
+                before.rename(path)
+            raise
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+        shutil.rmtree(before, ignore_errors=True)
+
+
+def _half(path: pathlib.Path) -> pathlib.Path:
+    absolute = path.absolute()
+    return absolute.with_name(f".{absolute.name}.writing")

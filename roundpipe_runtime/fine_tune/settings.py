@@ -1,0 +1,112 @@
+"""How a training goes: what a step is, how many there are, how fast it learns."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import torch
+
+from ..device import DeviceSpec
+from ..errors import ConfigError
+
+__all__ = ["Settings"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a training goes.
+
+    Attributes:
+        batch: rows of a batch.
+        microbatches: how many a batch is cut into. Default: number of devices + 1, but no more than rows.
+        accumulate: batches of a step; their gradients are averaged.
+        steps: how many; ``None`` for ``epochs``.
+        epochs: how often every row is seen, where ``steps`` is not given.
+        lr: learning rate, the highest.
+        warmup: steps until it is reached. Default: a tenth of all, 100 at most.
+        schedule: what it does then: fall to zero along half a cosine, or a line, or stay.
+        weight_decay: of AdamW, for parameters with two axes or more.
+        clip: gradients whose norm is larger are scaled down to it; 0 for none.
+        seed: of the order of rows, and of dropout.
+        devices: as for :class:`RoundPipe`.
+        optim_dtype: dtype of gradients, moments and masters. Default: float32.
+        eval_every: steps between two evaluations; ``None`` for one at the end.
+        check: whether to compare the cut model with the plain one first.
+
+    Raises:
+        ConfigError: a field has a value that it cannot have.
+    """
+
+    batch: int = 8
+    microbatches: int | None = None
+    accumulate: int = 1
+    steps: int | None = None
+    epochs: int = 1
+    lr: float = 3e-4
+    warmup: int | None = None
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    seed: int = 0
+    devices: DeviceSpec = None
+    optim_dtype: torch.dtype | None = torch.float32
+    eval_every: int | None = None
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "accumulate", "epochs"):
+            self._at_least(name, 1)
+        for name in ("microbatches", "steps", "eval_every"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1)
+        if self.warmup is not None:
+            self._at_least("warmup", 0)
+        if not self.lr > 0 or not math.isfinite(self.lr):
+            raise ConfigError(f"lr must be a number above 0, like 3e-4, found {self.lr!r}.")
+        for name in ("weight_decay", "clip"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be a number from 0 on, found {getattr(self, name)!r}.")
+        if self.schedule not in ("cosine", "linear", "constant"):
+            raise ConfigError(f'schedule must be "cosine", "linear" or "constant", found {self.schedule!r}.')
+        if self.microbatches is not None and self.microbatches > self.batch:
+            raise ConfigError(
+                f"A batch of {self.batch} rows cannot be cut into {self.microbatches} microbatches. Make it larger, or "
+                f"cut it less: --batch {self.microbatches}, or --microbatches {self.batch}"
+            )
+
+    def _at_least(self, name: str, least: int) -> None:
+        found: Any = getattr(self, name)
+        if type(found) is not int or found < least:
+            raise ConfigError(f"{name} must be a number from {least} on, found {found!r}.")
+
+    def total_steps(self, rows: int) -> int:
+        """Return how many steps there are.
+
+        Args:
+            rows: of the training.
+
+        >>> Settings(batch=4, epochs=2).total_steps(10), Settings(batch=4, steps=7).total_steps(10)
+        (5, 7)
+        """
+        return self.steps or math.ceil(self.epochs * rows / (self.batch * self.accumulate))
+
+    def learning_rate(self, step: int, steps: int) -> float:
+        """Return the learning rate of a step.
+
+        Args:
+            step: its number, from 0 on.
+            steps: how many there are.
+
+        >>> settings = Settings(lr=1.0, warmup=2, schedule="linear")
+        >>> [settings.learning_rate(step, 6) for step in range(6)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+        """
+        warmup = min(100, steps // 10) if self.warmup is None else self.warmup
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        gone = (step - warmup) / max(1, steps - warmup)
+        if self.schedule == "cosine":
+            return self.lr * (1 + math.cos(math.pi * gone)) / 2
+        return self.lr * (1 - gone) if self.schedule == "linear" else self.lr

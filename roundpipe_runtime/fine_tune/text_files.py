@@ -1,0 +1,184 @@
+"""Text as it lies on the disk, document by document and in pieces: files of text, JSON lines, folders of `datasets`.
+
+::
+
+    notes.txt           one document
+    mails.jsonl         one document per line, its text in the field "text"
+    saved/              what save_to_disk of the library datasets wrote: one document per row
+    corpus/, "*.md"     the files in there, in the order of their names
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from yobx_flatten import MissingDependencyError
+
+from .errors import FineTuneError
+
+__all__ = ["END", "find_texts", "read_texts"]
+
+# Behind each document.
+END = None
+
+_PLAIN = ("", ".txt", ".text", ".md", ".rst", ".tex", ".py", ".html", ".log")
+_LINES = (".jsonl", ".ndjson", ".json")
+# Characters of a long file that are read at a time.
+_PIECE = 2**16
+
+
+def find_texts(names: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
+    """Return the files, and the folders of ``datasets``, that names stand for, each once.
+
+    Args:
+        names: files, folders and patterns such as ``texts/**/*.txt``.
+
+    Raises:
+        FineTuneError: one stands for nothing that can be read.
+    """
+    found = [path for name in names for path in _named(os.fspath(name))]
+    if not found:
+        raise FineTuneError("No text was named: --text FILE")
+    return list(dict.fromkeys(path.resolve() for path in found))
+
+
+def read_texts(paths: Sequence[pathlib.Path], *, field: str = "text") -> Iterator[str | None]:
+    """Yield the pieces of all documents in order, and ``END`` behind each document.
+
+    Args:
+        paths: from :func:`find_texts`.
+        field: of JSON lines, and of folders of ``datasets``, that holds the text.
+
+    Raises:
+        FineTuneError: something cannot be read; the message has file and line.
+    """
+    for path in paths:
+        if path.is_dir():
+            yield from _saved(path, field)
+        elif path.suffix.lower() in _LINES:
+            yield from _lines(path, field)
+        else:
+            yield from _plain(path)
+
+
+def _named(name: str) -> list[pathlib.Path]:
+    path = pathlib.Path(name)
+    if path.is_dir():
+        return [_saved_folder(path)] if _is_saved(path) else _in_folder(path)
+    if path.exists():
+        if path.suffix.lower() not in (*_PLAIN, *_LINES):
+            known = ", ".join([*_PLAIN[1:], *_LINES])
+            raise FineTuneError(
+                f"{name} ends in {path.suffix}, and that is not among {known}. Is it plain text? Copy it to a .txt."
+            )
+        return [path]
+    if glob.has_magic(name):
+        matches = sorted(pathlib.Path(match) for match in glob.glob(name, recursive=True))
+        if files := [match for match in matches if match.is_file()]:
+            return [each for file in files for each in _named(str(file))]
+    raise FineTuneError(f"There is no file {name}.")
+
+
+def _in_folder(folder: pathlib.Path) -> list[pathlib.Path]:
+    wanted = (*_PLAIN[1:], *_LINES)
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix.lower() in wanted]
+    if not files:
+        raise FineTuneError(f"{folder} holds no text: no file in it ends in {', '.join(wanted)}.")
+    return files
+
+
+# -- a file of text ----------------------------------------------------------------------------------------------------
+
+
+def _plain(path: pathlib.Path) -> Iterator[str | None]:
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        held = ""
+        try:
+            while text := file.read(_PIECE):
+                # a piece ends with a line, so that no word is cut
+                whole, newline, rest = (held + text).rpartition("\n")
+                if newline:
+                    yield whole + newline
+                held = rest
+        except UnicodeDecodeError as error:
+            raise FineTuneError(
+                f"{path} is not text in UTF-8 ({error.reason}). If it is text: iconv -f latin1 -t utf-8 {path}"
+            ) from error
+    if held:
+        yield held
+    yield END
+
+
+# -- JSON lines --------------------------------------------------------------------------------------------------------
+
+
+def _lines(path: pathlib.Path, field: str) -> Iterator[str | None]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _text_of(line, field, f"{path}:{number}")
+                yield END
+
+
+def _text_of(line: bytes, field: str, place: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError as error:  # also of what is not UTF-8
+        raise FineTuneError(f"{place} is no JSON. {_wanted(field)}") from error
+    if not isinstance(row, dict):
+        raise FineTuneError(f"{place} is a {type(row).__name__}. {_wanted(field)}")
+    return _checked(row.get(field), row, field, place)
+
+
+def _wanted(field: str) -> str:
+    return f'Each line is to be an object like {{"{field}": "..."}}'
+
+
+def _checked(text: Any, row: Iterable[str], field: str, place: str) -> str:
+    if not isinstance(text, str):
+        found = ", ".join(row) or "nothing"
+        raise FineTuneError(f"{place} has no text in {field!r}. It has {found}: --field NAME")
+    return text.encode("utf-8", "replace").decode("utf-8")  # JSON can spell halves of characters
+
+
+# -- folders of datasets -----------------------------------------------------------------------------------------------
+
+
+def _is_saved(folder: pathlib.Path) -> bool:
+    return (folder / "dataset_dict.json").is_file() or (
+        (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+    )
+
+
+def _saved_folder(folder: pathlib.Path) -> pathlib.Path:
+    """The folder of one data set: of several that were saved together, the one for training."""
+    if not (folder / "dataset_dict.json").is_file():
+        return folder
+    if _is_saved(folder / "train"):
+        return folder / "train"
+    splits = ", ".join(str(path) for path in sorted(folder.iterdir()) if path.is_dir())
+    raise FineTuneError(f"{folder} holds several data sets, and none is called train. Name one: {splits}")
+
+
+def _saved(folder: pathlib.Path, field: str) -> Iterator[str | None]:
+    if importlib.util.find_spec("datasets") is None:
+        raise MissingDependencyError(
+            f"{folder} was written by the library datasets, which is not installed: pip install 'yobx-flatten[data]'"
+        )
+    import datasets
+
+    try:
+        rows = datasets.load_from_disk(str(folder))
+    except Exception as error:  # of Arrow, of JSON, of the file system
+        raise FineTuneError(f"{folder} cannot be read: {' '.join(str(error).split())[:200]}") from error
+    if field not in rows.column_names:
+        _checked(None, rows.column_names, field, str(folder))
+    for number, row in enumerate(rows.select_columns([field])):
+        yield _checked(row[field], [field], field, f"{folder}, row {number}")
+        yield END

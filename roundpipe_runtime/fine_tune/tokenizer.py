@@ -1,0 +1,129 @@
+"""The tokenizer of a training: the one of the model's folder, another folder's, or bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from .byte_tokenizer import ByteTokenizer
+from .errors import FineTuneError
+from .models import ModelSource
+
+__all__ = ["FolderTokenizer", "Tokenizer", "load_tokenizer"]
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+class Tokenizer(Protocol):
+    """What a training asks of a tokenizer."""
+
+    name: str
+    vocab_size: int
+    eos_token_id: int | None
+
+    def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        """Return the tokens of each text: of shape (tokens,), int32, none added."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of tokens."""
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> Any:
+        """Write the files that transformers reads."""
+
+
+class FolderTokenizer:
+    """A tokenizer of transformers.
+
+    Args:
+        inner: what ``AutoTokenizer`` made of a folder.
+        name: the folder.
+    """
+
+    def __init__(self, inner: Any, name: str) -> None:
+        self.inner = inner
+        self.name = name
+        self.vocab_size = len(inner)
+        self.eos_token_id: int | None = inner.eos_token_id
+
+    def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        """Return the tokens of each text: of shape (tokens,), int32, none added."""
+        # a text is longer than any row, and cut into rows afterwards: nothing to warn of
+        rows = self.inner(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return [torch.tensor(row, dtype=torch.int32) for row in rows["input_ids"]]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        return str(self.inner.decode([int(number) for number in ids], skip_special_tokens=True))
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the files that transformers reads."""
+        self.inner.save_pretrained(folder)
+
+
+def load_tokenizer(source: ModelSource, name: str | os.PathLike[str] | None = None) -> Tokenizer:
+    """Return the tokenizer of a model.
+
+    Args:
+        source: the model.
+        name: a folder with a tokenizer, or ``"bytes"``. Default: the model's folder; bytes, if that has no tokenizer
+            and its weights are random.
+
+    Raises:
+        FineTuneError: there is none, it cannot be read, or the model's vocabulary is too small for it.
+    """
+    if name is not None and str(name) != "bytes":
+        return _from_folder(pathlib.Path(name))
+    if name is None and source.folder is not None and _has_tokenizer(source.folder):
+        return _from_folder(source.folder)
+    if name is None and source.has_weights:
+        raise FineTuneError(
+            f"{source.name} holds weights and no tokenizer. Put its tokenizer files there, or name their folder, or "
+            "read bytes: --tokenizer bytes"
+        )
+    made = ByteTokenizer()
+    if made.vocab_size > source.vocab_size:
+        raise FineTuneError(
+            f"{source.name} has a vocabulary of {source.vocab_size}, and bytes with their special tokens need "
+            f'{made.vocab_size}. Write it into config.json: "vocab_size": {made.vocab_size}'
+        )
+    return made
+
+
+def _has_tokenizer(folder: pathlib.Path) -> bool:
+    return any((folder / name).is_file() for name in _FILES)
+
+
+def _from_folder(folder: pathlib.Path) -> Tokenizer:
+    if not folder.is_dir():
+        raise FineTuneError(f"There is no folder {folder}. Name one with a tokenizer, or: --tokenizer bytes")
+    if not _has_tokenizer(folder):
+        raise FineTuneError(f"{folder} holds no tokenizer: none of {', '.join(_FILES[:3])}.")
+    if _class_named_in(folder) == "ByT5Tokenizer":  # for some models transformers looks for theirs instead
+        return ByteTokenizer()
+    from transformers import AutoTokenizer
+
+    try:
+        return FolderTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True), str(folder))
+    except Exception as error:  # transformers, tokenizers and JSON each raise their own
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise FineTuneError(f"The tokenizer in {folder} cannot be read: {first.strip()}") from error
+
+
+def _class_named_in(folder: pathlib.Path) -> Any:
+    try:
+        return json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("tokenizer_class")
+    except (OSError, ValueError, AttributeError):
+        return None

@@ -1,0 +1,186 @@
+"""Plans the training of a model of transformers: cut, measured and simulated on ``meta``, so nothing is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from ..planning.hardware import Hardware
+from ..planning.layer_footprint import LayerFootprint, measure_layers
+from ..planning.meta_kernels import device_kernels
+from ..planning.report import PlanReport, plan_report
+from .cut import Cut, cut
+from .errors import CutError
+from .example import without_cache
+from .late_logits import loss_only
+from .pieces import Phase, Whole
+
+__all__ = ["PlannedTraining", "Remedy", "model_on_meta"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change with which a training fits, or the best there is.
+
+    Attributes:
+        what: what to change, as options of the command line.
+        device_bytes: the most that a device then holds.
+        fits: whether that is little enough.
+    """
+
+    what: str
+    device_bytes: int
+    fits: bool
+
+
+class PlannedTraining:
+    """A model on ``meta`` that is cut, and measured for batches of any size.
+
+    Args:
+        model: a causal language model of transformers, or PEFT's around one, its parameters on ``meta``.
+        hardware: the devices and the host.
+        optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
+
+    Raises:
+        ConfigError: parameters are not on ``meta``.
+        CutError: the model does not run there, as its forward depends on values.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from roundpipe_runtime.planning.hardware import describe_hardware
+    >>> with torch.device("meta"):
+    ...     model = LlamaForCausalLM(LlamaConfig(dtype="bfloat16"))  # of 6.7 billion parameters
+    >>> cards = describe_hardware("cuda:0,cuda:1", memory=24 * 2**30, link=25e9, flops=150e12)
+    >>> training = PlannedTraining(model, cards, optim_dtype=torch.float32)
+    >>> report = training.report(batch=12, length=2048, num_microbatch=3)
+    >>> report.fits_devices, len(report.layers)
+    (True, 34)
+    """
+
+    def __init__(self, model: nn.Module, hardware: Hardware, *, optim_dtype: torch.dtype | None = None) -> None:
+        if not all(parameter.is_meta for parameter in model.parameters()):
+            raise ConfigError(
+                "A plan is made for a model on meta, so that nothing is allocated:\n"
+                '    with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)'
+            )
+        self.model = model
+        self.hardware = hardware
+        self.optim_dtype = optim_dtype
+        self._measured: dict[tuple[int, int], list[LayerFootprint]] = {}
+        self.cut: Cut = _cut(model, hardware.kind)
+
+    def report(self, *, batch: int, length: int, num_microbatch: int) -> PlanReport:
+        """Return the plan for batches of this size.
+
+        Args:
+            batch: rows.
+            length: tokens of a row.
+            num_microbatch: number of microbatches; the largest of them is measured.
+        """
+        return plan_report(
+            self.model,
+            self.cut.pieces,
+            self._layers(-(-batch // num_microbatch), length),
+            self.hardware,
+            num_microbatch=num_microbatch,
+            tokens=batch * length,
+            optim_dtype=self.optim_dtype,
+        )
+
+    def remedy(self, *, batch: int, length: int, num_microbatch: int) -> Remedy:
+        """Return what to change where a batch takes more memory than a device has: smaller microbatches, shorter rows.
+
+        Args:
+            batch: rows.
+            length: tokens of a row.
+            num_microbatch: number of microbatches.
+        """
+        assert self.hardware.memory is not None
+        sizes = [(n, length) for n in _doubled(num_microbatch, batch)]
+        sizes += [(batch, length // 2**k) for k in range(1, length.bit_length()) if length // 2**k >= 64]
+        for number, shorter in sizes:
+            report = self.report(batch=batch, length=shorter, num_microbatch=number)
+            if report.fits_devices:
+                break
+        what = f"--microbatches {number}" + (f" --length {shorter}" if shorter < length else "")
+        return Remedy(what, max(memory.total for memory in report.device_memory), bool(report.fits_devices))
+
+    def _layers(self, rows: int, length: int) -> list[LayerFootprint]:
+        """Those of a microbatch of this size."""
+        if (rows, length) not in self._measured:
+            self.model.train()
+            self.cut.sync()
+            self._measured[rows, length] = measure_layers(
+                self.cut.pieces,
+                (),
+                without_cache(self.model, _batch(rows, length)),
+                names=self.cut.report.pieces,
+                gradient_dtype=self._gradient_dtype(),
+                last_call=_last_call,
+                kind=self.hardware.kind,
+            )
+        return self._measured[rows, length]
+
+    def _gradient_dtype(self) -> Callable[[nn.Parameter], torch.dtype]:
+        dtype = self.optim_dtype
+        return lambda parameter: dtype if dtype and parameter.is_floating_point() else parameter.dtype
+
+
+def model_on_meta(config: Any, *, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return the causal language model that a configuration describes, without memory for its parameters.
+
+    Args:
+        config: of transformers.
+        dtype: of the parameters. Default: that of the configuration, but bfloat16 for float16; else float32.
+    """
+    import transformers
+
+    stored = getattr(config, "dtype", None)
+    stored = getattr(torch, stored) if isinstance(stored, str) else stored
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype or {None: torch.float32, torch.float16: torch.bfloat16}.get(stored, stored)
+        )
+    model: nn.Module = made.to("meta")  # some write numbers into their parameters, wherever those should be
+    return model
+
+
+def _doubled(first: int, most: int) -> list[int]:
+    """Numbers above the first one, each twice the one before, up to the most."""
+    found = []
+    while first < most:
+        first = min(2 * first, most)
+        found.append(first)
+    return found
+
+
+def _cut(model: nn.Module, kind: str) -> Cut:
+    try:
+        with device_kernels(kind):
+            return cut(model, _batch(2, 16), check=False)
+    except CutError as error:
+        raise CutError(
+            error.reason,
+            f"{type(model).__name__} cannot be planned: on meta, where tensors have no values, its forward ends with "
+            f"{error.__cause__ or error}".splitlines()[0],
+        ) from error
+
+
+def _batch(rows: int, length: int) -> dict[str, Any]:
+    """Rows of tokens without padding, which are their own labels, on ``meta``."""
+    tokens = torch.empty(rows, length, dtype=torch.long, device="meta")
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _last_call(piece: nn.Module, value: Any) -> Any:
+    """As a training calls it, which looks at nothing but the loss; what it averaged over, nobody can tell on meta."""
+    if isinstance(piece, Phase):
+        return loss_only(piece.copy, lambda: piece(value))
+    if isinstance(piece, Whole):
+        args, kwargs = value
+        return loss_only(piece.model, lambda: piece(*args, **kwargs))
+    return piece(value)

@@ -1,0 +1,108 @@
+"""Operations on ``meta`` as devices do them: same sizes of results, and of what is kept for the backward.
+
+::
+
+    attention      on meta torch writes out the scores of every pair of tokens; kernels of devices do not
+    grouped_mm     products of groups of rows, as experts do: on meta torch has them for bfloat16 only
+    bool(tensor)   nobody knows on meta; here, yes: what models ask is whether a mask hides nothing
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["device_kernels"]
+
+_ATEN = torch.ops.aten
+_ATTENTION = functional.scaled_dot_product_attention
+
+
+@contextlib.contextmanager
+def device_kernels(kind: str = "cuda") -> Iterator[None]:
+    """Let operations on ``meta`` do what they do on devices, in this block and thread.
+
+    Args:
+        kind: of the device; ``"cpu"`` has no kernel for attention with dropout.
+
+    >>> q = torch.empty(1, 1, 4096, 64, device="meta", requires_grad=True)
+    >>> kept = []
+    >>> with device_kernels(), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()), lambda t: t):
+    ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    >>> max(kept) == 4096 * 64
+    True
+    """
+    with _Attention(drops=kind != "cpu"), _Operations():  # type: ignore[no-untyped-call] # torch does not annotate it
+        yield
+
+
+class _Attention(TorchFunctionMode):
+    def __init__(self, *, drops: bool) -> None:
+        super().__init__()
+        self.drops = drops
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.multi_head_attention_forward:  # what it calls does not come here
+            with mock.patch.object(functional, "scaled_dot_product_attention", self._attend):
+                return func(*args, **kwargs)
+        return self._attend(*args, **kwargs) if func is _ATTENTION else func(*args, **kwargs)
+
+    def _attend(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if query.is_meta:
+            return _fused(self.drops, query, *args, **kwargs)
+        return _ATTENTION(query, *args, **kwargs)
+
+
+def _fused(
+    drops: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    # the kernels that save memory take no others
+    is_usual = query.dim() == 4 and value.shape[-1] == query.shape[-1] and key.shape[0] == query.shape[0]
+    shares = key.shape[1] == query.shape[1] or enable_gqa
+    learns = attn_mask is not None and attn_mask.requires_grad
+    if is_usual and shares and (drops or not dropout_p) and not learns:
+        found: torch.Tensor = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+        return found
+    return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+class _Operations(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ATEN._grouped_mm.default and args[0].is_meta:
+            return _grouped(*args, **(kwargs or {}))
+        if func is _ATEN._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def _grouped(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    rows, columns = first.shape[-2], second.shape[-1]
+    groups: tuple[int, ...] = ()
+    if first.dim() == second.dim():  # a product for every group: two stacks of matrices, or the columns in groups
+        assert first.dim() == 3 or offs is not None
+        groups = (first.shape[0] if first.dim() == 3 or offs is None else offs.shape[0],)
+    return first.new_empty(*groups, rows, columns, dtype=out_dtype or first.dtype)

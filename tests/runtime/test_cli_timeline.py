@@ -1,0 +1,108 @@
+"""``roundpipe timeline`` as a user meets it."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import Record, RoundPipe, RoundPipeRunConfig, Timeline
+from roundpipe_runtime.cli.app import run
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A timeline of a real run over two devices."""
+    path = tmp_path_factory.mktemp("timeline") / "run.json"
+    layers = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+    config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
+    model = RoundPipe(layers, devices="virtual:2", model_run_config=config)
+    with Timeline() as timeline:
+        model.forward_backward((torch.ones(6, 16),), label=torch.ones(6, 16), loss_fn=nn.functional.mse_loss)
+    model.close()
+    timeline.save(path)
+    return path
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_it_is_drawn_in_the_width_of_the_terminal(recorded, capsys, monkeypatch, columns):
+    """A row per device, their totals, the slowest stages; in a log without colours."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert run(["timeline", str(recorded)]) == 0
+    out = capsys.readouterr().out
+    drawn = [line for line in out.splitlines() if line.startswith("virtual:") and "%" not in line]
+    assert [line.split()[0] for line in drawn] == ["virtual:0", "virtual:1"]
+    assert max(map(len, drawn)) <= columns
+    assert max(map(len, out.splitlines())) <= 80 or columns > 80
+    assert "\x1b" not in out
+    assert "slowest" in out
+
+
+def test_shares_of_a_device_are_all_of_its_time(recorded, capsys):
+    """Computed, copied and waited are 100 % together."""
+    assert run(["timeline", str(recorded), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [totals["device"] for totals in found["devices"]] == ["virtual:0", "virtual:1"]
+    for totals in found["devices"]:
+        assert totals["busy"] + totals["transfers"] + totals["idle"] == pytest.approx(found["seconds"])
+    times = [stage["seconds"] for stage in found["stages"]]
+    assert times == sorted(times, reverse=True)
+
+
+def test_totals_are_those_of_the_records(tmp_path, capsys):
+    """Written by hand: 3 s of 4 computed; the stage with most of it comes first."""
+    timeline = Timeline()
+    timeline.records = [
+        Record(0, 0, "a", "forward", 0.0, 1.0, 0),
+        Record(1, 0, "a", "backward", 1.0, 3.0, 0),
+        Record(1, -1, "a", "download", 3.0, 4.0, 0),
+    ]
+    timeline.save(tmp_path / "run.json")
+    assert run(["timeline", str(tmp_path / "run.json"), "--stages", "1"]) == 0
+    out = capsys.readouterr().out
+    totals = next(line for line in out.splitlines() if "%" in line)
+    assert totals.split() == ["a", "3", "s", "75", "%", "1", "s", "25", "%", "0", "ms", "0", "%"]
+    assert "The slowest of 2 stages" in out
+    assert out.splitlines()[-1].split() == ["1", "a", "0", "2", "s", "1", "s", "backward"]
+
+
+def test_a_picture_is_drawn(recorded, tmp_path, capsys):
+    """And said to be."""
+    pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib")
+    assert run(["timeline", str(recorded), "--picture", str(tmp_path / "run.png")]) == 0
+    assert f"drawn into {tmp_path / 'run.png'}" in capsys.readouterr().out
+    assert (tmp_path / "run.png").stat().st_size > 1000
+
+
+def test_files_that_are_no_timeline_are_one_line_and_2(tmp_path, capsys):
+    """Empty, damaged, foreign, missing, a folder; nothing on stdout."""
+    for name, content in {
+        "empty": "",
+        "damaged": '{"traceEvents"',
+        "foreign": "[]",
+        "trace": '{"traceEvents": [{}]}',
+    }.items():
+        (tmp_path / name).write_text(content)
+    for name in ("empty", "damaged", "foreign", "trace", "missing", "."):
+        assert run(["timeline", str(tmp_path / name)]) == 2
+        shown = capsys.readouterr()
+        assert shown.err.startswith("roundpipe: ")
+        assert len(shown.err.splitlines()) == 1
+        assert shown.out == ""
+
+
+def test_a_picture_that_cannot_be_drawn_is_one_line_and_2(recorded, tmp_path, capsys):
+    """A name without a format, and a folder that is not there."""
+    pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib")
+    for name in ("run.xyz", "nothing/run.png"):
+        assert run(["timeline", str(recorded), "--picture", str(tmp_path / name)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_help_fits_into_80_columns(capsys, monkeypatch):
+    """With what a user needs to know of the file."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["timeline", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "--picture" in out

@@ -1,0 +1,47 @@
+"""Memory in use, as the system and the accelerator tell it."""
+
+import pytest
+import torch
+
+from roundpipe_runtime.fine_tune import memory
+from roundpipe_runtime.fine_tune.memory import device_peak, process_memory
+
+
+def test_memory_that_is_taken_is_seen():
+    """Within a tenth of what was taken."""
+    before = process_memory()
+    if before is None:
+        pytest.skip("this system does not say")
+    taken = torch.ones(2**25)
+    grown = process_memory() - before
+    assert grown == pytest.approx(taken.nbytes, rel=0.1)
+
+
+def test_where_there_is_no_proc_the_most_is_told(monkeypatch):
+    """In bytes, which Linux counts in kilobytes."""
+    pytest.importorskip("resource")
+    now = process_memory()
+
+    def refuse(*args, **kwargs):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(memory, "open", refuse, raising=False)
+    assert process_memory() >= now * 0.5
+
+
+def test_virtual_devices_have_no_memory_of_their_own():
+    from roundpipe_runtime import parse_devices
+
+    assert device_peak(parse_devices("virtual:2")) is None
+    assert device_peak([]) is None
+
+
+@pytest.mark.gpu
+def test_an_accelerator_tells_its_peak():
+    from roundpipe_runtime import parse_devices
+
+    devices = parse_devices()
+    if not torch.accelerator.is_available():
+        pytest.skip("there is no accelerator")
+    held = torch.ones(2**20, device=devices[0].torch_device)
+    assert device_peak(devices) >= held.nbytes

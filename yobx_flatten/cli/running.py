@@ -1,0 +1,59 @@
+"""Starts a command line, and ends it with a status whatever happens."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import FlattenError
+from .failures import explain_failure
+
+__all__ = ["has_libraries", "run_app"]
+
+
+def has_libraries(program: str) -> bool:
+    """Tell whether what a command line is made with is installed; if not, print the line that installs it.
+
+    Args:
+        program: what the command is called.
+    """
+    missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        wanted = " and ".join(missing)
+        sys.stderr.write(f"{program}: the command line needs {wanted}: pip install 'yobx-flatten[cli]'\n")
+    return not missing
+
+
+def run_app(
+    app: Any,
+    argv: Sequence[str] | None = None,
+    *,
+    program: str,
+    expected: tuple[type[Exception], ...] = (FlattenError,),
+) -> int:
+    """Run one command and return its exit status. What was typed is the command's ``context.obj``.
+
+    Args:
+        app: all commands, of typer.
+        argv: the arguments; by default those of the process.
+        program: what the command is called.
+        expected: errors whose message says all that a user needs; others are shown with their class.
+    """
+    import typer
+
+    given = list(sys.argv[1:] if argv is None else argv)
+    # wherever it stands: who sees an error adds it at the end
+    debug = "--debug" in given
+    command: Any = typer.main.get_command(app)
+    words = [word for word in given if word != "--debug"]
+    try:
+        status = command.main(words, prog_name=program, standalone_mode=False, obj=words)
+    except BrokenPipeError:
+        return 0  # `yobx-flatten list | head`: whoever read has enough
+    except (Exception, KeyboardInterrupt) as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help is its message, and is printed already
+            return 2
+        return explain_failure(error, debug=debug, program=program, expected=expected)
+    return status if isinstance(status, int) else 0

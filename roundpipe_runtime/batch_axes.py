@@ -29,8 +29,14 @@ from .packed import RoundPipePackedData
 __all__ = ["BatchAxes", "Entry", "batch_axes", "entries_of", "refuse_unregistered"]
 
 # Arguments of transformers whose axis 0 is not the batch, or not always: {number of axes: axis}. The positions of
-# models with several kinds of tokens are (3, batch, length); `cache_position` counts along the length.
-_KNOWN_ARGUMENTS: dict[str, dict[int, int]] = {"position_ids": {2: 0, 3: 1}, "cache_position": {}}
+# models with several kinds of tokens are (3, batch, length); `cache_position` counts along the length; `cu_seq_lens_*`
+# say where texts begin that stand one behind the other in a single row.
+_KNOWN_ARGUMENTS: dict[str, dict[int, int]] = {
+    "position_ids": {2: 0, 3: 1},
+    "cache_position": {},
+    "cu_seq_lens_q": {},
+    "cu_seq_lens_k": {},
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class Device(Protocol):
         """End the thread of the device."""
 
 
-DeviceSpec: TypeAlias = "str | Sequence[torch.device | str | Device] | None"
+DeviceSpec: TypeAlias = "str | torch.device | Sequence[torch.device | str | Device] | None"
 
 _POISON_INTEGER = 0x5A
 
@@ -98,6 +98,8 @@ class _Ledger:
             weakref.finalize(tensor, self._forget, pointer).atexit = False
 
     def read(self, tensor: torch.Tensor) -> tuple[str, str] | None:
+        if tensor.layout != torch.strided:  # a sparse tensor has no memory of one piece, and is not watched
+            return None
         with self._lock:
             return self._owners.get(tensor.untyped_storage().data_ptr())
 
@@ -170,7 +172,7 @@ class VirtualDevice:
         held = weakref.ref(tensor, functools.partial(_drop, self._held, key))
         with self._lock:
             self._held[key] = size, held
-        if self.check:
+        if self.check and tensor.layout == torch.strided:
             _poison(tensor)
             _LEDGER.write(tensor, self.name, "ready")
         return tensor
@@ -264,11 +266,19 @@ def parse_devices(devices: DeviceSpec = None) -> list[Device]:
     """
     if devices is None:
         devices = _all_accelerators() or "virtual:2"
+    if isinstance(devices, torch.device):
+        return [_accelerator(devices)]
     if isinstance(devices, str):
         if not devices.startswith("virtual"):
             return [_accelerator(devices)]
         return _virtual(devices)
-    found = [_one(device) for device in devices]
+    try:
+        named = list(devices)
+    except TypeError as error:
+        raise ConfigError(
+            f"devices={devices!r} names no device. Use 'virtual:2', or a list of torch devices."
+        ) from error
+    found = [_one(device) for device in named]
     if not found:
         raise ConfigError("devices=[] names no device. Use 'virtual:2', or a list of torch devices.")
     names = [device.name for device in found]
@@ -301,7 +311,10 @@ def _accelerator(device: torch.device | str) -> Device:
     index: int | None = device.index  # torch's stubs know no device without one
     if index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
-    return _ACCELERATORS.get(device) or _ACCELERATORS.setdefault(device, AcceleratorDevice(device))
+    found = _ACCELERATORS.get(device)
+    if found is None or found.worker.is_closed:
+        found = _ACCELERATORS[device] = AcceleratorDevice(device)
+    return found
 
 
 def _all_accelerators() -> list[torch.device]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from .classic import call
 from .config import RoundPipeRunConfig
 from .costs import LayerCost, MeasuredCosts, analytic_cost
 from .device import Device
-from .errors import ConfigError, StageError
+from .errors import ConfigError, DeviceError, StageError
 from .join import join
 from .loss import LossContract, warn_if_uneven
 from .microbatch import Microbatch, split
@@ -33,6 +34,7 @@ from .schedule import RoundRobin, Stage
 from .stage import run_stage
 from .timeline import current_timeline
 from .transfer import Parcel, take_apart
+from .uninterrupted import Uninterrupted
 from .worker import add_note_once, collect
 
 __all__ = ["FOR_PARAMETERS", "Engine"]
@@ -40,6 +42,9 @@ __all__ = ["FOR_PARAMETERS", "Engine"]
 # Pipelines may share devices. All stages of a run are handed out in one go: then every device has them in the same
 # order, and no two runs can wait for each other.
 _DISPATCH = threading.Lock()
+
+# The pipelines that are open on a device: the last one that closes ends its thread.
+_USERS: weakref.WeakKeyDictionary[Device, weakref.WeakSet[Engine]] = weakref.WeakKeyDictionary()
 
 # Seconds of a forward on the CPU below which two threads are slower than one: torch gives the interpreter's lock away
 # at each operator, so they would take it from each other all the time.
@@ -80,6 +85,11 @@ class Engine:
         self._training, self._inference = MeasuredCosts(guessed), MeasuredCosts(guessed)
         found = self.layers
         self.steps = StepRunner(self.store, self.table, lambda: scan(found))
+        self.lock = threading.RLock()
+        self._closed = False
+        with _DISPATCH:
+            for device in self.devices:
+                _USERS.setdefault(device, weakref.WeakSet()).add(self)
         self._plans: dict[RunType, tuple[ModelExecutePlan, int]] = {}
         self._warned = False
 
@@ -87,7 +97,8 @@ class Engine:
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
         """Run the layers forward; with gradients, the outputs are part of the caller's graph."""
-        with torch.set_grad_enabled(bool(config.requires_grad)):
+        self._refuse_call()
+        with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
             microbatches = self.split(args, kwargs, None, config)
             run, stages = self.prepare("train" if config.requires_grad else "infer", config, len(microbatches))
             parcels = [self._parcel(microbatch, run) for microbatch in microbatches]
@@ -115,6 +126,19 @@ class Engine:
         """Run forward, loss and backward; return the loss of the batch, with the outputs if they are asked for."""
         if not config.requires_grad:
             raise ConfigError("forward_backward computes gradients, but they are switched off. Use forward.")
+        self._refuse_call()
+        with self.lock:
+            return self._forward_backward(args, kwargs, label, loss_fn, return_outputs, config)
+
+    def _forward_backward(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        label: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        return_outputs: bool,
+        config: RoundPipeRunConfig,
+    ) -> Any:
         microbatches = self.split(args, kwargs, label, config)
         run, stages = self.prepare("fused", config, len(microbatches))
         rows = [microbatch.rows for microbatch in microbatches]
@@ -184,11 +208,11 @@ class Engine:
         Raises:
             BaseException: the first error of any of them, when all have ended.
         """
-        if any(device.worker.is_here() for device in self.devices):
-            raise StageError(
-                "A pipeline was called from inside of a layer that runs on one of its own devices, which would wait "
-                "for itself. Give the inner pipeline devices of its own."
-            )
+        self._refuse_call()
+        with Uninterrupted(stop=run.board.fail):
+            self._execute(run, stages)
+
+    def _execute(self, run: Run, stages: Sequence[Stage]) -> None:
         cursor = self.round_robin.cursor
         run.table.hold(run.version)
         try:
@@ -200,8 +224,8 @@ class Engine:
                         device = self.devices[number]
                         worker = self.devices[0].worker if run.one_thread else device.worker
                         work.append(worker.submit(run_stage, run, stage, device))
-                except BaseException as interruption:
-                    run.board.fail(interruption)
+                except BaseException as refusal:  # of a device that was closed
+                    run.board.fail(refusal)
             collect(run.board, work)
             for device in self.devices:
                 device.synchronize()  # the caller may change what was copied from
@@ -215,26 +239,39 @@ class Engine:
 
     def commit(self, run: Run) -> None:
         """Give the model what a run computed that is now complete."""
-        self.commit_forward(run)
-        if run.kind == "fused":
+        if run.kind != "fused":
+            self.commit_forward(run)
+            return
+        self._wait_step(run)
+        with Uninterrupted():
+            self.commit_forward(run)
             self.commit_backward(run)
 
     def commit_forward(self, run: Run) -> None:
         """Give the model the buffers that a run wrote, and count the run."""
         try:
-            if run.kind == "fused":
-                self.steps.wait_update()  # its error comes before anything is written
             run.check_buffers()
         except BaseException:
             run.discard()
             raise
-        run.commit_buffers()
-        self.step += 1
+        with Uninterrupted():
+            run.commit_buffers()
+            self.step += 1
 
     def commit_backward(self, run: Run) -> None:
         """Give the model the gradients of a run whose forward was committed before."""
-        self.steps.run_ended()
-        run.commit_gradients()
+        self._wait_step(run)
+        with Uninterrupted():
+            self.steps.run_ended()
+            run.commit_gradients()
+
+    def _wait_step(self, run: Run) -> None:
+        """Wait for a step in the background: its error comes before anything of this run is written."""
+        try:
+            self.steps.wait_update()
+        except BaseException:
+            run.discard()
+            raise
 
     def version(self) -> int:
         """Return the version of the parameters that a run reads now."""
@@ -255,8 +292,29 @@ class Engine:
         try:
             self.steps.close()
         finally:
-            for device in self.devices:
+            self._closed = True
+            with _DISPATCH:
+                alone = [device for device in self.devices if self._leaves(device)]
+            for device in alone:
                 device.close()
+
+    def _leaves(self, device: Device) -> bool:
+        """Stop to use a device; tell whether nobody else does."""
+        users = _USERS.get(device, weakref.WeakSet())
+        users.discard(self)
+        return not users
+
+    def _refuse_call(self) -> None:
+        if self._closed:
+            raise DeviceError(
+                f"{self.devices[0].name} was closed, by this pipeline. Make a new pipeline:\n"
+                "    RoundPipe(model, devices=...)"
+            )
+        if any(device.worker.is_here() for device in self.devices):
+            raise StageError(
+                "A pipeline was called from inside of a layer that runs on one of its own devices, which would wait "
+                "for itself. Give the inner pipeline devices of its own."
+            )
 
     def _plan(self, kind: RunType) -> ModelExecutePlan:
         """The plan in use; it is looked at again after 1, 2, 4, 8 ... runs, as more was measured."""

@@ -9,7 +9,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextvars
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,8 +20,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from .errors import StageError
 from .parameters import LayerContents, ParameterStore
 from .readiness import ReadinessTable
+from .uninterrupted import Uninterrupted
 from .worker import Worker, add_note_once
 
 __all__ = ["OptimizerCtx", "StepRunner", "in_optimizer_ctx", "wait_for_updates"]
@@ -86,8 +90,9 @@ class StepRunner:
         self.finish()
         self._store.adopt()
         self._store.freeze()
-        self._unpublished = True
-        self._update = self._worker.submit(_in_ctx, step)
+        with Uninterrupted():
+            self._unpublished = True
+            self._update = self._worker.submit(_in_ctx, step)
 
     @property
     def pending(self) -> bool:
@@ -102,15 +107,30 @@ class StepRunner:
         """Say that the run beside the last step has succeeded: what the step did may now be published."""
         self.wait_update()
         if self._unpublished:
-            self._unpublished = False
-            self._version += 1
-            self._publication = self._worker.submit(self._publish, self._version)
+            with Uninterrupted():  # a version that nobody publishes would be waited for
+                self._unpublished = False
+                self._version += 1
+                self._publication = self._worker.submit(self._publish, self._version)
+
+    def is_here(self) -> bool:
+        """Tell whether the caller is the step that runs in the background."""
+        return self._worker.is_here()
 
     def wait_update(self) -> None:
-        """Wait for the step in the background, if there is one, and raise its error."""
+        """Wait for the step in the background, if there is one, and raise its error.
+
+        Raises:
+            StageError: the step itself waits for its end.
+        """
         update = self._update
         if update is None:
             return
+        if self.is_here():
+            raise StageError(
+                "A function given to step(..., is_async=True) called the pipeline, which waits for that function. Let "
+                "it call the optimizer only. One that needs the model, like LBFGS, runs at once:\n"
+                "    model.step(step_fn)"
+            )
         try:
             update.result()
         except BaseException as error:
@@ -126,9 +146,17 @@ class StepRunner:
             self.run_ended()
         finally:
             self.run_ended()  # an error of the step is raised once; what it did is there nevertheless
-            publication, self._publication = self._publication, None
-            if publication is not None:
-                publication.result()
+            self._wait_publication()
+
+    def _wait_publication(self) -> None:
+        publication = self._publication
+        if publication is None:
+            return
+        try:
+            publication.result()
+        finally:
+            if publication.done():  # an interruption ends the wait, and not the publication
+                self._publication = None
 
     def synchronize(self) -> None:
         """Publish everything; stages read the parameters themselves again."""
@@ -152,6 +180,19 @@ def _in_ctx(step: Callable[[], Any]) -> None:
         step()
 
 
+_LOG = logging.getLogger("roundpipe_runtime")
+
+
+@atexit.register
+def _report_failures() -> None:
+    """Say at the end of the process what nobody waited for: a last step that failed must not look like success."""
+    for runner in list(_RUNNERS):
+        update = runner._update
+        error = update.exception() if update is not None and update.done() else None
+        if error is not None:
+            _LOG.error("The function given to the last step(..., is_async=True) failed.", exc_info=error)
+
+
 _RUNNERS: weakref.WeakSet[StepRunner] = weakref.WeakSet()
 _RUNNERS_LOCK = threading.Lock()
 
@@ -162,5 +203,5 @@ def wait_for_updates() -> None:
         runners = list(_RUNNERS)
     for runner in runners:
         update = runner._update
-        if update is not None:
+        if update is not None and not runner.is_here():  # a step may ask from inside
             update.exception()

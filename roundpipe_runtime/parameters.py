@@ -149,13 +149,19 @@ class ParameterStore:
             gradients: one mapping per layer, last layer first: for any plan the sums are taken in the same order.
         """
         names = self._names() if self.optim_dtype else {}
+        watched: list[tuple[torch.Tensor, torch.Tensor]] = []
         for layer in gradients:
             for parameter, gradient in layer.items():
                 name = names.get(id(parameter))
                 target = parameter if name is None else self._target(name, parameter)
-                _accumulate(target, gradient)
+                if _is_watched(target):
+                    watched.append((target, gradient.to(target.dtype)))
+                else:
+                    _accumulate(target, gradient)
                 if name in self._masters:
                     self._masters[name].awaits_step = True
+        if watched:  # in one go: hooks see the sum of layers that share a parameter
+            torch.autograd.backward([target for target, _ in watched], [gradient for _, gradient in watched])
 
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype in which gradients of a parameter are summed."""
@@ -315,5 +321,12 @@ def _accumulate(target: nn.Parameter, gradient: torch.Tensor) -> None:
         gradient = gradient.to(target.dtype)
     if target.grad is None:
         target.grad = gradient
+    elif target.grad.layout != torch.strided and gradient.layout == torch.strided:
+        target.grad = gradient.add_(target.grad)  # torch adds sparse to dense, and not the other way round
     else:
         target.grad.add_(gradient)
+
+
+def _is_watched(target: torch.Tensor) -> bool:
+    """Whether hooks are to see a gradient, or a graph goes on from there: torch adds it, then."""
+    return not target.is_leaf or bool(target._backward_hooks) or bool(target._post_accumulate_grad_hooks)

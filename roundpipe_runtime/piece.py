@@ -12,7 +12,16 @@ from torch import nn
 
 from .transfer import Skeleton
 
-__all__ = ["Piece", "Values", "enter", "is_refused_write", "leaves_inputs", "note_inputs", "plain"]
+__all__ = [
+    "Piece",
+    "Values",
+    "enter",
+    "is_refused_write",
+    "leaves_beside",
+    "leaves_inputs",
+    "note_inputs",
+    "plain",
+]
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,6 +82,33 @@ def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None]
         entries.append(leaf)
         entered.append(tensor if leaf is None else leaf if as_leaves else _enter_leaf(leaf))
     return entries, entered
+
+
+# -- what a loss learns beside the layers -----------------------------------------------------------------------------
+
+
+def leaves_beside(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Return the leaves in which the graph of a loss ends, other than the outputs that it was given.
+
+    They are parameters of the loss, or parameters that a penalty is on.
+
+    >>> weight, output = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    >>> leaves_beside([(weight * output).sum()], [output])
+    [tensor([1.], requires_grad=True)]
+    """
+    own = {id(entry) for entry in entries if entry is not None}
+    found: dict[int, torch.Tensor] = {}
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn for loss in losses]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in own:
+            found[id(node.variable)] = node.variable
+        waiting += [before for before, _ in node.next_functions]
+    return list(found.values())
 
 
 # -- who writes inputs in place --------------------------------------------------------------------------------------

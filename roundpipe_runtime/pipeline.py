@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from .accelerator import AcceleratorDevice
+from .arguments import checked_call, refuse_loss, refuse_trained_labels
 from .config import RoundPipeRunConfig
 from .costs import LayerCost
 from .device import Device, DeviceSpec, parse_devices
 from .engine import Engine
-from .errors import ConfigError
+from .errors import ConfigError, StageError
 from .optimizer import in_optimizer_ctx
 from .parameters import scan
 from .pinning import pin_parameters
@@ -86,7 +87,7 @@ class RoundPipe(nn.Module):
         options = {
             "optim_dtype": optim_dtype,
             "name": name,
-            "model_run_config": model_run_config or RoundPipeRunConfig(),
+            "model_run_config": RoundPipeRunConfig() if model_run_config is None else model_run_config,
             "pin_model": pin_model,
             "devices": devices,
             "title": name or _call_site(),
@@ -129,6 +130,7 @@ class RoundPipe(nn.Module):
             roundpipe_run_config: what this call wants otherwise.
             **kwargs: keyword arguments of the model.
         """
+        self._rp_refuse_other_layers()
         return self._rp_engine.forward(args, kwargs, self._rp_config(roundpipe_run_config))
 
     def forward_backward(
@@ -157,14 +159,32 @@ class RoundPipe(nn.Module):
         Returns:
             The loss of the batch, detached, on the host; with ``return_outputs``, ``(loss, outputs)``.
         """
+        args, kwargs = checked_call(input_args, input_kwargs)
+        refuse_loss(loss_fn)
+        refuse_trained_labels(label)
+        self._rp_refuse_other_layers()
         config = self._rp_config(run_config)
-        return self._rp_engine.forward_backward(
-            tuple(input_args), dict(input_kwargs or {}), label, loss_fn, return_outputs, config
-        )
+        return self._rp_engine.forward_backward(args, kwargs, label, loss_fn, return_outputs, config)
 
     def _rp_config(self, config: RoundPipeRunConfig | None) -> RoundPipeRunConfig:
+        if not isinstance(config, RoundPipeRunConfig | None):
+            raise ConfigError(
+                f"A run configuration must be a RoundPipeRunConfig, found {type(config).__qualname__}. One of:\n"
+                "    forward_backward(..., run_config=RoundPipeRunConfig(num_microbatch=4))\n"
+                "    model(..., roundpipe_run_config=RoundPipeRunConfig(num_microbatch=4))"
+            )
         defaults: RoundPipeRunConfig = self._rp_options["model_run_config"]
         return (config or RoundPipeRunConfig()).over(defaults).resolved(self.num_devices)
+
+    def _rp_refuse_other_layers(self) -> None:
+        """Refuse to run the layers that were wrapped when the model has others by now."""
+        before, now = self._rp_engine.layers, self._rp_layers(self._rp_model)
+        if len(before) != len(now) or any(one is not other for one, other in zip(before, now, strict=True)):
+            raise StageError(
+                f"{self.name} was made of {len(before)} layers; since then, layers of the model were added, removed or "
+                "replaced. Wrap the model again:\n"
+                "    pipeline = RoundPipe(pipeline.model, devices=pipeline.devices)"
+            )
 
     # -- optimizing --------------------------------------------------------------------------------------------------
 
@@ -191,6 +211,20 @@ class RoundPipe(nn.Module):
         else:
             yield from self._rp_model.named_parameters(prefix, recurse, remove_duplicate)
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield names and modules of the model.
+
+        A module that this one is a part of looks here for its parameters (it gives its ``memo`` along). Inside
+        :class:`OptimizerCtx` it finds those for the optimizer.
+        """
+        if memo is None or not in_optimizer_ctx() or self._rp_engine.store.optim_dtype is None:
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+        elif self not in memo:
+            memo.add(self)
+            yield prefix, _Holder(dict(self.optim_named_parameters(remove_duplicate=remove_duplicate)))
+
     def step(self, step_fn: Callable[..., Any], is_async: bool = False, *args: Any, **kwargs: Any) -> None:
         """Run an optimizer step, and let the next run see the new parameters.
 
@@ -199,7 +233,15 @@ class RoundPipe(nn.Module):
             is_async: run it in the background. The next run then reads the parameters as they were before the step.
             *args: arguments of ``step_fn``.
             **kwargs: keyword arguments of ``step_fn``.
+
+        Raises:
+            ConfigError: ``step_fn`` is no function.
         """
+        if not callable(step_fn):
+            raise ConfigError(
+                f"step_fn must be a function, found {step_fn!r}:\n"
+                "    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))"
+            )
         steps = self._rp_engine.steps
         if is_async:
             steps.start(lambda: step_fn(*args, **kwargs))
@@ -214,7 +256,8 @@ class RoundPipe(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those of the optimizer's parameters as well."""
-        self._rp_engine.steps.wait_update()
+        if not self._rp_engine.steps.is_here():
+            self._rp_engine.steps.wait_update()
         self._rp_model.zero_grad(set_to_none)
         self._rp_engine.store.zero_grad(set_to_none)
 
@@ -340,6 +383,14 @@ class RoundPipe(nn.Module):
         self._rp_engine.store.load_masters(state["masters"])
 
 
+class _Holder(nn.Module):
+    """Parameters under names with dots, in the place where a parent module looks for them."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.__dict__["_parameters"] = parameters
+
+
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a model: the children of an ``nn.Sequential`` that runs like one, else the model itself."""
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and len(model):
@@ -351,7 +402,7 @@ def _as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     if isinstance(model, nn.ModuleList):
         return nn.Sequential(*model)
     if isinstance(model, RoundPipe):
-        raise ConfigError("The model is a RoundPipe already.")
+        raise ConfigError("The model is a RoundPipe already: use it as it is.")
     if isinstance(model, nn.Module):
         return model
     if isinstance(model, (list, tuple)) and model and all(isinstance(layer, nn.Module) for layer in model):

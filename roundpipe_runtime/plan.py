@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import numbers
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -104,11 +105,18 @@ class ModelExecutePlan:
         if not models:
             raise PlanError('ModelExecutePlan.auto needs a model:\n    ModelExecutePlan.auto("fused", model)')
         costs = [layer_costs(model) for model in models]
+        _check_number("upper_threshold", upper_threshold)
         if min_stages is None:
             min_stages = max(int(getattr(model, "num_devices", 1)) for model in models)
         if model_memory_limit is None:
             limits = [getattr(model, "model_memory_limit", None) for model in models]
             model_memory_limit = min((limit for limit in limits if limit is not None), default=None)
+        if type(min_stages) is not int:
+            raise PlanError(f"min_stages must be a whole number, found {min_stages!r}.")
+        if model_memory_limit is not None:
+            _check_number("model_memory_limit", model_memory_limit)
+            if not model_memory_limit > 0:
+                raise PlanError(f"model_memory_limit is in GB and must be above 0, found {model_memory_limit!r}.")
         before = [previous] if isinstance(previous, ModelExecutePlan) else list(previous or [])
         found = partition(
             run_type,
@@ -120,6 +128,11 @@ class ModelExecutePlan:
         )
         plans = [cls(forward, backward) for forward, backward in found]
         return plans[0] if len(models) == 1 else plans
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise PlanError(f"{name} must be a number, found {value!r}.")
 
 
 def _range(stage: Sequence[int]) -> range:

@@ -7,6 +7,7 @@ on the device, on how many there are, or on the order of the work; so the recomp
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import hashlib
 import threading
 import weakref
@@ -50,7 +51,11 @@ def call_seed(base: int, tag: str, step: int, layer: int, microbatch: int) -> in
 # The CPU has one default generator for all threads. A layer that draws from it has it for itself, with its own seed,
 # and leaves it as it was; a layer that does not draw needs no lock. Which is which is seen at the first call, and
 # checked at every other.
+#
+# A layer that has the generator may call another pipeline, and waits for its threads. They know by their context, and
+# take turns among themselves.
 _CPU_GENERATOR = threading.RLock()
+_INSIDE: contextvars.ContextVar[Any] = contextvars.ContextVar("roundpipe_generator_inside", default=None)
 _DRAWS: weakref.WeakKeyDictionary[Any, dict[bool, bool]] = weakref.WeakKeyDictionary()
 
 
@@ -76,14 +81,19 @@ def _run_on_cpu(call: Callable[[], T], code: Any, seed: Callable[[], int], again
     training = bool(getattr(code, "training", True))
     if _known(code).get(training) is not False:
         return _alone(call, code, training, seed())
-    with _CPU_GENERATOR:
+    with _generator():
         before = _cpu_state()
     result = call()
-    with _CPU_GENERATOR:
+    with _generator():
         quiet = before.equal(_cpu_state())
         if not quiet:
             torch.set_rng_state(before.view(torch.uint8))
     return result if quiet else _alone(again, code, training, seed())
+
+
+def _generator() -> Any:
+    """The lock of the generator, as far as this thread is concerned."""
+    return _INSIDE.get() or _CPU_GENERATOR
 
 
 def _cpu_state() -> torch.Tensor:
@@ -92,7 +102,8 @@ def _cpu_state() -> torch.Tensor:
 
 
 def _alone(call: Callable[[], T], code: Any, training: bool, seed: int) -> T:
-    with _CPU_GENERATOR:
+    with _generator():
+        inside = _INSIDE.set(threading.RLock())
         outside = torch.get_rng_state()
         torch.default_generator.manual_seed(seed)
         seeded = _cpu_state()
@@ -104,6 +115,7 @@ def _alone(call: Callable[[], T], code: Any, training: bool, seed: int) -> T:
             return result
         finally:
             torch.set_rng_state(outside)
+            _INSIDE.reset(inside)
 
 
 def _known(code: Any) -> dict[bool, bool]:

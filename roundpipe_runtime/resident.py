@@ -10,16 +10,36 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from .device import Device
+from .errors import StageError
 from .events import Event
 from .parameters import LayerContents
 
-__all__ = ["Buffers", "Gradients", "Resident"]
+__all__ = ["Buffers", "Gradients", "Resident", "refuse_kept"]
 
 T = TypeVar("T")
 
 # What came down from a device: copies on the host, and when they are complete.
 Gradients: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
 Buffers: TypeAlias = dict[int, tuple[torch.Tensor, Event]]
+
+
+# Stands on the copy of a parameter and says which layer it is of.
+_LAYER = "_roundpipe_layer"
+
+
+def refuse_kept(leaf: torch.Tensor) -> None:
+    """Refuse a loss that goes back into a layer past its outputs.
+
+    Raises:
+        StageError: naming the layer.
+    """
+    title = getattr(leaf, _LAYER, None)
+    if title is not None:
+        raise StageError(
+            f"The loss was computed of a tensor that {title} kept on itself. Its gradient would be lost: a layer goes "
+            "back from what it returned. Return the tensor, too, and hand it on to the loss:\n"
+            "    return outputs, auxiliary_loss"
+        )
 
 
 class Resident:
@@ -64,7 +84,10 @@ class Resident:
 
     def _copy_parameter(self, parameter: nn.Parameter, source: torch.Tensor) -> nn.Parameter:
         copy = nn.Parameter(self._copy(source), requires_grad=parameter.requires_grad)
+        if isinstance(parameter, nn.Parameter):
+            copy.__class__ = type(parameter)  # a class of the user's
         copy.__dict__.update(parameter.__dict__)  # attributes that users hang on parameters
+        copy.__dict__[_LAYER] = self.contents.title
         return copy
 
     def call(self, function: Callable[[], T]) -> T:

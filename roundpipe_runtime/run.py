@@ -176,7 +176,7 @@ class Run:
 
     def release(self) -> None:
         """Give back the memory of the devices that this run still holds."""
-        for resident in self.residents.values():
+        for resident in list(self.residents.values()):  # a stage that nobody waits for may still put one there
             resident.release()
         self.residents.clear()
 
@@ -217,11 +217,11 @@ class Run:
         Raises:
             StageError: each would have had to see what the other wrote.
         """
-        writers: dict[tuple[int, str], int] = {}
+        writers: dict[int, int] = {}
         for layer, written in sorted(self.buffers.items()):
             for number in written:
                 slot = self.contents[layer].buffers[number]
-                other = writers.setdefault((id(slot.owner), slot.name), layer)
+                other = writers.setdefault(id(slot.tensor), layer)
                 if other != layer:
                     raise StageError(
                         f"{self.contents[other].title} and {self.contents[layer].title} are the same module, or share "

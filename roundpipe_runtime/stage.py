@@ -16,17 +16,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
 from .device import Device
 from .errors import StageError
+from .events import NOW
 from .parameters import LayerContents
-from .piece import Piece, Values, enter, is_refused_write, leaves_inputs, note_inputs, plain
+from .piece import Piece, Values, enter, is_refused_write, leaves_beside, leaves_inputs, note_inputs, plain
 from .recompute import CALL, call_seed, run_seeded
-from .resident import Resident
+from .resident import Resident, refuse_kept
 from .run import Copies, Run
 from .schedule import Stage
 from .transfer import Parcel, Skeleton, fetch, send, shapes_of, take_apart
@@ -172,7 +173,8 @@ class _Visit:
     ) -> list[torch.Tensor | None]:
         self._layer, self._doing, self._tensors = piece.layer, "backward", piece.exits
         with self._measure("backward", microbatch, piece.layer), self.device.computing():
-            results = piece.backward(gradients)
+            # with its copies in place: checkpoints inside of the layer call parts of it again
+            results = self.residents[piece.layer].call(partial(piece.backward, gradients))
             self.residents[piece.layer].take_gradients()
         return results
 
@@ -186,8 +188,28 @@ class _Visit:
             terms = self.run.contract.add(microbatch, result)
         with self._measure("backward", microbatch), self.device.computing():
             if terms:
-                torch.autograd.backward([term.tensor for term in terms], [term.seed for term in terms])
+                self._back_from_loss([term.tensor for term in terms], [term.seed for term in terms], entries)
         return [None if entry is None else entry.grad for entry in entries]
+
+    def _back_from_loss(
+        self, losses: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], entries: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Go back to the outputs of the last layer; what the loss learns itself is collected like the layers'."""
+        outside = leaves_beside(losses, entries)
+        if not outside:
+            torch.autograd.backward(losses, seeds)
+            return
+        for leaf in outside:
+            refuse_kept(leaf)
+        wanted = [entry for entry in entries if entry is not None]
+        found = torch.autograd.grad(losses, [*wanted, *outside], seeds, allow_unused=True)
+        for entry, gradient in zip(wanted, found, strict=False):
+            entry.grad = gradient
+        sums = self.run.gradients.setdefault(len(self.run.contents), {})
+        for leaf, gradient in zip(cast(list[nn.Parameter], outside), found[len(wanted) :], strict=True):
+            if gradient is not None:
+                before = sums.get(leaf)
+                sums[leaf] = (gradient if before is None else before[0] + gradient, NOW)
 
     # -- one layer ---------------------------------------------------------------------------------------------------
 

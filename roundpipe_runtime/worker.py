@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import os
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
@@ -39,8 +41,13 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.is_closed = False
+        self._start()
+        _WORKERS.add(self)
+
+    def _start(self) -> None:
         self._ident: int | None = None
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"roundpipe {name}")
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"roundpipe {self.name}")
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Return the future of ``work(*args, **kwargs)``, which sees the context variables of the caller.
@@ -67,7 +74,22 @@ class Worker:
 
     def close(self) -> None:
         """Wait for the work that was given and end the thread. Work given later is refused."""
+        self.is_closed = True
         self._threads.shutdown(wait=True)
+
+
+# Threads do not survive a fork, and an executor does not notice: in the child its work would never begin.
+_WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _start_again() -> None:
+    for worker in list(_WORKERS):
+        if not worker.is_closed:
+            worker._start()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_again)
 
 
 class Board:
@@ -87,7 +109,7 @@ class Board:
     @property
     def error(self) -> BaseException | None:
         """The error that stopped the run, the first one of all threads."""
-        return self._error
+        return None if isinstance(self._error, StoppedRun) else self._error
 
     def put(self, key: Hashable, value: Any) -> None:
         """Leave a value; whoever waits for it goes on."""
@@ -119,10 +141,14 @@ class Board:
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Let go of every value and of the error, so that neither keeps memory alive."""
+        """Let go of every value and of the error, so that neither keeps memory alive.
+
+        The run stays stopped: a stage of it that begins later must not wait for what never comes.
+        """
         with self._changed:
             self._values.clear()
-            self._error = None
+            self._error = StoppedRun()
+            self._changed.notify_all()
 
 
 def collect(board: Board, work: list[Future[None]]) -> None:

@@ -131,3 +131,20 @@ def test_an_accelerator_copies_in_and_out():
     event.result()
     assert back.tolist() == [0, 2, 4, 6]
     device.close()
+
+
+def test_sparse_tensors_travel_through_a_checking_device(device):
+    """They have no memory of one piece to watch: gradients of sparse embeddings come down all the same."""
+    sparse = torch.sparse_coo_tensor([[1]], [[2.0, 3.0]], (3, 2), check_invariants=True)
+    copy = device.copy_in(sparse)
+    back, event = device.copy_out(copy)
+    event.result()
+    device.release([copy])
+    assert torch.equal(back.to_dense(), sparse.to_dense())
+
+
+@pytest.mark.parametrize("devices", [3, torch.device("cpu")])
+def test_what_names_no_devices_is_refused(devices):
+    """A number is none; one torch device is taken for itself, and the CPU is no accelerator."""
+    with pytest.raises(ConfigError, match="virtual:2"):
+        parse_devices(devices)

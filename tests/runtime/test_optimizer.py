@@ -1,13 +1,24 @@
 """Steps: exact in the caller's thread, or in the background with weights exactly one step old."""
 
 import copy
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import ConfigError, OptimizerCtx, RoundPipe, RoundPipeRunConfig, VirtualDevice, optim
+from roundpipe_runtime import (
+    ConfigError,
+    GradScaler,
+    OptimizerCtx,
+    RoundPipe,
+    RoundPipeRunConfig,
+    StageError,
+    VirtualDevice,
+    optim,
+)
 from tests.runtime.small import batch, relative_error, small_model
 
 F = nn.functional
@@ -137,3 +148,56 @@ def test_adam_refuses_what_it_cannot_do():
         optim.Adam(parameters, capturable=True)
     with pytest.warns(UserWarning, match="ignored"):
         optim.Adam(parameters, foreach=True)
+
+
+def test_a_background_step_that_calls_the_pipeline_is_an_error(devices):
+    """LBFGS calls the model. It would wait for its own end; it is told so, and run at once it works."""
+    pipe = RoundPipe(small_model(), devices=devices, model_run_config=MEAN)
+    optimizer = torch.optim.LBFGS(pipe.parameters(), max_iter=3)
+    inputs, labels = batch(6)
+
+    def closure():
+        pipe.zero_grad()
+        return pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+
+    pipe.step(lambda: optimizer.step(closure), is_async=True)
+    with pytest.raises(StageError, match="waits for that function"):
+        pipe.synchronize()
+    before = closure()
+    pipe.step(lambda: optimizer.step(closure))
+    assert closure() < before
+    pipe.close()
+
+
+def test_a_background_step_may_forget_gradients_and_update_the_scale(devices):
+    """zero_grad() of the model, and GradScaler.update(), wait for steps in the background, but not for themselves."""
+    pipe = RoundPipe(small_model(), torch.float64, devices=devices, model_run_config=MEAN)
+    scaler = GradScaler(init_scale=4.0)
+    inputs, labels = batch(6)
+    pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+    pipe.step(lambda: (pipe.zero_grad(), scaler.update(2.0)), is_async=True)
+    pipe.synchronize()
+    assert scaler.get_scale() == 2.0
+    assert all(parameter.grad is None for parameter in pipe.optim_parameters())
+    pipe.close()
+
+
+def test_a_step_is_a_function(devices):
+    """Its result, as in step(optimizer.step()), is none."""
+    pipe = RoundPipe(small_model(), devices=devices)
+    with pytest.raises(ConfigError, match=r"step_fn must be a function, found None:\n.*model\.step\(lambda"):
+        pipe.step(None)
+    pipe.close()
+
+
+def test_a_last_step_that_fails_is_reported_at_the_end_of_the_process():
+    """Nobody waits for it, and the process does not look like a success."""
+    code = (
+        "import torch\n"
+        "from roundpipe_runtime import RoundPipe\n"
+        "pipe = RoundPipe(torch.nn.Linear(2, 2), devices='virtual:1')\n"
+        "pipe.step(lambda: 1 / 0, is_async=True)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "the last step(..., is_async=True) failed" in found.stderr
+    assert "ZeroDivisionError" in found.stderr

@@ -107,3 +107,36 @@ def test_frozen_copies_stay_until_they_are_refreshed():
     assert torch.equal(store.source(model.weight), before + 1)
     store.thaw()
     assert store.source(model.weight) is model.weight
+
+
+def test_hooks_see_the_sum_of_what_layers_computed():
+    """A tied weight has one gradient: its hooks see it whole, once per run, and what they return is what is added."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    weight = model[0].weight
+    seen, summed = [], []
+    weight.register_hook(lambda gradient: seen.append(gradient.clone()) or 10 * gradient)
+    weight.register_post_accumulate_grad_hook(lambda parameter: summed.append(parameter.grad.clone()))
+    store = ParameterStore(model)
+    ones = torch.ones(2, 2)
+    store.add_gradients([{weight: ones.clone()}, {weight: 2 * ones}])
+    store.add_gradients([{weight: ones.clone()}])
+    assert [float(tensor[0, 0]) for tensor in seen] == [3, 1]
+    assert [float(tensor[0, 0]) for tensor in summed] == [30, 40]
+
+
+def test_a_parameter_that_is_part_of_a_graph_hands_its_gradient_on():
+    """What stands in the module may be computed of something else, as functional_call does it."""
+    made_of = torch.ones(2, requires_grad=True)
+    part = 3 * made_of
+    ParameterStore(nn.Sequential()).add_gradients([{part: torch.ones(2)}])
+    assert made_of.grad.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("first", ["sparse", "dense"])
+def test_sparse_and_dense_gradients_add_up(first):
+    """A table that is looked up in one layer and multiplied with in another, in either order."""
+    table = nn.Embedding(3, 2)
+    sparse = torch.sparse_coo_tensor([[1]], [[1.0, 1.0]], (3, 2), check_invariants=True)
+    parts = [{table.weight: sparse}, {table.weight: torch.ones(3, 2)}]
+    ParameterStore(table).add_gradients(parts if first == "sparse" else parts[::-1])
+    assert table.weight.grad.tolist() == [[1, 1], [2, 2], [1, 1]]

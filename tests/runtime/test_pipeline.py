@@ -585,3 +585,130 @@ def test_what_fits_stays_between_forward_and_backward(room, uploads):
     assert all(near(p.grad, exact[name]) for name, p in model.named_parameters())
     assert device.allocated == 0
     pipe.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pipe: pipe.append(nn.Tanh()),
+        lambda pipe: setattr(pipe.model, "1", nn.Tanh()),
+        lambda pipe: pipe.model.__delitem__(0),
+    ],
+)
+def test_layers_that_were_changed_after_wrapping_are_refused(wrap, change):
+    """The pipeline would have gone on with the old ones."""
+    pipe = wrap(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    change(pipe)
+    for call in (
+        lambda: pipe(torch.ones(2, 4)),
+        lambda: pipe.forward_backward((torch.ones(2, 4),), label=torch.ones(2, 4), loss_fn=F.mse_loss),
+    ):
+        with pytest.raises(StageError, match=r"was made of 2 layers; .*\n.*RoundPipe\(pipeline\.model"):
+            call()
+    again = wrap(pipe.model)
+    assert again(torch.ones(2, 4)).shape == (2, 4)
+
+
+def test_a_parent_module_finds_the_optimizers_parameters(wrap):
+    """With optim_dtype, an optimizer over the parent's parameters() trains the pipeline inside of it."""
+    parent = nn.ModuleDict({"net": wrap(small_model().bfloat16(), torch.float32), "head": nn.Linear(3, 3)})
+    outside = list(parent.named_parameters())
+    with OptimizerCtx():
+        inside = dict(parent.named_parameters())
+        optimizer = torch.optim.SGD(parent.parameters(), lr=0.5)
+    assert list(inside) == [name for name, _ in outside]
+    assert [p.dtype for n, p in outside if n.startswith("net")] == [torch.bfloat16] * (len(inside) - 2)
+    assert all(parameter.dtype == torch.float32 for parameter in inside.values())
+    before = parent["net"][0].weight.detach().clone()
+    parent["head"](parent["net"](batch(6)[0].bfloat16()).float()).sum().backward()
+    parent["net"].step(lambda: (optimizer.step(), parent.zero_grad()))
+    assert not torch.equal(before, parent["net"][0].weight)
+    assert all(parameter.grad is None for parameter in inside.values())
+
+
+@pytest.mark.parametrize("config", [{"num_microbatch": 2}, 3])
+def test_a_run_configuration_is_of_its_class(wrap, config):
+    """A dict is refused by name, in both calls and as the default of the model."""
+    pipe = wrap(small_model())
+    with pytest.raises(ConfigError, match="must be a RoundPipeRunConfig"):
+        pipe(batch(6)[0], roundpipe_run_config=config)
+    with pytest.raises(ConfigError, match="must be a RoundPipeRunConfig"):
+        pipe.forward_backward((batch(6)[0],), label=batch(6)[1], loss_fn=F.mse_loss, run_config=config)
+    with pytest.raises(ConfigError, match="must be a RoundPipeRunConfig"):
+        wrap(small_model(), model_run_config={})
+
+
+def test_closing_one_pipeline_leaves_its_devices_to_the_other():
+    """The last one that closes ends the threads; the closed one says so, and another one may be made."""
+    before = threading.active_count()
+    first = RoundPipe(small_model(), devices="virtual:2")
+    second = RoundPipe(small_model(), devices=first.devices)
+    inputs, _ = batch(6)
+    expected = first(inputs).detach()
+    first.close()
+    assert torch.equal(second(inputs), expected)
+    with pytest.raises(DeviceError, match="was closed, by this pipeline"):
+        first(inputs)
+    second.close()
+    assert threading.active_count() == before
+
+
+def test_one_pipeline_in_two_threads_loses_no_gradient(wrap):
+    """One run at a time: the gradients are the sum over the batches of both."""
+    model = small_model()
+    plain = copy.deepcopy(model)
+    pipe = wrap(model)
+    batches = [batch(6, seed) for seed in range(8)]
+
+    def work(mine):
+        for inputs, labels in mine:
+            pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=MEAN)
+
+    threads = [threading.Thread(target=work, args=(batches[part::2],)) for part in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for inputs, labels in batches:
+        F.mse_loss(plain(inputs), labels).backward()
+    assert all(near(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_one_buffer_in_two_modules_is_refused_when_both_write(wrap):
+    """The tensor is shared, the modules are not: each would have overwritten what the other counted."""
+
+    class Counts(nn.Module):
+        def __init__(self, count):
+            super().__init__()
+            self.register_buffer("count", count)
+
+        def forward(self, x):
+            self.count += 1
+            return x + 0
+
+    count = torch.zeros(())
+    pipe = wrap(nn.Sequential(Counts(count), nn.Linear(4, 4), Counts(count)))
+    with pytest.raises(StageError, match="both write its buffer 'count'"):
+        pipe(batch(6)[0])
+    assert count.item() == 0
+
+
+def test_a_parameter_keeps_its_class(wrap):
+    """Layers that look at it see what they would see in the plain model."""
+
+    class Marked(nn.Parameter):
+        pass
+
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = Marked(torch.eye(4))
+
+        def forward(self, x):
+            assert type(self.weight) is Marked
+            return x @ self.weight
+
+    model = Looks()
+    wrap(model).forward_backward((batch(6)[0],), loss_fn=lambda outputs, _: outputs.sum())
+    assert type(model.weight) is Marked
+    assert model.weight.grad is not None

@@ -1,5 +1,7 @@
 """A recomputation repeats the forward: random numbers, buffers, and data that a layer kept."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -221,3 +223,29 @@ def test_a_recomputation_reads_buffers_as_they_were(pipe, grain, classic):
     assert loss.item() == 21
     assert model[0].weight.grad.item() == 21
     assert model[0].count.item() == 2
+
+
+def test_a_layer_that_draws_may_call_another_pipeline(pipe):
+    """The inner one draws as well; the outer one holds the generator and waits for it, and both have their seeds."""
+    inner = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), name="inner", devices="virtual:2")
+
+    class Teaches(nn.Module):
+        def forward(self, x):
+            with torch.no_grad():
+                return x + inner(F.dropout(x, 0.5))
+
+    model = pipe(nn.Sequential(nn.Linear(4, 4), Teaches(), nn.Linear(4, 3)), name="outer")
+    inputs, labels = batch(6)
+    outside = torch.get_rng_state()
+    found = []
+
+    def run():
+        found.append(model.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=all_recomputed(2)))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(found) == 1
+    assert torch.equal(outside, torch.get_rng_state())
+    inner.close()

@@ -1,6 +1,9 @@
 """Threads leave results on a board; the first error stops them all and is raised where somebody waits."""
 
 import contextvars
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -81,3 +84,33 @@ def test_notes_are_not_repeated():
     add_note_once(error, "here")
     add_note_once(error, "here")
     assert error.__notes__ == ["here"]
+
+
+def test_a_cleared_board_stays_stopped(workers):
+    """A stage that begins after its run was discarded ends at once, instead of waiting for what never comes."""
+    board = Board()
+    board.fail(ValueError())
+    board.clear()
+    with pytest.raises(StoppedRun):
+        board.check()
+    with pytest.raises(StoppedRun):
+        board.take("never")
+    assert board.error is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_work_is_done_after_a_fork():
+    """The child has threads of its own: those of the parent are not there."""
+    code = (
+        "import os, signal, sys\n"
+        "from roundpipe_runtime.worker import Worker\n"
+        "worker = Worker('forked')\n"
+        "assert worker.submit(pow, 2, 3).result() == 8\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    signal.alarm(10)\n"
+        "    os._exit(worker.submit(pow, 2, 4).result())\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 16\n"
+        "assert worker.submit(pow, 2, 5).result() == 32\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

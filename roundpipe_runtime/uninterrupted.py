@@ -1,0 +1,66 @@
+"""Code that Ctrl-C does not cut in two."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+__all__ = ["Uninterrupted"]
+
+
+class Uninterrupted:
+    """A block that ``KeyboardInterrupt`` does not enter.
+
+    Python raises it from its handler of SIGINT, between any two lines of the main thread. For the time of the block
+    another handler stands there. In other threads, and where no handler of Python's is, nothing is to be done.
+
+    Args:
+        stop: called at once with what the handler raises, to make the block end soon; the block raises it, or else its
+            end does. Later signals change nothing. Without ``stop`` the handler is called at the end of the block.
+
+    ::
+
+        with Uninterrupted():
+            for parameter, gradient in found:  # all or none
+                parameter.grad = gradient
+    """
+
+    __slots__ = ("_before", "_error", "_late", "_stop")
+
+    def __init__(self, stop: Callable[[BaseException], None] | None = None) -> None:
+        self._stop = stop
+        self._before: Any = None
+        self._late: tuple[int, FrameType | None] | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGINT)
+            if callable(before):
+                self._before = before
+                signal.signal(signal.SIGINT, self._take)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._stop is None:
+            self._late = number, frame
+        elif self._error is None:
+            try:
+                self._before(number, frame)
+            except BaseException as error:
+                self._error = error
+                self._stop(error)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._before is None:
+            return
+        signal.signal(signal.SIGINT, self._before)
+        late, pending, self._error = self._late, self._error, None
+        if late is not None:
+            self._before(*late)
+        if pending is not None and error is None:
+            raise pending

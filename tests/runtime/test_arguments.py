@@ -1,0 +1,55 @@
+"""What forward_backward is called with: wrong arguments are errors before anything runs."""
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import ConfigError, RoundPipe, RoundPipePackedData
+
+F = nn.functional
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    made = RoundPipe(nn.Sequential(nn.Linear(4, 4)), devices="virtual:1")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_tensor_is_no_tuple_of_its_rows(pipe, rows):
+    """`forward_backward(x)` for `forward_backward((x,))`: with one row it would have run, on a row without its axis."""
+    with pytest.raises(ConfigError, match=r"found Tensor.*\n.*forward_backward\(\(x,\), "):
+        pipe.forward_backward(torch.ones(rows, 4), label=torch.ones(rows, 4), loss_fn=F.mse_loss)
+
+
+@pytest.mark.parametrize("args", [{"x": torch.ones(2, 4)}, "x", 3, RoundPipePackedData([torch.ones(2, 4)])])
+def test_other_arguments_than_a_tuple_are_refused(pipe, args):
+    """A mapping would have given its keys, packed data its microbatches."""
+    with pytest.raises(ConfigError, match="input_args must be a tuple"):
+        pipe.forward_backward(args, label=torch.ones(2, 4), loss_fn=F.mse_loss)
+
+
+def test_keyword_arguments_are_a_mapping(pipe):
+    """A tuple of tensors is none."""
+    with pytest.raises(ConfigError, match=r"input_kwargs must be a mapping .* found tuple"):
+        pipe.forward_backward((), (torch.ones(2, 4),))
+
+
+def test_a_loss_is_a_function(pipe):
+    """None is not taken for the default."""
+    with pytest.raises(ConfigError, match=r"loss_fn must be a function .* found None"):
+        pipe.forward_backward((torch.ones(2, 4),), label=torch.ones(2, 4), loss_fn=None)
+
+
+def test_labels_that_want_a_gradient_are_refused_by_their_path(pipe):
+    """Nothing would flow back into them; detached ones run."""
+    target = torch.ones(2, 4, requires_grad=True)
+
+    def loss_fn(outputs, label):
+        return F.mse_loss(outputs, label["soft"][0])
+
+    with pytest.raises(ConfigError, match=r"label\['soft'\]\[0\] requires a gradient"):
+        pipe.forward_backward((torch.ones(2, 4),), label={"soft": [target]}, loss_fn=loss_fn)
+    pipe.forward_backward((torch.ones(2, 4),), label={"soft": [target.detach()]}, loss_fn=loss_fn)
+    assert pipe[0].weight.grad is not None

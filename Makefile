@@ -7,7 +7,8 @@ PYTEST_ARGS ?=
 MATRIX_ARGS ?=
 # What `make compat` runs, and with which versions of transformers.
 VERSIONS ?= 4.56.2 4.57.6 5.0.0 5.17.0 5.23.0
-COMPAT_TESTS ?= tests/flatten --ignore=tests/flatten/test_demo.py
+COMPAT_TESTS ?= tests/flatten --ignore=tests/flatten/test_demo.py \
+	$(patsubst %,tests/runtime/test_huggingface_%.py,capture losses trainer_scripts trainer_checkpoints wrap wrap_as_model)
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -36,7 +37,7 @@ demo: $(VENV)/.has-demo  ## export models with their caches, train one through a
 test: $(VENV)/.has-test  ## run the tests (PYTEST_ARGS="-k cache -n 2" and the like are passed on)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-compat:  ## run the core and cache tests with older transformers, too (VERSIONS="4.56.2 5.23.0" for some of them)
+compat:  ## run the tests of caches and of the Trainer with older transformers, too (VERSIONS="4.56.2 5.23.0" for some of them)
 	@PYTHON="$(PYTHON)" .ci/compat "$(VERSIONS)" $(COMPAT_TESTS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.has-lint  ## check style and formatting
@@ -44,7 +45,8 @@ lint: $(VENV)/.has-lint  ## check style and formatting
 	$(BIN)/ruff format --check .
 
 kills: $(VENV)/.has-test  ## kill a training 30 times, resume it each time, and compare every bit with one that was not killed
-	ROUNDPIPE_KILLS=30 $(BIN)/python -m pytest tests/runtime/test_checkpoint_killed.py $(PYTEST_ARGS)
+	ROUNDPIPE_KILLS=30 $(BIN)/python -m pytest tests/runtime/test_checkpoint_killed.py \
+		tests/runtime/test_huggingface_trainer_checkpoints.py::test_kills_change_no_bit $(PYTEST_ARGS)
 
 format: $(VENV)/.has-lint  ## repair what lint can repair
 	$(BIN)/ruff check --fix .

@@ -6,23 +6,33 @@
     runs/checkpoint-00000007/
     runs/.checkpoint-00000008.writing/       not yet, or never: the next save removes it
     runs/.checkpoint-00000005.leaving/       no more
+
+The Trainer's folders look the same, but for the number, which is the step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import pathlib
 import re
 import shutil
 from collections.abc import Iterator
 
-from .manifest import MANIFEST, is_complete, write_manifest
+from .manifest import MANIFEST, flush_folder, is_complete, write_manifest
 
-__all__ = ["appearing", "checkpoints_in", "is_checkpoint", "make_folder", "next_path", "remove_leftovers", "remove_old"]
+__all__ = [
+    "appearing",
+    "checkpoints_in",
+    "is_checkpoint",
+    "make_folder",
+    "next_path",
+    "remove_checkpoint",
+    "remove_leftovers",
+    "remove_old",
+]
 
 _NAME = re.compile(r"checkpoint-(\d{8,})")
-_LEFTOVER = re.compile(r"\.checkpoint-\d{8,}\.(writing|leaving)")
+_LEFTOVER = re.compile(r"\.checkpoint-\d+\.(writing|leaving)")
 
 
 def checkpoints_in(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -46,29 +56,39 @@ def next_path(folder: pathlib.Path) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def appearing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+def appearing(path: pathlib.Path, half: pathlib.Path | None = None) -> Iterator[pathlib.Path]:
     """Give a folder to write to, which becomes ``path`` at the end of the block, and goes away on an exception.
 
-    Everything is on the disk before it gets its name, so a crash leaves all of it or nothing.
+    Everything is on the disk before it gets its name, so a crash leaves all of it or nothing. What had the name before
+    leaves last.
+
+    Args:
+        path: its name in the end.
+        half: its name until then, on the same disk. Default: ``.{name}.writing`` beside it.
     """
-    half = path.with_name(f".{path.name}.writing")
-    half.mkdir()
+    half = half or path.with_name(f".{path.name}.writing")
+    half.mkdir(parents=True)
+    before = path.with_name(f".{path.name}.leaving")
     try:
         yield half
         write_manifest(half)
-        _flush_folder(half)
+        if path.exists():
+            path.rename(before)
         half.rename(path)
     except BaseException:
         shutil.rmtree(half, ignore_errors=True)
+        if before.exists() and not path.exists():
+            before.rename(path)
         raise
-    _flush_folder(path.parent)
+    flush_folder(path.parent)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def make_folder(folder: pathlib.Path) -> None:
     """Make the folder for checkpoints, and see that it stays."""
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        _flush_folder(folder.parent)
+        flush_folder(folder.parent)
 
 
 def remove_leftovers(folder: pathlib.Path) -> None:
@@ -87,17 +107,11 @@ def remove_old(folder: pathlib.Path, keep: int | None) -> None:
     if len(complete) < keep:
         return
     for path in there[: there.index(complete[-keep])]:
-        leaving = path.with_name(f".{path.name}.leaving")
-        path.rename(leaving)  # a removal that is interrupted leaves no half checkpoint
-        shutil.rmtree(leaving, ignore_errors=True)
+        remove_checkpoint(path)
 
 
-def _flush_folder(folder: pathlib.Path) -> None:
-    """See that the names in a folder are on the disk."""
-    if os.name == "nt":  # which opens no folders
-        return
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+def remove_checkpoint(path: pathlib.Path) -> None:
+    """Remove a checkpoint so that an interruption leaves no half of it under its name."""
+    leaving = path.with_name(f".{path.name}.leaving")
+    path.rename(leaving)
+    shutil.rmtree(leaving, ignore_errors=True)

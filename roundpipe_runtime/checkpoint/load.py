@@ -16,7 +16,7 @@ from .model_state import check_masters, check_model, optimizer_targets, restore_
 from .optimizer_state import check_optimizer, restore_optimizer
 from .rng import restore_random_state
 from .save import finish_writing, parts_of
-from .snapshot import Parts, read_training
+from .snapshot import TRAINING, Parts, read_training
 from .tensor_files import need_safetensors, open_tensors
 
 __all__ = ["load_checkpoint"]
@@ -54,6 +54,7 @@ def load_checkpoint(
     home = pathlib.Path(folder).absolute()
     finish_writing(home)
     if is_checkpoint(home):
+        _refuse_others(home)
         verify(home)
         path = home
     else:
@@ -76,6 +77,15 @@ def _newest(there: list[pathlib.Path]) -> pathlib.Path:
         else:
             return path
     raise DamagedCheckpointError("All checkpoints are damaged:\n    " + "\n    ".join(errors))
+
+
+def _refuse_others(path: pathlib.Path) -> None:
+    """A Trainer's checkpoint has the same manifest."""
+    if not (path / TRAINING).exists() and (path / "trainer_state.json").exists():
+        raise CheckpointError(
+            f"{path}: a Trainer has written it. Go on with the Trainer:\n"
+            f"    trainer.train(resume_from_checkpoint={str(path)!r})"
+        )
 
 
 def _restore(path: pathlib.Path, model: nn.Module, parts: Parts) -> dict[str, Any]:

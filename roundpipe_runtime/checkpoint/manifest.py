@@ -9,22 +9,38 @@ import pathlib
 
 from .errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ["MANIFEST", "is_complete", "verify", "write_manifest"]
+__all__ = ["MANIFEST", "flush_folder", "is_complete", "verify", "write_manifest"]
 
 MANIFEST = "checkpoint.json"
 _VERSION = 1
 
 
 def write_manifest(folder: pathlib.Path) -> None:
-    """List the files of a folder in its manifest, and wait until all of it is on the disk."""
-    files = {}
-    for path in sorted(folder.iterdir()):
+    """List the files of a folder, and of folders in it, in its manifest, and wait until all of it is on the disk."""
+    files, folders = {}, [folder]
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir():
+            folders.append(path)
+            continue
         _flush(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
     with open(folder / MANIFEST, "w", encoding="utf-8") as file:
         json.dump({"format": _VERSION, "files": files}, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
+    for path in reversed(folders):
+        flush_folder(path)
+
+
+def flush_folder(folder: pathlib.Path) -> None:
+    """See that the names in a folder are on the disk."""
+    if os.name == "nt":  # which opens no folders
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def is_complete(folder: pathlib.Path) -> bool:
@@ -68,7 +84,7 @@ def _read(folder: pathlib.Path) -> dict[str, dict[str, object]]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         version, files = manifest["format"], manifest["files"]
-        named = all(pathlib.PurePath(name).name == name and set(files[name]) == {"bytes", "sha256"} for name in files)
+        named = all(_is_inside(name) and set(files[name]) == {"bytes", "sha256"} for name in files)
     except FileNotFoundError as error:
         raise DamagedCheckpointError(f"{folder}: {MANIFEST} is missing.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -80,6 +96,12 @@ def _read(folder: pathlib.Path) -> dict[str, dict[str, object]]:
     if not named or not files:
         raise DamagedCheckpointError(f"{folder}: {MANIFEST} is not as it was written.")
     return dict(files)
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name of a manifest stays in its folder."""
+    parts = pathlib.PurePosixPath(name).parts
+    return bool(parts) and ".." not in parts and not pathlib.PurePath(name).is_absolute()
 
 
 def _digest(path: pathlib.Path) -> str:

@@ -26,9 +26,9 @@ from .optimizer_state import named_state
 from .rng import random_state
 from .tensor_files import open_tensors, write_tensors
 
-__all__ = ["Parts", "Snapshot", "read_training", "take"]
+__all__ = ["TRAINING", "Parts", "Snapshot", "read_training", "take"]
 
-_TRAINING = "training.json"
+TRAINING = "training.json"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Snapshot:
         write_tensors(folder, "model", self.model, shard_bytes)
         write_tensors(folder, "training", self.training, shard_bytes)
         for path in folder.glob("*.safetensors"):
-            shutil.copymode(folder / _TRAINING, path)  # safetensors writes files that nobody else may read
+            shutil.copymode(folder / TRAINING, path)  # safetensors writes files that nobody else may read
 
 
 def take(model: nn.Module, parts: Parts, data: Mapping[str, Any], *, copy: bool) -> Snapshot:
@@ -91,13 +91,13 @@ def take(model: nn.Module, parts: Parts, data: Mapping[str, Any], *, copy: bool)
     }
     rest: dict[str, torch.Tensor] = {}
     encoded = {key: encode(value, key, rest) for key, value in state.items()}
-    texts = {_TRAINING: json.dumps(encoded, allow_nan=False), **config_files(model)}
+    texts = {TRAINING: json.dumps(encoded, allow_nan=False), **config_files(model)}
     return Snapshot(texts, _on_host(weights, copy=copy), _on_host(rest, copy=copy))
 
 
 def read_training(folder: pathlib.Path, only: Sequence[str] | None = None) -> dict[str, Any]:
     """Return what :func:`take` took, but for the tensors of the model; all of it, or some keys."""
-    stored = json.loads((folder / _TRAINING).read_text(encoding="utf-8"))
+    stored = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
     with open_tensors(folder, "training") as tensors:
         return {key: decode(stored[key], tensors) for key in (stored if only is None else only)}
 

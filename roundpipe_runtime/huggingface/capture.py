@@ -13,11 +13,13 @@ from typing import Any, Literal
 
 from torch import nn
 
+from .capture_old import COLLECTOR, hook_layers, is_old
+
 __all__ = [
     "asked_for",
+    "collect_recorded",
     "collected_so_far",
     "collecting",
-    "count_recorded",
     "extend_collected",
     "install_hooks",
     "is_cache",
@@ -29,7 +31,9 @@ _SELECTION = "_hidden_states_layers"
 
 def _collector() -> Any:
     module = sys.modules.get(_MODULE)
-    return None if module is None else module._active_collector
+    if module is None:
+        return COLLECTOR if is_old() else None
+    return module._active_collector
 
 
 def collected_so_far() -> tuple[tuple[str, int], ...]:
@@ -39,13 +43,17 @@ def collected_so_far() -> tuple[tuple[str, int], ...]:
     return tuple((name, len(found)) for name, found in held.items() if name != _SELECTION) if held else ()
 
 
-def count_recorded() -> None:
-    """Let the lists of the forward of this thread know that a layer was recorded, which will have its outputs."""
+def collect_recorded(stand_in: Any) -> None:
+    """Let the lists of the forward of this thread have what stands for the outputs of a layer that was recorded.
+
+    Args:
+        stand_in: a placeholder of the layer; code that computes with what was captured waits for the layer.
+    """
     collector = _collector()
     held = (collector.get() if collector is not None else None) or {}
     for name, found in held.items():
-        if name != _SELECTION:
-            found.append(None)
+        if name != _SELECTION:  # hidden states begin with the input of the first layer
+            found.extend([stand_in] * (2 if name == "hidden_states" and not found else 1))
 
 
 def extend_collected(captured: Mapping[str, list[Any]]) -> None:
@@ -90,6 +98,8 @@ def install_hooks(model: nn.Module) -> None:
     """Install those hooks now, on the layers themselves; the library does it when they are first asked for."""
     module = sys.modules.get(_MODULE)
     if module is None:
+        if is_old():
+            hook_layers(model)
         return
     base = sys.modules["transformers"].PreTrainedModel
     done = "_output_capturing_hooks_installed"

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from ..errors import RoundPipeError, RoundPipeWarning
+from ..errors import ConfigError, RoundPipeError, RoundPipeWarning
 
-__all__ = ["BatchStructureError", "CutError", "CutRefusedWarning"]
+__all__ = [
+    "REPLACED_FORWARD",
+    "BatchStructureError",
+    "CutError",
+    "CutRefusedWarning",
+    "MissingEmbeddingError",
+    "moved_away",
+    "resized_late",
+]
+
+REPLACED_FORWARD = (
+    ". Its forward was replaced by a function, which may call the model itself and not its copy. Cut it with an "
+    "example that takes another way, if batches do:\n    wrap_model_to_roundpipe(model, example=batch)"
+)
 
 
 class CutError(RoundPipeError, ValueError):
@@ -28,5 +41,41 @@ class BatchStructureError(RoundPipeError, RuntimeError):
     """A batch takes another way through the model than the example that it was cut with."""
 
 
+class MissingEmbeddingError(BatchStructureError):
+    """A phase computes with an embedding that only phase 0 has.
+
+    Attributes:
+        name: of the embedding.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"The model computes with {name} behind its layers, which it did not do with the example that it was cut "
+            "with. Cut it with an example of this kind:\n    wrap_model_to_roundpipe(model, example=batch)"
+        )
+        self.name = name
+
+    def __reduce__(self) -> tuple[type[MissingEmbeddingError], tuple[str]]:
+        return type(self), (self.name,)
+
+
 class CutRefusedWarning(RoundPipeWarning):
     """A model runs in fewer pieces than it has layers."""
+
+
+def moved_away(device: str) -> ConfigError:
+    """Return the error of somebody who moves a pipeline's parameters."""
+    return ConfigError(
+        f"The parameters of a pipeline stay on the host, and to({device!r}) would move them. Leave it out, and say "
+        f"where the layers are to run:\n    wrap_model_to_roundpipe(model, devices=[{device!r}])"
+    )
+
+
+def resized_late() -> ConfigError:
+    """Return the error of somebody who resizes what an optimizer has copies of."""
+    return ConfigError(
+        "resize_token_embeddings: the optimizer works on copies of the parameters (optim_dtype), which have the old "
+        "size. Resize first:\n"
+        "    model.resize_token_embeddings(...)\n"
+        "    pipeline = wrap_model_to_roundpipe(model, optim_dtype=...)"
+    )

@@ -11,22 +11,27 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LabelSmoother
 
 from ..checkpoint.model_state import collect_progress, restore_progress
 from ..config import RoundPipeRunConfig
 from ..device import DeviceSpec
 from ..errors import ConfigError
 from ..optimizer import OptimizerCtx
-from .adapters import model_inside
+from .errors import CutError
 from .losses import has_labels, own_loss
+from .smoothing import SmoothedLoss, is_causal
 from .trainer_arguments import check_arguments, check_optimizer, check_precision
+from .trainer_checkpoints import CheckpointingTrainer
 from .wrap import WrappedModel, wrap_model_to_roundpipe
 
 __all__ = ["RoundPipeSeq2SeqTrainer", "RoundPipeTrainer"]
@@ -35,12 +40,12 @@ __all__ = ["RoundPipeSeq2SeqTrainer", "RoundPipeTrainer"]
 _PROGRESS = "roundpipe.pt"
 
 
-class RoundPipeTrainer(Trainer):  # type: ignore[misc] # transformers counts as untyped
+class RoundPipeTrainer(CheckpointingTrainer):
     """A ``transformers.Trainer`` that trains a model larger than the device.
 
-    It takes what a Trainer takes, and writes what a Trainer writes: ``from_pretrained`` loads its checkpoints. The
-    model stays on the host. ``per_device_train_batch_size`` is the number of rows of one batch, which is then cut into
-    microbatches; loss and gradients are those of the whole batch.
+    It takes what a Trainer takes, and writes what a Trainer writes: ``from_pretrained`` loads its checkpoints, which
+    appear when they are complete. The model stays on the host. ``per_device_train_batch_size`` is the number of rows of
+    one batch, which is then cut into microbatches; loss and gradients are those of the whole batch.
 
     Args:
         model: a model of transformers, or one that :func:`wrap_model_to_roundpipe` has wrapped.
@@ -50,13 +55,14 @@ class RoundPipeTrainer(Trainer):  # type: ignore[misc] # transformers counts as 
         microbatches: how many a batch is cut into. Default: number of devices + 1.
         optim_dtype: as for :class:`RoundPipe`: ``torch.float32`` for a model of 16 bits.
         example: as for :func:`wrap_model_to_roundpipe`. Default: a few tokens; the first two rows of the training data,
-            for a model that reads pictures or sounds.
+            for a model that reads pictures or sounds, or that does not run on the tokens.
         **options: as for a Trainer.
 
     Raises:
         ConfigError: an argument, or a training argument, that a pipeline cannot follow.
     """
 
+    model: Any
     label_smoother: Any
     compute_loss_func: Any
 
@@ -82,7 +88,7 @@ class RoundPipeTrainer(Trainer):  # type: ignore[misc] # transformers counts as 
                 raise ConfigError(f"The model is wrapped already: give {names} to wrap_model_to_roundpipe.")
             self._rp_pipeline, model = model, model.cut.model
         super().__init__(model, args, *positional, **options)
-        if self.label_smoother is not None and _is_causal(self.model):
+        if self.label_smoother is not None and is_causal(self.model):
             self.label_smoother = _Shifted(self.label_smoother)
 
     @property
@@ -93,16 +99,28 @@ class RoundPipeTrainer(Trainer):  # type: ignore[misc] # transformers counts as 
             if found is not None:
                 found.close()
             with torch.random.fork_rng(devices=()):  # the data come in the order they would come in anyway
-                options = {"example": self._rp_example(), **self._rp_options}
-                found = wrap_model_to_roundpipe(self.model, model_run_config=self._rp_config, **options)
+                found = self._rp_wrapped()
             self._rp_pipeline = found
         return found
 
-    def _rp_example(self) -> dict[str, Any] | None:
-        data, config = self.train_dataset, getattr(self.model, "config", None)
+    def _rp_wrapped(self) -> WrappedModel:
+        wrap = functools.partial(wrap_model_to_roundpipe, self.model, model_run_config=self._rp_config)
+        if "example" in self._rp_options:
+            return wrap(**self._rp_options)
+        config = getattr(self.model, "config", None)
         reads_text = getattr(self.model, "main_input_name", "input_ids") == "input_ids"
-        is_text = reads_text and not any(hasattr(config, f"{kind}_config") for kind in ("vision", "audio"))
-        if is_text or not hasattr(data, "__getitem__") or "example" in self._rp_options:
+        if reads_text and not any(hasattr(config, f"{kind}_config") for kind in ("vision", "audio")):
+            try:
+                return wrap(**self._rp_options)
+            except CutError as error:  # a few tokens in a row are no example for a choice of texts, say
+                if error.reason != "example" or self._rp_example() is None:
+                    raise
+        return wrap(example=self._rp_example(), **self._rp_options)
+
+    def _rp_example(self) -> dict[str, Any] | None:
+        """The first two rows of the training data, if they can be had without going through it."""
+        data = self.train_dataset
+        if not hasattr(data, "__getitem__"):
             return None
         collate = self._get_collator_with_removed_columns(self.data_collator)
         return dict(collate([data[0], data[min(1, len(data) - 1)]]))
@@ -148,8 +166,9 @@ class RoundPipeTrainer(Trainer):  # type: ignore[misc] # transformers counts as 
     ) -> torch.Tensor:
         """Add the gradient of a batch to those of the model, and return its loss.
 
-        The model's own loss is computed stage by stage. A ``compute_loss`` of a subclass, a ``compute_loss_func`` and
-        smoothed labels are given the joined output of the batch; their gradient goes back through the pipeline.
+        The model's own loss is computed stage by stage, with smoothed labels as well. A ``compute_loss`` of a subclass
+        and a ``compute_loss_func`` are given the joined output of the batch; their gradient goes back through the
+        pipeline.
 
         Args:
             model: the pipeline.
@@ -168,17 +187,35 @@ class RoundPipeTrainer(Trainer):  # type: ignore[misc] # transformers counts as 
         if (wanted := getattr(self, "loss_is_scaled_for_ga", None)) is not None:
             is_scaled = wanted
         share = 1 if is_scaled else self.current_gradient_accumulation_steps
-        inputs = self._prepare_inputs(inputs)
+        inputs = dict(self._prepare_inputs(inputs))
+        labels: torch.Tensor | None = None
+        loss_fn: Callable[[Any, Any], Any] = functools.partial(_share_of_own_loss, share)
+        if self.label_smoother is not None and "labels" in inputs:
+            labels, loss_fn = inputs.pop("labels"), self._rp_smoothed_loss(num_items_in_batch, share)
         with self.compute_loss_context_manager():
-            own: torch.Tensor = self.pipeline.forward_backward(
-                input_kwargs=inputs, loss_fn=lambda outputs, labels: own_loss(outputs, labels) / share
-            )
+            own: torch.Tensor = self.pipeline.forward_backward(input_kwargs=inputs, label=labels, loss_fn=loss_fn)
         return own.to(self.args.device)
 
     def _rp_is_own_loss(self, inputs: Mapping[str, Any]) -> bool:
         is_changed = getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss
-        is_other = self.compute_loss_func is not None or (self.label_smoother is not None and "labels" in inputs)
-        return not is_changed and not is_other and has_labels(self.model, inputs)
+        if is_changed or self.compute_loss_func is not None or not has_labels(self.model, inputs):
+            return False
+        smoother = self.label_smoother
+        smoother = smoother.smoother if isinstance(smoother, _Shifted) else smoother
+        return smoother is None or type(smoother) is LabelSmoother or "labels" not in inputs
+
+    def _rp_smoothed_loss(self, num_items_in_batch: torch.Tensor | int | None, share: float) -> SmoothedLoss:
+        smoother = self.label_smoother
+        is_shifted = isinstance(smoother, _Shifted)
+        smoother = smoother.smoother if is_shifted else smoother
+        knows_items = "num_items_in_batch" in inspect.signature(smoother.__call__).parameters  # not in transformers 4
+        return SmoothedLoss(
+            smoother.epsilon,
+            shift_labels=is_shifted,
+            num_items_in_batch=num_items_in_batch if knows_items else None,
+            ignore_index=smoother.ignore_index,
+            scale=1 / share,
+        )
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -188,9 +225,16 @@ class RoundPipeTrainer(Trainer):  # type: ignore[misc] # transformers counts as 
         Args:
             model: of no account.
         """
-        with OptimizerCtx():
-            made: torch.optim.Optimizer = super().create_optimizer(self.pipeline)
-        check_optimizer(made, self.pipeline)
+        pipeline, own = self.pipeline, self.model
+        try:
+            self.model = (
+                pipeline  # whose parameters an optimizer is made of: before transformers 5 that was no argument
+            )
+            with OptimizerCtx():
+                made: torch.optim.Optimizer = super().create_optimizer()
+        finally:
+            self.model = own
+        check_optimizer(made, pipeline)
         return made
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -262,13 +306,11 @@ class _Shifted:
     """Smooths labels of causal models, which the Trainer knows by the class that it calls: here the pipeline's."""
 
     def __init__(self, smoother: Any) -> None:
-        self._smoother = smoother
+        self.smoother = smoother
 
     def __call__(self, outputs: Any, labels: torch.Tensor, **options: Any) -> Any:
-        return self._smoother(outputs, labels, **{"shift_labels": True, **options})
+        return self.smoother(outputs, labels, **{"shift_labels": True, **options})
 
 
-def _is_causal(model: nn.Module) -> bool:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return type(model_inside(model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+def _share_of_own_loss(share: float, outputs: Any, labels: Any) -> Any:
+    return own_loss(outputs, labels) / share

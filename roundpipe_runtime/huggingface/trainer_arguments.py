@@ -22,6 +22,8 @@ _REFUSED = {
     "parallelism_config": "one process has all devices. Leave it out",
 }
 
+_OF_BITSANDBYTES = ("adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit")
+
 
 def check_arguments(args: Any) -> None:
     """Refuse training arguments that a pipeline cannot follow.
@@ -42,7 +44,18 @@ def check_arguments(args: Any) -> None:
             f"RoundPipeTrainer runs in one process, which has all devices, and there are {args.world_size} of them. "
             "Start the script with:\n    python script.py"
         )
+    if getattr(args.accelerator_config, "dispatch_batches", None):
+        raise ConfigError(
+            "RoundPipeTrainer: dispatch_batches=True cannot be: it would put batches on the accelerator, and one "
+            "process reads its own. Leave it out of accelerator_config."
+        )
     optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer in _OF_BITSANDBYTES or "paged" in optimizer or "bnb" in optimizer:
+        raise ConfigError(
+            f"RoundPipeTrainer: optim={optimizer!r} is one of bitsandbytes, whose kernels and pages are those of an "
+            'accelerator, and here the parameters are on the host. Use optim="adamw_torch"; its state costs the device '
+            "nothing."
+        )
     if "lomo" in optimizer or "layerwise" in optimizer:
         raise ConfigError(
             f"RoundPipeTrainer: optim={optimizer!r} steps within the backward of a layer, which is over on the device "

@@ -23,15 +23,17 @@ from ..loss import WeightedLoss
 from ..pipeline import RoundPipe
 from ..transfer import Static
 from .adapters import model_inside, refuse_mixed_adapters
-from .auxiliary import batch_auxiliary_loss, has_auxiliary_loss, without_auxiliary_loss
-from .batches import join_outputs, split_pictures
-from .caches import CACHE, HeldCache, home, is_held, join_held, split_held, swapped
+from .auxiliary import batch_auxiliary_loss, has_auxiliary_loss, has_router_logits, wants_tuple, without_auxiliary_loss
+from .batches import join_outputs, refuse_rows_of_texts, split_pictures
+from .caches import CACHE, HeldCache, has_layers, home, is_held, join_held, split_held, swapped
 from .capture import asked_for, install_hooks, is_cache
 from .cut import Cut, cut, pieces_of, whole
-from .errors import CutError, CutRefusedWarning
+from .encoders import Route, routes_of, taking
+from .errors import REPLACED_FORWARD, CutError, CutRefusedWarning, moved_away, resized_late
 from .example import without_cache
 from .generation import forward_of, reason_for_host
 from .losses import LOSS_ONLY, WEIGH, has_labels, loss_of, own_loss, rows_of_call, with_loss
+from .smoothing import SMOOTHED, SmoothedLoss, smoothed_call
 
 _LOG = logging.getLogger(__name__)
 
@@ -90,18 +92,23 @@ class WrappedModel(RoundPipe):
     ) -> tuple[dict[str, Any], RoundPipeRunConfig]:
         """Arguments and configuration of a call, with what belongs to models of transformers."""
         refuse_mixed_adapters(kwargs)
-        self.cut.sync()
+        refuse_rows_of_texts(kwargs)
         model = self.cut.model
         prepared = without_cache(model, dict(kwargs))
         if asked_for(model, prepared) != "none":
             install_hooks(model)
+        self.cut.sync()  # behind it: copies share the hooks of the model, and would install them again
         config = (given or RoundPipeRunConfig()).over(self._rp_options["model_run_config"])
         if config.split_input is None and (split := split_pictures(getattr(model, "config", None), prepared)):
             config = dataclasses.replace(config, split_input=split)
-        prepared[WEIGH] = True
+        prepared.setdefault(WEIGH, True)  # an evaluation wants the loss only
         wanted = config.merge_output
         if wanted in (None, True):
-            merge = functools.partial(_joined_with_loss, model, prepared) if has_labels(model, prepared) else _joined
+            has_loss = SMOOTHED in prepared or has_labels(model, prepared)
+            merge: Callable[[list[Any]], Any] = functools.partial(_joined_with_loss, model, prepared, has_loss)
+            if has_router_logits(model, prepared) and wants_tuple(model, prepared):
+                merge = functools.partial(_as_tuple, merge)  # what the loss of experts is computed from has a name
+                prepared["return_dict"] = True
             config = dataclasses.replace(config, merge_output=merge)
         elif wanted is not False:
             config = dataclasses.replace(config, merge_output=functools.partial(_joined_as_wanted, wanted))
@@ -119,7 +126,7 @@ class WrappedModel(RoundPipe):
         cache = kwargs.get(CACHE)
         cache = home(model_inside(self.cut.model)) if cache is None else cache
         merge = config.merge_output
-        if not hasattr(cache, "layers") or not callable(merge):
+        if cache is None or not has_layers(cache) or not callable(merge):
             raise ConfigError(
                 "A cache through a pipeline needs joined outputs, and a list of layers: give the model one, or none:\n"
                 "    model(..., past_key_values=DynamicCache(config=model.config))\n"
@@ -141,10 +148,32 @@ class WrappedModel(RoundPipe):
         """
         self.synchronize()
         generate: Callable[..., Any] = self.cut.model.generate  # type: ignore[assignment] # attributes of modules
+        if routes := self._rp_routes():
+            with taking(routes):
+                return generate(*args, **kwargs)
         if self._rp_generates_on_host():
             return generate(*args, **kwargs)
         with forward_of(self.cut.model, self.forward):
             return generate(*args, **kwargs)
+
+    def _rp_routes(self) -> list[Route]:
+        """The ways of an encoder-decoder that generates; a model in one piece has none."""
+        own = self.__dict__
+        if "_rp_routes_made" not in own:
+            own["_rp_routes_made"] = [] if self.cut.report.is_whole else routes_of(self.cut.model, self._rp_alike)
+        made: list[Route] = own["_rp_routes_made"]
+        return made
+
+    def _rp_alike(self, made: Cut) -> WrappedModel:
+        """A pipeline like this one, on the same devices, of another cut of the same parameters."""
+        config = self._rp_options["model_run_config"]
+        return WrappedModel(made, name=self.name, model_run_config=config, pin_model="off", devices=self.devices)
+
+    def close(self) -> None:
+        """Wait for a step in the background and end the threads; the pipeline cannot run afterwards."""
+        for route in self.__dict__.pop("_rp_routes_made", ()):
+            route.close()
+        super().close()
 
     def _rp_generates_on_host(self) -> bool:
         if "_rp_host_reason" not in self.__dict__:
@@ -171,18 +200,23 @@ class WrappedModel(RoundPipe):
             input_args: positional arguments of the model.
             input_kwargs: keyword arguments of the model.
             label: labels for ``loss_fn``, cut like the inputs.
-            loss_fn: ``loss_fn(outputs, label)`` of a microbatch. Default: the loss that the model computed.
+            loss_fn: ``loss_fn(outputs, label)`` of a microbatch. Default: the loss that the model computed. With a
+                `SmoothedLoss`, the labels may be among ``input_kwargs``, too.
             return_outputs: whether to return the outputs, too, joined and detached.
             run_config: what this call wants otherwise.
 
         Returns:
             The loss of the batch, detached, on the host; with ``return_outputs``, ``(loss, outputs)``.
         """
+        is_smoothed = isinstance(loss_fn, SmoothedLoss)
+        if isinstance(loss_fn, SmoothedLoss):
+            input_kwargs = smoothed_call(self.cut.model, loss_fn, input_kwargs or {}, label)
+            loss_fn, label = own_loss, None
         kwargs, config = self._rp_prepared(input_kwargs or {}, run_config)
         if is_cache(kwargs.get(CACHE)) or kwargs.get("use_cache"):
             raise ConfigError("forward_backward keeps no cache: leave past_key_values and use_cache out.")
-        computes_loss = has_labels(self.cut.model, kwargs)
-        if computes_loss and has_auxiliary_loss(self.cut.model, kwargs):
+        computes_loss = is_smoothed or has_labels(self.cut.model, kwargs)
+        if computes_loss and not is_smoothed and has_auxiliary_loss(self.cut.model, kwargs):
             return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config)
         if loss_fn is own_loss and not return_outputs:
             kwargs[WEIGH] = LOSS_ONLY
@@ -213,6 +247,29 @@ class WrappedModel(RoundPipe):
         """Save the model as it saves itself, after the last step; a model with adapters saves these."""
         self.synchronize()
         return self.cut.model.save_pretrained(*args, **kwargs)  # type: ignore[operator] # attributes of modules
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Upload the model as it uploads itself, after the last step."""
+        self.synchronize()
+        return self.cut.model.push_to_hub(*args, **kwargs)  # type: ignore[operator] # attributes of modules
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Resize the embeddings as the model does, while no optimizer has copies of them.
+
+        Raises:
+            ConfigError: one has, with ``optim_dtype``.
+        """
+        self.synchronize()
+        if (args or kwargs) and self._rp_engine.store.masters():
+            raise resized_late()
+        return self.cut.model.resize_token_embeddings(*args, **kwargs)  # type: ignore[operator] # attributes of modules
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """What ``to``, ``half``, ``cuda`` and the like call: the dtype may change, and the place may not."""
+        device = fn(torch.empty(0)).device
+        if device.type != "cpu":
+            raise moved_away(str(device))
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # torch has no types for it
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "program": self.cut.program, "report": self.cut.report,
@@ -279,24 +336,29 @@ def _joined_as_wanted(merge: Any, outputs: list[Any]) -> Any:
     return join([output for output, _, _ in outputs], [float(count) for count in rows], rows=rows, merge=merge)
 
 
-def _joined_with_loss(model: nn.Module, kwargs: dict[str, Any], outputs: list[Any]) -> Any:
-    """The output of the batch, its loss the one of the whole batch."""
+def _joined_with_loss(model: nn.Module, kwargs: dict[str, Any], has_loss: bool, outputs: list[Any]) -> Any:
+    """The output of the batch, its losses those of the whole batch."""
     joined = _joined(outputs)
     parts = [output for output, _, _ in outputs]
+    aux = batch_auxiliary_loss(model, joined, parts, kwargs) if has_router_logits(model, kwargs) else None
+    if aux is not None:
+        joined["aux_loss"] = aux[0]
     losses = [loss for loss in map(loss_of, parts) if loss is not None]
-    if len(losses) < len(parts):
+    if not has_loss or len(losses) < len(parts):
         return joined
     items = [float(count) for _, count, _ in outputs]
     total = math.fsum(items)
     shares = [1.0 if count < 0 else count / total if total else 0.0 for count in items]
-    aux = batch_auxiliary_loss(model, joined, parts, kwargs) if has_auxiliary_loss(model, kwargs) else None
-    if aux is not None:
+    adds_auxiliary = aux is not None and SMOOTHED not in kwargs and has_auxiliary_loss(model, kwargs)
+    if adds_auxiliary:
         losses = [without_auxiliary_loss(model, part) for part in parts]
     loss = torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()
-    if aux is not None:
-        joined["aux_loss"], added = aux
-        loss = loss + added
-    return with_loss(joined, loss)
+    return with_loss(joined, loss + aux[1] if adds_auxiliary and aux is not None else loss)
+
+
+def _as_tuple(merge: Callable[[list[Any]], Any], outputs: list[Any]) -> Any:
+    """The output of the batch, without names."""
+    return merge(outputs).to_tuple()
 
 
 def wrap_model_to_roundpipe(
@@ -338,6 +400,8 @@ def wrap_model_to_roundpipe(
         CutError: the model does not run on the example; or cannot be cut, with ``use_sequential_preset=True``.
         ConfigError: an argument has a value that it cannot have.
     """
+    if isinstance(model, RoundPipe):
+        raise ConfigError("The model is a RoundPipe already: use it as it is.")
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"wrap_model_to_roundpipe takes a model of transformers, found {type(model).__qualname__} {model!r:.60}. "
@@ -377,6 +441,8 @@ def _config(
 
 def _refuse(made: Cut, is_error: bool) -> None:
     reason, message = made.report.refused[-1]
+    if "forward" in vars(model_inside(made.model)):
+        message += REPLACED_FORWARD
     if is_error:
         raise CutError(reason, f"{made.report.model} cannot be cut: {message}")
     warnings.warn(

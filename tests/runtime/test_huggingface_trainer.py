@@ -1,5 +1,6 @@
 """Tests of roundpipe_runtime.huggingface.trainer: a run of the Trainer, and the same run of the plain one."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -16,9 +17,10 @@ import roundpipe_runtime
 from matrix.cut_cases import batch_of
 from matrix.models import make_model as make_small
 from roundpipe_runtime import ConfigError, wrap_model_to_roundpipe
+from roundpipe_runtime.huggingface.smoothing import SmoothedLoss
 from roundpipe_runtime.huggingface.trainer import RoundPipeSeq2SeqTrainer, RoundPipeTrainer
 
-from .trainer_runs import MODELS, arguments, collate, history, make_model, make_rows, make_trainer
+from .trainer_runs import MODELS, TOLERANCE, arguments, collate, history, make_model, make_rows, make_trainer
 
 SHORT = {"eval_strategy": "no"}
 
@@ -54,7 +56,7 @@ def assert_same_curves(plain, ours, keys=("loss", "eval_loss", "grad_norm", "lea
     for key in keys:
         expected = history(plain, key)
         assert expected, key
-        assert history(ours, key) == pytest.approx(expected, abs=1e-5), key
+        assert history(ours, key) == pytest.approx(expected, abs=TOLERANCE), key
 
 
 def adam(name: str) -> dict[str, float]:
@@ -70,7 +72,7 @@ def test_curves_are_those_of_the_plain_trainer(trainers, tmp_path, name):
     """Loss, evaluation, norms before clipping, and the schedule: 6 steps of 2 padded batches of 5 rows."""
     plain, ours = both(trainers, tmp_path, name, 6, **adam(name))
     assert_same_curves(plain, ours)
-    assert min(history(plain, "grad_norm")) > 0.5  # what they were clipped to
+    assert max(history(plain, "grad_norm")) > 0.5  # what they were clipped to
     assert len(ours.pipeline.cut.report.pieces) >= 5
 
 
@@ -147,7 +149,7 @@ def test_copies_of_the_optimizer_are_trained_and_resumed(trainers, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "bert"])
-def test_smoothed_labels(trainers, tmp_path, name):
+def test_smoothed_labels(trainers, tmp_path, name, monkeypatch):
     """The Trainer's own smoothing: shifted for causal models, over all tokens of the accumulated batch."""
 
     def collate_for_decoder(rows):
@@ -157,7 +159,9 @@ def test_smoothed_labels(trainers, tmp_path, name):
         return batch
 
     changes = {"label_smoothing_factor": 0.1}
-    pair = []
+    pair, smoothed = [], []
+    of_logits = SmoothedLoss.of_logits
+    monkeypatch.setattr(SmoothedLoss, "of_logits", lambda *args: smoothed.append(1) or of_logits(*args))
     for kind in (Trainer, RoundPipeTrainer):
         trainer = trainers(name, arguments(tmp_path, 3, **changes), kind=kind)
         if name == "t5":
@@ -165,6 +169,7 @@ def test_smoothed_labels(trainers, tmp_path, name):
         trainer.train()
         pair.append(trainer)
     assert_same_curves(*pair)
+    assert len(smoothed) == 3 * 2 * 3  # steps, batches, microbatches: never of all logits
 
 
 def test_loss_of_the_user(trainers, tmp_path):
@@ -174,7 +179,8 @@ def test_loss_of_the_user(trainers, tmp_path):
         log_p = outputs.logits[:, :-1].log_softmax(-1)
         wanted = labels[:, 1:]
         chosen = log_p.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
-        return (-((1 - chosen.exp()) ** 2) * chosen * (wanted != -100)).sum() / num_items_in_batch
+        count = (wanted != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        return (-((1 - chosen.exp()) ** 2) * chosen * (wanted != -100)).sum() / count
 
     assert_same_curves(*both(trainers, tmp_path, script=lambda: {"compute_loss_func": focal}))
 
@@ -269,6 +275,8 @@ def test_model_that_reads_pictures_is_cut_with_its_data(trainers, tmp_path):
     assert not pair[1].pipeline.cut.report.is_whole
 
 
+# transformers 4 enters a block that torch has renamed
+@pytest.mark.filterwarnings("ignore:.torch.cpu.amp.autocast:FutureWarning")
 def test_bfloat16_autocast(trainers, tmp_path):
     """``bf16=True`` computes in 16 bits in the threads of the devices, too: nearer to plain bf16 than to float32."""
     plain, ours = both(trainers, tmp_path, "llama", bf16=True)
@@ -281,19 +289,20 @@ def test_bfloat16_autocast(trainers, tmp_path):
 
 def test_activation_checkpointing_is_left_to_the_pipeline(trainers, tmp_path):
     """The curve is the same, and the layers do not recompute on their own."""
-    plain, ours = both(trainers, tmp_path, "llama", activation_checkpointing=True)
+    known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    name = "activation" if "activation_checkpointing" in known else "gradient"  # before transformers 5.18
+    plain, ours = both(trainers, tmp_path, "llama", **{f"{name}_checkpointing": True})
     assert_same_curves(plain, ours)
-    assert plain.model.is_activation_checkpointing
-    assert not ours.model.is_activation_checkpointing
+    assert getattr(plain.model, f"is_{name}_checkpointing")
+    assert not getattr(ours.model, f"is_{name}_checkpointing")
 
 
 def test_sequences_are_generated_for_evaluation(trainers, tmp_path):
     """``RoundPipeSeq2SeqTrainer`` with ``predict_with_generate``: the tokens that the plain one generates."""
     outputs = []
     for kind in (transformers.Seq2SeqTrainer, RoundPipeSeq2SeqTrainer):
-        args = Seq2SeqTrainingArguments(
-            **{**arguments(tmp_path, 2).to_dict(), "predict_with_generate": True, "generation_max_length": 6}
-        )
+        changes = {"predict_with_generate": True, "generation_max_length": 6}
+        args = arguments(tmp_path, 2, kind=Seq2SeqTrainingArguments, **changes)
         trainer = trainers("t5", args, kind=kind)
         trainer.train()
         outputs.append(trainer.predict(make_rows("t5", 4)))
@@ -412,7 +421,9 @@ def test_model_has_the_weights_of_the_last_step_when_it_is_evaluated(trainers, t
 def test_model_and_batches_stay_on_the_host(trainers, tmp_path):
     """Whatever device the Trainer would use, and however many: it is only told the loss there."""
     args = arguments(tmp_path, 1)
-    args.__dict__["_setup_devices"], args._n_gpu = torch.device("meta"), 2
+    for name in ("_setup_devices", "__cached__setup_devices"):  # the second is where transformers 4 looks
+        args.__dict__[name] = torch.device("meta")
+    args._n_gpu = 2
     ours = trainers("gpt2", args)
     assert ours.args.train_batch_size == 5  # and not 5 for each of two devices
     batch = collate(make_rows("gpt2", 5))
@@ -448,3 +459,40 @@ def test_checkpoint_of_another_model_is_refused(trainers, tmp_path):
     ours = trainers("llama", arguments(tmp_path, 2, eval_strategy="no"))
     with pytest.raises(ConfigError, match=r"checkpoint-1 is of another model: it lacks \d+ weights of LlamaFor"):
         ours.train(resume_from_checkpoint=True)
+
+
+def test_noise_on_embeddings_comes_and_goes(trainers, tmp_path):
+    """``neftune_noise_alpha`` with a model that was wrapped before: other losses, and in the next run as without."""
+    model = make_model("gpt2")
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    pipeline = wrap_model_to_roundpipe(model, devices="virtual:1")
+    losses = []
+    for alpha in (None, 20.0, None):
+        model.load_state_dict(start)
+        args = arguments(tmp_path, 2, eval_strategy="no", neftune_noise_alpha=alpha)
+        ours = trainers("gpt2", args, model=pipeline, devices=None, microbatches=None)
+        ours.train()
+        losses.append(history(ours, "loss"))
+    assert losses[2] == losses[0]
+    assert losses[1] != pytest.approx(losses[0], abs=1e-3)
+
+
+def test_a_choice_of_texts_is_cut_with_the_data(trainers, tmp_path):
+    """Rows of four texts: the model does not run on a row of tokens, so the first rows of the data are the example."""
+    config = transformers.BertConfig(
+        vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"input_ids": torch.randint(3, 250, (4, 12), generator=generator), "labels": n % 4} for n in range(12)]
+    pair = []
+    for kind in (Trainer, RoundPipeTrainer):
+        torch.manual_seed(0)
+        model = transformers.BertForMultipleChoice(config)
+        trainer = trainers("bert", arguments(tmp_path, 3), kind=kind, model=model)
+        trainer.data_collator = transformers.default_data_collator
+        trainer.train_dataset = trainer.eval_dataset = rows
+        trainer.train()
+        pair.append(trainer)
+    assert_same_curves(*pair)
+    assert not pair[1].pipeline.cut.report.is_whole

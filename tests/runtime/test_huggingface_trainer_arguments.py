@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
 
+from transformers.trainer_pt_utils import AcceleratorConfig
+
 from roundpipe_runtime import ConfigError
 from roundpipe_runtime.huggingface.trainer import RoundPipeTrainer
 from roundpipe_runtime.huggingface.trainer_arguments import check_arguments
@@ -20,6 +22,9 @@ from .trainer_runs import arguments, make_model, make_trainer
         ({"torch_compile": True}, "torch_compile=True cannot be"),
         ({"optim": "lomo"}, "optim='lomo' steps within the backward"),
         ({"fp16": True}, "mixed precision 'fp16' cannot be"),
+        ({"optim": "paged_adamw_8bit"}, "optim='paged_adamw_8bit' is one of bitsandbytes"),
+        ({"optim": "adamw_8bit"}, "optim='adamw_8bit' is one of bitsandbytes"),
+        ({"accelerator_config": AcceleratorConfig(dispatch_batches=True)}, "dispatch_batches=True cannot be"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -12,6 +12,7 @@ from matrix.models import make_config, make_model
 from roundpipe_runtime import Replicate, RoundPipe, RoundPipeRunConfig
 from roundpipe_runtime.errors import ConfigError, LossError
 from roundpipe_runtime.huggingface import CutError, CutRefusedWarning, wrap_model_to_roundpipe
+from roundpipe_runtime.huggingface.capture_old import is_old
 
 from .hf_small import Toy, hf_batch, hf_model, tokens, worst_gradient, wrapped
 
@@ -138,7 +139,12 @@ def test_the_loss_function_of_a_script():
 
 
 @pytest.mark.parametrize(
-    "merge", [False, lambda outputs: [o.logits for o in outputs], {"outputs['logits']": Replicate}]
+    "merge",
+    [
+        False,
+        lambda outputs: [o.logits for o in outputs],
+        {"outputs['logits']": Replicate},
+    ],
 )
 def test_outputs_are_joined_as_the_user_wants(merge):
     """Not at all, by a function or by rules; the loss is the one of the batch in any case."""
@@ -146,6 +152,8 @@ def test_outputs_are_joined_as_the_user_wants(merge):
     batch = hf_batch(4, padding=False)
     batch = {key: value[:1].expand(4, -1).clone() for key, value in batch.items()}
     pipeline = wrapped(model, microbatches=2)
+    if isinstance(merge, dict) and is_old():
+        merge = {"outputs[1]": Replicate}  # where nobody else registers them, outputs come apart without names
     config = RoundPipeRunConfig(merge_output=merge)
     loss, outputs = pipeline.forward_backward(input_kwargs=batch, return_outputs=True, run_config=config)
     pipeline.close()

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ from transformers import Trainer, TrainingArguments
 from roundpipe_runtime.huggingface.trainer import RoundPipeTrainer
 
 MODELS = ["llama", "gemma3", "mixtral", "gpt2", "t5", "bert"]
+# What a value of the log may differ by: transformers 4 rounds losses to four digits.
+TOLERANCE = 1e-5 if int(transformers.__version__.partition(".")[0]) >= 5 else 1.1e-4
 _PAD, _SEPARATOR, _BYTES = 0, 1, 2  # a byte b is the token b + 2
 _VOCABULARY = 258
 _COMMON = {"vocab_size": _VOCABULARY, "pad_token_id": _PAD, "bos_token_id": _SEPARATOR, "eos_token_id": _SEPARATOR}
@@ -93,7 +96,7 @@ def _padded(rows: list[list[int]], value: int) -> torch.Tensor:
     return torch.tensor([row + [value] * (longest - len(row)) for row in rows])
 
 
-def arguments(folder: Path, steps: int, **changes) -> TrainingArguments:
+def arguments(folder: Path, steps: int, *, kind: type[TrainingArguments] | None = None, **changes) -> TrainingArguments:
     """A schedule with warm-up, accumulation, clipping that clips, evaluation, and every loss in the log."""
     options = {
         "max_steps": steps,
@@ -114,7 +117,8 @@ def arguments(folder: Path, steps: int, **changes) -> TrainingArguments:
         "use_cpu": True,
         "seed": 7,
     }
-    return TrainingArguments(output_dir=str(folder), **{**options, **changes})
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # transformers 4 leaves it behind after ``bf16=True``
+    return (kind or TrainingArguments)(output_dir=str(folder), **{**options, **changes})
 
 
 def make_trainer(name: str, args: TrainingArguments, kind: type[Trainer] = Trainer, **options) -> Trainer:

@@ -18,9 +18,9 @@ from torch import nn
 from .config import RoundPipeRunConfig
 from .device import DeviceSpec
 from .errors import spell_bytes
-from .planning.hardware import copy_rate, cores, host_memory_available, host_memory_rate
 from .optimizer import OptimizerCtx
 from .pipeline import RoundPipe
+from .planning.hardware import copy_rate, cores, host_memory_available, host_memory_rate
 
 __all__ = ["Finding", "Status", "accelerators", "examine", "train_difference"]
 

@@ -313,8 +313,7 @@ def test_packages_depend_in_one_direction(module):
     wrong = [
         f"{where(found)} imports {found.target}"
         for found in foreign
-        if package == "yobx_flatten"
-        or (found.target != "yobx_flatten" and not found.target.startswith(shared))
+        if package == "yobx_flatten" or (found.target != "yobx_flatten" and not found.target.startswith(shared))
     ]
     assert not wrong, "\n".join(wrong)
 

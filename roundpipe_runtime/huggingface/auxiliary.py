@@ -17,17 +17,34 @@ from torch import nn
 from .adapters import model_inside
 from .configuration import text_config
 
-__all__ = ["batch_auxiliary_loss", "has_auxiliary_loss", "without_auxiliary_loss"]
+__all__ = [
+    "batch_auxiliary_loss",
+    "has_auxiliary_loss",
+    "has_router_logits",
+    "wants_tuple",
+    "without_auxiliary_loss",
+]
 
 _NAME = "load_balancing_loss_func"
 
 
-def has_auxiliary_loss(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a model called like this adds such a loss to its own."""
+def has_router_logits(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a model called like this returns such a loss, from the logits of its routers."""
     asked = kwargs.get("output_router_logits")
     config = getattr(model, "config", None)
     asked = getattr(config, "output_router_logits", False) if asked is None else asked
-    return bool(asked) and _function(model) is not None and bool(_coefficient(model))
+    return bool(asked) and _function(model) is not None
+
+
+def has_auxiliary_loss(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a model called like this adds such a loss to its own."""
+    return has_router_logits(model, kwargs) and bool(_coefficient(model))
+
+
+def wants_tuple(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a model called like this returns a tuple, in which nothing has a name."""
+    asked = kwargs.get("return_dict")
+    return (getattr(getattr(model, "config", None), "return_dict", True) if asked is None else asked) is False
 
 
 def without_auxiliary_loss(model: nn.Module, output: Any) -> torch.Tensor:
@@ -68,7 +85,7 @@ def _function(model: nn.Module) -> Callable[..., Any] | None:
 
 
 def _coefficient(model: nn.Module) -> float:
-    return float(_setting(model, ("router_aux_loss_coef",)) or 0.0)
+    return float(_setting(model, ("router_aux_loss_coef", "aux_loss_coef")) or 0.0)
 
 
 def _experts(model: nn.Module) -> tuple[Any, Any]:

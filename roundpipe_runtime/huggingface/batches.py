@@ -5,11 +5,13 @@
     pixel_values     (patches of all pictures, ...)    cut by the pictures of each row, as image_grid_thw counts them
     image_grid_thw   (pictures, 3)                     likewise
     router_logits    (rows * length, experts)          rows come first, so parts are joined along axis 0
+    image_hidden_states    list of (tokens, width)     one for each picture: lists are put one behind the other
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,17 +19,39 @@ import torch
 from yobx_flatten import leaves
 
 from ..chunks import TensorChunkSpec, sizes
-from ..errors import SplitError
+from ..errors import ConfigError, SplitError
 from ..join import join
 from ..microbatch import split
 
-__all__ = ["join_outputs", "split_pictures"]
+__all__ = ["join_outputs", "refuse_rows_of_texts", "split_pictures"]
 
 # pictures of all rows in one tensor, the sizes of each, and the token that stands for a part of one
 _PACKED = (
     ("pixel_values", "image_grid_thw", ("image_token_id", "image_token_index")),
     ("pixel_values_videos", "video_grid_thw", ("video_token_id", "video_token_index")),
 )
+
+# memories of XLNet: (length, rows, width), whatever the numbers are
+_ROWS_SECOND = "outputs['mems']"
+# what models return of pictures; lists there have an item for each
+_OF_PICTURES = ("image_hidden_states", "video_hidden_states")
+
+
+def refuse_rows_of_texts(kwargs: Mapping[str, Any]) -> None:
+    """Refuse several rows whose texts are counted through all of them: a microbatch would need a part of the count.
+
+    Args:
+        kwargs: of a call of the model.
+
+    Raises:
+        ConfigError: there is ``cu_seq_lens_q`` among them, and more than one row.
+    """
+    tokens = kwargs.get("input_ids")
+    if kwargs.get("cu_seq_lens_q") is not None and isinstance(tokens, torch.Tensor) and len(tokens) > 1:
+        raise ConfigError(
+            f"cu_seq_lens_q counts texts through all {len(tokens)} rows, which cannot be cut. Give the rows a mask "
+            "instead, or put them behind each other in one:\n    DataCollatorWithFlattening()"
+        )
 
 
 def split_pictures(config: Any, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
@@ -99,12 +123,66 @@ def join_outputs(outputs: Sequence[Any], weights: Sequence[float], rows: Sequenc
         weights: of each, for tensors without axes.
         rows: of each.
     """
+    outputs, pictures = _without_pictures(outputs)
     rules = {}
     for column in zip(*(leaves(output, name="outputs") for output in outputs), strict=False):
         axis = _axis([leaf.value for leaf in column], rows)
+        if column[0].path.startswith(_ROWS_SECOND):
+            axis = 1
         if axis is not None:
             rules[column[0].path] = TensorChunkSpec(axis)
-    return join(outputs, weights, rows=rows, merge=rules or None)
+    joined = join(outputs, weights, rows=rows, merge=rules or None)
+    for (name, inner), column in pictures.items():
+        holder, key = (joined, name) if inner is None else (joined[name], inner)
+        holder[key] = _one_after_another(column)
+    return joined
+
+
+def _without_pictures(outputs: Sequence[Any]) -> tuple[Sequence[Any], dict[tuple[str, str | None], list[Any]]]:
+    """Outputs without what they hold of single pictures, and that by its place: of each output, or ``None``."""
+    if not all(isinstance(output, dict) for output in outputs):
+        return outputs, {}
+    made = [copy.copy(output) for output in outputs]
+    found: dict[tuple[str, str | None], list[Any]] = {}
+    for name in _OF_PICTURES:
+        column = [output.get(name) for output in outputs]
+        if _is_by_picture(column):
+            found[name, None] = column
+            for output in made:
+                output[name] = None
+        elif all(isinstance(value, dict) for value in column):
+            inner, parts = _by_picture_inside(column)
+            found.update({(name, key): values for key, values in parts.items()})
+            for output, value in zip(made, inner, strict=True):
+                output[name] = value
+    return made, found
+
+
+def _by_picture_inside(column: Sequence[Any]) -> tuple[list[Any], dict[str, list[Any]]]:
+    made = [copy.copy(value) for value in column]
+    found = {}
+    for key in ("last_hidden_state", "pooler_output"):
+        values = [value.get(key) for value in column]
+        if _is_by_picture(values):
+            found[key] = values
+            for value in made:
+                value[key] = None
+    return made, found
+
+
+def _is_by_picture(column: Sequence[Any]) -> bool:
+    """Whether there is a list in every microbatch that has pictures, or a tensor in some microbatches only."""
+    present = [value for value in column if value is not None]
+    is_list = bool(present) and all(isinstance(value, (list, tuple)) for value in present)
+    return is_list or (0 < len(present) < len(column) and all(isinstance(value, torch.Tensor) for value in present))
+
+
+def _one_after_another(column: Sequence[Any]) -> Any:
+    """Lists put together, or tensors along axis 0; a microbatch without pictures has neither."""
+    present = [value for value in column if value is not None]
+    if isinstance(present[0], torch.Tensor):
+        return torch.cat(present)
+    return type(present[0])(item for value in present for item in value)
 
 
 def _axis(values: Sequence[Any], rows: Sequence[int]) -> int | None:

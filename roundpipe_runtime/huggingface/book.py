@@ -9,13 +9,14 @@ The *state* is what passes from piece to piece of the pipeline, a dictionary::
     seed     of the random numbers that the model draws outside of its layers
     weigh    rows of the microbatch, if the output is to come with the weight of its loss
     loss_only    whether nobody looks at anything but the loss
+    smoothed     labels, and the loss that the last phase computes with them; ``None`` if the model computes its own
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping, MutableSequence
+from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -24,7 +25,19 @@ from torch.utils import _pytree as pytree
 from ..transfer import Static
 from .placeholder import Key
 
-__all__ = ["Book", "BoxUse", "CallSpec", "Fresh", "State", "Tree", "box_content", "fill_box", "is_box", "live"]
+__all__ = [
+    "Book",
+    "BoxUse",
+    "CallSpec",
+    "Embedded",
+    "Fresh",
+    "State",
+    "Tree",
+    "box_content",
+    "fill_box",
+    "is_box",
+    "live",
+]
 
 State: TypeAlias = dict[str, Any]
 
@@ -107,6 +120,21 @@ class CallSpec:
         return [leaf for leaf in self.arguments.leaves if isinstance(leaf, BoxUse)]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Embedded:
+    """What an embedding returned in phase 0.
+
+    Attributes:
+        key: of the tensor.
+        shape: of the tensor.
+        dtype: of the tensor.
+    """
+
+    key: Key
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 @dataclasses.dataclass(frozen=True)
 class Book(Static):
     """The calls of a microbatch.
@@ -117,6 +145,7 @@ class Book(Static):
         last_use: of each tensor, the place of the last recorded call that takes it.
         results: of the calls that were made, the structure of what came out.
         captured: of the calls that were made, what hooks captured: ``{name: list}``.
+        embedded: of each embedding that only phase 0 computes, what it returned, call by call.
         keep: which outputs of layers are kept to the end, as the model hands them out: ``"extras"`` are all but
             hidden states.
     """
@@ -126,6 +155,7 @@ class Book(Static):
     last_use: Mapping[Key, int] = dataclasses.field(default_factory=dict)
     results: Mapping[int, Tree] = dataclasses.field(default_factory=dict)
     captured: Mapping[int, Tree] = dataclasses.field(default_factory=dict)
+    embedded: Mapping[str, Sequence[Embedded]] = dataclasses.field(default_factory=dict)
     keep: Literal["none", "extras", "all"] = "none"
 
     def record(self, calls: Mapping[int, CallSpec], *needed: Key) -> Book:

@@ -7,7 +7,8 @@
     layer       reads its own entry: that goes to the device, is updated, comes back and is put aside
     afterwards  what was put aside is joined and stands in the caller's cache; after an exception, nothing does
 
-No entry passes through a stage that does not read it, whatever the model calls its layers.
+No entry passes through a stage that does not read it, whatever the model calls its layers. The cache of an
+encoder-decoder is two of them, and a dictionary of the layers that have read the encoder.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from ..chunks import Replicate
 from ..join import join
 from ..microbatch import split
 from ..transfer import Static
+from .configuration import text_config
 
-__all__ = ["CACHE", "HeldCache", "home", "is_held", "join_held", "split_held", "swapped"]
+__all__ = ["CACHE", "HeldCache", "has_layers", "home", "is_held", "join_held", "split_held", "swapped"]
 
 # The argument and the output by which models take and return caches.
 CACHE = "past_key_values"
@@ -43,19 +45,27 @@ class HeldCache(Static):
     __slots__ = ("_held",)
 
     def __init__(self, cache: Any) -> None:
-        changed: dict[int, Any] = {}
-        self._held: Callable[[], tuple[Any, dict[int, Any]]] = lambda: (cache, changed)
+        changed: dict[tuple[int, int], Any] = {}
+        read: dict[int, bool] = {}
+        self._held: Callable[[], tuple[Any, dict[tuple[int, int], Any], dict[int, bool]]] = lambda: (
+            cache,
+            changed,
+            read,
+        )
 
     def before(self) -> Any:
         """Return a cache that is as this one was before the forward."""
-        cache, _ = self._held()
-        return _with_layers(cache, [copy.copy(layer) for layer in cache.layers])
+        cache, _, _ = self._held()
+        return _with_layers(cache, [[copy.copy(layer) for layer in part.layers] for part in _parts(cache)])
 
     def after(self) -> Any:
         """Return the cache that the forward has made."""
-        cache, changed = self._held()
-        count = max([len(cache.layers), *(number + 1 for number in changed)])
-        return _with_layers(cache, [changed[n] if n in changed else cache.layers[n] for n in range(count)])
+        cache, changed, read = self._held()
+        lists = []
+        for side, part in enumerate(_parts(cache)):
+            count = max([len(part.layers), *(number + 1 for where, number in changed if where == side)])
+            lists.append([changed[side, n] if (side, n) in changed else part.layers[n] for n in range(count)])
+        return _with_layers(cache, lists, read)
 
     @contextlib.contextmanager
     def opened(self, device: torch.device) -> Iterator[Any]:
@@ -64,10 +74,14 @@ class HeldCache(Static):
         Args:
             device: where the layer runs.
         """
-        cache, changed = self._held()
-        entries = _Entries(self.after().layers, device)
-        yield _with_layers(cache, entries)
-        changed.update({number: _moved(entries.get(number), torch.device("cpu")) for number in entries.here})
+        cache, changed, read = self._held()
+        entries = [_Entries(part.layers, device) for part in _parts(self.after())]
+        view = _with_layers(cache, entries, read)
+        yield view
+        host = torch.device("cpu")
+        for side, held in enumerate(entries):
+            changed.update({(side, number): _moved(held.get(number), host) for number in held.here})
+        read.update(getattr(view, "is_updated", {}))
 
 
 class _Entries(list[Any]):
@@ -96,10 +110,30 @@ class _Entries(list[Any]):
         super().append(layer)
 
 
-def _with_layers(cache: Any, layers: Any) -> Any:
+def _is_pair(cache: Any) -> bool:
+    return hasattr(cache, "cross_attention_cache")
+
+
+def _parts(cache: Any) -> list[Any]:
+    """The caches in a cache that hold layers: itself, or those for the decoder and for what it reads of the encoder."""
+    return [cache.self_attention_cache, cache.cross_attention_cache] if _is_pair(cache) else [cache]
+
+
+def _with_layers(cache: Any, lists: Sequence[Any], read: Mapping[int, bool] | None = None) -> Any:
     made = copy.copy(cache)
-    made.layers = layers
+    if _is_pair(cache):
+        made.self_attention_cache, made.cross_attention_cache = (
+            _with_layers(part, [layers]) for part, layers in zip(_parts(cache), lists, strict=True)
+        )
+        made.is_updated = {**cache.is_updated, **(read or {})}
+    else:
+        (made.layers,) = lists
     return made
+
+
+def has_layers(cache: Any) -> bool:
+    """Tell whether a cache is made of lists of layers."""
+    return all(hasattr(part, "layers") for part in _parts(cache))
 
 
 def _moved(layer: Any, device: torch.device) -> Any:
@@ -131,11 +165,12 @@ def home(model: Any) -> Any:
     makes = getattr(model, "_supports_default_dynamic_cache", None)
     if makes is None or not makes() or CACHE not in inspect.signature(model.forward).parameters:
         return None
-    if getattr(model.config, "is_encoder_decoder", False):
-        return None
-    from transformers import DynamicCache
+    from transformers import DynamicCache, EncoderDecoderCache
 
-    return DynamicCache(config=model.config)
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return DynamicCache(config=model.config)
+    # what is read of the encoder has no window, whatever the configuration of the decoder says
+    return EncoderDecoderCache(DynamicCache(config=text_config(model)), DynamicCache())
 
 
 def swapped(values: Any, pairs: Mapping[int, Any]) -> Any:
@@ -180,7 +215,8 @@ def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def _rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")]
+    names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+    named = [kwargs.get(name) for name in names]
     return next(value.shape[0] for value in [*named, *args] if isinstance(value, torch.Tensor))
 
 
@@ -206,4 +242,7 @@ def join_held(cache: Any, parts: Sequence[HeldCache], rows: Sequence[int]) -> No
     if len(made) > 1:
         with register_flattening_functions(patch_transformers=True):
             made = [join(made, [float(count) for count in rows], rows=rows)]
-    cache.layers[:] = made[0].layers
+    for part, other in zip(_parts(cache), _parts(made[0]), strict=True):
+        part.layers[:] = other.layers
+    if _is_pair(cache):
+        cache.is_updated.update(made[0].is_updated)

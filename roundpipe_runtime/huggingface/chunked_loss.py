@@ -10,6 +10,7 @@ Loss and gradients of a chunk are computed together, as it is there. Backward mu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -112,26 +113,10 @@ class _Chunked(torch.autograd.Function):
         learning: bool,
     ) -> torch.Tensor:
         wanted = [learning and needed for needed in ctx.needs_input_grad[:3]]
-        found = [
-            torch.zeros_like(t) if want and t is not None else None
-            for t, want in zip((hidden, weight, bias), wanted, strict=True)
-        ]
-        total = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
-        for start in range(0, len(hidden), rows):
-            part = slice(start, start + rows)
-            logits = functional.linear(hidden[part], weight, bias)
-            with torch.set_grad_enabled(any(wanted)):
-                logits.requires_grad_(any(wanted))
-                values = logits if transform is None else transform(logits)
-                values = values.to(_wide(values))
-                loss = functional.cross_entropy(values, labels[part], reduction="sum", **options)
-            total += loss.detach()
-            if any(wanted):
-                (slope,) = torch.autograd.grad(loss, logits)
-                del values, loss, logits
-                _add(found, slope, hidden, weight, part)
-                del slope
-        ctx.save_for_backward(*found)
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.run = functools.partial(_by_chunks, transform=transform, options=options, rows=rows, wanted=wanted)
+        total: torch.Tensor
+        total, ctx.found = ctx.run(hidden, weight, bias, labels)
         return total
 
     @staticmethod
@@ -139,8 +124,49 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         # a mean over nothing divides by zero; what it is the mean of has no slope
         gradient = torch.where(gradient.isfinite(), gradient, 0.0)
-        found = [None if one is None else one * gradient.to(one.dtype) for one in ctx.saved_tensors]
-        return (*found, None, None, None, None, None)
+        saved = ctx.saved_tensors  # torch says so where the graph is gone
+        found, ctx.found = ctx.found, None
+        if found is None:  # somebody goes back again, and what was put aside has been handed out
+            with torch.enable_grad():
+                _, found = ctx.run(*saved)
+        # in place: that of the weight is as large as the weight
+        scaled = [None if one is None else one.mul_(gradient.to(one.dtype)) for one in found]
+        return (*scaled, None, None, None, None, None)
+
+
+def _by_chunks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    *,
+    transform: Callable[[torch.Tensor], torch.Tensor] | None,
+    options: dict[str, Any],
+    rows: int,
+    wanted: list[bool],
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """The sum of the losses, and the gradients that are wanted of it: of hidden states, weight and bias."""
+    hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+    found = [
+        torch.zeros_like(t) if want and t is not None else None
+        for t, want in zip((hidden, weight, bias), wanted, strict=True)
+    ]
+    total = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
+    for start in range(0, len(hidden), rows):
+        part = slice(start, start + rows)
+        logits = functional.linear(hidden[part], weight, bias)
+        with torch.set_grad_enabled(any(wanted)):
+            logits.requires_grad_(any(wanted))
+            values = logits if transform is None else transform(logits)
+            values = values.to(_wide(values))
+            loss = functional.cross_entropy(values, labels[part], reduction="sum", **options)
+        total += loss.detach()
+        if any(wanted):
+            (slope,) = torch.autograd.grad(loss, logits)
+            del values, loss, logits
+            _add(found, slope, hidden, weight, part)
+            del slope
+    return total, found
 
 
 def _wide(values: torch.Tensor) -> torch.dtype:

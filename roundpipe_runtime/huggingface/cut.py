@@ -58,13 +58,17 @@ class Cut:
                 sync(piece.copy, self.model, piece.program.used[piece.number])
 
     def _renew(self) -> None:
-        """Copy the model's own code again. Parameters that are new belong to every phase: nobody saw who reads them."""
+        """Copy the model's own code again. Parameters that are new belong to every phase: nobody saw who reads them.
+
+        Nor whether what embeddings return is still handed to layers as it is.
+        """
         assert self.program is not None
         known = set().union(*(used or () for used in self.program.used))
         inside = {id(p) for layer in self.layers.values() for p in layer.parameters()}
         names = {name for name, p in self.model.named_parameters(remove_duplicate=False) if id(p) not in inside}
-        used = [frozenset((found or names) & names | names - known) for found in self.program.used]
-        self.program = dataclasses.replace(self.program, used=used)
+        new = {name for name in names if name not in known or name.rpartition(".")[0] in self.program.embeddings}
+        used = [frozenset((found or names) & names | new) for found in self.program.used]
+        self.program = dataclasses.replace(self.program, used=used, embeddings=frozenset())
         for piece in self.pieces:
             if isinstance(piece, (Phase, LayerCall)):
                 piece.program = self.program
@@ -112,7 +116,7 @@ def cut(
     if is_planned:
         kwargs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     refused: list[tuple[str, str]] = []
-    with evaluating(model):
+    with evaluating(model), torch.autocast("cpu", enabled=False):  # which would round, and be compared with itself
         called = _called(model, candidates(model), kwargs)
         for chosen in _choices(called, skip_modules):
             try:
@@ -180,7 +184,7 @@ def pieces_of(model: nn.Module, layers: Mapping[str, nn.Module], program: Progra
     pieces: list[nn.Module] = []
     start = 0
     for phase, end in enumerate(program.ends):
-        pieces.append(Phase(program, phase, copy_with_stubs(model, layers)))
+        pieces.append(Phase(program, phase, copy_with_stubs(model, layers, program.embeddings)))
         for place in range(start, end):
             pieces.append(LayerCall(program, place, layers[program.calls[place].layer]))
         start = end

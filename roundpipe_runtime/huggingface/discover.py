@@ -8,13 +8,13 @@ are made, and the next phase starts, in which they are replayed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from .errors import CutError
+from .errors import CutError, MissingEmbeddingError
 from .layers import observe
 from .pieces import LayerCall, MissingValueError, Phase, begin
 from .program import Program
@@ -44,12 +44,15 @@ def discover(
         calls, _ = observe(dict(layers), lambda: model(*args, **kwargs))
         if not calls:
             raise CutError("layers", f"The forward of {type(model).__name__} calls none of {', '.join(layers)}.")
-        program = Program(calls, ())
+        program = Program(calls, (), embeddings=frozenset(_embeddings(model, layers)))
         copies: list[nn.Module] = []
         tracks: list[_Tracks] = []
         while True:
             try:
                 return _run(program, model, layers, args, kwargs, copies, tracks)
+            except MissingEmbeddingError as missing:
+                program = dataclasses.replace(program, embeddings=program.embeddings - {missing.name}, ends=())
+                copies, tracks = [], []
             except MissingValueError as missing:
                 if missing.key in program.keep:
                     raise CutError("structure", f"{missing}") from missing
@@ -71,7 +74,7 @@ def _run(
     while True:
         number = len(ends)
         if number == len(copies):
-            copies.append(copy_with_stubs(model, layers))
+            copies.append(copy_with_stubs(model, layers, program.embeddings))
             tracks.append(_Tracks(copies[-1]))
         trial = dataclasses.replace(program, ends=[*ends, len(program.calls)], keep=frozenset(keep))
         done, result = Phase(trial, number, copies[number]).advance(state)
@@ -88,6 +91,14 @@ def _run(
         ends.append(end)
         if len(ends) > _MOST_PHASES:
             raise CutError("structure", f"The code of the model stands between its layers {len(ends)} times and more.")
+
+
+def _embeddings(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Names of the tables that layers do not hold."""
+    inside = {id(module) for layer in layers.values() for module in layer.modules()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and id(module) not in inside:
+            yield name
 
 
 class _Tracks:

@@ -17,7 +17,7 @@ from .check import evaluating, tolerance
 from .configuration import text_config
 from .cut import Cut
 
-__all__ = ["forward_of", "reason_for_host"]
+__all__ = ["forward_of", "reason_for_host", "without_taken_forwards"]
 
 _PROMPT, _PADDING = 5, 2
 
@@ -31,7 +31,7 @@ def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
         forward: takes what its forward takes.
     """
     inner = model_inside(model)
-    taken = functools.wraps(inner.forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+    taken = functools.wraps(inner.forward)(_Taken(forward))
     held = inner.__dict__
     before = held.get("forward")
     held["forward"] = taken
@@ -42,6 +42,34 @@ def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             del held["forward"]
         else:
             held["forward"] = before
+
+
+class _Taken:
+    """The other forward."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def without_taken_forwards(model: nn.Module) -> Iterator[None]:
+    """Let a model, and each module in it, call its own forward in the block.
+
+    Args:
+        model: it.
+    """
+    held = [(module.__dict__, module.__dict__.get("forward")) for module in model.modules()]
+    taken = [(own, forward) for own, forward in held if isinstance(forward, _Taken)]
+    for own, _ in taken:
+        del own["forward"]
+    try:
+        yield
+    finally:
+        for own, forward in taken:
+            own["forward"] = forward
 
 
 def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
@@ -59,7 +87,7 @@ def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
         return "it runs in one piece"
     cache = home(inner)
     if cache is None:
-        return "its caches are of a kind of its own, or it has an encoder"
+        return "its caches are of a kind of its own"
     try:
         with torch.no_grad(), evaluating(cut.model):
             return _difference(cut.model, forward, cache)

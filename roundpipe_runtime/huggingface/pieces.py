@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -16,12 +17,13 @@ from yobx_flatten import find_unregistered
 from .book import Book, State, Tree, box_content, fill_box, live
 from .caches import CACHE, is_held, swapped
 from .capture import asked_for, collecting
-from .errors import BatchStructureError, CutError
+from .errors import BatchStructureError, CutError, MissingEmbeddingError
 from .late_logits import loss_only
 from .losses import LOSS_ONLY, WEIGH, counting, rows_of_call, weighed
 from .placeholder import Key, NeedsValue, holds_placeholder
 from .program import Program
 from .session import PhaseSession
+from .smoothing import SMOOTHED, with_smoothed_loss
 from .stub import running
 
 __all__ = ["LayerCall", "MissingValueError", "Phase", "Whole", "begin"]
@@ -46,10 +48,14 @@ class Phase(nn.Module):
         """Take the arguments of the model, in phase 0, or the state; return the state, or what the model returns."""
         state = begin(args, kwargs, self.copy) if self.number == 0 else args[0]
         if state["weigh"] is not None and self.number == self.program.phases - 1:
+            run = functools.partial(self._run_with_loss, state)
             with counting() as items:
-                result = loss_only(self.copy, lambda: self._run(state)) if state["loss_only"] else self._run(state)
+                result = loss_only(self.copy, run) if state["loss_only"] else run()
             return weighed(result, items, state["weigh"])
         return self._run(state)
+
+    def _run_with_loss(self, state: State) -> Any:
+        return with_smoothed_loss(self._run(state), state["smoothed"])
 
     def _run(self, state: State) -> Any:
         is_last = self.number == self.program.phases - 1
@@ -85,8 +91,10 @@ class Phase(nn.Module):
                 return True, session.held_again(output)
             needed = waiting.key
         if needed.call not in session.calls:
-            raise MissingValueError(needed)
+            raise _missing(needed, session.book)
         book = session.book.record(session.calls, needed)
+        if self.number == 0:
+            book = dataclasses.replace(book, embedded=session.embedded)
         values = live(session.values, book, self.last_made(book), self.program.keep | _kept_outputs(book, self.program))
         return False, ({**state, "values": values, "book": book}, needed)
 
@@ -118,6 +126,12 @@ class MissingValueError(BatchStructureError):
         return type(self), (self.key,)
 
 
+def _missing(key: Key, book: Book) -> BatchStructureError:
+    names = (name for name, made in book.embedded.items() if key in (one.key for one in made))
+    name = next(names, None)
+    return MissingValueError(key) if name is None else MissingEmbeddingError(name)
+
+
 class Whole(nn.Module):
     """A model that was not cut, as the only piece of a pipeline."""
 
@@ -129,14 +143,15 @@ class Whole(nn.Module):
         """Return what the model returns."""
         wants_loss = kwargs.get(WEIGH) == LOSS_ONLY
         rows = _rows_to_weigh(args, kwargs)
-        run = functools.partial(self._run, args, kwargs)
+        smoothed = kwargs.pop(SMOOTHED, None)
+        run = functools.partial(self._run, args, kwargs, smoothed)
         with counting() as items:
             result = loss_only(self.model, run) if wants_loss else run()
         return result if rows is None else weighed(result, items, rows)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], smoothed: Any) -> Any:
         with _caches_at_hand((), kwargs, _device_of((args, kwargs))) as (_, kwargs, views):
-            return swapped(self.model(*args, **kwargs), views)
+            return with_smoothed_loss(swapped(self.model(*args, **kwargs), views), smoothed)
 
 
 class LayerCall(nn.Module):
@@ -203,14 +218,17 @@ def begin(args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> St
     kwargs = dict(kwargs)
     wants_loss = kwargs.get(WEIGH) == LOSS_ONLY
     weigh = _rows_to_weigh(args, kwargs)
+    smoothed = kwargs.pop(SMOOTHED, None)
     return {
         "loss_only": wants_loss,
+        "smoothed": smoothed,
         "weigh": weigh,
         "call": (args, kwargs),
         "values": {},
         "boxes": {},
         "seed": _generator((args, kwargs)).initial_seed(),
-        "book": Book(keep=asked_for(model, kwargs)),
+        # where the last layer may be left out, the code behind it reads the output of any other one
+        "book": Book(keep="all" if model.training and _drops_layers(model) else asked_for(model, kwargs)),
     }
 
 
@@ -232,9 +250,16 @@ def _rows_to_weigh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
 
 
 def _kept_outputs(book: Book, program: Program) -> frozenset[Key]:
+    """What the model hands out, of layers and of its embeddings; and single tokens, which it may look for in others."""
+    embedded = frozenset(
+        one.key
+        for made in book.embedded.values()
+        for one in made
+        if book.keep == "all" or one.shape.numel() == one.shape[-1]
+    )
     if book.keep == "none":
-        return frozenset()
-    return frozenset(
+        return embedded
+    return embedded | frozenset(
         leaf
         for place, tree in book.results.items()
         for leaf in tree.leaves

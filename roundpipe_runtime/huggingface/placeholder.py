@@ -37,6 +37,12 @@ _FORM = {
     torch.Tensor.is_floating_point,
     torch.Tensor.__len__,
 }
+# What makes a tensor of the same form, or of the same kind.
+_OF_FORM = {
+    *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
+    *(torch.Tensor.new_empty, torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full),
+    torch.Tensor.new_tensor,
+}
 _ALWAYS = {torch.Tensor.__repr__, torch.Tensor.__hash__, torch.Tensor.__format__}
 
 
@@ -74,6 +80,10 @@ class Placeholder(torch.Tensor):
         if found is None or func in _ALWAYS or (found.has_form and func in _FORM):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if found.has_form and func in _OF_FORM and args[0] is found:
+            with torch._C.DisableTorchFunctionSubclass():
+                form = torch.empty((), dtype=found.dtype, device=found.device).expand(found.shape)
+            return func(form, *args[1:], **(kwargs or {}))
         raise NeedsValue(found.key)
 
     @classmethod

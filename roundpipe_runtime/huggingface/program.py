@@ -20,12 +20,15 @@ class Program:
         ends: for each phase, the place behind the last call that it records. The last phase records none.
         keep: outputs of layers that phases read.
         used: for each phase, the names of the parameters that it reads; ``None`` while that is not known.
+        embeddings: names of those that only phase 0 computes. Later phases run the same code, but hand what it returns
+            to layers that were called already; they have its form.
     """
 
     calls: Sequence[Observed]
     ends: Sequence[int]
     keep: frozenset[Key] = frozenset()
     used: Sequence[frozenset[str] | None] = ()
+    embeddings: frozenset[str] = frozenset()
 
     @property
     def phases(self) -> int:
@@ -33,9 +36,9 @@ class Program:
         return len(self.ends)
 
     def is_extra(self, place: int, leaf: int) -> bool:
-        """Tell whether an output of a call is none of the tensors that pass from layer to layer."""
+        """Tell whether an output of a call is not the hidden state, the first that has the form of an input."""
         leaves = self.calls[place].form.leaves
-        return leaf >= len(leaves) or leaves[leaf] == -1
+        return leaf != next((i for i, like in enumerate(leaves) if isinstance(like, int) and like >= 0), None)
 
     def names(self) -> list[str]:
         """Return the pieces in words.

@@ -87,7 +87,8 @@ class PhaseSession:
         made = self.book.embedded.get(name, ())
         if number >= len(made):
             raise MissingEmbeddingError(name)
-        found = self.values.get(made[number].key)
+        # while the program is found out, what is there counts for nothing: one token is, and several would not be
+        found = self.values.get(made[number].key) if self.program.used else None
         if found is None:
             form = torch.empty((), dtype=made[number].dtype, device=device).expand(made[number].shape)
             found = Placeholder(made[number].key, form)

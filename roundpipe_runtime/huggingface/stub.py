@@ -10,12 +10,13 @@ import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from .capture_old import collect_on_copy
 from .errors import CutError
 
 __all__ = ["Session", "copy_with_stubs", "running", "structure_around", "sync"]
@@ -26,6 +27,12 @@ class Session(Protocol):
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the layer of this name returns, or a placeholder."""
+
+    def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> Any:
+        """Return what the embedding of this name returns, or a placeholder."""
+
+
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
 class _Running(threading.local):
@@ -52,6 +59,19 @@ def _answer(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return session.call(self.__dict__["_rp_name"], args, kwargs)
 
 
+def _embed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    session, name = _RUNNING.session, self.__dict__["_rp_embedding"]
+    run = functools.partial(nn.Module.__call__, self, *args, **kwargs)
+    ids = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+    return run() if session is None or ids is None else session.embed(name, run, ids.device)
+
+
+@functools.cache
+def _embedding_class(kind: Any) -> type:
+    """A class whose objects ask the session before they compute."""
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": _embed})
+
+
 def _from_layer(self: nn.Module, name: str) -> Any:
     return getattr(self.__dict__["_rp_layer"], name)
 
@@ -73,12 +93,13 @@ def _stub(layer: nn.Module, name: str) -> nn.Module:
     return made
 
 
-def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
+def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embeddings: Set[str] = frozenset()) -> nn.Module:
     """Return a copy of a model in which layers are stubs.
 
     Args:
         model: the model.
         layers: by name.
+        embeddings: names of modules that ask the session before they compute.
 
     Raises:
         CutError: the model cannot be copied.
@@ -94,6 +115,11 @@ def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Mod
     except Exception as error:
         raise CutError("copy", f"{type(model).__name__} cannot be copied: {error}") from error
     del keep_alive
+    collect_on_copy(made)
+    for name in embeddings:
+        module = made.get_submodule(name)
+        module.__dict__["_rp_embedding"] = name
+        module.__class__ = _embedding_class(type(module))  # type: ignore[arg-type] # as above
     return made
 
 
@@ -101,7 +127,8 @@ def _shared(module: nn.Module) -> Iterator[Any]:
     """What a copy of a module has in common with it."""
     yield from (tensor for held in (module._parameters, module._buffers) for tensor in held.values())
     for name, value in module.__dict__.items():
-        if isinstance(value, torch.Tensor) or "config" in name:
+        # hooks that come or go later count for the copy, too, and what a hook belongs to is not copied
+        if isinstance(value, torch.Tensor) or "config" in name or name.endswith(_HOOKS):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from (item for item in value if isinstance(item, torch.Tensor))

@@ -61,3 +61,44 @@ def test_rows_are_joined_wherever_they_are():
     assert torch.equal(joined["flat"], torch.cat([part["flat"] for part in parts]))
     assert joined["time"].shape == (3, 3, 5)
     assert joined["mean"].item() == pytest.approx(5 / 3)
+
+
+def test_lists_have_an_item_for_each_picture():
+    """Three pictures in two microbatches, and none in a third, are three: also where the parts are of one length."""
+    parts = [
+        {"image_hidden_states": [torch.ones(1, 4), torch.ones(2, 4)], "inside": 1},
+        {"image_hidden_states": None, "inside": 1},
+        {"image_hidden_states": [torch.ones(3, 4)], "inside": 1},
+    ]
+    joined = join_outputs(parts, [2.0, 1.0, 1.0], [2, 1, 1])
+    assert [picture.shape[0] for picture in joined["image_hidden_states"]] == [1, 2, 3]
+    assert parts[1]["image_hidden_states"] is None
+    alike = join_outputs([parts[0], parts[0]], [2.0, 2.0], [2, 2])
+    assert [picture.shape[0] for picture in alike["image_hidden_states"]] == [1, 2, 1, 2]
+
+
+def test_pictures_within_outputs_of_their_encoder():
+    """The list of its pooled output, and the tensors that only some microbatches have."""
+    inner = [
+        {"last_hidden_state": torch.ones(n, 5), "pooler_output": tuple(torch.full((1,), float(i)) for i in range(n))}
+        for n in (2, 1)
+    ]
+    joined = join_outputs([{"video_hidden_states": part} for part in inner], [2.0, 1.0], [2, 1])["video_hidden_states"]
+    assert joined["last_hidden_state"].shape == (3, 5)
+    assert [picture.item() for picture in joined["pooler_output"]] == [0.0, 1.0, 0.0]
+    some = join_outputs(
+        [
+            {"image_hidden_states": torch.ones(7, 2)},
+            {"image_hidden_states": None},
+            {"image_hidden_states": torch.ones(3, 2)},
+        ],
+        [1.0, 1.0, 1.0],
+        [1, 1, 1],
+    )
+    assert some["image_hidden_states"].shape == (10, 2)
+
+
+def test_memories_have_rows_second():
+    """Those of XLNet, also where one row of four steps could be four rows."""
+    joined = join_outputs([{"mems": [torch.full((4, 1, 2), float(i))]} for i in range(3)], [1.0] * 3, [1, 1, 1])
+    assert joined["mems"][0][0, :, 0].tolist() == [0.0, 1.0, 2.0]

@@ -96,6 +96,20 @@ def test_only_what_learns_has_a_gradient():
         assert not chunked_cross_entropy(hidden, weight, labels).requires_grad
 
 
+def test_going_back_again_gives_the_same():
+    """With the graph retained; another multiple of the loss has another multiple of its gradients."""
+    hidden, weight, bias, labels = example()
+    loss = chunked_cross_entropy(hidden, weight, labels, bias=bias, rows=10, transform=cap)
+    first = torch.autograd.grad(3 * loss, (hidden, weight, bias), retain_graph=True)
+    again = torch.autograd.grad(loss, (hidden, weight, bias), retain_graph=True)
+    third = torch.autograd.grad(loss, (hidden, weight, bias))
+    for one, other, last in zip(first, again, third, strict=True):
+        assert torch.allclose(one, 3 * other, rtol=1e-12)
+        assert torch.equal(other, last)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
 def test_half_precision_is_summed_wide():
     """In bfloat16 the loss is in float32, and gradients are as close as rounding lets the plain ones be."""
     hidden, weight, _, labels = example(rows=200, dtype=torch.float32)
@@ -169,6 +183,16 @@ def test_a_quarter_of_the_memory():
     (chunked, plain), _, _ = chunked_and_plain(2048, "meta")
     assert plain >= 2 * 2048 * 256_000 * 4  # logits and their gradient: the measure sees them
     assert chunked <= 0.25 * plain
+
+
+def test_the_gradient_of_the_weight_is_there_once():
+    """A head as wide as those of real models: beside chunks of logits, its gradient, and no copy of it."""
+    hidden = torch.randn(2048, 2048, device="meta").requires_grad_()
+    weight = torch.randn(256_000, 2048, device="meta").requires_grad_()
+    labels = torch.zeros(2048, dtype=torch.int64, device="meta")
+    with Memory() as memory:
+        torch.autograd.grad(chunked_cross_entropy(hidden, weight, labels), (hidden, weight))
+    assert memory.peak <= weight.nbytes + 2 * hidden.nbytes + 4 * 2**26 * 4
 
 
 def test_a_large_vocabulary_gives_the_same_numbers():

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from matrix.models import make_config
-from roundpipe_runtime.huggingface import CutError, cut
+from roundpipe_runtime.huggingface import BatchStructureError, CutError, cut
 
-from .hf_small import Block, Toy, hf_batch, hf_model, tokens
+from .hf_small import Block, Toy, hf_batch, hf_model, tokens, wrapped
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,70 @@ def test_a_phase_has_only_the_parameters_that_it_reads():
     assert "gpt_neox.embed_in.weight" in first
     assert "lm_head.weight" not in first
     assert "lm_head.weight" in last
+
+
+def test_an_embedding_that_is_handed_on_belongs_to_the_first_phase():
+    """The code of the last phase begins with it again, but only layers that were called already would read it."""
+    made = cut(hf_model("llama"))
+    assert "model.embed_tokens.weight" in dict(made.pieces[0].copy.named_parameters())
+    assert {name for name, _ in made.pieces[-1].copy.named_parameters()} == {"model.norm.weight", "lm_head.weight"}
+    assert made.program.embeddings == {"model.embed_tokens"}
+
+
+class Positioned(Toy):
+    """Computes with its embedding before the first layer, and hands it out where it is asked for."""
+
+    def __init__(self, *, adds: bool) -> None:
+        super().__init__()
+        self.adds = adds
+
+    def forward(self, input_ids, output_hidden_states=False, reads=False):
+        first = x = self.embed(input_ids) + 1.0 if self.adds else self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        x = x + first if reads else x
+        return (self.head(x), first) if output_hidden_states else (self.head(x),)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_what_was_embedded_is_there_when_it_is_asked_for(adds):
+    """Where code computes with it, phases compute it again; where it is an output, it travels to the end."""
+    model, ids = Positioned(adds=adds).double(), tokens(5)
+    pipeline = wrapped(model, example={"input_ids": tokens(2)})
+    assert pipeline.cut.program.embeddings == (frozenset() if adds else {"embed"})
+    found, expected = (one(ids, output_hidden_states=True) for one in (pipeline, model))
+    assert [torch.allclose(*pair) for pair in zip(found, expected, strict=True)] == [True, True]
+    found[1].square().sum().backward()
+    gradient = model.embed.weight.grad
+    model.embed.weight.grad = None
+    expected[1].square().sum().backward()
+    assert torch.allclose(gradient, model.embed.weight.grad)
+    pipeline.close()
+
+
+def test_tokens_that_code_looks_for_are_there():
+    """Given embeddings, models of pictures embed the token of a picture and compare: in later phases, too."""
+    model, batch = hf_model("gemma4_unified"), hf_batch()
+    given = {**batch, "inputs_embeds": model.get_input_embeddings()(batch["input_ids"]).detach()}
+    del given["input_ids"]
+    pipeline = wrapped(model)
+    with torch.no_grad():
+        found, expected = pipeline(**given), model(**given, use_cache=False)
+    pipeline.close()
+    assert pipeline.cut.program.embeddings
+    assert torch.allclose(found.logits, expected.logits, rtol=1e-9)
+
+
+def test_a_batch_that_reads_what_was_embedded_is_an_error():
+    """The example did not: the last phase has no embedding, and says which one it needs."""
+    model = Positioned(adds=False).double()
+    pipeline = wrapped(model, example={"input_ids": tokens(2)})
+    with pytest.raises(BatchStructureError, match="computes with embed behind its layers"):
+        pipeline(tokens(5), reads=True)
+    pipeline.close()
+    pipeline = wrapped(model, example={"input_ids": tokens(2), "reads": True})
+    assert torch.allclose(pipeline(tokens(5), reads=True)[0], model(tokens(5), reads=True)[0])
+    pipeline.close()
 
 
 def test_parameters_on_meta_are_enough_for_a_plan():

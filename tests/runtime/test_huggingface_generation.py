@@ -164,18 +164,6 @@ def test_a_cache_of_another_kind_is_refused_and_generated_with_on_the_host(name)
     pipeline.close()
 
 
-def test_encoders_generate_on_the_host():
-    """T5 encodes once, and then calls its decoder alone: another way through the model than that of its cut."""
-    model = hf_model("seq2seq:t5").eval()
-    plain = copy.deepcopy(model)
-    ids = prompt()
-    pipeline = wrapped(model)
-    options = {"max_new_tokens": 4, "do_sample": False, "decoder_start_token_id": 0, "pad_token_id": 0}
-    assert torch.equal(pipeline.generate(**ids, **options), plain.generate(**ids, **options))
-    assert "encoder" in host_reason(pipeline)
-    pipeline.close()
-
-
 def test_a_difference_sends_generation_to_the_host():
     """If the trial finds other logits, that is the reason."""
     pipeline, _ = pair("llama")

@@ -129,7 +129,7 @@ def test_sequence_classification(problem, labels):
     assert worst_gradient(model, plain) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "jetmoe"])
 def test_experts_are_balanced_over_the_whole_batch(name):
     """The auxiliary loss, which is no mean of those of microbatches, is the one of the batch; so are its gradients."""
     model = hf_model(name)
@@ -145,3 +145,31 @@ def test_experts_are_balanced_over_the_whole_batch(name):
     assert found.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=1e-9)
     assert all(torch.allclose(a, b) for a, b in zip(found.router_logits, expected.router_logits, strict=True))
     assert worst_gradient(model, plain) < 1e-6
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_experts_are_balanced_in_a_tuple_and_without_labels(labelled):
+    """Where outputs have no names, and where nothing is added to a loss, the auxiliary loss is that of the batch."""
+    model = hf_model("qwen3_moe")
+    plain = copy.deepcopy(model)
+    batch = hf_batch()
+    if not labelled:
+        del batch["labels"]
+    options = {"output_router_logits": True, "return_dict": False}
+    pipeline = wrapped(model)
+    with torch.no_grad():
+        found, expected = pipeline(**batch, **options), plain(**batch, **options, use_cache=False)
+        named = pipeline(**batch, output_router_logits=True)
+    assert type(found) is tuple
+    assert len(found) == len(expected)
+    assert torch.allclose(found[0], expected[0].to(found[0].dtype), rtol=1e-6)
+    if labelled:  # then it comes second
+        assert found[1].item() == pytest.approx(expected[1].item(), rel=1e-9)
+    aux = plain(**batch, output_router_logits=True, use_cache=False).aux_loss
+    assert named.aux_loss.item() == pytest.approx(aux.item(), rel=1e-9)
+    if labelled:
+        loss = pipeline.forward_backward(input_kwargs={**batch, **options})
+        plain(**batch, **options)[0].backward()
+        assert loss.item() == pytest.approx(expected[0].item(), rel=1e-6)
+        assert worst_gradient(model, plain) < 1e-6
+    pipeline.close()

@@ -40,6 +40,25 @@ def test_computing_with_a_placeholder_leaves_the_forward(operation):
     assert caught.value.key == KEY
 
 
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        (lambda x: torch.ones_like(x), torch.ones(2, 5, dtype=torch.float16)),
+        (lambda x: torch.full_like(x, 3, dtype=torch.int64), torch.full((2, 5), 3)),
+        (lambda x: x.new_zeros(4), torch.zeros(4, dtype=torch.float16)),
+        (lambda x: x.new_tensor([7]), torch.tensor([7], dtype=torch.float16)),
+    ],
+)
+def test_what_needs_the_form_only_is_made(operation, expected):
+    """A tensor of the same form has memory, and values of its own."""
+    made = operation(Placeholder(KEY, torch.zeros(2, 5, dtype=torch.float16)))
+    assert type(made) is torch.Tensor
+    assert made.dtype == expected.dtype
+    assert torch.equal(made, expected)
+    with pytest.raises(NeedsValue):
+        operation(Placeholder(KEY, None))
+
+
 def test_a_form_that_is_not_known_is_a_value_too():
     """Without `like`, even the shape leaves the forward."""
     with pytest.raises(NeedsValue):

@@ -131,7 +131,7 @@ LAYERS: dict[str, list[list[str]]] = {
         ["huggingface.pieces"],
         ["huggingface.discover"],
         ["huggingface.cut"],
-        ["huggingface.generation", "huggingface.passed", "huggingface.plan_training"],
+        ["huggingface.joined", "huggingface.generation", "huggingface.passed", "huggingface.plan_training"],
         ["huggingface.encoders"],
         ["huggingface.wrap"],
         ["checkpoint.errors", "checkpoint.rng", "checkpoint.tensor_files", "checkpoint.config_files"],

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import pathlib
-import warnings
 from typing import Any
 
 from torch import nn
 
+from ..errors import warn
 from .errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
 from .folder import checkpoints_in, is_checkpoint
 from .manifest import verify
@@ -73,7 +73,7 @@ def _newest(there: list[pathlib.Path]) -> pathlib.Path:
             verify(path)
         except DamagedCheckpointError as error:
             errors.append(str(error))
-            warnings.warn(f"A checkpoint is damaged, and the one before it is tried. {error}", CheckpointWarning, 3)
+            warn(f"A checkpoint is damaged, and the one before it is tried. {error}", CheckpointWarning)
         else:
             return path
     raise DamagedCheckpointError("All checkpoints are damaged:\n    " + "\n    ".join(errors))
@@ -124,8 +124,7 @@ def _check_parts(stored: dict[str, Any], parts: Parts) -> None:
             raise CheckpointError(f"load_checkpoint: {kind}= has {len(given)}, and {len(there)} were saved.")
     left = [kind for kind, given, there in kinds if there and not given]
     if left and any(given for _, given, _ in kinds):
-        warnings.warn(
+        warn(
             f"load_checkpoint: the checkpoint holds more than was asked for: {', '.join(left)}. That is not loaded.",
             CheckpointWarning,
-            stacklevel=4,
         )

@@ -15,7 +15,6 @@ import os
 import pathlib
 import re
 import shutil
-import warnings
 from collections.abc import Iterator
 
 from transformers import Trainer
@@ -23,6 +22,7 @@ from transformers import Trainer
 from ..checkpoint.errors import CheckpointWarning, DamagedCheckpointError
 from ..checkpoint.folder import appearing, make_folder, remove_checkpoint, remove_leftovers
 from ..checkpoint.manifest import MANIFEST, is_complete, verify
+from ..errors import warn
 
 __all__ = ["CheckpointingTrainer", "newest_whole", "remove_all_but", "settle"]
 
@@ -123,7 +123,7 @@ def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
             _verify(path)
         except DamagedCheckpointError as error:
             errors.append(str(error))
-            warnings.warn(f"A checkpoint is not whole, and the one before it is tried. {error}", CheckpointWarning, 3)
+            warn(f"A checkpoint is not whole, and the one before it is tried. {error}", CheckpointWarning)
         else:
             return path
     if errors:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import os
 import sys
-import warnings
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
@@ -17,22 +15,26 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..config import RoundPipeRunConfig
-from ..errors import ConfigError
-from ..join import join
-from ..loss import WeightedLoss
+from ..errors import ConfigError, warn
 from ..pipeline import RoundPipe
-from ..transfer import Static
 from .adapters import model_inside, refuse_mixed_adapters
-from .auxiliary import batch_auxiliary_loss, has_auxiliary_loss, has_router_logits, wants_tuple, without_auxiliary_loss
-from .batches import join_outputs, refuse_rows_of_texts, split_pictures
-from .caches import CACHE, HeldCache, has_layers, home, is_held, join_held, split_held, swapped
+from .auxiliary import has_auxiliary_loss, has_router_logits, wants_tuple
+from .batches import refuse_rows_of_texts, split_pictures
+from .caches import CACHE, HeldCache, has_layers, home, split_held
 from .capture import asked_for, install_hooks, is_cache
 from .cut import Cut, cut, pieces_of, whole
 from .encoders import Route, routes_of, taking
 from .errors import REPLACED_FORWARD, CutError, CutRefusedWarning, moved_away, resized_late
 from .example import without_cache
 from .generation import forward_of, reason_for_host
-from .losses import LOSS_ONLY, WEIGH, has_labels, loss_of, own_loss, rows_of_call, with_loss
+from .joined import (
+    as_tuple,
+    joined_as_wanted,
+    joined_with_cache,
+    joined_with_loss,
+    weighing,
+)
+from .losses import LOSS_ONLY, WEIGH, has_labels, own_loss, rows_of_call
 from .smoothing import SMOOTHED, SmoothedLoss, smoothed_call
 
 _LOG = logging.getLogger(__name__)
@@ -105,13 +107,13 @@ class WrappedModel(RoundPipe):
         wanted = config.merge_output
         if wanted in (None, True):
             has_loss = SMOOTHED in prepared or has_labels(model, prepared)
-            merge: Callable[[list[Any]], Any] = functools.partial(_joined_with_loss, model, prepared, has_loss)
+            merge: Callable[[list[Any]], Any] = functools.partial(joined_with_loss, model, prepared, has_loss)
             if has_router_logits(model, prepared) and wants_tuple(model, prepared):
-                merge = functools.partial(_as_tuple, merge)  # what the loss of experts is computed from has a name
+                merge = functools.partial(as_tuple, merge)  # what the loss of experts is computed from has a name
                 prepared["return_dict"] = True
             config = dataclasses.replace(config, merge_output=merge)
         elif wanted is not False:
-            config = dataclasses.replace(config, merge_output=functools.partial(_joined_as_wanted, wanted))
+            config = dataclasses.replace(config, merge_output=functools.partial(joined_as_wanted, wanted))
         return prepared, config
 
     def _rp_with_cache(
@@ -132,7 +134,7 @@ class WrappedModel(RoundPipe):
                 "    model(..., past_key_values=DynamicCache(config=model.config))\n"
                 "    model(..., use_cache=False)"
             )
-        joined = functools.partial(_joined_with_cache, cache, merge)
+        joined = functools.partial(joined_with_cache, cache, merge)
         cut = config.split_input
         if cut is not None and not callable(cut):
             raise ConfigError("A cache is cut like its rows; split_input can be a function only, beside one.")
@@ -222,7 +224,7 @@ class WrappedModel(RoundPipe):
             kwargs[WEIGH] = LOSS_ONLY
         if computes_loss:  # shares of a mean are added
             config = dataclasses.replace(config, loss_reduction="sum")
-        loss_fn = _weighing(loss_fn, rows_of_call(input_args, kwargs) if computes_loss else None)
+        loss_fn = weighing(loss_fn, rows_of_call(input_args, kwargs) if computes_loss else None)
         result = super().forward_backward(input_args, kwargs, label, loss_fn, return_outputs, config)
         return (result[0], result[1][0]) if return_outputs and config.merge_output is False else result
 
@@ -284,81 +286,6 @@ class WrappedModel(RoundPipe):
             made.sync()
         self.__dict__["_rp_cut"] = made
         super().__setstate__(state)
-
-
-def _weighing(loss_fn: Callable[[Any, Any], Any], batch: int | None) -> Callable[[Any, Any], Any]:
-    """A loss function for outputs that come with the weight of their loss.
-
-    Args:
-        loss_fn: for outputs as the model returns them.
-        batch: rows of the batch, for models that compute their loss; ``None`` for others.
-    """
-
-    def weighed_loss(outputs: Any, labels: Any) -> Any:
-        output, items, rows = outputs
-        result = loss_fn(output, labels)
-        if batch is None or not isinstance(result, torch.Tensor):
-            return result
-        count = items.item()
-        if count < 0:  # a share of the batch's loss: these are added
-            return WeightedLoss(result, rows.item() / batch)
-        return WeightedLoss(result * count, count)
-
-    return weighed_loss
-
-
-def _joined(outputs: list[Any]) -> Any:
-    """The output of the batch."""
-    rows = [int(count) for _, _, count in outputs]
-    return join_outputs([output for output, _, _ in outputs], [float(count) for count in rows], rows)
-
-
-def _joined_with_cache(cache: Any, merge: Callable[[list[Any]], Any], outputs: list[Any]) -> Any:
-    """The output of the batch, with the caller's cache in it, which then holds what the microbatches wrote."""
-    rows = [int(count) for _, _, count in outputs]
-    held = [next((v for v in _items(output) if is_held(v)), None) for output, _, _ in outputs]
-    mark = Static()
-    parts = [(swapped(output, {id(one): mark}), *rest) for (output, *rest), one in zip(outputs, held, strict=True)]
-    joined = merge(parts)
-    found = [one for one in held if one is not None]
-    if len(found) == len(parts):
-        join_held(cache, found, rows)
-    return swapped(joined, {id(mark): cache})
-
-
-def _items(output: Any) -> list[Any]:
-    return list(output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ())
-
-
-def _joined_as_wanted(merge: Any, outputs: list[Any]) -> Any:
-    """The output of the batch as the user has it joined."""
-    rows = [int(count) for _, _, count in outputs]
-    return join([output for output, _, _ in outputs], [float(count) for count in rows], rows=rows, merge=merge)
-
-
-def _joined_with_loss(model: nn.Module, kwargs: dict[str, Any], has_loss: bool, outputs: list[Any]) -> Any:
-    """The output of the batch, its losses those of the whole batch."""
-    joined = _joined(outputs)
-    parts = [output for output, _, _ in outputs]
-    aux = batch_auxiliary_loss(model, joined, parts, kwargs) if has_router_logits(model, kwargs) else None
-    if aux is not None:
-        joined["aux_loss"] = aux[0]
-    losses = [loss for loss in map(loss_of, parts) if loss is not None]
-    if not has_loss or len(losses) < len(parts):
-        return joined
-    items = [float(count) for _, count, _ in outputs]
-    total = math.fsum(items)
-    shares = [1.0 if count < 0 else count / total if total else 0.0 for count in items]
-    adds_auxiliary = aux is not None and SMOOTHED not in kwargs and has_auxiliary_loss(model, kwargs)
-    if adds_auxiliary:
-        losses = [without_auxiliary_loss(model, part) for part in parts]
-    loss = torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()
-    return with_loss(joined, loss + aux[1] if adds_auxiliary and aux is not None else loss)
-
-
-def _as_tuple(merge: Callable[[list[Any]], Any], outputs: list[Any]) -> Any:
-    """The output of the batch, without names."""
-    return merge(outputs).to_tuple()
 
 
 def wrap_model_to_roundpipe(
@@ -445,8 +372,7 @@ def _refuse(made: Cut, is_error: bool) -> None:
         message += REPLACED_FORWARD
     if is_error:
         raise CutError(reason, f"{made.report.model} cannot be cut: {message}")
-    warnings.warn(
+    warn(
         f"{made.report.model} runs in one piece, as it cannot be cut ({reason}): {message}",
         CutRefusedWarning,
-        stacklevel=3,
     )

@@ -69,9 +69,9 @@ class Route:
         return self._tried and self._pipeline is None
 
     def close(self) -> None:
-        """End the threads of the pipeline, but those of its devices, which belong to the model's own."""
+        """End the pipeline; its devices are those of the model's own, which ends their threads."""
         if self._pipeline is not None:
-            self._pipeline._rp_engine.steps.close()
+            self._pipeline.close()
         self._pipeline = None
 
     def _make(self, kwargs: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import threading
 
 import pytest
 import torch
@@ -53,6 +54,19 @@ def test_tokens_are_those_of_the_plain_model(name):
         assert found[0].shape[1] >= 5
     assert not any(route.is_on_host for route in pipeline._rp_routes())
     pipeline.close()
+
+
+def test_nothing_runs_on_after_close():
+    """Three pipelines share the devices; the threads end with the one that the user closes, and not before."""
+    before = threading.active_count()
+    pipeline, _, inputs = pair("seq2seq:t5")
+    tokens = pipeline.generate(**inputs, **OPTIONS)
+    routes = pipeline._rp_routes()
+    for route in routes:
+        route.close()
+    assert torch.isfinite(pipeline(**inputs, decoder_input_ids=tokens).logits).all()
+    pipeline.close()
+    assert threading.active_count() == before
 
 
 def test_the_encoder_runs_once():

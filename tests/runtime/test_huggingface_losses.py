@@ -133,9 +133,11 @@ def test_sequence_classification(problem, labels):
 def test_experts_are_balanced_over_the_whole_batch(name):
     """The auxiliary loss, which is no mean of those of microbatches, is the one of the batch; so are its gradients."""
     model = hf_model(name)
+    if not hasattr(model, "num_experts"):
+        pytest.skip("the plain model asks itself for num_experts, which it does not have in this version")
     model.config.output_router_logits = True
     plain = copy.deepcopy(model)
-    batch = hf_batch()
+    batch = {**hf_batch(), "output_router_logits": True}  # JetMoE of before 5.23 asks for it here only
     expected = plain(**batch)
     expected.loss.backward()
     pipeline = wrapped(model)

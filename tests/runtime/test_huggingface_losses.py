@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch.nn import functional
 
 from matrix.models import make_config
@@ -132,9 +134,9 @@ def test_sequence_classification(problem, labels):
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "jetmoe"])
 def test_experts_are_balanced_over_the_whole_batch(name):
     """The auxiliary loss, which is no mean of those of microbatches, is the one of the batch; so are its gradients."""
+    if name == "jetmoe" and Version(transformers.__version__) < Version("5.17"):
+        pytest.skip("the plain JetMoE cannot be made in 5.0, and before it asks itself for num_experts, which it lacks")
     model = hf_model(name)
-    if not hasattr(model, "num_experts"):
-        pytest.skip("the plain model asks itself for num_experts, which it does not have in this version")
     model.config.output_router_logits = True
     plain = copy.deepcopy(model)
     batch = {**hf_batch(), "output_router_logits": True}  # JetMoE of before 5.23 asks for it here only

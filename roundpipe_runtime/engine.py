@@ -110,9 +110,9 @@ class Engine:
                 outputs = [run.outputs[number].wait() for number in range(run.num_microbatch)]
             rows = [microbatch.rows for microbatch in microbatches]
             joined = self._join(outputs, rows, rows, config)
-        if run.kind == "infer":
-            self.commit(run)
-        return joined
+            if run.kind == "infer":
+                self.commit(run)
+            return joined
 
     def forward_backward(
         self,
@@ -128,36 +128,25 @@ class Engine:
             raise ConfigError("forward_backward computes gradients, but they are switched off. Use forward.")
         self._refuse_call()
         with self.lock:
-            return self._forward_backward(args, kwargs, label, loss_fn, return_outputs, config)
-
-    def _forward_backward(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        label: Any,
-        loss_fn: Callable[[Any, Any], Any],
-        return_outputs: bool,
-        config: RoundPipeRunConfig,
-    ) -> Any:
-        microbatches = self.split(args, kwargs, label, config)
-        run, stages = self.prepare("fused", config, len(microbatches))
-        rows = [microbatch.rows for microbatch in microbatches]
-        run.labels = [pytree.tree_map_only(torch.Tensor, _on_host, microbatch.label) for microbatch in microbatches]
-        run.loss_fn, run.keep_outputs = loss_fn, return_outputs
-        run.contract = LossContract(config.loss_reduction or "sum", rows)
-        parcels = [self._parcel(microbatch, run) for microbatch in microbatches]
-        self._start(run, parcels)
-        self.execute(run, stages)
-        outputs = None
-        if return_outputs:
-            parts = [run.outputs[number].wait() for number in range(run.num_microbatch)]
-            outputs = self._join(parts, run.contract.weights, rows, config)
-        total = pytree.tree_map(torch.Tensor.cpu, run.contract.total())
-        self._warn(run, rows, config)
-        run.check_buffers()
-        self._feed_inputs(run, parcels)
-        self.commit(run)
-        return (total, outputs) if return_outputs else total
+            microbatches = self.split(args, kwargs, label, config)
+            run, stages = self.prepare("fused", config, len(microbatches))
+            rows = [microbatch.rows for microbatch in microbatches]
+            run.labels = [pytree.tree_map_only(torch.Tensor, _on_host, microbatch.label) for microbatch in microbatches]
+            run.loss_fn, run.keep_outputs = loss_fn, return_outputs
+            run.contract = LossContract(config.loss_reduction or "sum", rows)
+            parcels = [self._parcel(microbatch, run) for microbatch in microbatches]
+            self._start(run, parcels)
+            self.execute(run, stages)
+            outputs = None
+            if return_outputs:
+                parts = [run.outputs[number].wait() for number in range(run.num_microbatch)]
+                outputs = self._join(parts, run.contract.weights, rows, config)
+            total = pytree.tree_map(torch.Tensor.cpu, run.contract.total())
+            self._warn(run, rows, config)
+            run.check_buffers()
+            self._feed_inputs(run, parcels)
+            self.commit(run)
+            return (total, outputs) if return_outputs else total
 
     # -- the parts of a run ------------------------------------------------------------------------------------------
 

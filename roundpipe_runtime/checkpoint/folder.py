@@ -16,7 +16,7 @@ import contextlib
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from .manifest import MANIFEST, flush_folder, is_complete, write_manifest
 
@@ -56,7 +56,9 @@ def next_path(folder: pathlib.Path) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def appearing(path: pathlib.Path, half: pathlib.Path | None = None) -> Iterator[pathlib.Path]:
+def appearing(
+    path: pathlib.Path, half: pathlib.Path | None = None, *, seal: Callable[[pathlib.Path], None] = write_manifest
+) -> Iterator[pathlib.Path]:
     """Give a folder to write to, which becomes ``path`` at the end of the block, and goes away on an exception.
 
     Everything is on the disk before it gets its name, so a crash leaves all of it or nothing. What had the name before
@@ -65,14 +67,16 @@ def appearing(path: pathlib.Path, half: pathlib.Path | None = None) -> Iterator[
     Args:
         path: its name in the end.
         half: its name until then, on the same disk. Default: ``.{name}.writing`` beside it.
+        seal: called with the folder when all is in it; sees that it is on the disk.
     """
     half = half or path.with_name(f".{path.name}.writing")
     half.mkdir(parents=True)
     before = path.with_name(f".{path.name}.leaving")
     try:
         yield half
-        write_manifest(half)
+        seal(half)
         if path.exists():
+            shutil.rmtree(before, ignore_errors=True)  # of a run that was killed here
             path.rename(before)
         half.rename(path)
     except BaseException:

@@ -9,7 +9,7 @@ import pathlib
 
 from .errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ["MANIFEST", "flush_folder", "is_complete", "verify", "write_manifest"]
+__all__ = ["MANIFEST", "flush_folder", "flush_tree", "is_complete", "verify", "write_manifest"]
 
 MANIFEST = "checkpoint.json"
 _VERSION = 1
@@ -17,19 +17,23 @@ _VERSION = 1
 
 def write_manifest(folder: pathlib.Path) -> None:
     """List the files of a folder, and of folders in it, in its manifest, and wait until all of it is on the disk."""
-    files, folders = {}, [folder]
-    for path in sorted(folder.rglob("*")):
-        if path.is_dir():
-            folders.append(path)
-            continue
-        _flush(path)
-        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        for path in sorted(folder.rglob("*"))
+        if not path.is_dir()
+    }
     with open(folder / MANIFEST, "w", encoding="utf-8") as file:
         json.dump({"format": _VERSION, "files": files}, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    for path in reversed(folders):
-        flush_folder(path)
+    flush_tree(folder)
+
+
+def flush_tree(folder: pathlib.Path) -> None:
+    """See that a folder and all that is in it is on the disk."""
+    for path in sorted([folder, *folder.rglob("*")], reverse=True):  # what is in a folder before the folder
+        if path.is_dir():
+            flush_folder(path)
+        else:
+            _flush(path)
 
 
 def flush_folder(folder: pathlib.Path) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..checkpoint.folder import appearing
+from ..checkpoint.manifest import flush_tree
 from ..huggingface.adapters import is_adapted, model_inside
 from .adapters import quiet_peft
 from .errors import FineTuneError
@@ -67,7 +67,8 @@ def save_model(
         OSError: it could not be written; what was there before is as it was.
     """
     path = pathlib.Path(folder)
-    with _appearing(path, overwrite) as half:
+    check_output(path, overwrite=overwrite)
+    with appearing(path.absolute(), seal=flush_tree) as half:
         if tokenizer.eos_token_id is not None and not source.has_weights:
             _tell_end(model, tokenizer.eos_token_id)
         model.save_pretrained(half)  # type: ignore[operator] # attributes of modules have no types
@@ -104,27 +105,6 @@ def _verify(model: nn.Module, folder: pathlib.Path, source: ModelSource) -> None
             raise FineTuneError(
                 f"{name} is not loaded as it was saved. The model was not written; its checkpoint stays."
             )
-
-
-@contextlib.contextmanager
-def _appearing(path: pathlib.Path, overwrite: bool) -> Iterator[pathlib.Path]:
-    check_output(path, overwrite=overwrite)
-    half, before = _half(path), path.with_name(f".{path.name}.leaving")
-    half.mkdir(parents=True)
-    try:
-        yield half
-        if path.exists():
-            shutil.rmtree(before, ignore_errors=True)
-            path.rename(before)
-        try:
-            half.rename(path)
-        except BaseException:
-            if before.exists():
-                before.rename(path)
-            raise
-    finally:
-        shutil.rmtree(half, ignore_errors=True)
-        shutil.rmtree(before, ignore_errors=True)
 
 
 def _half(path: pathlib.Path) -> pathlib.Path:

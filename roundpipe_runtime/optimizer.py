@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import contextvars
 import logging
 import threading
@@ -23,7 +24,7 @@ from typing import Any
 from .errors import StageError
 from .parameters import LayerContents, ParameterStore
 from .readiness import ReadinessTable
-from .uninterrupted import Uninterrupted
+from .uninterrupted import Uninterrupted, wait_for
 from .worker import Worker, add_note_once
 
 __all__ = ["OptimizerCtx", "StepRunner", "in_optimizer_ctx", "wait_for_updates"]
@@ -132,7 +133,7 @@ class StepRunner:
                 "    model.step(step_fn)"
             )
         try:
-            update.result()
+            wait_for(update)
         except BaseException as error:
             add_note_once(error, "While waiting for the function given to step(..., is_async=True).")
             raise
@@ -153,7 +154,7 @@ class StepRunner:
         if publication is None:
             return
         try:
-            publication.result()
+            wait_for(publication)
         finally:
             if publication.done():  # an interruption ends the wait, and not the publication
                 self._publication = None
@@ -204,4 +205,5 @@ def wait_for_updates() -> None:
     for runner in runners:
         update = runner._update
         if update is not None and not runner.is_here():  # a step may ask from inside
-            update.exception()
+            with contextlib.suppress(Exception):
+                wait_for(update)

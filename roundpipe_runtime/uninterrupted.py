@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Uninterrupted"]
+__all__ = ["Uninterrupted", "wait_for"]
+
+T = TypeVar("T")
 
 
 class Uninterrupted:
@@ -64,3 +68,25 @@ class Uninterrupted:
             self._before(*late)
         if pending is not None and error is None:
             raise pending
+
+
+def wait_for(future: Future[T]) -> T:
+    """Wait until a future is done and return its result; Ctrl-C ends the wait, and not what is waited for.
+
+    ``Future.result`` waits on a condition: an interruption between two lines of that comes out as ``RuntimeError``, or
+    leaves the lock with a thread that has gone on (https://github.com/python/cpython/issues/78667).
+
+    Raises:
+        BaseException: the future's error, or what the handler of SIGINT raises.
+
+    >>> future = Future()
+    >>> future.set_result(3)
+    >>> wait_for(future)
+    3
+    """
+    news: queue.SimpleQueue[object] = queue.SimpleQueue()  # a handler of signals may put something into it at any time
+    with Uninterrupted(stop=news.put):
+        future.add_done_callback(news.put)
+        if news.get() is future:
+            return future.result()
+    raise KeyboardInterrupt  # the block has raised what the handler did

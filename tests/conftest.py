@@ -3,6 +3,11 @@
 import os
 from collections.abc import Iterator
 
+# Each of several processes has its share of the cores, and what they start as well: with all cores each, the threads of
+# torch wait for each other, and the suite takes half as long again. It is read when torch is imported.
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
+
 import hypothesis
 import pytest
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError
+from ..uninterrupted import Uninterrupted, wait_for
 from ..worker import Worker, add_note_once
 from .folder import appearing, checkpoints_in, make_folder, next_path, remove_leftovers, remove_old
 from .snapshot import Parts, Snapshot, read_training, take
@@ -124,8 +125,8 @@ def save_checkpoint(
         if not is_async:
             _write(snapshot, path, keep, max_shard_bytes)
             return Checkpoint(path)
-        writing = _WRITER.submit(_write_logged, snapshot, path, keep, max_shard_bytes)
-        _PENDING[home] = writing
+        with Uninterrupted():  # the next call waits for what this one has begun
+            writing = _PENDING[home] = _WRITER.submit(_write_logged, snapshot, path, keep, max_shard_bytes)
         return Checkpoint(path, writing)
 
 
@@ -178,7 +179,7 @@ def _write_logged(snapshot: Snapshot, path: pathlib.Path, keep: int | None, shar
 def _finish(folder: pathlib.Path, writing: Future[None]) -> None:
     """Wait; an error that was told to somebody is not told to the next call again."""
     try:
-        writing.result()
+        wait_for(writing)
     finally:
         if writing.done() and _PENDING.get(folder) is writing:  # an interruption ends the wait, and not the writing
             _PENDING.pop(folder, None)

@@ -1,11 +1,15 @@
 """Ctrl-C and blocks that it does not cut in two. The signals are real ones."""
 
+import concurrent.futures
+import itertools
 import signal
 import threading
 
 import pytest
 
-from roundpipe_runtime.uninterrupted import Uninterrupted
+from roundpipe_runtime.uninterrupted import Uninterrupted, wait_for
+
+from .ctrl_c import interrupt_at_line
 
 
 def press():
@@ -116,3 +120,48 @@ def test_other_threads_leave_the_handler_alone():
     thread.start()
     thread.join()
     assert found == [signal.default_int_handler]
+
+
+# -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_wait_ends_with_the_interruption_at_every_line():
+    """Before each line in turn: KeyboardInterrupt or the result, and the other thread can end its work."""
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        for number in itertools.count():
+            go_on = threading.Event()
+            future = threads.submit(go_on.wait, 60)
+            threading.Timer(0.01, go_on.set).start()
+            try:
+                pressed = interrupt_at_line(number, lambda future=future: wait_for(future))
+            except KeyboardInterrupt:
+                pressed = True
+            done, _ = concurrent.futures.wait([threads.submit(future.result)], timeout=20)
+            assert done
+            if not pressed:
+                break
+    assert number > 5
+
+
+def test_a_wait_that_is_interrupted_does_not_end_what_it_waits_for():
+    """At once, while the work has not begun to end; the next wait gets the result."""
+    go_on = threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        future = threads.submit(go_on.wait, 60)
+        main = threading.main_thread().ident
+        threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            wait_for(future)
+        assert not future.done()
+        go_on.set()
+        assert wait_for(future) is True
+
+
+def test_the_error_that_is_waited_for_is_raised():
+    """In any thread."""
+    future = concurrent.futures.Future()
+    future.set_exception(OSError("full"))
+    with pytest.raises(OSError, match="full"):
+        wait_for(future)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads, pytest.raises(OSError, match="full"):
+        threads.submit(wait_for, future).result()

@@ -23,6 +23,7 @@ __all__ = [
     "LayerCall",
     "call_seed",
     "doing_recompute",
+    "generator_alone",
     "get_recompute_data",
     "run_seeded",
     "save_for_recompute",
@@ -101,9 +102,19 @@ def _cpu_state() -> torch.Tensor:
     return torch.default_generator.get_state().view(torch.int64)
 
 
-def _alone(call: Callable[[], T], code: Any, training: bool, seed: int) -> T:
+@contextlib.contextmanager
+def generator_alone() -> Iterator[None]:
+    """Have the generator of the CPU for this thread, and for those of pipelines that it calls, during the block."""
     with _generator():
         inside = _INSIDE.set(threading.RLock())
+        try:
+            yield
+        finally:
+            _INSIDE.reset(inside)
+
+
+def _alone(call: Callable[[], T], code: Any, training: bool, seed: int) -> T:
+    with generator_alone():
         outside = torch.get_rng_state()
         torch.default_generator.manual_seed(seed)
         seeded = _cpu_state()
@@ -115,7 +126,6 @@ def _alone(call: Callable[[], T], code: Any, training: bool, seed: int) -> T:
             return result
         finally:
             torch.set_rng_state(outside)
-            _INSIDE.reset(inside)
 
 
 def _known(code: Any) -> dict[bool, bool]:

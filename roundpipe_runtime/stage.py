@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
+from .checkpointed import run_backward
 from .device import Device
 from .errors import StageError
 from .events import NOW
@@ -174,8 +175,10 @@ class _Visit:
         self._layer, self._doing, self._tensors = piece.layer, "backward", piece.exits
         with self._measure("backward", microbatch, piece.layer), self.device.computing():
             # with its copies in place: checkpoints inside of the layer call parts of it again
-            results = self.residents[piece.layer].call(partial(piece.backward, gradients))
-            self.residents[piece.layer].take_gradients()
+            resident = self.residents[piece.layer]
+            back = partial(piece.backward, gradients)
+            results = resident.call(partial(run_backward, back, resident.contents.module, self.device.torch_device))
+            resident.take_gradients()
         return results
 
     def _loss(self, microbatch: int, values: Values) -> list[torch.Tensor | None]:
@@ -188,7 +191,9 @@ class _Visit:
             terms = self.run.contract.add(microbatch, result)
         with self._measure("backward", microbatch), self.device.computing():
             if terms:
-                self._back_from_loss([term.tensor for term in terms], [term.seed for term in terms], entries)
+                losses, seeds = [term.tensor for term in terms], [term.seed for term in terms]
+                back = partial(self._back_from_loss, losses, seeds, entries)
+                run_backward(back, self.run.loss_fn, self.device.torch_device)
         return [None if entry is None else entry.grad for entry in entries]
 
     def _back_from_loss(

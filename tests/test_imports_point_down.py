@@ -93,7 +93,7 @@ LAYERS: dict[str, list[list[str]]] = {
         ["batch_axes", "join", "simulate", "accelerator", "timeline_picture"],
         ["device"],
         ["microbatch", "partition", "transfer", "parameters", "pinning", "planning.hardware"],
-        ["plan", "resident", "optimizer", "piece"],
+        ["plan", "resident", "optimizer", "piece", "checkpointed"],
         ["config", "run", "scaler", "optim"],
         ["stage", "classic", "planning.layer_footprint"],
         ["planning.memory_estimate"],

@@ -1,0 +1,75 @@
+"""Backward passes that call forward code again: ``torch.utils.checkpoint`` inside of a layer or of a loss.
+
+It puts the generator of the CPU, which all threads share, into the state from before its forward, calls the part again,
+and puts it back. In between, no other thread may draw.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+
+from .recompute import generator_alone
+
+__all__ = ["run_backward"]
+
+T = TypeVar("T")
+
+# Layers and loss functions whose backward calls forward code again, and those whose does not, by what they do first.
+_CALLS_AGAIN: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
+    """Return ``call()``; one that calls forward code again has the generator of the CPU for itself.
+
+    Which these are is seen at the first call. One that begins with checkpoints later is not noticed.
+
+    Args:
+        call: goes backward through a layer, or a loss.
+        code: the layer or the loss function.
+        device: where it runs. An accelerator draws from a generator of its own, and has one thread.
+    """
+    if device.type != "cpu":
+        return call()
+    known = _known(code)
+    if known is False:
+        return call()
+    with generator_alone():
+        if known:
+            return call()
+        with _watched() as seen:
+            result = call()
+        _CALLS_AGAIN[code] = bool(seen)
+        return result
+
+
+def _known(code: Any) -> bool | None:
+    try:
+        return _CALLS_AGAIN.get(code)
+    except TypeError:  # an object of slots, say, which cannot be referred to weakly: its backward is always run alone
+        return True
+
+
+@contextmanager
+def _watched() -> Iterator[list[str]]:
+    """Give a list that gets an entry when code of torch's checkpoints runs in this thread."""
+    checkpoint = sys.modules.get("torch.utils.checkpoint")
+    file = getattr(checkpoint, "__file__", None)
+    seen: list[str] = []
+
+    def look(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename == file:
+            seen.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(before)

@@ -98,7 +98,8 @@ def test_the_block_registers_the_outputs_of_diffusers(monkeypatch):
     """diffusers registers them itself; where it did not, the block does."""
     scheduling = pytest.importorskip("diffusers.schedulers.scheduling_utils")
     output = scheduling.SchedulerOutput(prev_sample=X)
-    monkeypatch.delitem(pytree.SUPPORTED_NODES, scheduling.SchedulerOutput)
+    others = {cls: node for cls, node in pytree.SUPPORTED_NODES.items() if cls is not scheduling.SchedulerOutput}
+    monkeypatch.setattr(pytree, "SUPPORTED_NODES", others)
     found = find_unregistered(output)
     assert [one.remedy for one in found] == ["with register_flattening_functions(patch_diffusers=True): ..."]
 

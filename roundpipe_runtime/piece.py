@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -41,15 +42,22 @@ class Piece:
     entries: list[torch.Tensor | None]
     exits: list[torch.Tensor]
 
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Go back through the layer; return the gradients of its inputs."""
+    def backward(
+        self, gradients: Sequence[torch.Tensor | None], run: Callable[[Callable[[], None]], None] = lambda call: call()
+    ) -> list[torch.Tensor | None]:
+        """Go back through the layer; return the gradients of its inputs.
+
+        Args:
+            gradients: of the outputs, ``None`` where none flows.
+            run: calls its argument, which goes back; not called where no gradient flows at all.
+        """
         starts = [
             (exit_, gradient)
             for exit_, gradient in zip(self.exits, gradients, strict=True)
             if gradient is not None and exit_.requires_grad
         ]
         if starts:
-            torch.autograd.backward([s for s, _ in starts], [g for _, g in starts])
+            run(partial(torch.autograd.backward, [s for s, _ in starts], [g for _, g in starts]))
         return [None if entry is None else entry.grad for entry in self.entries]
 
 

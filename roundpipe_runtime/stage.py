@@ -176,8 +176,8 @@ class _Visit:
         with self._measure("backward", microbatch, piece.layer), self.device.computing():
             # with its copies in place: checkpoints inside of the layer call parts of it again
             resident = self.residents[piece.layer]
-            back = partial(piece.backward, gradients)
-            results = resident.call(partial(run_backward, back, resident.contents.module, self.device.torch_device))
+            back = partial(run_backward, code=resident.contents.module, device=self.device.torch_device)
+            results = resident.call(partial(piece.backward, gradients, back))
             resident.take_gradients()
         return results
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError
-from roundpipe_runtime.piece import Values, enter, is_refused_write, leaves_inputs
+from roundpipe_runtime.piece import Piece, Values, enter, is_refused_write, leaves_inputs
 from roundpipe_runtime.transfer import take_apart
 from tests.runtime.small import batch, checked_devices, gradients, relative_error
 
@@ -126,3 +126,20 @@ def test_torch_refuses_to_write_a_leaf(write):
     _, (entered,) = enter(Values(skeleton, tensors, [True]), as_leaves=False)
     write(entered)
     assert tensors[0].tolist() == [2, 2]
+
+
+def test_where_no_gradient_flows_nothing_is_run():
+    """A frozen layer, or an output that nobody used: what its backward would do stays unknown."""
+    leaf = torch.ones(2, requires_grad=True)
+    calls = []
+
+    def run(call):
+        calls.append(call)
+        call()
+
+    assert Piece(0, [None], [torch.ones(2)]).backward([torch.ones(2)], run) == [None]
+    assert Piece(0, [leaf], [leaf * 2]).backward([None], run) == [None]
+    assert calls == []
+    (found,) = Piece(0, [leaf], [leaf * 2]).backward([torch.ones(2)], run)
+    assert found.tolist() == [2.0, 2.0]
+    assert len(calls) == 1

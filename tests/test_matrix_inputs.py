@@ -6,6 +6,7 @@ import torch
 from matrix.inputs import NoCacheError, decode, go_on, loop
 from matrix.media import IMAGE_TOKEN, picture_of
 from matrix.models import make_model
+from tests.runtime.hf_small import known_model
 from yobx_flatten import DecodeSizes
 
 SIZES = DecodeSizes(2, 5, 3)
@@ -29,7 +30,7 @@ SIZES = DecodeSizes(2, 5, 3)
 )
 def test_a_model_goes_on_from_its_decode_inputs(name):
     """Three calls of the loop, and four greedy tokens."""
-    model = make_model(name)
+    model = known_model(name)
     kwargs = decode(model, SIZES)
     assert len(loop(model, kwargs, 3)) == 3
     assert len(go_on(model, kwargs, kwargs["past_key_values"], 4)) == 4

@@ -10,7 +10,7 @@ attribute once; a traceback shows it, and so does :func:`inspect.getsource`::
         return [(KEY_0, obj.hidden), (KEY_1, obj.cell)], NAMES
 
     def unflatten_state(children, static, output_type=None):
-        obj = new(cls)
+        obj = builtin.__new__(cls)
         obj.hidden, obj.cell, = children
         return obj
 """
@@ -23,8 +23,8 @@ import linecache
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.utils._pytree import GetAttrKey
@@ -33,7 +33,7 @@ from .errors import InvalidRegistrationError, describe_class
 from .recipe import Flatten, FlattenWithKeys, Unflatten, require_class
 from .static_codec import check_static
 
-__all__ = ["checked", "functions_from_fields", "name_functions", "new_function", "run_source", "snake_case"]
+__all__ = ["builtin_base", "checked", "functions_from_fields", "name_functions", "run_source", "snake_case"]
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 _FIT = frozenset({str, int, bool, type(None), bytes, range, torch.dtype, torch.device, torch.Size})
@@ -83,7 +83,7 @@ def functions_from_fields(
     names, static_names = list(names), list(static_names)
     _check_names(cls, names + static_names)
     keys = {f"KEY_{i}": GetAttrKey(name) for i, name in enumerate(names)}
-    helpers = {"cls": cls, "new": new_function(cls), "checked": checked}
+    helpers = {"cls": cls, "builtin": builtin_base(cls), "checked": checked}
     scope: dict[str, Any] = {"NAMES": names, **keys, **helpers}
     suffix = snake_case(cls.__name__)
     made = [f"flatten_{suffix}", f"flatten_with_keys_{suffix}", f"unflatten_{suffix}"]
@@ -131,15 +131,13 @@ def _is_fit(value: Any) -> bool:
     return kind is dict and all(map(_is_fit, value)) and all(map(_is_fit, value.values()))
 
 
-def new_function(cls: type) -> Callable[[type], Any]:
-    """Find the ``__new__`` that allocates an instance and runs no code of the class.
+def builtin_base(cls: type) -> type:
+    """Find the base whose ``__new__`` allocates an instance and runs no code of the class.
 
-    >>> new_function(type("State", (dict,), {})) is dict.__new__
-    True
+    >>> builtin_base(type("State", (dict,), {}))
+    <class 'dict'>
     """
-    builtin = next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
-    new: Any = builtin.__new__
-    return cast("Callable[[type], Any]", new)
+    return next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
 
 
 def _source(cls: type, made: list[str], names: list[str], static_names: list[str], names_in_static: bool) -> str:
@@ -158,7 +156,7 @@ def _source(cls: type, made: list[str], names: list[str], static_names: list[str
         f"    return [{keyed}], {static}",
         "",
         f"def {made[2]}(children, static, output_type=None):",
-        "    obj = new(cls)",
+        "    obj = builtin.__new__(cls)",  # dynamo of torch 2.11 follows no other name of that function
         *_assignment(cls, names, "children"),
         *(_assignment(cls, static_names, held) if static_names else []),
         "    return obj",

@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from yobx_flatten import register_class_flattening, unregister_class_flattening
-from yobx_flatten.codegen import checked, functions_from_fields, new_function, run_source, snake_case
+from yobx_flatten.codegen import builtin_base, checked, functions_from_fields, run_source, snake_case
 from yobx_flatten.errors import InvalidRegistrationError, StaticDataError
 
 
@@ -83,7 +83,7 @@ def test_the_source_names_every_attribute_once():
     )
     assert inspect.getsource(unflatten) == (
         "def unflatten_cell(children, static, output_type=None):\n"
-        "    obj = new(cls)\n"
+        "    obj = builtin.__new__(cls)\n"
         "    obj.hidden, obj.state, = children\n"
         "    return obj\n"
     )
@@ -146,8 +146,8 @@ def test_an_object_is_rebuilt_without_code_of_its_class(obj):
 
 def test_a_subclass_of_a_builtin_is_allocated_by_the_builtin():
     """`object.__new__` refuses a dict."""
-    assert new_function(type("State", (dict,), {})) is dict.__new__
-    assert new_function(Guarded) is object.__new__
+    assert builtin_base(type("State", (dict,), {})) is dict
+    assert builtin_base(Guarded) is object
 
 
 @pytest.mark.parametrize("children", [[1], [1, 2, 3], []])

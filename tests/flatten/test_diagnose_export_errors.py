@@ -26,8 +26,8 @@ X = torch.ones(2, 3)
 
 
 class Opaque:
-    def __init__(self, x=X):
-        self.x = x
+    def __init__(self, x=None):
+        self.x = X if x is None else x
 
 
 class Takes(torch.nn.Module):

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from matrix.models import make_model
+from matrix.models import TooLargeError, make_model
 from roundpipe_runtime import RoundPipeRunConfig, WeightedLoss
 from roundpipe_runtime.huggingface import cut, wrap_model_to_roundpipe
 
@@ -54,10 +54,10 @@ def known_model(name: str) -> nn.Module:
     """A small model of transformers; the test is skipped where an older version has none of this type."""
     try:
         return make_model(name)
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, AttributeError, TooLargeError) as error:
         if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23):
             raise
-        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+        pytest.skip(f"transformers {transformers.__version__} has no small {name}: {str(error).splitlines()[0]}")
 
 
 def hf_model(name: str) -> nn.Module:

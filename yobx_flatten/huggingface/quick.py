@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..codegen import new_function
+from ..codegen import builtin_base
 from ..errors import StaticDataError
 from .layer_code import filler, reader
 from .layers import PLACEHOLDERS
@@ -200,7 +200,8 @@ class LayerBuild(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def object_builder(cls: type, template: str) -> Callable[[Sequence[Any]], Any]:
     """Make the function that builds one object around its leaves; ``None`` when they are not what its leaves are."""
-    new, fill, count = new_function(cls), filler(cls, template), len(leaf_types(json.loads(template)))
+    new: Any = builtin_base(cls).__new__
+    fill, count = filler(cls, template), len(leaf_types(json.loads(template)))
 
     def build_one(leaves: Sequence[Any]) -> Any:
         if len(leaves) != count:

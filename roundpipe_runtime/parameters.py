@@ -135,12 +135,14 @@ class ParameterStore:
         self.optim_dtype = optim_dtype
         self._masters: dict[str, _Master] = {}
         self._shadows: dict[int, torch.Tensor] = {}
+        self._before: list[tuple[str, nn.Parameter]] = []
 
     def named(self, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield name and parameter as the optimizer is to have it: the master, or the parameter itself."""
         names = self._names()
-        for name, parameter in self.model.named_parameters(prefix=prefix, remove_duplicate=remove_duplicate):
-            yield name, self._target(names[id(parameter)], parameter)
+        for name, parameter in self._listed():
+            if names[id(parameter)] == name or not remove_duplicate:
+                yield f"{prefix}.{name}" if prefix else name, self._target(names[id(parameter)], parameter)
 
     def add_gradients(self, gradients: Sequence[Mapping[nn.Parameter, torch.Tensor]]) -> None:
         """Add gradients to the buffers, in the order of the list.
@@ -218,6 +220,7 @@ class ParameterStore:
 
         Parameters with a master need none, nor do frozen ones, which no optimizer writes.
         """
+        self._before = list(self.model.named_parameters(remove_duplicate=False))
         for name, parameter in self.model.named_parameters():
             if name not in self._masters and parameter.requires_grad:
                 shadow = self._shadows.get(id(parameter))
@@ -237,11 +240,17 @@ class ParameterStore:
     def thaw(self) -> None:
         """Stages read the parameters themselves again."""
         self._shadows.clear()
+        self._before = []
 
     # ----------------------------------------------------------------------------------------------------------------
 
+    def _listed(self) -> list[tuple[str, nn.Parameter]]:
+        """Names and parameters; for a step beside a run, as before it, as copies may stand in their places now."""
+        return self._before or list(self.model.named_parameters(remove_duplicate=False))
+
     def _names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.model.named_parameters()}
+        """The first name of each parameter."""
+        return {id(parameter): name for name, parameter in reversed(self._listed())}
 
     def _with_master(self) -> Iterator[tuple[str, nn.Parameter]]:
         if self._masters:

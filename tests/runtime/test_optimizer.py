@@ -82,6 +82,37 @@ def test_any_optimizer_exact_or_one_step_old(devices, make, dtype, is_async):
     pipe.close()
 
 
+def test_a_step_beside_a_run_finds_the_models_parameters(devices):
+    """Also while a layer is called, when the copies of a device stand in their places."""
+    inside, listed = threading.Event(), threading.Event()
+
+    class Waits(nn.Linear):
+        def forward(self, x):
+            if inside.armed:
+                inside.set()
+                listed.wait(10)
+            return super().forward(x)
+
+    inside.armed = False
+    layer = Waits(4, 3)
+    pipe = RoundPipe(nn.Sequential(layer), devices=devices, model_run_config=MEAN)
+    inputs, labels = batch(6)
+    pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+    found = []
+
+    def step():
+        inside.wait(10)
+        found.extend(pipe.named_parameters("model"))
+        listed.set()
+
+    expected = [("model.0.weight", layer.weight), ("model.0.bias", layer.bias)]
+    inside.armed = True
+    pipe.step(step, is_async=True)
+    pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+    pipe.synchronize()
+    assert [(name, id(parameter)) for name, parameter in found] == [(name, id(p)) for name, p in expected]
+
+
 def test_an_asynchronous_step_does_not_wait(devices):
     """step() returns while the step still runs, and the next run uses the weights from before it."""
     model = small_model()

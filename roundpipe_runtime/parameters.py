@@ -170,12 +170,13 @@ class ParameterStore:
         return self._dtype(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of masters; those of parameters are the model's own business."""
-        for master in self._masters.values():
+        """Forget the gradients of parameters and of masters."""
+        held = [parameter for _, parameter in self._listed()] + [master.tensor for master in self._masters.values()]
+        for tensor in held:
             if set_to_none:
-                master.tensor.grad = None
-            elif master.tensor.grad is not None:
-                master.tensor.grad.zero_()
+                tensor.grad = None
+            elif tensor.grad is not None:
+                tensor.grad = tensor.grad.detach().zero_()
 
     def publish(self, *, stepped: bool = False) -> None:
         """Make parameters and masters agree: a parameter that somebody changed wins, else its master.

@@ -258,7 +258,6 @@ class RoundPipe(nn.Module):
         """Forget all gradients, those of the optimizer's parameters as well."""
         if not self._rp_engine.steps.is_here():
             self._rp_engine.steps.wait_update()
-        self._rp_model.zero_grad(set_to_none)
         self._rp_engine.store.zero_grad(set_to_none)
 
     # -- what belongs to the pipeline --------------------------------------------------------------------------------

@@ -98,11 +98,13 @@ def test_a_step_beside_a_run_finds_the_models_parameters(devices):
     pipe = RoundPipe(nn.Sequential(layer), devices=devices, model_run_config=MEAN)
     inputs, labels = batch(6)
     pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+    first = layer.weight.grad.clone()
     found = []
 
     def step():
         inside.wait(10)
         found.extend(pipe.named_parameters("model"))
+        pipe.zero_grad()
         listed.set()
 
     expected = [("model.0.weight", layer.weight), ("model.0.bias", layer.bias)]
@@ -111,6 +113,7 @@ def test_a_step_beside_a_run_finds_the_models_parameters(devices):
     pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
     pipe.synchronize()
     assert [(name, id(parameter)) for name, parameter in found] == [(name, id(p)) for name, p in expected]
+    assert relative_error(layer.weight.grad, first) < 1e-6  # the second gradient alone, as the step forgot the first
 
 
 def test_an_asynchronous_step_does_not_wait(devices):

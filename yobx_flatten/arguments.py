@@ -14,6 +14,7 @@ from .diagnose.opaque import torch_leaves
 from .diagnose.remedies import remedy_for
 from .errors import DynamicShapesError, InvalidArgumentError, NotRegisteredError, describe_class
 from .replay import Case
+from .tree import refuse_cycles
 
 __all__ = [
     "check_arguments",
@@ -29,7 +30,7 @@ _EXAMPLE = '\n    export_program(module, (x,), {"y": y})'
 
 
 def check_arguments(module: Any, args: Any, kwargs: Any) -> None:
-    """Refuse what is no module, and arguments that its ``forward`` does not take.
+    """Refuse what is no module, arguments that its ``forward`` does not take, and those that hold themselves.
 
     Raises:
         InvalidArgumentError: naming the argument, what was found and the line to type.
@@ -47,6 +48,8 @@ def check_arguments(module: Any, args: Any, kwargs: Any) -> None:
         raise InvalidArgumentError(
             f"kwargs: expected a dict of keyword arguments, found {describe_class(kwargs)}.{_EXAMPLE}"
         )
+    for name, value in inputs_by_name(module, args, kwargs).items():
+        refuse_cycles(value, name)
     try:
         signature = inspect.signature(module.forward)
     except (TypeError, ValueError):  # a scripted module has no signature to check

@@ -15,7 +15,7 @@ from torch.export import Dim
 
 from .errors import DynamicShapesError, describe_class
 from .recipe import Recipe
-from .tree import key_name, node_of
+from .tree import key_name, node_of, refuse_cycles
 
 __all__ = ["check_dynamic_shapes", "dynamic_shapes", "make_dynamic_shapes_kv_cache"]
 
@@ -37,11 +37,13 @@ def dynamic_shapes(inputs: Any, overrides: Mapping[str, Any] | None = None) -> A
 
     Raises:
         DynamicShapesError: when a path of ``overrides`` is not there, or what stands behind it does not fit.
+        InvalidArgumentError: when an object holds itself.
 
     >>> shapes = dynamic_shapes({"x": torch.zeros(2, 3), "y": torch.zeros(4), "flag": True}, {"x": {0: Dim.DYNAMIC}})
     >>> shapes == {"x": {0: Dim.DYNAMIC}, "y": {0: Dim.AUTO}, "flag": None}
     True
     """
+    refuse_cycles(inputs, "inputs", caller="dynamic_shapes")
     left = dict(overrides or {})
     written = _write(inputs, (), None, left)
     if left:
@@ -93,6 +95,7 @@ def check_dynamic_shapes(inputs: Any, shapes: Any) -> None:
 
     Raises:
         DynamicShapesError: naming the key path, what was found there and what fits.
+        InvalidArgumentError: when an object holds itself.
 
     >>> check_dynamic_shapes({"x": torch.zeros(2, 3)}, {"x": {5: Dim.AUTO}})
     Traceback (most recent call last):
@@ -100,6 +103,7 @@ def check_dynamic_shapes(inputs: Any, shapes: Any) -> None:
     yobx_flatten.errors.DynamicShapesError: x: the specification speaks of axis 5, but this tensor has shape (2, 3), \
 with axes [0, 1].
     """
+    refuse_cycles(inputs, "inputs", caller="check_dynamic_shapes")
     _check(inputs, shapes, ())
 
 

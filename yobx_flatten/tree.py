@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
 
+from .errors import InvalidArgumentError
 from .recipe import Recipe
 from .registry import REGISTRY
 
-__all__ = ["Node", "key_name", "node_of"]
+__all__ = ["Node", "find_cycle", "key_name", "node_of", "refuse_cycles", "spell_cycle"]
 
 
 class Node(NamedTuple):
@@ -57,6 +58,65 @@ def recipe_for(cls: type) -> Recipe | None:
 
         recipe = transformers_recipes().get(cls)
     return recipe
+
+
+def find_cycle(tree: Any, name: str = "tree") -> tuple[str, str] | None:
+    """Find an object that holds itself, directly or further down; who walks on from there never ends.
+
+    Args:
+        tree: anything.
+        name: what it is called; the paths begin with it.
+
+    Returns:
+        The path at which an object stands that holds this very place, and the path of that object; ``None`` if there
+        is no such object.
+
+    >>> batch = {"x": [1]}
+    >>> batch["x"].append(batch)
+    >>> find_cycle(batch, "batch")
+    ("batch['x'][1]", 'batch')
+    """
+    above: dict[int, str] = {}
+    # an entry without a path says that its object has been left; it also keeps the object, and so its id, alive
+    stack: list[tuple[str | None, Any]] = [(name, tree)]
+    while stack:
+        path, obj = stack.pop()
+        if path is None:
+            del above[id(obj)]
+            continue
+        if id(obj) in above:
+            return path, above[id(obj)]
+        node = node_of(obj)
+        if node is None or not node.children:
+            continue
+        above[id(obj)] = path
+        stack.append((None, obj))
+        stack += [(f"{path}{key}", child) for key, child in zip(node.keys, node.children, strict=True)][::-1]
+    return None
+
+
+def refuse_cycles(tree: Any, name: str, *, caller: str = "") -> None:
+    """Refuse an object that holds itself.
+
+    Args:
+        tree: anything.
+        name: what it is called.
+        caller: the function that the user called, where the name alone does not say it.
+
+    Raises:
+        InvalidArgumentError: naming the place and what stands there.
+    """
+    cycle = find_cycle(tree, name)
+    if cycle is not None:
+        raise InvalidArgumentError(f"{f'{caller}: ' if caller else ''}{spell_cycle(*cycle)}\n    {cycle[0]} = None")
+
+
+def spell_cycle(inner: str, outer: str) -> str:
+    """Say what is the matter with an object that holds itself, and what to do."""
+    return (
+        f"{inner} is {outer} itself, so it has no end: torch takes an object apart down to its leaves. Leave this "
+        "reference out of the children of its class, or set it to None before:"
+    )
 
 
 def key_name(key: Any) -> str:

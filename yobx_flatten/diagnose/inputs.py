@@ -16,6 +16,7 @@ from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, Not
 from ..export_hook import EXPORT_HOOK
 from ..shapes import check_dynamic_shapes
 from ..shapes import dynamic_shapes as write_dynamic_shapes
+from ..tree import find_cycle, spell_cycle
 from .contents import Layouts, class_name
 from .opaque import find_unregistered, torch_leaves
 from .remedies import remedy_for
@@ -97,9 +98,10 @@ def check_inputs(
         dynamic_shapes: as for ``torch.export.export``; ``"auto"`` as for :func:`~yobx_flatten.export_program`.
 
     Returns:
-        Errors first, then warnings: arguments that ``forward`` does not take, does not name or never reads; objects of
-        classes that nobody registered; ``dynamic_shapes`` that do not fit; one tensor passed twice; slices of larger
-        tensors; sizes of 0 and 1 that are to vary; different axes that are to vary and have equal sizes.
+        Errors first, then warnings: an object that holds itself (then nothing else is looked at); arguments that
+        ``forward`` does not take, does not name or never reads; objects of classes that nobody registered;
+        ``dynamic_shapes`` that do not fit; one tensor passed twice; slices of larger tensors; sizes of 0 and 1 that
+        are to vary; different axes that are to vary and have equal sizes.
 
     >>> class Adds(torch.nn.Module):
     ...     def forward(self, x, y):
@@ -110,6 +112,8 @@ def check_inputs(
         y.clone()
     """
     kwargs = kwargs or {}
+    if _can_be_walked(args, kwargs) and (endless := _endless(inputs_by_name(module, args, kwargs))):
+        return endless  # nothing else can be said of it
     try:
         check_arguments(module, args, kwargs)
         found: list[Finding] = []
@@ -132,6 +136,11 @@ def check_inputs(
         found += _sizes_that_stay(axes)
         found += _equal_sizes(axes)
     return Findings(sorted(found, key=lambda finding: finding.severity))
+
+
+def _endless(inputs: Mapping[str, Any]) -> Findings:
+    cycles = [cycle for name, value in inputs.items() if (cycle := find_cycle(value, name)) is not None]
+    return Findings(Finding("error", inner, spell_cycle(inner, outer), f"{inner} = None") for inner, outer in cycles)
 
 
 def _can_be_walked(args: Any, kwargs: Any) -> bool:

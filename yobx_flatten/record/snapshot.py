@@ -14,7 +14,7 @@ from ..diagnose.contents import Layouts
 from ..diagnose.opaque import find_unregistered
 from ..errors import NotRegisteredError
 from ..scopes import register_flattening_functions
-from ..tree import key_name, node_of
+from ..tree import key_name, node_of, refuse_cycles
 
 __all__ = ["Fact", "Snapshot", "libraries_in_use", "same_value"]
 
@@ -60,8 +60,10 @@ class Snapshot:
             device: where to keep the tensors; ``None`` leaves them where they are.
 
         Raises:
+            InvalidArgumentError: when an object holds itself.
             NotRegisteredError: when it holds tensors inside an object that nobody registered.
         """
+        refuse_cycles(tree, name)
         leaves, spec = pytree.tree_flatten(tree)
         _refuse_hidden_tensors(leaves, tree, name)
         facts = tuple(map(_fact, _walk(tree, "", None)))

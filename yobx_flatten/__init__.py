@@ -61,7 +61,7 @@ from .errors import (
 )
 
 # export with proof
-from .export import ExportedModel, export_onnx, export_program
+from .export import ExportedModel, export_program
 
 # generate with what was exported
 from .generate.onnx_generator import OnnxGenerator
@@ -103,6 +103,7 @@ from .mirror import mirror
 from .model_folder.manifest import FolderManifest
 from .model_folder.verify import FolderCheck, FolderReport, verify_folder
 from .model_folder.write import ExportedFolder, export_folder
+from .onnx_export import export_onnx
 
 # record the calls of a running model
 from .record.call import Call

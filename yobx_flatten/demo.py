@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from .errors import MissingDependencyError, ReplayError
-from .export import export_onnx
 from .huggingface.cases import DecodeSizes, decode_inputs
 from .huggingface.layers import code_of
+from .onnx_export import export_onnx
 from .replay import Case
 from .report import ExportReport
 
@@ -270,7 +270,7 @@ class _Stages(logging.Handler):
         self._show(f"building {model}", f"building {model}")
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.module == "export":  # registrations are logged, too
+        if record.module in ("export", "onnx_export"):  # registrations are logged, too
             # one plain line for all cases: "replaying llama with onnxruntime"
             self._show(f"{self.model}: {record.getMessage()}", str(record.msg).replace("%s", self.model))
 

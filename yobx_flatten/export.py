@@ -1,17 +1,16 @@
-"""Export with proof: a module to a program or an ONNX file, replayed against eager before it is handed out.
+"""Export with proof: a module to a program, replayed against eager before it is handed out.
 
 .. code-block:: text
 
     inputs --> dynamic shapes --> torch.export --> program --> replay --+
                                                       |                 +--> report
-                                                      +--> ONNX --> replay
+                                     (onnx_export)    +--> ONNX --> replay
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import inspect
 import logging
 import os
@@ -27,10 +26,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from .arguments import check_arguments, check_cases, explain_leaf, refuse_unnamed, shapes_by_name
-from .errors import FlattenError, MissingDependencyError, ReplayError
+from .errors import FlattenError, ReplayError
 from .huggingface.cases import cache_name
 from .naming import leaf_names, output_names
-from .onnx_file import write_onnx
 from .replay import Case, clone, replay
 from .report import ExportReport
 from .scopes import register_flattening_functions
@@ -38,7 +36,7 @@ from .shapes import check_dynamic_shapes
 from .shapes import dynamic_shapes as write_dynamic_shapes
 from .tree import node_of
 
-__all__ = ["ExportedModel", "export_onnx", "export_program"]
+__all__ = ["Export", "ExportedModel", "export_program"]
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -116,66 +114,14 @@ def export_program(
     """
     check_arguments(module, args, kwargs)
     cases = cases if cases is None else check_cases(cases)
-    export = _Export(module, args, dict(kwargs or {}), dynamic_shapes, steps, tolerance)
+    export = Export(module, args, dict(kwargs or {}), dynamic_shapes, steps, tolerance)
     with export.block():
         program = export.to_program(strict)
         export.replay_program(program, cases)
     return export.finish(program, None)
 
 
-def export_onnx(
-    module: torch.nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    path: str | os.PathLike[str] = "model.onnx",
-    *,
-    dynamic_shapes: Any = "auto",
-    cases: Iterable[Case] | None = None,
-    steps: int = 3,
-    tolerance: float = 1e-4,
-    opset_version: int | None = None,
-) -> ExportedModel:
-    """Export a module to an ONNX file and replay it in onnxruntime, as a loop over its own outputs.
-
-    Inputs and outputs have the names that tools for generation know: ``past_key_values.0.key``, ``present.0.key``.
-    Weights of 2 GB and more are stored beside the file.
-
-    Args:
-        module: the module, in the mode (``eval()``) it is to be exported in.
-        args: example positional arguments.
-        kwargs: example keyword arguments; caches among them. See :func:`export_program`.
-        path: the file to write. It appears when the conversion is done, not half-written.
-        dynamic_shapes: see :func:`export_program`.
-        cases: see :func:`export_program`.
-        steps: see :func:`export_program`.
-        tolerance: see :func:`export_program`.
-        opset_version: as for ``torch.onnx.export``.
-
-    Returns:
-        The program, the path and a report.
-
-    Raises:
-        InvalidArgumentError: when the module does not take these arguments, or something is not what it should be.
-        NotRegisteredError: when an input holds an object of a class that nobody registered.
-        DynamicShapesError: when ``dynamic_shapes`` does not fit the inputs.
-        MissingDependencyError: when onnx, onnxscript or onnxruntime is not installed.
-        ReplayError: when a case fails or differs by more than ``tolerance``; the file is there to be looked at.
-    """
-    for library in ("onnx", "onnxscript", "onnxruntime"):
-        if importlib.util.find_spec(library) is None:
-            raise MissingDependencyError(f"export_onnx needs {library}:\n    pip install 'yobx-flatten[onnx]'")
-    check_arguments(module, args, kwargs)
-    cases = cases if cases is None else check_cases(cases)
-    export = _Export(module, args, dict(kwargs or {}), dynamic_shapes, steps, tolerance)
-    with export.block():
-        program = export.to_program(strict=False)
-        cases = export.replay_program(program, cases)
-        export.to_onnx(program, pathlib.Path(path), opset_version)
-        export.replay_onnx(pathlib.Path(path), cases)
-    return export.finish(program, pathlib.Path(path))
-
-
-class _Export:
+class Export:
     """One export on its way: what the steps share."""
 
     def __init__(
@@ -209,6 +155,7 @@ class _Export:
             )
 
     def block(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the block in which everything of this export happens."""
         return register_flattening_functions(**self.patches)
 
     def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,6 +219,7 @@ class _Export:
         ]
 
     def to_program(self, strict: bool) -> ExportedProgram:
+        """Trace the module, and name the inputs and outputs of the program."""
         logger.info("tracing %s", self.report.module)
         start = time.perf_counter()
         try:
@@ -301,6 +249,7 @@ class _Export:
         return program
 
     def replay_program(self, program: ExportedProgram, cases: Iterable[Case] | None) -> list[Case]:
+        """Replay the example and the cases; return all of them."""
         chosen = [Case("the example", self.args, self.kwargs, self.steps), *self.choose_cases(cases)]
         module = program.module()
 
@@ -317,11 +266,12 @@ class _Export:
         for case in chosen:
             logger.info("replaying %s with torch.export", case.name)
             self.report.cases.append(
-                replay("torch.export", run, self.module, case, _following(), feed_back, taken=self.input_leaves)
+                replay("torch.export", run, self.module, case, following(), feed_back, taken=self.input_leaves)
             )
         return chosen
 
     def choose_cases(self, cases: Iterable[Case] | None) -> Sequence[Case]:
+        """Return the cases that were asked for, or those of other sizes."""
         if cases is not None:
             return list(cases)
         if self.shapes is None:
@@ -337,43 +287,8 @@ class _Export:
         self.report.remarks += [remark] if remark else []
         return [Case(str(s), (), self.resized(s, seed), self.steps) for seed, s in enumerate(sizes)]
 
-    def to_onnx(self, program: ExportedProgram, path: pathlib.Path, opset_version: int | None) -> None:
-        logger.info("converting %s to ONNX", self.report.module)
-        start = time.perf_counter()
-        names = self.report.input_names, self.report.output_names
-        self.report.onnx_bytes = write_onnx(program, path, *names, opset_version)
-        self.report.onnx_seconds = time.perf_counter() - start
-
-    def replay_onnx(self, path: pathlib.Path, cases: Sequence[Case]) -> None:
-        import onnxruntime
-
-        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        wanted = {given.name for given in session.get_inputs()}
-        results = [result.name for result in session.get_outputs()]
-
-        def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-            leaves = pytree.tree_leaves((args, dict(kwargs)))
-            feeds = dict(zip(self.input_leaves, leaves, strict=True))
-            arrays = {name: _to_numpy(feeds[name]) for name in wanted}
-            return dict(zip(results, map(torch.from_numpy, map(_writable, session.run(None, arrays))), strict=True))
-
-        def feed_back(kwargs: Mapping[str, Any], outputs: dict[str, Any]) -> Mapping[str, Any]:
-            leaves, spec = pytree.tree_flatten(dict(kwargs))
-            own = [
-                _like(leaf, outputs.get("present" + name.removeprefix(self.cache_is), leaf))
-                if name.startswith(f"{self.cache_is}.")
-                else leaf
-                for name, leaf in zip(leaf_names(dict(kwargs)), leaves, strict=True)
-            ]
-            return pytree.tree_unflatten(own, spec)  # type: ignore[no-any-return] # a dict, as it was
-
-        for case in cases:
-            logger.info("replaying %s with onnxruntime", case.name)
-            self.report.cases.append(
-                replay("onnxruntime", run, self.module, case, _following(), feed_back, taken=self.input_leaves)
-            )
-
     def finish(self, program: ExportedProgram, path: pathlib.Path | None) -> ExportedModel:
+        """Hand out what was proven; raise with the report of what was not."""
         if not self.report.ok:
             raise ReplayError(
                 f"The exported {self.report.module} does not do what the eager model does (largest difference "
@@ -404,28 +319,10 @@ def _mapping(shapes: Any) -> dict[int, Any] | None:
     return dict(shapes) if isinstance(shapes, Mapping) else None
 
 
-def _following() -> Any:
+def following() -> Any:
+    """Return what makes the inputs of the next step from the outputs of the last."""
     if "transformers" not in sys.modules:
         return lambda kwargs, outputs, seed: None
     from .huggingface.cases import next_inputs
 
     return next_inputs
-
-
-def _like(given: Any, found: Any) -> Any:
-    """What came out of a graph in place of an input: a counter is a number again, not a tensor without axes."""
-    return int(found) if type(given) is int else found
-
-
-def _to_numpy(leaf: Any) -> Any:
-    import numpy
-
-    if isinstance(leaf, torch.Tensor):
-        return leaf.detach().cpu().contiguous().numpy()
-    return numpy.array(leaf)
-
-
-def _writable(array: Any) -> Any:
-    import numpy
-
-    return numpy.array(array)

@@ -69,7 +69,7 @@ class _Lines(logging.Handler):
         self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.module in ("export", "write"):  # registrations are logged, too
+        if record.module in ("export", "onnx_export", "write"):  # registrations are logged, too
             self._show(record.getMessage())
 
 

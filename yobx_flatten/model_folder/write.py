@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from ..errors import FolderExistsError, InvalidArgumentError, MissingDependencyError, ReplayError
-from ..export import ExportedModel, export_onnx, export_program
+from ..export import ExportedModel, export_program
+from ..onnx_export import export_onnx
 from ..report import ExportReport
 from ..shapes import dynamic_shapes
 from ..storage.cases import save_case

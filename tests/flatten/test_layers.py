@@ -138,7 +138,7 @@ def test_a_class_of_the_same_name_elsewhere_has_no_row():
     assert kind_of(type("DynamicLayer", (cache_utils.DynamicLayer,), {"__module__": "elsewhere"})) is None
 
 
-@pytest.mark.parametrize("code", ["Q8", "", "w8"])
+@pytest.mark.parametrize("code", ["Q8", "", "w8", "W", "S", "Wr", "W8x", "X-1", "D8"])
 def test_an_unknown_code_is_refused(code):
     """As in a program that a newer version saved."""
     with pytest.raises(UnsupportedLayerError, match="is not the code of a cache layer"):

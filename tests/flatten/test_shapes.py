@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from torch.export import Dim
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 
 from tests.models import make_model, start
 from yobx_flatten import (
@@ -48,6 +48,15 @@ def test_a_static_cache_varies_in_batch_only():
     """Its length is fixed by configuration; the tensor it counts with has no axis."""
     shapes = dynamic_shapes({"c": start("llama", static=True).cache})
     assert shapes == {"c": [{0: AUTO}, {0: AUTO}, *([{}] if HAS_POSITION else [])] * 2}
+
+
+@pytest.mark.parametrize("name", ["SummedLayer", "XLayer", "JointLayer", "LSTMLayer", "LXLayer", "S", "X16", "LS8"])
+def test_a_layer_of_ones_own_grows_whatever_its_name_begins_with(name):
+    """Letters stand for layers of transformers; a name that looks like one is no letter."""
+    cache = DynamicCache()
+    cache.layers = [type(name, (DynamicLayer,), {})()]
+    cache.update(torch.zeros(2, 2, 3, 4), torch.zeros(2, 2, 3, 4), 0)
+    assert dynamic_shapes({"c": cache}) == {"c": [{0: AUTO, 2: AUTO}] * 2}
 
 
 def test_an_encoder_decoder_cache_is_two_lists():

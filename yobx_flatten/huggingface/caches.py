@@ -21,7 +21,7 @@ from typing import Any
 from torch.utils._pytree import MappingKey
 
 from ..errors import CacheStructureError, describe_class
-from .layers import kind_of, kind_of_code
+from .layers import kind_of, kind_of_code, letter_of
 from .layouts import flatten_layers, holds_full_only, is_leaf_name, unflatten_layers
 
 __all__ = [
@@ -173,6 +173,9 @@ _AXES: dict[str, dict[int, str]] = {
     "entry_count": {},  # numbers vary as they are
 }
 
+# The letters of layers whose tensors have their full length from the start.
+_STATIC = {"S", "X", "J", "LS", "LX"}
+
 
 def axes_of_leaf(name: str) -> dict[int, str] | None:
     """Tell which axes of a cache's leaf vary between calls; ``None`` for a leaf whose meaning is not known.
@@ -185,7 +188,7 @@ def axes_of_leaf(name: str) -> dict[int, str] | None:
     axes = _AXES.get(path.split(".")[0])
     if axes is None:
         return None if "." in path or code else {}
-    static = code.startswith(("S", "X", "J", "LS", "LX"))
+    static = letter_of(code) in _STATIC
     return {axis: meaning for axis, meaning in axes.items() if meaning == "batch" or not static}
 
 

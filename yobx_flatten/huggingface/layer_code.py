@@ -42,7 +42,7 @@ import torch
 
 from ..codegen import run_source
 from ..static_codec import dump_static, load_static, locate
-from .layers import window_tensors
+from .layers import make_window_tensor, window_tensors
 from .state import Template, follows_leaf, leaf_paths, leaf_types, read_like
 
 __all__ = ["filler", "reader"]
@@ -405,6 +405,8 @@ class _Filler:
             yield f"if {device} != device:"  # asked once, as long as layers are on one device
             yield f"    device = {device}"
             yield f"    window = {tensors}.get(device)"
+            make, cls = self.scope.keep(make_window_tensor), self.scope.keep(self.cls)
+            yield f"    if window is None: window = {make}({cls}, {window}, device)"
             yield f"if window is not None: obj.{_WINDOW_TENSOR} = window"
         else:  # what holds nothing yet needs it for its first update: a KeyError leaves that to the slow way
             yield f"obj.{_WINDOW_TENSOR} = {tensors}[{device}]"

@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import re
 import sys
 from typing import Any
 
@@ -40,6 +41,8 @@ __all__ = [
     "code_of",
     "kind_of",
     "kind_of_code",
+    "letter_of",
+    "make_window_tensor",
     "remember",
     "window_tensors",
 ]
@@ -198,6 +201,34 @@ def window_tensors(window: int) -> dict[torch.device, torch.Tensor]:
     return _WINDOW_TENSORS.setdefault(window, {})
 
 
+def make_window_tensor(cls: type, window: int, device: torch.device) -> torch.Tensor | None:
+    """Return the tensor that goes with a window; a new one if none was seen yet, as in a process that loads a program.
+
+    ``None`` in a trace, where it would become a constant of the program, and for classes that have no such tensor.
+    """
+    tensors = window_tensors(window)
+    if _may_be_traced():
+        return tensors.get(device)
+    if device not in tensors and _has_window_tensor(cls):
+        with torch.inference_mode(False):  # it outlives the block that it is made in
+            tensors[device] = torch.tensor(window, dtype=torch.long, device=device)
+    return tensors.get(device)
+
+
+@functools.cache
+def _has_window_tensor(cls: type) -> bool:
+    cache_utils: Any = sys.modules["transformers.cache_utils"]
+    read_by = getattr(cache_utils.DynamicCache.__iter__, "__code__", None)
+    sliding = issubclass(cls, cache_utils.DynamicSlidingWindowLayer)
+    return sliding and read_by is not None and "_sliding_window_tensor" in read_by.co_consts
+
+
+def _may_be_traced() -> bool:
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def kind_of(cls: type) -> LayerKind | None:
     """Return the row of a layer class; ``None`` for a class without one, whose attributes speak for themselves."""
     if cls not in _KINDS:
@@ -212,8 +243,22 @@ def code_of(layer: Any) -> str:
     if kind is not None:
         return kind.code(layer)
     if cls.__name__ not in OTHER_LETTERS or cls.__module__ != "transformers.cache_utils":
-        return cls.__name__.replace("_", "")
+        name = cls.__name__.replace("_", "")
+        return f"{name}Layer" if letter_of(name) else name
     return f"{OTHER_LETTERS[cls.__name__]}{vars(layer).get('sliding_window', '')}"
+
+
+_CODE = re.compile(f"({'|'.join({*LETTERS.values(), *OTHER_LETTERS.values()})})([0-9]*r?)")
+
+
+def letter_of(code: str) -> str:
+    """Return the letter of a code; an empty string for the name of a class, which no letter stands for.
+
+    >>> letter_of("W8"), letter_of("LX16"), letter_of("SummedLayer")
+    ('W', 'LX', '')
+    """
+    found = _CODE.fullmatch(code)
+    return found[1] if found else ""
 
 
 def _read_kind(cls: Any) -> LayerKind | None:
@@ -244,11 +289,15 @@ def kind_of_code(code: str) -> tuple[LayerKind, str]:
     """
     import transformers.cache_utils as cache_utils
 
-    for name, letter in LETTERS.items():
+    letter = letter_of(code)
+    for name, known in LETTERS.items():
         kind = kind_of(getattr(cache_utils, name, object))
-        if code.startswith(letter) and kind is not None:
-            return kind, code[len(letter) :]
+        if letter == known and kind is not None:
+            parameter = code[len(letter) :]
+            if not re.fullmatch({"D": "", "W": "[0-9]+r?"}.get(letter, "[0-9]+"), parameter):
+                break
+            return kind, parameter
     raise UnsupportedLayerError(
-        f"{code!r} is not the code of a cache layer that this version of yobx_flatten knows (it knows "
-        f"{', '.join(sorted(set(LETTERS.values())))}, each with digits behind it)."
+        f"{code!r} is not the code of a cache layer that this version of yobx_flatten knows. It knows D, and W, S and X"
+        " with the number of tokens behind it that a layer has room for, as in W8."
     )

@@ -16,7 +16,7 @@ import torch
 
 from ..errors import CacheStructureError, SpecMismatchError
 from ..static_codec import locate
-from .layers import PLACEHOLDERS, LayerKind, code_of, kind_of, kind_of_code, remember, window_tensors
+from .layers import PLACEHOLDERS, LayerKind, code_of, kind_of, kind_of_code, make_window_tensor, remember
 from .quick import Builders, LayerBuild, LayerRead, is_rule, key_count, learn, read_as_before
 from .state import Template, build_state, follow_state, leaf_paths, read_state
 
@@ -289,7 +289,9 @@ def rebuild_by_attributes(cls: type, template: Template, leaves: Iterator[Any], 
     window = held.get("sliding_window")
     if isinstance(window, int) and "cumulative_length" in held:
         device = held.get("device")
-        tensor = window_tensors(window).get(device if isinstance(device, torch.device) else torch.device("cpu"))
+        device = device if isinstance(device, torch.device) else torch.device("cpu")
+        # a placeholder of torch may be on a device that this machine does not have
+        tensor = make_window_tensor(cls, window, device) if all(type(x) is torch.Tensor for x in used) else None
         if tensor is not None:
             obj._sliding_window_tensor = tensor
         elif not used:  # a layer that holds nothing yet needs it for its first update

@@ -22,7 +22,7 @@ from torch.export import Dim
 from ..errors import GenerationError
 from ..huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes
-from ..huggingface.layers import code_of
+from ..huggingface.layers import code_of, letter_of
 from ..replay import Case
 from ..shapes import dynamic_shapes
 
@@ -101,7 +101,7 @@ def decoder_pieces(model: Any, rows: int | None = None) -> list[Piece]:
 
 def _counts_by_itself(cache: Any) -> bool:
     """Tell whether a cache has a counter among its leaves: all of its layers slide."""
-    return type(cache).__name__ == "DynamicCache" and all(code_of(layer).startswith("W") for layer in cache.layers)
+    return type(cache).__name__ == "DynamicCache" and all(letter_of(code_of(layer)) == "W" for layer in cache.layers)
 
 
 class SlidingDecoder(torch.nn.Module):

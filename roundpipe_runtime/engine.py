@@ -167,6 +167,7 @@ class Engine:
         """Return a run that has not started, and its stages."""
         plan = config.execute_plan or self._plan(kind)
         stages = plan.stages(kind, len(self.layers))
+        self.steps.resume()
         if not self.steps.pending:
             self.store.publish()
         kinds = sorted({"cpu"} | {device.torch_device.type for device in self.devices})

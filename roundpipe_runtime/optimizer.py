@@ -141,8 +141,17 @@ class StepRunner:
             if update.done():  # an interruption ends the wait, and not the step
                 self._update = None
 
+    def resume(self) -> None:
+        """Publish again what a failure stopped: layers that have the version already are left alone."""
+        failed = self._publication
+        if failed is not None and failed.done() and failed.exception() and not self._worker.is_closed:
+            with Uninterrupted():
+                self._table.fail(None)
+                self._publication = self._worker.submit(self._publish, self._version)
+
     def finish(self) -> None:
         """Wait for the step in the background and publish what it did."""
+        self.resume()
         try:
             self.run_ended()
         finally:
@@ -153,11 +162,8 @@ class StepRunner:
         publication = self._publication
         if publication is None:
             return
-        try:
-            wait_for(publication)
-        finally:
-            if publication.done():  # an interruption ends the wait, and not the publication
-                self._publication = None
+        wait_for(publication)  # one that failed stays, for `resume`
+        self._publication = None
 
     def synchronize(self) -> None:
         """Publish everything; stages read the parameters themselves again."""
@@ -172,8 +178,18 @@ class StepRunner:
             self._worker.close()
 
     def _publish(self, version: int) -> None:
-        for contents in self._scan():
-            self._table.write(contents.index, version, partial(self._store.refresh, contents.parameters()))
+        try:
+            for contents in self._scan():
+                if self._table.version(contents.index) < version:
+                    self._table.write(contents.index, version, partial(self._store.refresh, contents.parameters()))
+        except BaseException as error:  # runs that wait for this version hear of it
+            add_note_once(
+                error,
+                "While what step(..., is_async=True) did was made the parameters of the next run. Nothing of the step "
+                "is lost: the next call of the pipeline goes on with it.",
+            )
+            self._table.fail(error)
+            raise
 
 
 def _in_ctx(step: Callable[[], Any]) -> None:
@@ -188,10 +204,10 @@ _LOG = logging.getLogger("roundpipe_runtime")
 def _report_failures() -> None:
     """Say at the end of the process what nobody waited for: a last step that failed must not look like success."""
     for runner in list(_RUNNERS):
-        update = runner._update
-        error = update.exception() if update is not None and update.done() else None
-        if error is not None:
-            _LOG.error("The function given to the last step(..., is_async=True) failed.", exc_info=error)
+        for what, future in (("function given to", runner._update), ("publication of", runner._publication)):
+            error = future.exception() if future is not None and future.done() else None
+            if error is not None:
+                _LOG.error("The %s the last step(..., is_async=True) failed.", what, exc_info=error)
 
 
 _RUNNERS: weakref.WeakSet[StepRunner] = weakref.WeakSet()

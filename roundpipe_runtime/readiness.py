@@ -100,6 +100,7 @@ class ReadinessTable:
     def __init__(self, num_layers: int) -> None:
         self._layers = [LayerReadiness() for _ in range(num_layers)]
         self._changed = threading.Condition()
+        self._failure: BaseException | None = None
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -116,10 +117,15 @@ class ReadinessTable:
             layer: index of the layer.
             version: the version to read.
             check: called while waiting, ten times a second; it may raise to give up.
+
+        Raises:
+            BaseException: what :meth:`fail` was given: the version does not come.
         """
         with self._changed:
             while not self._layers[layer].can_read(version):
                 check()
+                if self._failure is not None:
+                    raise self._failure
                 self._changed.wait(0.1)
             self._layers[layer].start_read(version)
 
@@ -141,6 +147,12 @@ class ReadinessTable:
             done = True
         finally:
             self._each([layer], lambda state: state.end_write(done=done))
+
+    def fail(self, error: BaseException | None) -> None:
+        """Say why versions that are not there do not come, to those who wait for one; ``None``: they come after all."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
 
     def hold(self, version: int) -> None:
         """Announce a run over all layers at this version, which stays until :meth:`let_go`."""

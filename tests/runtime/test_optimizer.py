@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -138,6 +139,78 @@ def test_an_asynchronous_step_does_not_wait(devices):
     assert pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss).equal(first)
     fresh = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
     assert relative_error(fresh, (labels**2).mean()) < 1e-6
+    pipe.close()
+
+
+def within(seconds, call):
+    """What a call returns or raises; an error if it takes longer."""
+    found = Future()
+
+    def run():
+        try:
+            found.set_result(call())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found.result(seconds)
+
+
+@pytest.mark.parametrize("failing", [0, 1])  # no layer, or one, has the new version by then
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_a_publication_that_fails_is_raised_and_repeated(devices, monkeypatch, dtype, failing):
+    """A run that waits for it raises its error, and does not wait for ever; the training goes on as if it had not."""
+    pipe = RoundPipe(small_model(), dtype, devices=devices, model_run_config=MEAN)
+    optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
+    inputs, labels = batch(6)
+    store, calls = pipe._rp_engine.store, []
+    refresh = store.refresh
+
+    def no_room(parameters):
+        calls.append(parameters)
+        if len(calls) > failing:
+            raise MemoryError("no room")
+        refresh(parameters)
+
+    monkeypatch.setattr(store, "refresh", no_room)
+
+    def run():
+        pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+
+    def step():
+        pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=True)
+
+    run(), step(), run()  # what the first step did is published beside the run that follows
+    with pytest.raises(MemoryError, match="no room") as caught:
+        within(20, run)
+    assert any("made the parameters of the next run" in note for note in caught.value.__notes__)
+    monkeypatch.undo()
+    step(), within(20, run), step()
+    within(20, pipe.synchronize)
+    expected = plain(3, lambda params: torch.optim.SGD(params, lr=0.1), True)
+    for parameter, other in zip(pipe.optim_parameters(), expected, strict=True):
+        assert relative_error(parameter, other) < 1e-4
+    pipe.close()
+
+
+def test_a_publication_that_fails_is_raised_by_whoever_waits_for_its_end(devices, monkeypatch):
+    """synchronize() raises it, once, and the next one brings the parameters to what the step made of them."""
+    model = small_model()
+    pipe = RoundPipe(model, devices=devices, model_run_config=MEAN)
+    inputs, labels = batch(6)
+
+    def no_room(parameters):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(pipe._rp_engine.store, "refresh", no_room)
+    pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+    pipe.step(lambda: [p.data.fill_(2.0) for p in pipe.parameters()], is_async=True)
+    with pytest.raises(MemoryError, match="no room"):
+        within(20, pipe.synchronize)
+    monkeypatch.undo()
+    within(20, pipe.synchronize)
+    with torch.no_grad():
+        assert torch.equal(within(20, lambda: pipe(inputs)), model(inputs))
     pipe.close()
 
 

@@ -143,3 +143,27 @@ def test_a_waiting_reader_can_give_up():
 
     with pytest.raises(TimeoutError):
         ReadinessTable(1).start_read(0, 3, check=give_up)
+
+
+def test_a_waiting_reader_hears_why_its_version_does_not_come():
+    """And when it comes after all, it can be read; who reads what is there hears nothing."""
+    table = ReadinessTable(1)
+    heard = []
+
+    def read():
+        try:
+            table.start_read(0, 1)
+        except MemoryError as error:
+            heard.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    failure = MemoryError()
+    table.fail(failure)
+    reader.join(5)
+    assert heard == [failure]
+    table.start_read(0, 0)
+    table.end_read(0)
+    table.fail(None)
+    table.write(0, 1, lambda: None)
+    table.start_read(0, 1)

@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, StaticCache
 
 from tests.models import WINDOW, continued_alike, go_on, start
+from yobx_flatten import register_flattening_functions
 from yobx_flatten.errors import CacheStructureError
 from yobx_flatten.huggingface.builders import (
     make_dynamic_cache,
@@ -168,6 +170,30 @@ def test_an_encoder_decoder_cache_knows_which_layers_are_filled():
     assert make_encoder_decoder_cache(own, DynamicCache()).is_updated == {}
 
 
+def test_a_window_that_is_not_given_is_as_long_as_the_keys():
+    """Of each layer its own; one that is given stays."""
+    cache = make_dynamic_cache(
+        [(torch.zeros(1, 2, length, 4),) * 2 for length in (3, 5, 3)],
+        "DynamicSlidingWindowLayer",
+        [{}, {}, {"sliding_window": 9}],
+    )
+    assert [layer.sliding_window for layer in cache.layers] == [3, 5, 9]
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)], ids=["two dimensions", "three dimensions"])
+@pytest.mark.parametrize("cls", ["DynamicLayer", "DynamicSlidingWindowLayer"])
+def test_placeholders_of_fewer_dimensions_come_apart_and_together(shape, cls):
+    """Examples of registrations and of storage use them; the axis before the last is the length."""
+    given = [(torch.rand(shape), torch.rand(shape)) for _ in range(2)]
+    with register_flattening_functions(patch_transformers=True):
+        cache = make_dynamic_cache(given, cls)
+        assert cache.get_seq_length() == 3
+        leaves, spec = tree_flatten(cache)
+        rebuilt = tree_unflatten(leaves, spec)
+    held = [tensor for layer in rebuilt.layers for tensor in (layer.keys, layer.values)]
+    assert all(a is b for a, b in zip(held, (x for pair in given for x in pair), strict=True))
+
+
 # -- bad input
 
 
@@ -178,12 +204,12 @@ def test_an_encoder_decoder_cache_knows_which_layers_are_filled():
         ([torch.zeros(1, 2, 3, 4)] * 3, r"flat list of 3 tensors; give keys and values in turn"),
         ([(torch.zeros(1, 2, 3, 4),)], r"key_value_pairs\[0\] must be a pair .* found \[\(1, 2, 3, 4\)\]"),
         (
-            [(torch.zeros(1, 2, 3, 4),) * 2, (torch.zeros(3, 4),) * 2],
-            r"key_value_pairs\[1\] .* \[\(3, 4\), \(3, 4\)\]",
+            [(torch.zeros(1, 2, 3, 4),) * 2, (torch.zeros(3),) * 2],
+            r"key_value_pairs\[1\] .* \[\(3,\), \(3,\)\]",
         ),
         ([(torch.zeros(1, 2, 3, 4), None)], r"key_value_pairs\[0\] .*None"),
     ],
-    ids=["odd", "single", "two dimensions", "none"],
+    ids=["odd", "single", "one dimension", "none"],
 )
 def test_what_is_no_pair_is_named(make, given, message):
     """With its place and its shapes."""
@@ -212,10 +238,18 @@ def test_a_subclass_stays_the_class_it_is():
     assert {type(layer) for layer in make_dynamic_cache(pairs(), own).layers} == {own}
 
 
-def test_a_missing_window_is_asked_for():
+def test_a_missing_window_is_asked_for_where_there_are_no_keys():
     """With the option to type."""
     with pytest.raises(CacheStructureError, match=r"A sliding layer takes \{'sliding_window': 8\}"):
-        make_dynamic_cache(pairs(), "DynamicSlidingWindowLayer")
+        make_dynamic_cache([(torch.zeros(1, 2, 0, 4),) * 2], "DynamicSlidingWindowLayer")
+
+
+def test_static_keys_have_four_dimensions():
+    """Their layers note a size of each."""
+    with pytest.raises(
+        CacheStructureError, match=r"key_value_pairs\[0\] must be a pair .* \[\(2, 3, 4\), \(2, 3, 4\)\]"
+    ):
+        make_static_cache([(torch.zeros(2, 3, 4),) * 2])
 
 
 def test_no_pairs_make_no_static_cache():

@@ -22,9 +22,10 @@ def make_dynamic_cache(key_value_pairs: Pairs, cls_layers: Layers = None, cls_kw
 
     Args:
         key_value_pairs: one (keys, values) pair per layer, or the same tensors in one flat list; each of shape
-            (batch, heads, length, head size).
+            (batch, heads, length, head size), or of two or three dimensions where they only stand for such.
         cls_layers: the layers' classes, or their names; one for all, or one per layer. ``DynamicLayer`` by default.
-        cls_kwargs: what their constructors are given, for all or per layer: ``{"sliding_window": 8}``.
+        cls_kwargs: what their constructors are given, for all or per layer: ``{"sliding_window": 8}``. A window that is
+            not given is as long as the keys.
 
     Returns:
         The cache. Sliding layers have seen as many tokens as a full layer beside them holds, else as they hold.
@@ -40,10 +41,10 @@ def make_dynamic_cache(key_value_pairs: Pairs, cls_layers: Layers = None, cls_kw
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
-    pairs = _pairs(key_value_pairs)
+    pairs = _pairs(key_value_pairs, fewest=2)
     classes = _per_layer(cls_layers if cls_layers is not None else DynamicLayer, len(pairs), "cls_layers")
     options = _per_layer(cls_kwargs or {}, len(pairs), "cls_kwargs")
-    layers = [_new_layer(c, o, "DW") for c, o in zip(classes, options, strict=True)]
+    layers = [_new_layer(c, o, "DW", keys) for c, o, (keys, _) in zip(classes, options, pairs, strict=True)]
     held = [keys.shape[-2] for layer, (keys, _) in zip(layers, pairs, strict=True) if type(layer) is DynamicLayer]
     for layer, (keys, values) in zip(layers, pairs, strict=True):
         _fill(layer, keys, values)
@@ -126,7 +127,7 @@ def make_encoder_decoder_cache(self_attention_cache: Any, cross_attention_cache:
     return EncoderDecoderCache(self_attention_cache, cross_attention_cache)
 
 
-def _pairs(pairs: Pairs) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(pairs: Pairs, fewest: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
     given: list[Any] = list(pairs)
     if given and isinstance(given[0], torch.Tensor):
         if len(given) % 2:
@@ -135,7 +136,7 @@ def _pairs(pairs: Pairs) -> list[tuple[torch.Tensor, torch.Tensor]]:
             )
         given = list(zip(given[::2], given[1::2], strict=True))
     for index, pair in enumerate(given):
-        if len(pair) != 2 or not all(isinstance(t, torch.Tensor) and t.dim() == 4 for t in pair):
+        if len(pair) != 2 or not all(isinstance(t, torch.Tensor) and fewest <= t.dim() <= 4 for t in pair):
             raise CacheStructureError(
                 f"key_value_pairs[{index}] must be a pair of tensors of shape (batch, heads, length, head size), found "
                 f"{[tuple(t.shape) if isinstance(t, torch.Tensor) else describe_class(t) for t in pair]}."
@@ -154,7 +155,7 @@ def _per_layer(given: Any, count: int, name: str) -> list[Any]:
     return entries
 
 
-def _new_layer(cls: Any, options: dict[str, Any], letters: str) -> Any:
+def _new_layer(cls: Any, options: dict[str, Any], letters: str, keys: torch.Tensor | None = None) -> Any:
     import transformers.cache_utils as cache_utils
 
     allowed = [name for name, letter in LETTERS.items() if letter in letters and hasattr(cache_utils, name)]
@@ -164,6 +165,8 @@ def _new_layer(cls: Any, options: dict[str, Any], letters: str) -> Any:
         cls = getattr(cache_utils, cls)
     if cls.__name__ not in allowed:
         raise CacheStructureError(f"cls_layers: {describe_class(cls)} is not one of {allowed}.")
+    if LETTERS[cls.__name__] == "W" and keys is not None and keys.shape[-2] > 0:
+        options = {"sliding_window": keys.shape[-2], **options}
     try:
         return cls(**options)
     except TypeError as error:

@@ -105,6 +105,7 @@ def _read(layers: list[Any], plain: bool) -> _Reading:
     full: int | None = None  # keys of the first filled DynamicLayer, which hold every token
     seen: Any = _UNSET  # what the layers counted that do not hold every token
     first = ("", "")  # the first of them
+    uncounted: list[tuple[int, str, str]] = []  # the keys of those that hold some and counted none
     for index, layer in enumerate(layers):
         kind = kind_of(type(layer))
         count = len(values)
@@ -117,7 +118,10 @@ def _read(layers: list[Any], plain: bool) -> _Reading:
         attributes = tuple(vars(layer)) if kind is None else None
         reads.append(LayerRead(type(layer), attributes, template, len(values) - count))
         for length in lengths:
-            if seen is _UNSET:
+            held = _held_uncounted(layer, length)
+            if held:
+                uncounted.append((held, f"layers[{index}]", code))
+            elif seen is _UNSET:
                 seen, first = length, (f"layers[{index}]", code)
             else:
                 _check_agreement(seen, length, f"layers[{index}]", code)
@@ -126,7 +130,14 @@ def _read(layers: list[Any], plain: bool) -> _Reading:
         not read.leaf_count and kind is not None and not kind.has_flag
         for read, kind in zip(reads, map(kind_of, map(type, layers)), strict=True)
     )
-    rule = reads if is_rule(values) and not unsure else None
+    rule = reads if is_rule(values) and not unsure and not uncounted else None
+    if uncounted:
+        whole = values[full] if full is not None else None
+        if seen is _UNSET:
+            seen = key_count(whole) if isinstance(whole, torch.Tensor) else max(held for held, _, _ in uncounted)
+        for held, place, code in uncounted:
+            if type(seen) is int and held > seen:
+                _check_agreement(seen, 0, place, code)
     if seen is not _UNSET:
         if full is None:
             values.append(seen)
@@ -157,6 +168,16 @@ def _read_row(
         return template, code, []
     remember(vars(layer))
     return template, code, [vars(layer)[kind.counter]]
+
+
+def _held_uncounted(layer: Any, length: Any) -> int:
+    """Count the keys of a layer that says it has seen nothing: made by hand, it has seen what the others have."""
+    held = vars(layer)
+    keys = held.get("keys")
+    if type(length) is not int or length or "max_cache_len" in held or type(keys) is not torch.Tensor:
+        return 0
+    count = key_count(keys)
+    return count if type(count) is int else 0
 
 
 def _is_full(name: str) -> bool:

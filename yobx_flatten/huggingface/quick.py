@@ -95,8 +95,8 @@ def _read(reading: _Reading, layers: list[Any]) -> list[Any] | None:
     if reading.order is not None:
         leaves = list(reading.order(leaves))
     if lengths:
-        if lengths.count(lengths[0]) != len(lengths):
-            return None  # to be reported
+        if lengths.count(lengths[0]) != len(lengths) or not lengths[0]:
+            return None  # to be reported, or made by hand
         if reading.full is None:
             leaves.append(lengths[0])
         elif key_count(leaves[reading.full]) != lengths[0]:

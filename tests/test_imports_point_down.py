@@ -69,6 +69,7 @@ LAYERS: dict[str, list[list[str]]] = {
         ["testing"],
         ["export"],
         ["onnx_export"],
+        ["generate.score_rules"],
         ["generate.slots", "generate.sampling", "generate.settings", "generate.layout"],
         ["generate.generator", "generate.onnx_runner", "generate.program_runner"],
         ["generate.onnx_generator", "generate.program_generator"],

@@ -10,6 +10,7 @@ import torch
 
 from ..errors import GenerationError, InvalidArgumentError, describe_class
 from .sampling import Sampling, TokenChooser
+from .score_rules import GenerationCall
 from .settings import GenerationSettings
 from .slots import CacheSlot, Port, check_ports
 
@@ -65,6 +66,8 @@ class _Sequence:
     cache: dict[str, Any]
     context: dict[str, torch.Tensor]
     images: torch.Tensor | None = None
+    # what the encoder read, where that is tokens
+    source: torch.Tensor | None = None
 
 
 class Generator:
@@ -168,7 +171,8 @@ class Generator:
             images = self._see(tokens, pixel_values)
         reader = self.parts.prefill or self.parts.decoder
         cache = {} if self.parts.prefill is not None else reader.start(len(tokens))
-        return _Sequence(tokens, mask, tokens, cache, context, images)
+        source = input_ids if self.parts.encoder is not None and input_features is None else None
+        return _Sequence(tokens, mask, tokens, cache, context, images, source)
 
     def _start_tokens(self, batch: int) -> torch.Tensor:
         start = self.settings.decoder_start_token_id
@@ -235,10 +239,14 @@ class Generator:
     def _tokens(self, sequence: _Sequence, limit: int, choose: TokenChooser) -> Iterator[torch.Tensor]:
         ends = torch.tensor(self.settings.eos_token_ids, dtype=torch.int64)
         ended = torch.zeros(len(sequence.tokens), dtype=torch.bool)
-        keep = bool(self.settings.processors)
+        start = sequence.tokens.shape[1]
+        # a decoder behind an encoder has no padding in front
+        padded = None if self.parts.encoder is not None else sequence.mask
+        call = GenerationCall(start, start + limit, self.settings.eos_token_ids, padded, sequence.source)
+        processors = self.settings.processors_for(call)
         for number in range(limit):
             scores = self._step(sequence)
-            for process in self.settings.processors:
+            for process in processors:
                 scores = process(sequence.tokens, scores)
             chosen = choose(scores)
             if self.settings.pad_token_id is not None:
@@ -249,7 +257,7 @@ class Generator:
                 return
             sequence.new = chosen[:, None]
             sequence.mask = torch.cat([sequence.mask, sequence.mask.new_ones(len(chosen), 1)], dim=1)
-            if keep:
+            if processors:
                 sequence.tokens = torch.cat([sequence.tokens, sequence.new], dim=1)
 
     def _step(self, sequence: _Sequence) -> torch.Tensor:

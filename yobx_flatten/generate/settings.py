@@ -5,17 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
-
-import torch
+from collections.abc import Mapping
+from typing import Any
 
 from ..errors import GenerationError
+from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
 
 __all__ = ["GenerationSettings", "ScoreProcessor", "read_settings", "settings_of"]
-
-ScoreProcessor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Takes the tokens so far, of shape (batch, length), and scores of shape (batch, vocabulary); returns scores."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +25,8 @@ class GenerationSettings:
         image_token_id: of the tokens in whose place image features stand.
         max_new_tokens: where ``generate`` stops when it is not told.
         processors: applied to the scores, in order.
+        forced_bos_token_id: the second token, behind a single first one: with mBART the language to translate into.
+        forced_eos_token_id: the last token, or one of several, where ``max_new_tokens`` ends a row.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -37,6 +35,18 @@ class GenerationSettings:
     image_token_id: int | None = None
     max_new_tokens: int = 20
     processors: tuple[ScoreProcessor, ...] = ()
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | tuple[int, ...] | None = None
+
+    def processors_for(self, call: GenerationCall) -> list[ScoreProcessor]:
+        """Return what is applied to the scores in one call of ``generate``, in order.
+
+        Args:
+            call: what is known of it.
+        """
+        made = [rule.make(call) if isinstance(rule, RuleOfCall) else rule for rule in self.processors]
+        forced = forced_tokens(call, self.forced_bos_token_id, _ids(self.forced_eos_token_id))
+        return [*(rule for rule in made if rule is not None), *forced]
 
 
 def read_settings(folder: pathlib.Path) -> GenerationSettings:
@@ -60,11 +70,12 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
 
     Args:
         config: of the model.
-        generation: of its generation; its entries come first.
+        generation: of its generation; its entries come first. Where it is empty, the rules for scores are those of the
+            model's, as in transformers.
 
     >>> settings_of({"eos_token_id": 1, "pad_token_id": 0}, {"eos_token_id": [2, 3], "max_new_tokens": 5})
     GenerationSettings(eos_token_ids=(2, 3), pad_token_id=0, decoder_start_token_id=None, image_token_id=None, \
-max_new_tokens=5, processors=())
+max_new_tokens=5, processors=(), forced_bos_token_id=None, forced_eos_token_id=None)
     """
     text = {**config, **(config.get("text_config") or {})}
 
@@ -72,8 +83,9 @@ max_new_tokens=5, processors=())
         places = (generation, config, text)
         return next((place[name] for place in places if place.get(name) is not None), None)
 
-    ends = first("eos_token_id")
-    ends = tuple(ends) if isinstance(ends, (list, tuple)) else () if ends is None else (ends,)
+    rules = generation or text
+    ends = _ids(first("eos_token_id"))
+    forced = rules.get("forced_eos_token_id")
     pad = first("pad_token_id")
     start = first("decoder_start_token_id")
     return GenerationSettings(
@@ -82,31 +94,11 @@ max_new_tokens=5, processors=())
         start if start is not None else first("bos_token_id"),
         next((config[name] for name in ("image_token_id", "image_token_index") if config.get(name) is not None), None),
         first("max_new_tokens") or 20,
-        _processors(generation),
+        score_rules(rules),
+        rules.get("forced_bos_token_id"),
+        tuple(forced) if isinstance(forced, list) else forced,
     )
 
 
-def _processors(generation: Mapping[str, Any]) -> tuple[ScoreProcessor, ...]:
-    """The rules of a ``generation_config.json``, in the order in which transformers applies them."""
-    made: list[ScoreProcessor] = []
-    penalty = generation.get("repetition_penalty")
-    if penalty is not None and penalty != 1.0:
-        made.append(_library("RepetitionPenaltyLogitsProcessor", penalty=float(penalty)))
-    if generation.get("no_repeat_ngram_size"):
-        made.append(_library("NoRepeatNGramLogitsProcessor", generation["no_repeat_ngram_size"]))
-    if generation.get("suppress_tokens"):
-        made.append(_library("SuppressTokensLogitsProcessor", generation["suppress_tokens"]))
-    if generation.get("begin_suppress_tokens"):
-        made.append(_library("SuppressTokensAtBeginLogitsProcessor", generation["begin_suppress_tokens"], 1))
-    return tuple(made)
-
-
-def _library(name: str, *args: Any, **kwargs: Any) -> ScoreProcessor:
-    try:
-        import transformers
-    except ImportError:
-        raise GenerationError(
-            f"generation_config.json asks for transformers' {name}:\n    pip install 'yobx-flatten[transformers]'"
-        ) from None
-    made: ScoreProcessor = getattr(transformers, name)(*args, **kwargs)
-    return made
+def _ids(value: Any) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else () if value is None else (value,)

@@ -164,7 +164,7 @@ class ExportHook:
             args, kwargs = _without_slices(args), _without_slices(kwargs)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(_duck_shapes_off())
-                stack.enter_context(_plain_attention())
+                stack.enter_context(_PLAIN_ATTENTION)
                 for support in supports:
                     args, kwargs = support.prepare(args), support.prepare(kwargs)
                     stack.enter_context(support.traceable())
@@ -184,15 +184,37 @@ def _without_slices(tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.contiguous() if _is_slice(leaf) else leaf, tree)
 
 
-def _plain_attention() -> contextlib.AbstractContextManager[None]:
+class _PlainAttention:
     """Trace the attention with the strides of its plain kernel, those that every other kernel's callers may rely on.
 
     The attention stays one operator, but a ``contiguous`` behind it is dropped where the CPU's fused kernel happens to
     return strides that make it needless. The ONNX exporter then cannot view the result ("Cannot view a tensor with
     shape", T5 and AFMoE in torch 2.13). The fused kernel also asks whether there is one row
     (https://github.com/pytorch/pytorch/issues/180202).
+
+    torch keeps the choice of kernels for the process, not for a thread: the first trace makes it, and the last one puts
+    back what was found.
     """
-    return sdpa_kernel(SDPBackend.MATH)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._choice = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._holders == 0:
+                self._choice.enter_context(sdpa_kernel(SDPBackend.MATH))
+            self._holders += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0:
+                self._choice.close()
+
+
+_PLAIN_ATTENTION = _PlainAttention()
 
 
 def _is_slice(leaf: Any) -> bool:
@@ -242,7 +264,7 @@ class _RememberingProgram(ExportedProgram):
         attention = torch.ops.aten.scaled_dot_product_attention.default
         if decomp_table is None or attention in decomp_table:
             return super().run_decompositions(decomp_table, *args, **kwargs)
-        with _plain_attention():
+        with _PLAIN_ATTENTION:
             return super().run_decompositions(decomp_table, *args, **kwargs)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["AttributePatch", "ImportHook", "ImportedPatch"]
+__all__ = ["AttributePatch", "ImportHook", "ImportedPatch", "TracePatch", "tracing_here"]
 
 _MISSING = object()
 
@@ -57,6 +59,50 @@ class AttributePatch:
             delattr(self._owner, self._name)
         else:  # a class's own dict is read-only
             setattr(self._owner, self._name, value)
+
+
+class _Traces(threading.local):
+    """The traces that are under way in this thread, one in another."""
+
+    count = 0
+
+
+_TRACES = _Traces()
+
+
+@contextlib.contextmanager
+def tracing_here() -> Iterator[None]:
+    """Tell the patches of a trace that this thread traces, and no other does."""
+    _TRACES.count += 1
+    try:
+        yield
+    finally:
+        _TRACES.count -= 1
+
+
+class TracePatch(AttributePatch):
+    """A function, of a module or a class, that is another one for threads in :func:`tracing_here`.
+
+    Args:
+        owner: the module or the class.
+        name: of the function.
+        make: makes the traceable version of the function that it is given, or returns that.
+    """
+
+    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        original = vars(owner)[name]
+        super().__init__(owner, name, _in_traces(original, make(original)))
+
+
+def _in_traces(original: Any, version: Any) -> Any:
+    if isinstance(original, (staticmethod, classmethod)):
+        return type(original)(_in_traces(original.__func__, getattr(version, "__func__", version)))
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        return (version if _TRACES.count else original)(*args, **kwargs)
+
+    # a class has no attributes that a function could take over
+    return functools.update_wrapper(asked, original, updated=("__dict__",) if type(original) is FunctionType else ())
 
 
 class ImportHook(importlib.abc.MetaPathFinder):

@@ -2,11 +2,12 @@
 
 import importlib
 import sys
+import threading
 import types
 
 import pytest
 
-from yobx_flatten.patches import AttributePatch, ImportHook
+from yobx_flatten.patches import AttributePatch, ImportHook, TracePatch, tracing_here
 
 
 class Base:
@@ -116,6 +117,27 @@ def test_a_patch_that_fails_holds_nothing():
         patch.acquire()
     patch = AttributePatch(int, "bit_length", replacement)
     assert vars(int)["bit_length"] is not replacement
+
+
+@pytest.mark.parametrize("name", ["method", "static", "of_class"])
+def test_a_patch_of_a_trace_is_for_the_thread_that_traces(owner, name):
+    """Another thread gets the original while the patch is in place, and so does this one outside of its trace."""
+    original = vars(owner)[name]
+    patch = TracePatch(owner, name, lambda original: lambda *args: "replaced")
+    expected = getattr(owner(), name)()
+    patch.acquire()
+    elsewhere: list[str] = []
+    with tracing_here():
+        with tracing_here():
+            pass
+        inside = getattr(owner(), name)()
+        thread = threading.Thread(target=lambda: elsewhere.append(getattr(owner(), name)()))
+        thread.start()
+        thread.join()
+    outside = getattr(owner(), name)()
+    patch.release()
+    assert (inside, elsewhere, outside) == ("replaced", [expected], expected)
+    assert vars(owner)[name] is original
 
 
 # The hook for an import.

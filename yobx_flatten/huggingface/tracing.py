@@ -5,7 +5,8 @@ and on whether a mask can be left out; each would fix the example's case in the 
 compute the same values without a branch: of the layers (:mod:`.tracing_layers`), of the masks
 (:mod:`.tracing_masks`), and of some models (:mod:`.tracing_models`).
 
-The replacements are in force during a trace only, and the originals are asked again for what they do not cover.
+The replacements are in force during a trace only, for the thread that traces, and the originals are asked again for
+what they do not cover.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..onnx_operators import Translation
-from ..patches import AttributePatch
+from ..patches import AttributePatch, TracePatch, tracing_here
 from .loaded import subclasses_of
 from .model_patches import upstream_replacements
 from .tracing_layers import layer_replacements
@@ -38,7 +39,7 @@ class TransformersTracing:
     modules = "transformers"
 
     def __init__(self) -> None:
-        self._patches: dict[tuple[Any, str], AttributePatch] = {}
+        self._patches: dict[tuple[Any, str], TracePatch] = {}
         self._keys_given: dict[type, AttributePatch] = {}
         self._open = 0
         self._lock = threading.Lock()
@@ -100,7 +101,8 @@ class TransformersTracing:
         """Put the traceable versions in place, and the originals back."""
         with self._lock:
             patches = [
-                self._patches.setdefault((target, name), AttributePatch(target, name, make(vars(target)[name])))
+                self._patches.get((target, name))
+                or self._patches.setdefault((target, name), TracePatch(target, name, make))
                 for target, name, make in _replacements()
             ]
         with contextlib.ExitStack() as stack:
@@ -109,6 +111,7 @@ class TransformersTracing:
             for patch in patches:
                 patch.acquire()
                 stack.callback(patch.release)
+            stack.enter_context(tracing_here())
             yield
 
     def translations(self) -> Iterator[Translation]:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS: dict[str, list[list[str]]] = {
     "yobx_flatten": [
         ["errors"],
-        ["recipe", "static_codec", "patches", "hashable", "keys", "onnx_operators", "onnx_file"],
+        ["recipe", "static_codec", "patches", "hashable", "keys", "onnx_operators", "onnx_file", "undisturbed"],
         ["codegen"],
         ["fields", "roundtrip", "backends.contract", "backends.waiting", "backends.optree_table"],
         ["backends.*"],
@@ -45,7 +45,7 @@ LAYERS: dict[str, list[list[str]]] = {
         ["diagnose.contents", "diagnose.conformance"],
         ["diagnose.remedies", "diagnose.inside"],
         ["diagnose.opaque", "diagnose.spec_diff"],
-        ["diagnose.drawing", "diagnose.varying", "leaf"],
+        ["diagnose.drawing", "diagnose.varying", "leaf", "compare"],
         ["shapes", "naming"],
         ["storage.elements", "storage.trusted", "storage.matching"],
         ["storage.values"],

@@ -35,6 +35,7 @@ from .scopes import register_flattening_functions
 from .shapes import check_dynamic_shapes
 from .shapes import dynamic_shapes as write_dynamic_shapes
 from .tree import node_of
+from .undisturbed import draws_random_numbers, own_written_state, seeded, undisturbed, written_state
 
 __all__ = ["Export", "ExportedModel", "export_program"]
 
@@ -167,7 +168,8 @@ class Export:
         from .huggingface.cases import decode_inputs
 
         like = {name: value for name, value in self.kwargs.items() if value is not None}
-        return {**self.kwargs, **decode_inputs(self.module, sizes, like, seed)}
+        with undisturbed(self.module):
+            return {**self.kwargs, **decode_inputs(self.module, sizes, like, seed)}
 
     def replace_example(self, shapes: Any, fixed: list[str]) -> None:
         """Take an example of sizes that torch does not fix, if the model takes it."""
@@ -175,7 +177,7 @@ class Export:
 
         try:
             larger = self.resized(DecodeSizes(), 0)
-            with torch.no_grad():
+            with torch.no_grad(), undisturbed(self.module):
                 self.module(**clone(larger))
         except Exception as error:  # some take one token at a time (ProphetNet)
             lines = str(error).splitlines() or [""]
@@ -239,7 +241,8 @@ class Export:
             raise explained from error
         self.report.export_seconds = time.perf_counter() - start
         self.input_leaves = leaf_names(self.named(self.args, self.kwargs))
-        with torch.no_grad():
+        self.remark_on_state(program)
+        with torch.no_grad(), undisturbed(self.module, self.written), seeded(0):
             outputs = self.module(*clone(self.args), **clone(self.kwargs))
         signature = program.graph_signature
         inputs = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
@@ -247,6 +250,20 @@ class Export:
         self.report.input_names = _named(self.input_leaves, inputs)
         self.report.output_names = _named(output_names(outputs, self.input_leaves), results)
         return program
+
+    def remark_on_state(self, program: ExportedProgram) -> None:
+        """Give the program what it writes to for itself; say so, and that it draws random numbers."""
+        self.written, self.drawing = written_state(program), draws_random_numbers(program)
+        own_written_state(program, self.written)
+        if self.written:
+            self.report.remarks.append(
+                f"forward writes to {', '.join(self.written)}: the program has its own, which it keeps from call to "
+                "call; the module's are as they were."
+            )
+        if self.drawing:
+            self.report.remarks.append(
+                f"random numbers are drawn ({', '.join(self.drawing)}): model and program had the same seed."
+            )
 
     def replay_program(self, program: ExportedProgram, cases: Iterable[Case] | None) -> list[Case]:
         """Replay the example and the cases; return all of them."""
@@ -256,18 +273,27 @@ class Export:
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
             with torch.no_grad():
                 outputs = module(*args, **clone(dict(kwargs)))
-            leaves = pytree.tree_leaves(outputs)
-            self.last_cache = getattr(outputs, self.cache_is, None)
-            return dict(zip(output_names(outputs, self.input_leaves), leaves, strict=True))
+            self.last_outputs = outputs
+            return {}
 
         def feed_back(kwargs: Mapping[str, Any], outputs: dict[str, Any]) -> Mapping[str, Any]:
-            return {**kwargs, self.cache_is: self.last_cache}
+            return {**kwargs, self.cache_is: getattr(self.last_outputs, self.cache_is, None)}
 
         for case in chosen:
             logger.info("replaying %s with torch.export", case.name)
-            self.report.cases.append(
-                replay("torch.export", run, self.module, case, following(), feed_back, taken=self.input_leaves)
-            )
+            with undisturbed(module, self.written):
+                result = replay(
+                    "torch.export",
+                    run,
+                    self.module,
+                    case,
+                    following(),
+                    feed_back,
+                    taken=self.input_leaves,
+                    returned=lambda: self.last_outputs,
+                    written=self.written,
+                )
+            self.report.cases.append(result)
         return chosen
 
     def choose_cases(self, cases: Iterable[Case] | None) -> Sequence[Case]:

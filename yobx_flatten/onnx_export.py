@@ -90,6 +90,16 @@ class OnnxExport(Export):
 
     def replay_onnx(self, path: pathlib.Path, cases: Sequence[Case]) -> None:
         """Replay the cases with the file."""
+        if self.written:
+            self.report.remarks.append(
+                f"an ONNX file keeps nothing from call to call: {', '.join(self.written)} is at every call what it was "
+                "at the export."
+            )
+        if self.drawing:
+            self.report.remarks.append(
+                "onnxruntime draws random numbers of its own, so that differences to it mean nothing: export what "
+                "draws none (module.eval()), or pass them as an input."
+            )
         steps = OnnxSteps(path, self.input_leaves, self.cache_is)
         for case in cases:
             logger.info("replaying %s with onnxruntime", case.name)
@@ -102,5 +112,6 @@ class OnnxExport(Export):
                     following(),
                     steps.feed_back,
                     taken=self.input_leaves,
+                    written=self.written,
                 )
             )

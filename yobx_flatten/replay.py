@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from .compare import compare_outputs, largest_difference
 from .errors import ReplayError
 from .naming import output_names
+from .undisturbed import seeded, undisturbed
 
-__all__ = ["Case", "CaseResult", "clone", "largest_difference", "replay"]
+__all__ = ["Case", "CaseResult", "clone", "replay"]
 
 Next = Callable[[Mapping[str, Any], Any, int], dict[str, Any] | None]
 
@@ -66,18 +68,24 @@ def clone(tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def eager_steps(module: torch.nn.Module, case: Case, following: Next) -> list[tuple[Mapping[str, Any], Any]]:
-    """Run a case eagerly: inputs and outputs of each step, both copied before anything writes to them."""
+def eager_steps(
+    module: torch.nn.Module, case: Case, following: Next, written: Collection[str] = ()
+) -> list[tuple[Mapping[str, Any], Any]]:
+    """Run a case eagerly: inputs and outputs of each step, both copied before anything writes to them.
+
+    The module is as it was afterwards; from step to step it keeps what it changes of its state.
+    """
     steps: list[tuple[Mapping[str, Any], Any]] = []
     kwargs: Mapping[str, Any] | None = clone(dict(case.kwargs))
-    for index in range(case.steps):
-        if kwargs is None:
-            break
-        given = clone(kwargs)
-        with torch.no_grad():
-            outputs = module(*clone(case.args), **kwargs)
-        steps.append((given, clone(outputs)))
-        kwargs = following(given, outputs, index) if index + 1 < case.steps else None
+    with undisturbed(module, written):
+        for index in range(case.steps):
+            if kwargs is None:
+                break
+            given = clone(kwargs)
+            with torch.no_grad(), seeded(index):
+                outputs = module(*clone(case.args), **kwargs)
+            steps.append((given, clone(outputs)))
+            kwargs = following(given, outputs, index) if index + 1 < case.steps else None
     return steps
 
 
@@ -90,6 +98,8 @@ def replay(
     feed_back: Callable[[Mapping[str, Any], dict[str, Any]], Mapping[str, Any]],
     *,
     taken: Collection[str] = (),
+    returned: Callable[[], Any] | None = None,
+    written: Collection[str] = (),
 ) -> CaseResult:
     """Run one case eagerly and by the program, and compare every output of every step.
 
@@ -101,11 +111,14 @@ def replay(
         following: makes the next step's inputs from the eager outputs.
         feed_back: puts the program's own outputs in place of the eager cache in the next step's inputs.
         taken: names of inputs, see :func:`.naming.output_names`.
+        returned: what the program's last call returned, nested as the model's own outputs; ``None`` for a graph, which
+            returns tensors only.
+        written: parameters that the module writes to, see :func:`.undisturbed.undisturbed`.
 
     Returns:
         The differences, or why the case stopped.
     """
-    expected = eager_steps(module, case, following)
+    expected = eager_steps(module, case, following, written)
     differences: dict[str, float] = {}
     outputs: dict[str, Any] = {}
     seconds = 0.0
@@ -113,40 +126,32 @@ def replay(
         fed = kwargs if index == 0 else feed_back(kwargs, outputs)
         start = time.perf_counter()
         try:
-            outputs = run(clone(case.args), fed)
+            with seeded(index):
+                outputs = run(clone(case.args), fed)
         except Exception as error:  # whatever the runtime raises is the result of this case
             reason = f"step {index}: {type(error).__name__}: {str(error).strip()[:500]}"
             return CaseResult(case.name, runtime, index, differences, seconds, reason)
         seconds += time.perf_counter() - start
-        wanted = dict(zip(output_names(eager, taken), pytree.tree_leaves(eager), strict=True))
-        for name, value in wanted.items():
-            if value is None or isinstance(value, (bool, str)):
-                continue
-            try:
-                difference = largest_difference(value, outputs[name])
-            except (KeyError, ReplayError) as error:
-                reason = (
-                    f"step {index}, output {name!r}: {error if isinstance(error, ReplayError) else 'it is missing'}"
-                )
-                return CaseResult(case.name, runtime, index, differences, seconds, reason)
+        names = output_names(eager, taken)
+        try:
+            found = _tensors(eager, outputs, names) if returned is None else compare_outputs(eager, returned(), names)
+        except ReplayError as error:
+            return CaseResult(case.name, runtime, index, differences, seconds, f"step {index}, {error}")
+        for name, difference in found.items():
             differences[name] = max(differences.get(name, 0.0), difference)
     return CaseResult(case.name, runtime, len(expected), differences, seconds)
 
 
-def largest_difference(expected: Any, found: Any) -> float:
-    """Compare two tensors or numbers; infinite where one of them is NaN.
-
-    Raises:
-        ReplayError: when their shapes differ.
-    """
-    expected, found = torch.as_tensor(expected), torch.as_tensor(found).to(torch.as_tensor(expected).device)
-    if expected.shape != found.shape:
-        raise ReplayError(f"expected shape {tuple(expected.shape)}, found {tuple(found.shape)}")
-    if expected.numel() == 0:
-        return 0.0
-    if expected.dtype == torch.bool:
-        return float((expected != found).any())
-    difference = (expected.double() - found.double()).abs()
-    difference[(expected == found) | (expected.isnan() & found.isnan())] = 0.0  # inf - inf is nan, and no difference
-    worst = difference.max().item()
-    return float("inf") if worst != worst else worst
+def _tensors(eager: Any, outputs: Mapping[str, Any], names: Collection[str]) -> dict[str, float]:
+    """Compare with the outputs of a graph: what is no tensor is part of it, and no output."""
+    differences = {}
+    for name, value in zip(names, pytree.tree_leaves(eager), strict=True):
+        if name not in outputs:
+            if isinstance(value, torch.Tensor):
+                raise ReplayError(f"output {name!r}: it is missing")
+            continue
+        try:
+            differences[name] = largest_difference(value, outputs[name])
+        except ReplayError as error:
+            raise ReplayError(f"output {name!r}: {error}") from None
+    return differences

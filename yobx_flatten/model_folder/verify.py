@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from ..compare import largest_difference
 from ..errors import FlattenError, ForeignFileError
 from ..generate.generator import Generator
 from ..generate.onnx_generator import OnnxGenerator
 from ..generate.onnx_runner import open_session
 from ..generate.program_generator import ProgramGenerator
 from ..generate.program_runner import ProgramRunner, open_program
-from ..replay import largest_difference
 from ..storage.cases import StoredCase, load_case
 from ..storage.replay import replay_case
 from .manifest import FolderManifest, read_manifest

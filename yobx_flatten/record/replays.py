@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 
+from ..compare import compare_outputs
 from ..diagnose.spec_diff import compare_specs
-from ..errors import ReplayError, SpecMismatchError
+from ..errors import SpecMismatchError
 from ..naming import output_names
-from ..replay import CaseResult, largest_difference
+from ..replay import CaseResult
 from .call import Call
 from .snapshot import libraries_in_use
 
@@ -73,26 +73,11 @@ def _replay(call: Call, run: Callable[[dict[str, Any]], Any]) -> CaseResult:
     try:
         outputs = run(inputs)
         seconds = time.perf_counter() - start
-        found = dict(zip(output_names(outputs), pytree.tree_leaves(outputs), strict=True))
-        differences = _differences(expected, found)
+        differences = compare_outputs(expected, outputs, output_names(expected))
     except Exception as error:  # whatever the program raises is the result of this call
         message = " ".join(str(error).split())
         return CaseResult(name, "torch.export", 0, {}, 0.0, f"{type(error).__name__}: {message[:300]}")
     return CaseResult(name, "torch.export", 1, differences, seconds)
-
-
-def _differences(expected: Any, found: Mapping[str, Any]) -> dict[str, float]:
-    differences = {}
-    for name, value in zip(output_names(expected), pytree.tree_leaves(expected), strict=True):
-        if value is None or isinstance(value, (bool, str)):
-            continue
-        if name not in found:
-            raise ReplayError(f"output {name!r} is missing")
-        try:
-            differences[name] = largest_difference(value, found[name])
-        except ReplayError as error:
-            raise ReplayError(f"output {name!r}: {error}") from None
-    return differences
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..compare import is_text, largest_difference
 from ..errors import InvalidArgumentError, ReplayError, describe_class
 from ..naming import leaf_names, output_names
 from .cases import StoredCase
@@ -161,12 +162,6 @@ def _is_data(leaf: Any) -> bool:
     return hasattr(leaf, "__array__") and hasattr(leaf, "dtype")
 
 
-def _is_text(value: Any) -> bool:
-    if isinstance(value, (str, torch.Tensor)):
-        return isinstance(value, str)
-    return getattr(getattr(value, "dtype", None), "kind", "") in ("U", "O")
-
-
 def _to_onnxruntime(runtime: Any, name: str, kind: str, leaf: Any) -> Any:
     import numpy
 
@@ -176,7 +171,7 @@ def _to_onnxruntime(runtime: Any, name: str, kind: str, leaf: Any) -> Any:
         return numpy.array(leaf, object if wanted == "str" else wanted)
     tensor = leaf if isinstance(leaf, torch.Tensor) else None
     found = str(leaf.dtype).removeprefix("torch.") if tensor is not None else leaf.dtype.name
-    if found != wanted and not (wanted == "str" and _is_text(leaf)):
+    if found != wanted and not (wanted == "str" and is_text(leaf)):
         raise ReplayError(f"The model takes {name} as {wanted}, and the case has it as {found}.")
     if tensor is None:
         return leaf.astype(object) if wanted == "str" else leaf
@@ -194,7 +189,7 @@ def _run(session: Any, feeds: Mapping[str, Any]) -> dict[str, Any]:
 
     names = [node.name for node in session.get_outputs()]
     try:
-        if any(map(_is_text, feeds.values())):  # no OrtValue holds text
+        if any(map(is_text, feeds.values())):  # no OrtValue holds text
             return {name: _tensor(array) for name, array in zip(names, session.run(names, feeds), strict=True)}
         values = {
             name: value if isinstance(value, onnxruntime.OrtValue) else onnxruntime.OrtValue.ortvalue_from_numpy(value)
@@ -217,7 +212,7 @@ def _from_onnxruntime(value: Any) -> Any:
 
 def _tensor(array: Any) -> Any:
     # onnxruntime's uint64 is a type of C of the same size, which torch does not take
-    return array if _is_text(array) else torch.tensor(array.view(array.dtype.str))
+    return array if is_text(array) else torch.tensor(array.view(array.dtype.str))
 
 
 def _compare(case: StoredCase, results: Mapping[str, Any]) -> list[OutputDifference]:
@@ -236,23 +231,10 @@ def _compare(case: StoredCase, results: Mapping[str, Any]) -> list[OutputDiffere
 
 def _difference(expected: Any, found: Any) -> tuple[float, str | None]:
     """The largest difference, and what makes the two incomparable."""
-    if _is_text(found) or _is_text(expected):
-        same = getattr(expected, "tolist", lambda: expected)() == found.tolist()
-        return (0.0, None) if same else (float("inf"), "another text")
-    typed = hasattr(expected, "dtype")  # a number has no type of its own
-    expected = torch.as_tensor(expected).detach().cpu()
-    if expected.shape != found.shape:
-        return float("inf"), f"expected shape {tuple(expected.shape)}, found {tuple(found.shape)}"
-    if typed and expected.dtype != found.dtype:
-        return float("inf"), f"expected {expected.dtype}, found {found.dtype}"
-    if expected.numel() == 0:
-        return 0.0, None
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    left, right = expected.to(wide), found.to(wide)
-    difference = (left - right).abs()
-    difference[(left == right) | (left.isnan() & right.isnan())] = 0.0  # inf - inf is nan, and no difference
-    worst = difference.max().item()
-    return (float("inf") if worst != worst else worst), None
+    try:
+        return largest_difference(expected, found), None
+    except ReplayError as error:
+        return float("inf"), str(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,119 @@
+"""A module called and left as it was: its state on copies, random numbers from a seed of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+__all__ = ["draws_random_numbers", "own_written_state", "seeded", "undisturbed", "written_state"]
+
+
+@contextlib.contextmanager
+def undisturbed(module: torch.nn.Module, written: Collection[str] = ()) -> Iterator[None]:
+    """Call a module inside: what it writes to its buffers, or puts in their place, is gone afterwards.
+
+    Its own tensors stand aside meanwhile, with the same identity, content and version afterwards, also after an
+    exception. Parameters, which are large and which few modules write to, are shared but for those that are named.
+
+    Args:
+        module: a module; copies stand in the place of its buffers.
+        written: names of parameters that its ``forward`` writes to, too.
+    """
+    found = []
+    copies: dict[int, torch.Tensor] = {}  # what is tied stays tied
+    for prefix, owner in module.named_modules():
+        for held in (owner._buffers, owner._parameters):
+            found.append((held, dict(held)))
+            for name, tensor in held.items():
+                if tensor is None or (held is owner._parameters and f"{prefix}.{name}".lstrip(".") not in written):
+                    continue
+                if id(tensor) not in copies:
+                    copies[id(tensor)] = _copy(tensor)
+                held[name] = copies[id(tensor)]
+    try:
+        yield
+    finally:
+        for held, before in found:
+            held.clear()
+            held.update(before)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw the same random numbers at every entry; the caller's generators are as they were afterwards."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed_all(seed)
+        yield
+
+
+def written_state(program: ExportedProgram) -> list[str]:
+    """Name the buffers and parameters that a program writes to, in the order of its inputs."""
+    signature = program.graph_signature
+    names = {
+        spec.arg.name: spec.target
+        for spec in signature.input_specs
+        if spec.kind in (InputKind.BUFFER, InputKind.PARAMETER) and spec.target is not None
+    }
+    found = {*signature.buffers_to_mutate.values(), *getattr(signature, "parameters_to_mutate", {}).values()}
+    for node in program.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None:
+            continue
+        given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+        writes = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        if any(given.get(flag) is True for flag in _LEARNS):
+            writes |= _STATISTICS  # batch_norm writes to them, and its schema does not say so
+        found |= {names.get(_root(given.get(name)), "") for name in writes}
+    return [name for name in names.values() if name in found]
+
+
+_STATISTICS = {"running_mean", "running_var"}
+_LEARNS = ("training", "train", "use_input_stats")
+
+
+def _root(node: object) -> str:
+    """The input that a written tensor is, or is a view of."""
+    while isinstance(node, torch.fx.Node) and node.op == "call_function" and node.args:
+        node = node.args[0]
+    return node.name if isinstance(node, torch.fx.Node) else ""
+
+
+def own_written_state(program: ExportedProgram, written: Collection[str]) -> None:
+    """Give a program copies of what it writes to: it shares the tensors of the module that was exported."""
+    for name in written:
+        program.state_dict[name] = _copy(program.state_dict[name])
+
+
+def draws_random_numbers(program: ExportedProgram) -> list[str]:
+    """Name the operators of a program that draw random numbers."""
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    drawing = [t for t in targets if torch.Tag.nondeterministic_seeded in getattr(t, "tags", ())]
+    return [str(target) for target in dict.fromkeys(drawing) if not _is_switched_off(target, program)]
+
+
+def _is_switched_off(target: Any, program: ExportedProgram) -> bool:
+    """A dropout of a module in ``eval()`` is in the graph and does nothing; so is that of an attention."""
+    switches = {"train", "dropout_p"}
+    for node in program.graph.nodes:
+        if node.op != "call_function" or node.target is not target:
+            continue
+        given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | node.kwargs
+        named = [a for a in target._schema.arguments if a.name in switches]
+        if not named or any(given.get(a.name, a.default_value) for a in named):
+            return False
+    return True
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.detach().clone()
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(copy, requires_grad=tensor.requires_grad)
+    return copy

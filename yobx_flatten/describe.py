@@ -10,8 +10,8 @@ small function that writes it. Names instead of classes, because NumPy and trans
     | | |  |    +---+----+----------- minimum, maximum, average (``with_min_max``), or ``=value`` if 0-d
     | | |  +------------------------- shape (``with_shape``), otherwise ``r`` and the number of dimensions
     | | +---------------------------- element type, as ``onnx.TensorProto`` numbers it
-    | +------------------------------ T torch tensor, F FakeTensor, A NumPy array
-    +-------------------------------- C host or meta, G accelerator (``with_device``, torch only)
+    | +------------------------------ T torch tensor, F FakeTensor, A NumPy array, OV OrtValue
+    +-------------------------------- C host or meta, G accelerator (``with_device``; none for NumPy)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import enum
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils._pytree import SUPPORTED_NODES
@@ -47,6 +47,7 @@ _COMPARABLE = {"uint16": torch.int64, "uint32": torch.int64, "uint64": torch.flo
 _DEEPEST = 100
 _LONGEST_SET = 10
 _PAIR = ("keys", "values")
+_PLAIN_LAYERS = {"DynamicLayer"}, {"StaticLayer"}
 
 
 def string_type(
@@ -57,6 +58,8 @@ def string_type(
     ignore: bool = False,
     limit: int = 20,
     verbose: int = 0,
+    *,
+    caches: Literal["layers", "lists"] = "layers",
 ) -> str:
     """One line that says what a nested object is made of.
 
@@ -74,6 +77,8 @@ def string_type(
         limit: Lists and tuples of this length or longer are cut after their first element.
         verbose: Hand the trace of the visited classes to the handlers of logger ``yobx_flatten``, even if its
             level is above ``DEBUG``.
+        caches: How to write a cache whose layers are all of one class: by ``"layers"``, as every other cache, or as the
+            ``"lists"`` ``key_cache`` and ``value_cache``, as onnx-diagnostic does.
 
     Returns:
         The description, without line breaks.
@@ -86,7 +91,7 @@ def string_type(
         '(T7s4[0,3:A1.5],float=2.5)'
     """
     del ignore
-    text = _Writer(with_shape, with_min_max, with_device, limit, verbose).text(obj)
+    text = _Writer(with_shape, with_min_max, with_device, limit, verbose, caches == "lists").text(obj)
     return " ".join(text.split())  # a key may have line breaks
 
 
@@ -99,6 +104,7 @@ class _Writer:
     device: bool
     limit: int
     verbose: int
+    lists: bool
     inside: list[int] = dataclasses.field(default_factory=list)
 
     def text(self, obj: Any) -> str:
@@ -263,6 +269,9 @@ def _cache(writer: _Writer, obj: Any) -> str:
         return f"{_name(obj)}({writer.named(obj, ['self_attention_cache', 'cross_attention_cache'])})"
     if not hasattr(obj, "layers"):
         return _other(writer, obj)  # some other library's class of that name
+    if writer.lists and obj.layers and {_name(layer) for layer in obj.layers} in _PLAIN_LAYERS:
+        keys, values = ([getattr(layer, name) for layer in obj.layers] for name in _PAIR)
+        return f"{_name(obj)}(key_cache={writer.text(keys)}, value_cache={writer.text(values)})"
     return f"{_name(obj)}({', '.join([_layer_in_cache(writer, layer) for layer in obj.layers])})"
 
 
@@ -311,6 +320,18 @@ def _ndarray(writer: _Writer, obj: Any) -> str:
     if not writer.values or code in (_STRING, _UNDEFINED):
         return text
     return text + _values(writer, _numpy_values, obj)
+
+
+def _ort_value(writer: _Writer, obj: Any) -> str:
+    if not obj.has_value():
+        return "OV(<novalue>)"
+    if not obj.is_tensor():
+        return "OV(NOTENSOR)"
+    place = ("C" if obj.device_name().lower() == "cpu" else "G") if writer.device else ""
+    text = _array_text(writer, "", obj.element_type(), obj.shape())
+    # NumPy has no name for what it cannot hold, as bfloat16
+    values = _values(writer, lambda value: _ndarray(writer, value.numpy()), obj) if writer.values else ""
+    return f"{place}OV({values})" if values else f"{place}OV{text}"
 
 
 def _values(writer: _Writer, read: Callable[[Any], str], obj: Any) -> str:
@@ -372,6 +393,7 @@ _RULES: dict[str, _Rule] = {
         (_ndarray, "numpy:ndarray"),
         (_numpy_dtype, "numpy:dtype"),
         (_tensor, "torch:Tensor"),
+        (_ort_value, "onnxruntime:OrtValue"),
         (_dim, "torch:Dim torch:_DimHint"),
         (_printed, "torch:dtype torch:device torch:layout torch:memory_format"),
         (_repr, "torch:TreeSpec torch:MappingKey torch:SequenceKey torch:GetAttrKey torch:Proxy"),

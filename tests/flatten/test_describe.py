@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from tests.flatten.other_libraries import forget
+from yobx_flatten import make_dynamic_cache, make_static_cache
 from yobx_flatten.describe import _ELEMENT_TYPES, string_type
 
 needs_transformers = pytest.mark.skipif(
@@ -440,6 +441,31 @@ def test_layers_not_filled_yet_show_none():
 
 
 @needs_transformers
+@needs_transformers
+def test_a_cache_of_equal_layers_may_be_written_as_two_lists():
+    """As onnx-diagnostic writes it; layers of several classes are written one by one either way."""
+    pairs = [(torch.zeros(2, 4, 3, 7), torch.zeros(2, 4, 3, 7))]
+    full, static = make_dynamic_cache(pairs), make_static_cache(pairs)
+    lists = "(key_cache=#1[T1s2x4x3x7], value_cache=#1[T1s2x4x3x7])"
+    assert string_type(full, with_shape=True, caches="lists") == f"DynamicCache{lists}"
+    assert string_type([static], with_shape=True, caches="lists") == f"#1[StaticCache{lists}]"
+    mixed = make_dynamic_cache(pairs * 2, ["DynamicLayer", "DynamicSlidingWindowLayer"])
+    assert string_type(mixed, caches="lists") == string_type(mixed)
+
+
+def test_a_value_of_onnxruntime_shows_type_and_shape():
+    """Where it is, on demand, and what NumPy reads of it: nothing of bfloat16, for which NumPy has no name."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    value = onnxruntime.OrtValue.ortvalue_from_numpy(np.array([[0.0, 2.0, 4.0]], dtype=np.float32))
+    for one in (value, value._get_c_value()):
+        assert string_type(one) == "OV1r2"
+        assert string_type([one], with_shape=True) == "#1[OV1s1x3]"
+        assert string_type(one, with_shape=True, with_device=True) == "COV1s1x3"
+        assert string_type(one, with_shape=True, with_min_max=True) == "OV(A1s1x3[0.0,4.0:A2.0])"
+    bfloat16 = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(np.ones(2, np.uint16), 16)
+    assert string_type(bfloat16, with_shape=True, with_min_max=True) == "OV16s2"
+
+
 def test_an_encoder_decoder_cache_names_its_two_caches():
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 

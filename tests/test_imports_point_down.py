@@ -77,6 +77,7 @@ LAYERS: dict[str, list[list[str]]] = {
         ["model_folder.small"],
         ["model_folder.source"],
         ["model_folder.pieces"],
+        ["model_folder.plain_pieces"],
         ["model_folder.tasks", "model_folder.proofs", "model_folder.verify"],
         ["model_folder.write"],
         ["demo"],

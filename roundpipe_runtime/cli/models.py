@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pathlib
 
-from yobx_flatten import InvalidArgumentError
 from yobx_flatten.model_folder.small import small_config
 from yobx_flatten.model_folder.source import require_transformers
 
-from ..fine_tune import FineTuneError, ModelSource, model_source
+from ..fine_tune import ModelSource, model_source
 
 __all__ = ["source_of"]
 
@@ -21,21 +20,14 @@ def source_of(name: str) -> ModelSource:
             small one with random weights that reads bytes.
 
     Raises:
-        FineTuneError: there is no such folder, or it holds no causal language model, or there is no small one.
-        InvalidArgumentError: there is no such type.
+        FineTuneError: there is no such folder, or it holds no causal language model.
+        InvalidArgumentError: there is no such type, or no small one of it.
     """
     is_type = not pathlib.Path(name).exists() and name.replace("_", "").replace("-", "").isalnum()
     if not is_type:
         return model_source(name)
     require_transformers("a model")
-    try:
-        config = small_config(name)
-    except InvalidArgumentError:
-        raise
-    except Exception as error:  # of a configuration whose sizes depend on each other
-        raise FineTuneError(
-            f"A small {name} cannot be made: {error}. Name a folder or a config.json instead"
-        ) from error
+    config = small_config(name)
     for part in (config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", {}))):
         if hasattr(part, "initializer_range"):
             part.initializer_range = 0.02  # as wide as models are trained from

@@ -134,7 +134,7 @@ MISTAKES = {
         ["--model", "lama"],
         "'lama' is no folder and no type of model that transformers has.",
     ),
-    "no small one": (["--model", "falcon"], "A small falcon cannot be made: property 'head_dim'"),
+    "no small one": (["--model", "clap"], "A small clap cannot be made: "),
     "no config": (["--model", "texts"], "texts holds no config.json"),
     "no text": (["--text", "gone.txt"], "There is no file gone.txt"),
     "nothing": (["--text", "void.txt"], "There is no text in void.txt"),

@@ -86,6 +86,8 @@ def why_not_resizable(model: Any, kwargs: Mapping[str, Any]) -> str | None:
     """
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
         return f"{type(model).__qualname__} is not a transformers model"
+    if "encoder_outputs" in kwargs and not _encoder_reads_tokens(model):
+        return f"its encoder reads {model.main_input_name}"
     if not {"input_ids", "decoder_input_ids"} & set(kwargs):
         return "the inputs hold no input_ids"
     known = _ENCODER_DECODER if "encoder_outputs" in kwargs else _DECODER
@@ -150,7 +152,7 @@ def decode_inputs(
         Keyword arguments for the model.
 
     Raises:
-        InvalidArgumentError: when ``model`` is not a model of transformers.
+        InvalidArgumentError: when ``model`` is not a model of transformers, or its encoder reads no tokens.
         FlattenError: when ``tokens`` or ``source`` does not have the shape that ``sizes`` says.
     """
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
@@ -160,6 +162,12 @@ def decode_inputs(
         )
     config = model.config.get_text_config(decoder=True)
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    if encoder_decoder and not _encoder_reads_tokens(model):
+        raise InvalidArgumentError(
+            f"decode_inputs: the encoder of {type(model).__qualname__} reads {model.main_input_name}, and tokens are "
+            "all that is made here. Record a call instead:\n    with record_calls(model) as calls: "
+            f"model.generate({model.main_input_name}, max_new_tokens=4)\n    calls.example('decode')"
+        )
     device = next(model.parameters()).device  # not of get_input_embeddings(): some models have several, or none
     generator = torch.Generator().manual_seed(seed)
 
@@ -258,6 +266,11 @@ def next_inputs(kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
         following["position_ids"] = kwargs["position_ids"] + ids.shape[1]
     return following
+
+
+def _encoder_reads_tokens(model: Any) -> bool:
+    get_encoder = getattr(model, "get_encoder", None)
+    return get_encoder is None or "input_ids" in inspect.signature(get_encoder().forward).parameters
 
 
 def _decoder_inputs(model: Any) -> tuple[str, ...]:

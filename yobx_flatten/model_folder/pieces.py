@@ -32,7 +32,7 @@ __all__ = [
     "decoder_pieces",
     "encoder_decoder_pieces",
     "images_for",
-    "plain_pieces",
+    "random_tokens",
     "vision_language_pieces",
 ]
 
@@ -54,19 +54,6 @@ class Piece:
     kwargs: Mapping[str, Any]
     cases: Sequence[Case]
     dynamic_shapes: Any = "auto"
-
-
-def plain_pieces(model: Any, rows: int | None = None) -> list[Piece]:
-    """A model that reads tokens and has no cache: one file, ``model``."""
-
-    def kwargs(batch: int, length: int) -> dict[str, torch.Tensor]:
-        tokens = _random_tokens(model, (rows or batch, length))
-        mask = torch.ones_like(tokens)
-        mask[0, length - 1 :] = 0  # padded on the right, as encoders are
-        return {"input_ids": tokens, "attention_mask": mask}
-
-    cases = [Case(f"batch {rows or b}, length {n}", (), kwargs(b, n)) for b, n in ((1, 5), (3, 11))]
-    return [Piece("model", model, kwargs(2, 7), cases)]
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
@@ -228,12 +215,12 @@ def encoder_decoder_pieces(model: Any, rows: int | None = None) -> list[Piece]:
         else:
             mask = torch.ones(batch, source, dtype=torch.int64)
             mask[0, source - 2 :] = 0
-            read = {"input_ids": _random_tokens(model, (batch, source)), "attention_mask": mask}
+            read = {"input_ids": random_tokens(model, (batch, source)), "attention_mask": mask}
         masks = {} if mask is None else {"encoder_attention_mask": mask}
         hidden = encoder(**read)["last_hidden_state"]
-        begun = {"input_ids": _random_tokens(model, (batch, past)), "encoder_hidden_states": hidden, **masks}
+        begun = {"input_ids": random_tokens(model, (batch, past)), "encoder_hidden_states": hidden, **masks}
         cache = first(**begun)["present"]
-        gone_on = {"input_ids": _random_tokens(model, (batch, new)), "past_key_values": cache, **masks}
+        gone_on = {"input_ids": random_tokens(model, (batch, new)), "past_key_values": cache, **masks}
         return read, begun, gone_on
 
     modules = {"encoder_model": encoder, "decoder_model": first, "decoder_with_past_model": following}
@@ -251,6 +238,13 @@ def encoder_decoder_pieces(model: Any, rows: int | None = None) -> list[Piece]:
 
 
 def _spectrogram(model: Any, batch: int) -> torch.Tensor:
+    missing = [name for name in ("num_mel_bins", "max_source_positions") if not hasattr(model.config, name)]
+    if missing:
+        raise GenerationError(
+            f"{type(model).__qualname__} reads sound in another form than Whisper: its configuration has no "
+            f"{missing[0]}, so the files of an encoder-decoder model are not known for it. Record a call and export "
+            "that:\n    with record_calls(model) as calls: model.generate(...)"
+        )
     # the encoder halves the number of frames, and takes this one only
     frames = 2 * model.config.max_source_positions
     return torch.randn(batch, model.config.num_mel_bins, frames, generator=torch.Generator().manual_seed(batch))
@@ -326,7 +320,7 @@ def vision_language_pieces(model: Any, rows: int | None = None) -> list[Piece]:
 
     @torch.no_grad()
     def decode(batch: int, past: int, new: int, padding: int) -> dict[str, Any]:
-        embeds = model.get_input_embeddings()(_random_tokens(model, (batch, past + new)))
+        embeds = model.get_input_embeddings()(random_tokens(model, (batch, past + new)))
         mask = torch.ones(batch, past + new, dtype=torch.int64)
         mask[0, :padding] = 0
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -338,7 +332,7 @@ def vision_language_pieces(model: Any, rows: int | None = None) -> list[Piece]:
             "past_key_values": read["past_key_values"],
         }
 
-    tokens = {length: {"input_ids": _random_tokens(model, (rows or 3, length))} for length in (1, 6)}
+    tokens = {length: {"input_ids": random_tokens(model, (rows or 3, length))} for length in (1, 6)}
     images = [{"pixel_values": image[None]} for image in images_for(model, 3)]
     others = [Case(f"image {number}", (), given) for number, given in enumerate(images[1:], 2)]
     pasts = (3, window + 3) if window <= 512 else (3, 11)
@@ -348,7 +342,7 @@ def vision_language_pieces(model: Any, rows: int | None = None) -> list[Piece]:
         Piece(
             "embed_tokens",
             Embedding(model),
-            {"input_ids": _random_tokens(model, (rows or 2, 4))},
+            {"input_ids": random_tokens(model, (rows or 2, 4))},
             [Case(f"length {length}", (), given) for length, given in tokens.items()],
         ),
         Piece(
@@ -370,6 +364,7 @@ def images_for(model: Any, count: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(count)).to(model.dtype)
 
 
-def _random_tokens(model: Any, shape: tuple[int, int]) -> torch.Tensor:
+def random_tokens(model: Any, shape: tuple[int, int]) -> torch.Tensor:
+    """Make tokens of the model's vocabulary, which the shape determines."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(sum(shape)))

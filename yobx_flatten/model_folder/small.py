@@ -74,7 +74,8 @@ def small_config(name: str) -> Any:
         name: the type of a model in transformers: ``llama``, ``gemma3_text``, ``t5``.
 
     Raises:
-        InvalidArgumentError: when there is no such type; it proposes close ones.
+        InvalidArgumentError: when there is no such type; it proposes close ones. When its sizes depend on each other in
+            a way that is not known here.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -82,19 +83,26 @@ def small_config(name: str) -> Any:
         close = difflib.get_close_matches(name, list(CONFIG_MAPPING.keys()), n=3)
         hint = f" Did you mean {', '.join(close)}?" if close else ""
         raise InvalidArgumentError(f"{name!r} is no folder and no type of model that transformers has.{hint}")
-    return _shrunk(CONFIG_MAPPING[name])
+    try:
+        return _shrunk(CONFIG_MAPPING[name])
+    except Exception as error:  # each configuration checks its sizes in its own way
+        # where a field is checked, the second line says why
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2] or [type(error).__name__]
+        raise InvalidArgumentError(
+            f"A small {name} cannot be made: {' '.join(lines).rstrip('.:')}. Name a folder or a config.json instead."
+        ) from error
 
 
 def _shrunk(config_class: Any) -> Any:
     default = config_class()
-    options = {name: size for name, size in {**_SIZES, **_VOCABULARY}.items() if hasattr(default, name)}
+    options = {name: size for name, size in {**_SIZES, **_VOCABULARY}.items() if _may_be_set(default, name)}
     for name in _DROPPED:
         if getattr(default, name, None):
             options[name] = None
     if getattr(default, "sliding_window", None):
         options["sliding_window"] = WINDOW
     kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or []))
-    if kinds:
+    if kinds and _may_be_set(default, "layer_types"):
         options["num_hidden_layers"] = max(2, len(kinds))
         options["layer_types"] = [kinds[index % len(kinds)] for index in range(options["num_hidden_layers"])]
     for name in getattr(default, "sub_configs", {}):
@@ -107,6 +115,12 @@ def _shrunk(config_class: Any) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         config.decoder_start_token_id = _VOCABULARY["decoder_start_token_id"]  # T5's class has no value for it
     return config
+
+
+def _may_be_set(config: Any, name: str) -> bool:
+    """Tell whether a configuration has an entry that it does not work out from others."""
+    found = getattr(type(config), name, None)
+    return hasattr(config, name) and not (isinstance(found, property) and found.fset is None)
 
 
 def small_model(name: str, seed: int = 0) -> Any:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import InvalidArgumentError
-from .pieces import Piece, decoder_pieces, encoder_decoder_pieces, plain_pieces, vision_language_pieces
+from .pieces import Piece, decoder_pieces, encoder_decoder_pieces, vision_language_pieces
+from .plain_pieces import plain_pieces
 
 __all__ = ["GENERATES", "TASKS", "pieces_for", "task_of"]
 
@@ -19,8 +20,12 @@ TASKS: Mapping[str, Callable[[Any, int | None], list[Piece]]] = {
     "text-classification": plain_pieces,
     "token-classification": plain_pieces,
     "feature-extraction": plain_pieces,
+    "ctc": plain_pieces,
+    "audio-classification": plain_pieces,
+    "image-classification": plain_pieces,
 }
-"""Names of the hub, and what makes the files of such a model."""
+"""Names of the hub, and what makes the files of such a model. ``ctc`` is speech recognition frame by frame, without a
+decoder."""
 
 GENERATES = ("text-generation", "text2text-generation", "automatic-speech-recognition", "image-text-to-text")
 
@@ -30,6 +35,8 @@ _ENDINGS = {
     "ForMaskedLM": "fill-mask",
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
+    "ForCTC": "ctc",
+    "ForImageClassification": "image-classification",
 }
 
 
@@ -45,6 +52,8 @@ def task_of(model: Any) -> str:
     if hasattr(model, "get_image_features") and hasattr(config, "vision_config"):
         return "image-text-to-text"
     name = type(model).__name__
+    if name.endswith("ForSequenceClassification") and model.main_input_name == "input_values":
+        return "audio-classification"
     return next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), "feature-extraction")
 
 

@@ -17,7 +17,17 @@ ROOT = Path(__file__).parent.parent
 LAYERS: dict[str, list[list[str]]] = {
     "yobx_flatten": [
         ["errors"],
-        ["recipe", "static_codec", "patches", "hashable", "keys", "onnx_operators", "onnx_file", "undisturbed"],
+        [
+            "recipe",
+            "static_codec",
+            "patches",
+            "hashable",
+            "keys",
+            "onnx_operators",
+            "onnx_file",
+            "undisturbed",
+            "ignored_inputs",
+        ],
         ["codegen"],
         ["fields", "roundtrip", "backends.contract", "backends.waiting", "backends.optree_table"],
         ["backends.*"],

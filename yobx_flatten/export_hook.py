@@ -4,7 +4,7 @@
 * Model libraries put their traceable versions in place (see :mod:`yobx_flatten.huggingface.tracing`).
 * ``torch.onnx.export`` knows a few operators more (see :mod:`yobx_flatten.onnx_operators`).
 * A program remembers which classes it takes and returns. Called where they are not registered it says so; torch alone
-  ends in ``KeyError: <class ...>``.
+  ends in ``KeyError: <class ...>``. It also refuses what stands where the example had ``None``.
 
 All of it happens during the trace only, in whichever thread it runs; models that run eagerly inside a block are not
 touched.
@@ -30,6 +30,7 @@ from torch.export import ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .errors import NotRegisteredError
+from .ignored_inputs import refusal_of_ignored_inputs
 from .onnx_operators import TRANSLATIONS, Translation, add_translation
 from .patches import AttributePatch, ImportedPatch
 from .registry import REGISTRY
@@ -255,6 +256,9 @@ class _RememberingProgram(ExportedProgram):
         classes = _classes_of(self)
         require_registered(classes, "This program")  # torch reads its guards' paths off the inputs here, wrongly then
         module = super().module(*args, **kwargs)
+        refuse = refusal_of_ignored_inputs(self)
+        if refuse is not None:
+            module.register_forward_pre_hook(refuse, prepend=True, with_kwargs=True)
         if classes:
             module.register_forward_pre_hook(functools.partial(_require_before_call, classes), prepend=True)
         return module
@@ -263,19 +267,24 @@ class _RememberingProgram(ExportedProgram):
         require_registered(_classes_of(self), "This program")
         attention = torch.ops.aten.scaled_dot_product_attention.default
         if decomp_table is None or attention in decomp_table:
-            return super().run_decompositions(decomp_table, *args, **kwargs)
+            return _remember(super().run_decompositions(decomp_table, *args, **kwargs))
         with _PLAIN_ATTENTION:
-            return super().run_decompositions(decomp_table, *args, **kwargs)
+            return _remember(super().run_decompositions(decomp_table, *args, **kwargs))
 
 
 def _remembering(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if type(self) is ExportedProgram:
-            self.__class__ = _RememberingProgram
+        _remember(self)
 
     return __init__
+
+
+def _remember(program: ExportedProgram) -> ExportedProgram:
+    if type(program) is ExportedProgram:
+        program.__class__ = _RememberingProgram
+    return program
 
 
 def _classes_of(program: ExportedProgram) -> tuple[type, ...]:

@@ -80,8 +80,11 @@ _LEARNS = ("training", "train", "use_input_stats")
 
 
 def _root(node: object) -> str:
-    """The input that a written tensor is, or is a view of."""
+    """The input that a written tensor is, or is a view of; a view may be one of several."""
     while isinstance(node, torch.fx.Node) and node.op == "call_function" and node.args:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and not (schema.returns and schema.returns[0].alias_info is not None):
+            return ""
         node = node.args[0]
     return node.name if isinstance(node, torch.fx.Node) else ""
 

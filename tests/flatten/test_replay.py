@@ -162,6 +162,26 @@ def test_random_numbers_are_the_same_on_both_sides(tmp_path):
         export_onnx(module, (X,), path=tmp_path / "random.onnx", cases=[])
 
 
+class WritesElsewhere(torch.nn.Module):
+    """Writes to what it made of a parameter, and to a part of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = torch.nn.Parameter(torch.ones(3))
+        self.register_buffer("n", torch.zeros(2, 4))
+
+    def forward(self, x):
+        y = self.p * 2
+        y[:1] += 1
+        self.n.view(8).chunk(2)[1].add_(1)
+        return x + y + self.n.sum()
+
+
+def test_only_what_is_written_to_is_copied():
+    """Not what a new tensor was computed from."""
+    assert written_state(export_program(WritesElsewhere(), (X,), cases=[]).program) == ["n"]
+
+
 def test_a_model_in_eval_neither_draws_nor_writes():
     """Its dropouts are in the graph and switched off."""
     model = small_model("gpt2")

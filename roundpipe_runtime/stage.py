@@ -16,27 +16,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
-from torch import nn
 
 from .checkpointed import run_backward
 from .device import Device
-from .errors import StageError
-from .events import NOW
-from .parameters import LayerContents
-from .piece import Piece, Values, enter, is_refused_write, leaves_beside, leaves_inputs, note_inputs, plain
-from .recompute import CALL, call_seed, run_seeded
-from .resident import Resident, refuse_kept
+from .layer_call import CallKind, call_layer
+from .loss_call import MicrobatchLoss
+from .piece import Piece, Values, plain
+from .resident import Resident
 from .run import Copies, Run
 from .schedule import Stage
-from .transfer import Parcel, Skeleton, fetch, send, shapes_of, take_apart
+from .transfer import Parcel, fetch, send, shapes_of, take_apart
 from .worker import StoppedRun, add_note_once
 
 __all__ = ["run_stage"]
-
-Kind = Literal["forward", "fused", "recompute"]
 
 _NO_MODES = contextlib.nullcontext()
 
@@ -186,40 +181,15 @@ class _Visit:
         self._layer, self._doing, self._tensors = None, "loss", values.tensors
         labels = self._to_device(self.run.labels[microbatch])
         with self._measure("loss", microbatch), self.device.computing(), self._modes():
-            entries, entered = enter(values, as_leaves=False)
-            result = self._seeded_loss(microbatch, values.skeleton.rebuild(entered), labels)
-            terms = self.run.contract.add(microbatch, result)
+            loss = MicrobatchLoss(self.run, self.device, microbatch, values)
+            loss.compute(labels)
         with self._measure("backward", microbatch), self.device.computing():
-            if terms:
-                losses, seeds = [term.tensor for term in terms], [term.seed for term in terms]
-                back = partial(self._back_from_loss, losses, seeds, entries)
-                run_backward(back, self.run.loss_fn, self.device.torch_device)
-        return [None if entry is None else entry.grad for entry in entries]
-
-    def _back_from_loss(
-        self, losses: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], entries: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Go back to the outputs of the last layer; what the loss learns itself is collected like the layers'."""
-        outside = leaves_beside(losses, entries)
-        if not outside:
-            torch.autograd.backward(losses, seeds)
-            return
-        for leaf in outside:
-            refuse_kept(leaf)
-        wanted = [entry for entry in entries if entry is not None]
-        found = torch.autograd.grad(losses, [*wanted, *outside], seeds, allow_unused=True)
-        for entry, gradient in zip(wanted, found, strict=False):
-            entry.grad = gradient
-        sums = self.run.gradients.setdefault(len(self.run.contents), {})
-        for leaf, gradient in zip(cast(list[nn.Parameter], outside), found[len(wanted) :], strict=True):
-            if gradient is not None:
-                before = sums.get(leaf)
-                sums[leaf] = (gradient if before is None else before[0] + gradient, NOW)
+            return loss.back()
 
     # -- one layer ---------------------------------------------------------------------------------------------------
 
-    def _call(self, layer: int, microbatch: int, values: Values, kind: Kind) -> tuple[Values, Piece]:
-        run, resident, contents = self.run, self.residents[layer], self.run.contents[layer]
+    def _call(self, layer: int, microbatch: int, values: Values, kind: CallKind) -> tuple[Values, Piece]:
+        run, resident, title = self.run, self.residents[layer], self.run.contents[layer].title
         self._layer, self._doing, self._tensors = layer, kind, values.tensors
         data = None
         if kind == "recompute":
@@ -228,72 +198,16 @@ class _Visit:
         measured = self._measure("recompute" if kind == "recompute" else "forward", microbatch, layer)
         with measured, self.device.computing(), self._modes():
             self.device.use(values.tensors)
-            versions = [tensor._version for tensor in [*values.tensors, *resident.buffers()]]
-            as_leaves = leaves_inputs(contents.module)
-            try:
-                entries, out, kept = self._attempt(contents, microbatch, values, kind, data, as_leaves)
-            except RuntimeError as error:
-                if not as_leaves or not is_refused_write(error):
-                    raise
-                _refuse_repeat(contents, versions, values, resident, "write its input in place")
-                note_inputs(contents.module, written=True)
-                entries, out, kept = self._attempt(contents, microbatch, values, kind, data, as_leaves=False)
-            skeleton, exits = take_apart(out, what=f"the output of {contents.title}")
+            result = call_layer(run, self.device, resident, microbatch, values, kind, data)
+            skeleton, exits = take_apart(result.output, what=f"the output of {title}")
             results = [plain(tensor) for tensor in exits]
-        if kept is not None:
-            skeleton_kept, tensors = take_apart(kept, what=f"save_for_recompute in {contents.title}")
+        if result.kept is not None:
+            skeleton_kept, tensors = take_apart(result.kept, what=f"save_for_recompute in {title}")
             run.kept[layer, microbatch] = send(self.device, skeleton_kept, tensors, [False] * len(tensors))
         if kind == "forward" and run.has_backward:
             run.buffer_trail.setdefault(layer, []).append(resident.changed_buffers())
         flags = [tensor.requires_grad for tensor in exits]
-        return Values(skeleton, results, flags), Piece(layer, entries, exits)
-
-    def _attempt(
-        self,
-        contents: LayerContents,
-        microbatch: int,
-        values: Values,
-        kind: Kind,
-        data: tuple[Any, ...] | None,
-        as_leaves: bool,
-    ) -> tuple[list[torch.Tensor | None], Any, tuple[Any, ...] | None]:
-        entries, entered = enter(values, as_leaves=as_leaves)
-        versions = [tensor._version for tensor in entered]
-        before = CALL.enter(kind, data)
-        try:
-            call = partial(self._seeded, contents, microbatch, entered, values)
-            out = self.residents[contents.index].call(call)
-            kept = CALL.data if kind == "forward" else None
-        finally:
-            CALL.enter(*before)
-        if not as_leaves:
-            note_inputs(contents.module, written=versions != [tensor._version for tensor in entered])
-        return entries, out, kept
-
-    def _seeded(self, contents: LayerContents, microbatch: int, entered: list[torch.Tensor], values: Values) -> Any:
-        module, resident = contents.module, self.residents[contents.index]
-        call = partial(_invoke, module, contents.index, values.skeleton, entered)
-        if not self.run.preserve_rng_state:
-            return call()
-        versions = [tensor._version for tensor in [*values.tensors, *resident.buffers()]]
-
-        def again() -> Any:
-            _refuse_repeat(contents, versions, values, resident, "draw random numbers")
-            return call()
-
-        seed = partial(self._seed, contents.index, microbatch)
-        return run_seeded(call, module, seed, self.device.torch_device, again)
-
-    def _seeded_loss(self, microbatch: int, outputs: Any, labels: Any) -> Any:
-        loss_fn = self.run.loss_fn
-        call = partial(loss_fn, outputs, labels)
-        if not self.run.preserve_rng_state:
-            return call()
-        seed = partial(self._seed, len(self.run.contents), microbatch)
-        return run_seeded(call, loss_fn, seed, self.device.torch_device, call)
-
-    def _seed(self, layer: int, microbatch: int) -> int:
-        return call_seed(self.run.base_seed, self.run.tag, self.run.step, layer, microbatch)
+        return Values(skeleton, results, flags), Piece(layer, result.entries, exits)
 
     def _modes(self) -> contextlib.AbstractContextManager[Any]:
         """The caller's autocast modes, in this thread."""
@@ -378,19 +292,3 @@ class _Visit:
             "(ModelExecutePlan, model_memory_limit), cut the batch into more microbatches (num_microbatch), or "
             "recompute layer by layer (recompute_grain='layer')."
         )
-
-
-def _refuse_repeat(contents: LayerContents, versions: list[int], values: Values, resident: Resident, what: str) -> None:
-    if versions != [tensor._version for tensor in [*values.tensors, *resident.buffers()]]:
-        raise StageError(
-            f"{contents.title} began to {what}, which it never did before, and wrote an input or a buffer in place "
-            "before that, so the call cannot be repeated. Call the pipeline again."
-        )
-
-
-def _invoke(module: nn.Module, index: int, skeleton: Skeleton, tensors: Sequence[torch.Tensor]) -> Any:
-    value = skeleton.rebuild(tensors)
-    if index == 0:  # the first layer has the arguments of the model, the others what the layer before returned
-        args, kwargs = value
-        return module(*args, **kwargs)
-    return module(value)

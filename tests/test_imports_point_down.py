@@ -108,6 +108,7 @@ LAYERS: dict[str, list[list[str]]] = {
         ["microbatch", "partition", "transfer", "parameters", "pinning", "planning.hardware"],
         ["plan", "resident", "optimizer", "piece", "checkpointed"],
         ["config", "run", "scaler", "optim"],
+        ["layer_call", "loss_call"],
         ["stage", "classic", "planning.layer_footprint"],
         ["planning.memory_estimate"],
         ["engine"],

@@ -29,6 +29,7 @@ LAYERS: dict[str, list[list[str]]] = {
             "ignored_inputs",
         ],
         ["codegen"],
+        ["mappings"],
         ["fields", "roundtrip", "backends.contract", "backends.waiting", "backends.optree_table"],
         ["backends.*"],
         ["registry"],

@@ -57,6 +57,7 @@ from .errors import (
     SpecMismatchError,
     StaticDataError,
     StoredFileError,
+    UnsetFieldError,
     UnsupportedLayerError,
 )
 
@@ -246,6 +247,7 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "RoundTripError",
     "SpecMismatchError",
     "StaticDataError",
+    "UnsetFieldError",
     "CacheStructureError",
     "UnsupportedLayerError",
     "DynamicShapesError",

@@ -13,27 +13,43 @@ attribute once; a traceback shows it, and so does :func:`inspect.getsource`::
         obj = builtin.__new__(cls)
         obj.hidden, obj.cell, = children
         return obj
+
+A class that derives from ``dict``, ``list`` or ``tuple`` has items beside its attributes. They are children, too,
+behind the attributes::
+
+    def flatten_state(obj):
+        return [obj.hidden, *builtin.values(obj)], [NAMES, [], [*builtin.keys(obj)]]
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import keyword
 import linecache
 import re
+import types
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import GetAttrKey
+from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey
 
-from .errors import InvalidRegistrationError, describe_class
-from .recipe import Flatten, FlattenWithKeys, Unflatten, require_class
+from .errors import InvalidRegistrationError, UnsetFieldError, describe_class
+from .recipe import Flatten, FlattenWithKeys, Unflatten, require_node
 from .static_codec import check_static
 
-__all__ = ["builtin_base", "checked", "functions_from_fields", "name_functions", "run_source", "snake_case"]
+__all__ = [
+    "builtin_base",
+    "checked",
+    "functions_from_fields",
+    "name_functions",
+    "require_content",
+    "run_source",
+    "snake_case",
+]
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement
 _FIT = frozenset({str, int, bool, type(None), bytes, range, torch.dtype, torch.device, torch.Size})
@@ -64,8 +80,10 @@ def functions_from_fields(
     Returns:
         ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``. The static part is the list
         ``names``, or ``[names, values of static_names]`` where there are static attributes; without the names it is
-        ``None``, or a tuple of the values, which hashes where they do, as JAX wants it. Flatten raises
-        :class:`~yobx_flatten.StaticDataError`, with the name of the attribute, for static data that is no static data.
+        ``None``, or a tuple of the values, which hashes where they do, as JAX wants it. The items of a subclass of
+        ``dict``, ``list`` or ``tuple`` are children behind the attributes, and the keys of a ``dict`` stand last in the
+        static part. Flatten raises :class:`~yobx_flatten.StaticDataError`, with the name of the attribute, for static
+        data that is no static data.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class, or a name is no name or stands there twice.
@@ -79,12 +97,13 @@ def functions_from_fields(
     >>> unflatten([2], [["a"], ["two"]]).b
     'two'
     """
-    require_class(cls, "functions_from_fields")
+    require_node(cls, "functions_from_fields")
+    require_content(cls, "functions_from_fields")
     names, static_names = list(names), list(static_names)
     _check_names(cls, names + static_names)
     keys = {f"KEY_{i}": GetAttrKey(name) for i, name in enumerate(names)}
-    helpers = {"cls": cls, "builtin": builtin_base(cls), "checked": checked}
-    scope: dict[str, Any] = {"NAMES": names, **keys, **helpers}
+    helpers = {"cls": cls, "builtin": builtin_base(cls), "checked": checked, "unset": _unset}
+    scope: dict[str, Any] = {"NAMES": names, "MappingKey": MappingKey, "SequenceKey": SequenceKey, **keys, **helpers}
     suffix = snake_case(cls.__name__)
     made = [f"flatten_{suffix}", f"flatten_with_keys_{suffix}", f"unflatten_{suffix}"]
     run_source(
@@ -140,28 +159,114 @@ def builtin_base(cls: type) -> type:
     return next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
 
 
+class _Items(NamedTuple):
+    """How the items of a built-in container are read and put back: source, with the names of the unflatten function."""
+
+    children: str
+    keyed: str
+    keys: str
+    made: str
+    filled: tuple[str, ...]
+
+
+_CONTAINERS = (dict, OrderedDict, list, tuple)
+_NEW = "builtin.__new__(cls)"  # dynamo of torch 2.11 follows no other name of that function
+
+
+def _items_of(cls: Any) -> _Items | None:
+    """The source for the items of a class, past its own methods; ``None`` where its built-in base has no items."""
+    base = builtin_base(cls)
+    if base not in _CONTAINERS:
+        return None
+    if issubclass(base, dict):
+        return _Items(
+            "*builtin.values(obj)",
+            "*[(MappingKey(key), item) for key, item in builtin.items(obj)]",
+            f"checked([*builtin.keys(obj)], {f'{cls.__qualname__}.keys()'!r})",
+            _NEW,
+            (
+                "    for key, item in zip(static[-1], items, strict=True):",
+                "        builtin.__setitem__(obj, key, item)",
+            ),
+        )
+    # where the methods are the built-in ones, they are called by their names: dynamo follows no other
+    items = "obj" if cls.__iter__ is base.__iter__ else "builtin.__iter__(obj)"
+    keyed = f"*[(SequenceKey(i), item) for i, item in enumerate({items})]"
+    if base is tuple:
+        return _Items(f"*{items}", keyed, "", "builtin.__new__(cls, items)", ())
+    extend = "obj.extend(items)" if cls.extend is list.extend else "builtin.extend(obj, items)"
+    return _Items(f"*{items}", keyed, "", _NEW, (f"    {extend}",))
+
+
+def require_content(cls: type, caller: str) -> None:
+    """Refuse a class whose built-in base holds what neither attributes nor items say: text, a number, a set.
+
+    Raises:
+        InvalidRegistrationError: with the call that takes functions written by hand.
+    """
+    base = builtin_base(cls)
+    if base not in (object, types.SimpleNamespace, *_CONTAINERS):
+        raise InvalidRegistrationError(
+            f"{caller}: {describe_class(cls)} derives from {describe_class(base)}, whose content its attributes do not "
+            "say: it would be lost. Write the three functions yourself:\n"
+            f"    register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
+        )
+
+
 def _source(cls: type, made: list[str], names: list[str], static_names: list[str], names_in_static: bool) -> str:
+    items = _items_of(cls)
     attributes = [f"obj.{name}" for name in names]
     values = [f"checked(obj.{name}, {f'{cls.__qualname__}.{name}'!r})" for name in static_names]
+    keys = [items.keys] if items is not None and items.keys else []
     if names_in_static:
-        static, held = f"[NAMES, [{', '.join(values)}]]" if values else "NAMES", "static[1]"
+        parts, held = ["NAMES", *([f"[{', '.join(values)}]"] if values or keys else []), *keys], "static[1]"
+        static = f"[{', '.join(parts)}]" if len(parts) > 1 else "NAMES"
     else:
-        static, held = f"({', '.join(values)},)" if values else "None", "static"
-    keyed = ", ".join(f"(KEY_{i}, {attribute})" for i, attribute in enumerate(attributes))
+        parts, held = [*values, *(f"tuple({part})" for part in keys)], "static[:-1]" if keys else "static"
+        static = f"({', '.join(parts)},)" if parts else "None"
+    keyed = [f"(KEY_{i}, {attribute})" for i, attribute in enumerate(attributes)]
+    if items is not None:
+        attributes.append(items.children)
+        keyed.append(items.keyed)
     lines = [
         f"def {made[0]}(obj):",
-        f"    return [{', '.join(attributes)}], {static}",
+        *_reading(cls, names + static_names, f"return [{', '.join(attributes)}], {static}"),
         "",
         f"def {made[1]}(obj):",
-        f"    return [{keyed}], {static}",
+        *_reading(cls, names + static_names, f"return [{', '.join(keyed)}], {static}"),
         "",
         f"def {made[2]}(children, static, output_type=None):",
-        "    obj = builtin.__new__(cls)",  # dynamo of torch 2.11 follows no other name of that function
-        *_assignment(cls, names, "children"),
-        *(_assignment(cls, static_names, held) if static_names else []),
-        "    return obj",
     ]
+    if items is None:
+        lines += [f"    obj = {_NEW}", *_assignment(cls, names, "children")]
+    else:
+        locals_ = [f"child_{i}" for i in range(len(names))]
+        lines += [f"    {', '.join([*locals_, '*items'])}, = children", f"    obj = {items.made}"]
+        lines += [*(_assignment(cls, names, f"[{', '.join(locals_)}]") if names else []), *items.filled]
+    lines += [*(_assignment(cls, static_names, held) if static_names else []), "    return obj"]
     return "\n".join(lines) + "\n"
+
+
+def _reading(cls: type, names: list[str], line: str) -> list[str]:
+    """The body of a flatten function; a slot may never have been set."""
+    if not any(type(inspect.getattr_static(cls, name, None)) is types.MemberDescriptorType for name in names):
+        return [f"    {line}"]
+    return [
+        "    try:",
+        f"        {line}",
+        "    except AttributeError as error:",
+        "        raise unset(cls, error) from error",
+    ]
+
+
+def _unset(cls: type, error: AttributeError) -> UnsetFieldError:
+    name = error.name if error.obj is not None and type(error.obj) is cls else None
+    if name is None:  # raised by the code of a property
+        return UnsetFieldError(f"{cls.__qualname__} cannot be taken apart: {error}")
+    return UnsetFieldError(
+        f"{cls.__qualname__}.{name} was never set, and is a child, or static data, of every instance. Set it, to None "
+        f"where there is nothing:\n    self.{name} = None"
+    )
 
 
 def _assignment(cls: type, names: list[str], values: str) -> list[str]:

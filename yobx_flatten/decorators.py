@@ -19,7 +19,7 @@ from .codegen import functions_from_fields
 from .errors import InvalidRegistrationError
 from .fields import functions_of
 from .keys import torch_key
-from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_class
+from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_node
 from .registry import REGISTRY
 
 __all__ = [
@@ -66,7 +66,7 @@ def register(cls: type, *, backends: Backends = "all") -> bool:
     [1, 2, 3]
     >>> yobx_flatten.unregister_class_flattening(Pair)
     """
-    require_class(cls, "register")
+    require_node(cls, "register")
     return _claim(cls, functions_of, ("register",), "register", backends)
 
 
@@ -93,7 +93,8 @@ def register_pytree_node(
         :func:`~yobx_flatten.unregister_class_flattening`.
 
     Raises:
-        InvalidRegistrationError: when ``cls`` is not a class or a function cannot be called as needed.
+        InvalidRegistrationError: when ``cls`` is not a class, or is that of a named tuple or an enum, or a function
+            cannot be called as needed.
         AlreadyRegisteredError: when it is registered by us with other functions.
 
     >>> import torch, yobx_flatten
@@ -241,7 +242,7 @@ def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **opti
     """
     if cls is None:
         return functools.partial(pytree_dataclass, backends=backends, **options)
-    require_class(cls, "pytree_dataclass")
+    require_node(cls, "pytree_dataclass")
     if options or "__dataclass_fields__" not in vars(cls):  # inherited fields do not make it a dataclass of its own
         return _node_of_fields(dataclasses.dataclass(**options)(cls), backends)
     return _node_of_fields(cls, backends)
@@ -267,7 +268,7 @@ def _register_functions(
     caller: str,
     backends: Backends,
 ) -> bool:
-    require_class(cls, caller)
+    require_node(cls, caller)
     for argument, function in (("flatten", flatten), ("flatten_with_keys", flatten_with_keys)):
         if function is not None or (argument == "flatten") is (caller == "register_pytree_node"):
             require_callable(cls, argument, function, 1, caller=caller)
@@ -277,7 +278,7 @@ def _register_functions(
 
 
 def _register_methods(cls: type, caller: str, backends: Backends) -> bool:
-    require_class(cls, caller)
+    require_node(cls, caller)
     flatten, keyed = getattr(cls, "tree_flatten", None), getattr(cls, "tree_flatten_with_keys", None)
     wanted = "tree_flatten_with_keys" if caller == "register_pytree_with_keys_class" else "tree_flatten"
     for name in (wanted, "tree_unflatten"):

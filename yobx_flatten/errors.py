@@ -22,6 +22,7 @@ __all__ = [
     "SpecMismatchError",
     "StaticDataError",
     "StoredFileError",
+    "UnsetFieldError",
     "UnsupportedLayerError",
 ]
 
@@ -60,6 +61,10 @@ class SpecMismatchError(FlattenError, ValueError):
 
 class StaticDataError(FlattenError, TypeError):
     """The static part of a node (torch: *context*) cannot be stored."""
+
+
+class UnsetFieldError(FlattenError, AttributeError):
+    """An object lacks a field that is to be a child, or static data: a slot that was never set."""
 
 
 class CacheStructureError(FlattenError, ValueError):

@@ -8,6 +8,7 @@ pydantic model                         fields, extra values, private     fields 
 ``tree_flatten``/``tree_unflatten``    as the author says                as the author says
 attrs class                            attributes                        those whose metadata says ``static``
 mapping-like: ``keys()``/``values()``  values                            keys
+dataclass on a ``dict`` or ``list``    fields, then items                names, ``static`` fields, keys
 dataclass, of flax, equinox, chex too  fields                            those whose metadata says ``static``, or flax's
                                                                          ``pytree_node=False``
 ``__slots__`` and no ``__dict__``      slots
@@ -22,12 +23,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, is_namedtuple_class
+from torch.utils._pytree import GetAttrKey, SequenceKey
 
-from .codegen import checked, functions_from_fields, name_functions
+from .codegen import checked, functions_from_fields, name_functions, require_content
 from .errors import InvalidRegistrationError, describe_class
 from .keys import torch_key
-from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_class
+from .mappings import is_mapping, is_mapping_like, mapping_functions
+from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_node
 
 __all__ = ["functions_of", "is_mapping_like", "recipe_of"]
 
@@ -53,11 +55,11 @@ def functions_of(
     Raises:
         InvalidRegistrationError: for any other class.
     """
-    require_class(cls, caller)
-    if is_namedtuple_class(cls):
-        raise InvalidRegistrationError(_about_namedtuples(cls, caller))
+    require_node(cls, caller)
     for fits, read in _READERS:
         if fits(cls):
+            if read is not _jax_functions:  # their author says it all
+                require_content(cls, caller)
             return name_functions(cls, read(cls))
     raise InvalidRegistrationError(
         f"{caller}: {describe_class(cls)} is neither a dataclass nor has keys() and values(), nor is it an attrs "
@@ -72,11 +74,6 @@ def recipe_of(cls: type) -> Recipe:
     """Make a recipe of a class that says by itself what it holds; see :func:`functions_of`."""
     flatten, flatten_with_keys, unflatten = functions_of(cls)
     return Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys)
-
-
-def is_mapping_like(cls: type) -> bool:
-    """Tell whether instances list their content by ``keys()`` and ``values()``."""
-    return all(callable(getattr(cls, name, None)) for name in ("keys", "values"))
 
 
 def _is_static(metadata: Mapping[Any, Any]) -> bool:
@@ -97,33 +94,6 @@ def _dataclass_functions(cls: type) -> _Functions:
 def _attrs_functions(cls: type) -> _Functions:
     # by the name of the attribute: `_x` is passed to the constructor as `x`, but that is not called
     return _by_metadata(cls, cls.__attrs_attrs__)  # type: ignore[attr-defined] # attrs writes it
-
-
-def _is_mapping(cls: type) -> bool:
-    # chex writes dataclasses with the methods of a mapping; their fields say more
-    return is_mapping_like(cls) and (issubclass(cls, dict) or not dataclasses.is_dataclass(cls))
-
-
-def _mapping_functions(cls: type) -> _Functions:
-    rebuild: Callable[[zip[tuple[Any, Any]]], Any]
-    if issubclass(cls, dict) and not dataclasses.is_dataclass(cls):
-        rebuild = cls  # any hashable key, not only names
-    else:
-
-        def rebuild(items: zip[tuple[Any, Any]]) -> Any:
-            return cls(**dict(items))
-
-    def flatten(obj: Any) -> tuple[list[Any], list[Any]]:
-        return list(obj.values()), list(obj.keys())
-
-    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
-        children, keys = flatten(obj)
-        return [(MappingKey(k), child) for k, child in zip(keys, children, strict=True)], keys
-
-    def unflatten(children: Iterable[Any], keys: list[Any], output_type: type | None = None) -> Any:
-        return rebuild(zip(keys, children, strict=True))
-
-    return flatten, flatten_with_keys, unflatten
 
 
 def _is_written_for_jax(cls: type) -> bool:
@@ -218,20 +188,12 @@ def _slots_functions(cls: type) -> _Functions:
     return functions_from_fields(cls, _slots_of(cls))
 
 
-def _about_namedtuples(cls: type, caller: str) -> str:
-    return (
-        f"{caller}: {describe_class(cls)} is a named tuple, which torch, optree and JAX take apart by themselves, "
-        "whatever is registered. Only torch.export.save wants a name for it:\n"
-        f'    torch.utils._pytree._register_namedtuple({cls.__qualname__}, serialized_type_name="...")'
-    )
-
-
 # The first row that fits is used: what an author wrote for the purpose comes before what a library wrote.
 _READERS: tuple[tuple[Callable[[type], bool], Callable[[type], _Functions]], ...] = (
     (_is_pydantic_model, _pydantic_functions),
     (_is_written_for_jax, _jax_functions),
     (lambda cls: hasattr(cls, "__attrs_attrs__"), _attrs_functions),
-    (_is_mapping, _mapping_functions),
+    (is_mapping, mapping_functions),
     (dataclasses.is_dataclass, _dataclass_functions),
     (_has_only_slots, _slots_functions),
 )

@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 
 from .errors import InvalidArgumentError, MissingDependencyError, NotRegisteredError, describe_class
 from .keys import torch_key
-from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_class
+from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_node
 from .registry import REGISTRY
 from .roundtrip import check_round_trip
 
@@ -66,7 +66,7 @@ def mirror(
     What JAX does is C++, which ``torch.export.export(..., strict=True)`` and ``torch.compile`` cannot look into. Where
     the fields say it all, as here, :func:`~yobx_flatten.register` reads them instead, and both can.
     """
-    require_class(cls, "mirror")
+    require_node(cls, "mirror")
     targets = _targets(source, to)
     start = f"mirror({cls.__qualname__}, source={source!r}, "
     recipe = REGISTRY.recipe_in_force(cls, source) or _mirrored_before(cls, start)

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-from torch.utils._pytree import KeyEntry, SequenceKey
+import torch
+from torch.utils._pytree import KeyEntry, SequenceKey, is_namedtuple_class
 
 from .errors import InvalidRegistrationError, describe_class
 
-__all__ = ["Flatten", "FlattenWithKeys", "Recipe", "Unflatten", "require_callable", "require_class"]
+__all__ = [
+    "Flatten",
+    "FlattenWithKeys",
+    "Recipe",
+    "Unflatten",
+    "is_constant_class",
+    "require_callable",
+    "require_class",
+    "require_node",
+]
 
 Flatten: TypeAlias = Callable[[Any], tuple[list[Any], Any]]
 FlattenWithKeys: TypeAlias = Callable[[Any], tuple[list[tuple[KeyEntry, Any]], Any]]
@@ -97,6 +108,34 @@ def require_class(target: object, function: str = "register_class_flattening") -
         f"{function}: expected a class as first argument, found {describe_class(target)}.{hint}\n"
         f"    {function}(MyClass, ...)"
     )
+
+
+def require_node(target: object, function: str) -> None:
+    """Refuse what is not a class, and classes that are nodes, or never are, whatever is registered.
+
+    Raises:
+        InvalidRegistrationError: with what to do instead.
+    """
+    require_class(target, function)
+    cls: Any = target
+    start = f"{function}: {describe_class(cls)} is "
+    if is_namedtuple_class(cls):
+        raise InvalidRegistrationError(
+            f"{start}a named tuple, which torch, optree and JAX take apart by themselves, whatever is registered. Only "
+            "torch.export.save wants a name for it:\n"
+            f'    torch.utils._pytree._register_namedtuple({cls.__qualname__}, serialized_type_name="...")'
+        )
+    if is_constant_class(cls):
+        raise InvalidRegistrationError(
+            f"{start}a class of constants: each is there once, and one put together from parts would be another. It is "
+            "static data of the object that holds it:\n"
+            f'    mode: {cls.__qualname__} = dataclasses.field(metadata={{"static": True}})'
+        )
+
+
+def is_constant_class(cls: type) -> bool:
+    """Tell whether a class is that of an enum, or of dtypes, devices and the like: static data, never a node."""
+    return issubclass(cls, (enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
 def require_callable(

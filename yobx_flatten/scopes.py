@@ -15,7 +15,7 @@ from .errors import InvalidRegistrationError, MissingDependencyError, RoundTripE
 from .export_hook import EXPORT_HOOK, TraceSupport
 from .fields import functions_of
 from .patches import ImportHook
-from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_class
+from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_class, require_node
 from .registry import REGISTRY, TORCH
 from .roundtrip import check_round_trip
 
@@ -68,7 +68,8 @@ def register_class_flattening(
         is new to the class.
 
     Raises:
-        InvalidRegistrationError: when ``cls`` is not a class or a function cannot be called as needed.
+        InvalidRegistrationError: when ``cls`` is not a class, or is that of a named tuple or an enum, or a function
+            cannot be called as needed.
         InvalidArgumentError: when ``backends`` names an unknown library.
         MissingDependencyError: when ``backends`` names a library that is not installed.
         AlreadyRegisteredError: when it is registered by us with other functions.
@@ -90,6 +91,7 @@ def register_class_flattening(
     [1, 2]
     >>> unregister_class_flattening(Pair)
     """
+    require_node(cls, "register_class_flattening")
     recipe = Recipe.from_functions(cls, f_flatten, f_unflatten, f_flatten_with_keys)
     if axes is not None:
         recipe = dataclasses.replace(recipe, axes={key: dict(meaning) for key, meaning in axes.items()}.get)

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 
 from yobx_flatten import register_class_flattening, unregister_class_flattening
 from yobx_flatten.codegen import builtin_base, checked, functions_from_fields, run_source, snake_case
-from yobx_flatten.errors import InvalidRegistrationError, StaticDataError
+from yobx_flatten.errors import InvalidRegistrationError, StaticDataError, UnsetFieldError
 
 
 class Cell:
@@ -254,3 +254,14 @@ def test_a_program_takes_generated_functions_apart():
             assert torch.equal(program.module()(example).a, torch.full((2,), 0.5))
     finally:
         unregister_class_flattening(Frozen)
+
+
+def test_a_slot_that_was_never_set_is_named():
+    """The error is one of ours, and still the AttributeError that Python raises; the line sets the slot."""
+    flatten, flatten_with_keys, _ = functions_from_fields(Slotted, ["a"], ["b"])
+    obj = object.__new__(Slotted)
+    obj.a = 1
+    for function in (flatten, flatten_with_keys):
+        with pytest.raises(UnsetFieldError, match=r"Slotted\.b was never set(.|\n)*\n    self\.b = None") as caught:
+            function(obj)
+        assert isinstance(caught.value, AttributeError)

@@ -1,10 +1,11 @@
 """A node written the way JAX does is a node of torch: in Python, in C++, in a program, in a file."""
 
 import dataclasses
+import enum
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ import torch.utils._pytree as pytree
 
 from tests.flatten.nodes import Dense, DenseParams, FieldState, FixedShape, Keyed, LinearParams, MyState, TrainState
 from yobx_flatten import (
+    functions_from_fields,
+    make_flattening_function_for_dataclass,
+    mirror,
     pytree_dataclass,
     register,
     register_class_flattening,
@@ -460,3 +464,44 @@ def test_a_class_that_says_it_all_needs_one_line(local):
     assert register(Point) is True
     assert register(Point) is False
     assert pytree.tree_map(lambda leaf: -leaf, Point(1, 2)) == Point(-1, -2)
+
+
+class Where(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Mode(enum.Enum):
+    TRAIN = 1
+
+
+_REGISTRATIONS = {
+    "register": register,
+    "register_pytree_node": lambda cls: register_pytree_node(cls, flatten, unflatten),
+    "register_pytree_with_keys": lambda cls: register_pytree_with_keys(cls, flatten, unflatten),
+    "register_pytree_node_class": register_pytree_node_class,
+    "register_pytree_with_keys_class": register_pytree_with_keys_class,
+    "pytree_dataclass": pytree_dataclass,
+    "register_class_flattening": lambda cls: register_class_flattening(cls, list, lambda c, _: cls(*c), None),
+    "make_flattening_function_for_dataclass": lambda cls: make_flattening_function_for_dataclass(cls, set()),
+    "functions_from_fields": lambda cls: functions_from_fields(cls, []),
+    "mirror": mirror,
+}
+
+
+@pytest.mark.parametrize("name", _REGISTRATIONS)
+def test_a_named_tuple_is_refused_by_every_registration(name):
+    """torch would ignore it, and JAX not: the two would disagree on the children. The class is left as it was."""
+    with pytest.raises(
+        InvalidRegistrationError, match=f"{name}: .*Where is a named tuple, which torch, optree and JAX"
+    ):
+        _REGISTRATIONS[name](Where)
+    assert pytree.tree_leaves(Where(1, 2)) == [1, 2]
+    assert (Where(1, 2), Where._fields) == ((1, 2), ("x", "y"))
+
+
+@pytest.mark.parametrize("name", _REGISTRATIONS)
+def test_an_enum_is_refused_by_every_registration(name):
+    """A member that is put together would not be the member; the line makes it static."""
+    with pytest.raises(InvalidRegistrationError, match=r'mode: Mode = dataclasses.field\(metadata={"static": True}\)'):
+        _REGISTRATIONS[name](Mode)

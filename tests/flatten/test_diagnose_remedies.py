@@ -1,13 +1,15 @@
 """Each line that is printed can be pasted: afterwards torch takes the object apart."""
 
+import collections
 import dataclasses
+import enum
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
 
 import yobx_flatten
-from yobx_flatten import check_recipe, find_unregistered, unregister_class_flattening
+from yobx_flatten import check_inputs, check_recipe, find_unregistered, register, unregister_class_flattening
 
 X = torch.zeros(2, 3)
 
@@ -38,6 +40,20 @@ class Row(list):
     pass
 
 
+def with_attributes(obj, **attributes):
+    for name, value in attributes.items():
+        setattr(obj, name, value)
+    return obj
+
+
+class Default(collections.defaultdict):
+    pass
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
 class Written:
     def __init__(self, a, name):
         self.a, self.name = a, name
@@ -64,6 +80,14 @@ class Written:
         (
             Row([X]),
             "register_class_flattening(Row, lambda x: (list(x), None), lambda items, _: Row(items), None)",
+        ),
+        (
+            with_attributes(Row([X]), scale=X, name="n"),
+            "f, k, u = functions_from_fields(Row, ['scale'], ['name'])\nregister_class_flattening(Row, f, u, k)",
+        ),
+        (
+            with_attributes(Items(a=X), scale=X),
+            "f, k, u = functions_from_fields(Items, ['scale'])\nregister_class_flattening(Items, f, u, k)",
         ),
         (Written(X, "n"), "register_pytree_node_class(Written)"),
     ],
@@ -136,3 +160,43 @@ class Empty:
 class Takes(torch.nn.Module):
     def forward(self, x):
         return x
+
+
+def test_no_line_is_printed_that_loses_the_items_of_a_defaultdict():
+    """What its factory is cannot be written; the keys alone would be no line either."""
+    (found,) = find_unregistered(Default(list, a=X))
+    assert found.remedy == "register_class_flattening(Default, f_flatten, f_unflatten, f_flatten_with_keys)"
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (Color.RED, "Color"),
+        (torch.float16, "torch.dtype"),
+        (torch.device("cpu"), "torch.device"),
+        (torch.channels_last, "torch.memory_format"),
+        (torch.strided, "torch.layout"),
+        (Color, "type"),
+        (slice(1, 2), "slice"),
+    ],
+    ids=str,
+)
+def test_a_constant_is_to_be_static(value, name):
+    """Nobody can register it, and torch.export refuses it, or ignores it in a call; the line declares it static."""
+
+    class Takes(torch.nn.Module):
+        def forward(self, x, mode):
+            return x + 1 if mode == value else x
+
+    (error,) = check_inputs(Takes(), (X, value)).errors
+    line = f'field: {name} = dataclasses.field(metadata={{"static": True}})'
+    assert error.remedy == line
+    scope = {"dataclasses": dataclasses, "torch": torch, "Color": Color}
+    exec(line, scope, namespace := {"__annotations__": {"x": object}})
+    cls = dataclasses.dataclass(type("State", (), namespace))
+    register(cls, backends="torch")
+    try:
+        check_recipe(cls, cls(X, value))
+        assert pytree.tree_leaves(cls(X, value)) == [X]
+    finally:
+        unregister_class_flattening(cls)

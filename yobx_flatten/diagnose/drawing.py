@@ -149,8 +149,12 @@ def _node_text(node: Any, obj: Any, keys: list[Any]) -> str:
         return f"{name} of {len(keys)}"
     static = node.flatten_fn(obj)[1]
     names = [getattr(key, "key", getattr(key, "name", None)) for key in keys]
-    if type(static) is list and len(static) == 2 and static[0] == names and names:
-        static = static[1]  # our own way to write it: the names of the children, then the values of static fields
+    if type(static) is list and len(static) in (2, 3) and type(static[0]) is list and names:
+        own = len(
+            static[0]
+        )  # our own way to write it: the names of the children, the values of static fields, the keys
+        if static[0] == names[:own] and [names[own:]] == static[2:] + [[]] * (3 - len(static)):
+            static = static[1] or None
     if static is None or (type(static) is list and static == names) or pytree._get_node_type(obj) is not cls:
         return name
     return f"{name}, static {_one_line(static)}"

@@ -187,7 +187,6 @@ def _never_read(function: Callable[..., Any]) -> list[str]:
 
 _TAKEN: tuple[type, ...] = (
     *(int, float, complex, bool, str, bytes, type(None), type(...)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(torch.SymInt, torch.SymFloat, torch.SymBool, torch.ScriptObject),
 )
 

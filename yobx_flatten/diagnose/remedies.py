@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import types
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
 
+from ..codegen import builtin_base
 from ..errors import InvalidRegistrationError
 from ..fields import functions_of
+from ..mappings import is_mapping
+from ..recipe import is_constant_class
 from ..registry import REGISTRY
 from .contents import Layouts, is_known_base
 
@@ -22,6 +28,9 @@ class Remedy(NamedTuple):
     line: str
 
 
+_CONSTANTS = (type, slice, range, types.FunctionType, types.BuiltinFunctionType)
+
+
 def remedy_for(cls: type, obj: Any, layouts: Layouts) -> Remedy:
     """Return what registers a class, or avoids the need to.
 
@@ -32,6 +41,13 @@ def remedy_for(cls: type, obj: Any, layouts: Layouts) -> Remedy:
     """
     if issubclass(cls, torch.nn.Module):
         return Remedy("A module is no input: make it a submodule of the one that uses it", "self.part = part")
+    if is_constant_class(cls) or issubclass(cls, _CONSTANTS):
+        name = "type" if issubclass(cls, type) else cls.__qualname__.rpartition("<locals>.")[2]
+        return Remedy(
+            "A program is made for one value of it: keep it in the module, or let it be static data of the object that "
+            "holds it",
+            f'field: {"torch." * (cls.__module__ == "torch")}{name} = dataclasses.field(metadata={{"static": True}})',
+        )
     if cls.__module__.partition(".")[0] in {*sys.stdlib_module_names, "builtins"} - {"__main__"}:
         return Remedy("torch takes apart lists, tuples and dicts: pass one of these", "[...]")
     base = REGISTRY.registered_base(cls)
@@ -50,6 +66,10 @@ def _own(cls: type, obj: Any, layouts: Layouts) -> str:
         functions_of(cls)
     except InvalidRegistrationError:
         return _by_attributes(name, obj, layouts)
+    if isinstance(obj, dict) and is_mapping(cls) and not dataclasses.is_dataclass(cls):
+        held = layouts(cls).names(obj)
+        if any(dict.get(obj, key) is not value for key, value in held):  # an item for each, or they would be lost
+            return _by_attributes(name, obj, layouts)
     return f"register({name})"
 
 
@@ -86,14 +106,15 @@ def _is_registered_with_jax(cls: type) -> bool:
 
 def _by_attributes(name: str, obj: Any, layouts: Layouts) -> str:
     """The line for a class that is neither a dataclass nor like a dict, from what one instance holds."""
-    layout = layouts(type(obj))
-    if layout.items is not None:
-        return f"register_class_flattening({name}, lambda x: (list(x), None), lambda items, _: {name}(items), None)"
+    cls = type(obj)
+    layout = layouts(cls)
     attributes = [(key, value) for key, value in layout.names(obj) if type(key) is str and key.isidentifier()]
+    if layout.items is not None and not attributes and not issubclass(cls, dict):
+        return f"register_class_flattening({name}, lambda x: (list(x), None), lambda items, _: {name}(items), None)"
+    if not attributes or (layout.items is not None and builtin_base(cls) not in (dict, OrderedDict, list, tuple)):
+        return f"register_class_flattening({name}, f_flatten, f_unflatten, f_flatten_with_keys)"
     children = [key for key, value in attributes if _may_hold_tensors(value, obj, layouts)]
     static = [key for key, _ in attributes if key not in children]
-    if not attributes:
-        return f"register_class_flattening({name}, f_flatten, f_unflatten, f_flatten_with_keys)"
     return (
         f"f, k, u = functions_from_fields({name}, {children}{f', {static}' if static else ''})\n"
         f"register_class_flattening({name}, f, u, k)"

@@ -62,10 +62,15 @@ def refuse_trained_labels(label: Any) -> None:
         ConfigError: naming the key path.
     """
     for leaf in leaves(label, name="label"):
-        if isinstance(leaf.value, torch.Tensor) and leaf.value.requires_grad:
+        is_packed = isinstance(leaf.value, RoundPipePackedData)
+        tensors = leaf.value if is_packed else [leaf.value]
+        if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
+            line = "forward_backward(..., label=label.detach())"
+            if is_packed:
+                line = "with torch.no_grad(): label = teacher(x)"
             raise ConfigError(
                 f"{leaf.path} requires a gradient, and none flows back into labels. If none is wanted, as for the "
                 "outputs of a teacher:\n"
-                "    forward_backward(..., label=label.detach())\n"
+                f"    {line}\n"
                 "Else give it to the model as an argument, whose gradient comes back, and let the last layer return it."
             )

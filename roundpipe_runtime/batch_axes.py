@@ -13,54 +13,16 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from yobx_flatten import find_unregistered, leaves
-
-from .chunks import Rule, Rules, is_below, rule_for
-from .errors import SplitError, UnregisteredObjectError
+from .chunks import Rules, is_below, spell
+from .entries import Entry
+from .errors import SplitError
 from .packed import RoundPipePackedData
 
-__all__ = ["BatchAxes", "Entry", "batch_axes", "entries_of", "refuse_unregistered"]
-
-# Arguments of transformers whose axis 0 is not the batch, or not always: {number of axes: axis}. The positions of
-# models with several kinds of tokens are (3, batch, length); `cache_position` counts along the length; `cu_seq_lens_*`
-# say where texts begin that stand one behind the other in a single row.
-_KNOWN_ARGUMENTS: dict[str, dict[int, int]] = {
-    "position_ids": {2: 0, 3: 1},
-    "cache_position": {},
-    "cu_seq_lens_q": {},
-    "cu_seq_lens_k": {},
-}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
-    """One leaf of the inputs or labels, with all that is known before the batch size is.
-
-    Attributes:
-        path: the way to it.
-        value: the leaf.
-        rule: what the user said.
-        axis: the batch axis as the user, the registration or the name of the argument have it.
-        is_known: whether one of them said anything at all; ``axis=None`` means "whole" then.
-    """
-
-    path: str
-    value: Any
-    rule: Rule | None
-    axis: int | None
-    is_known: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of a tensor; ``()`` for all else."""
-        return tuple(self.value.shape) if isinstance(self.value, torch.Tensor) else ()
+__all__ = ["BatchAxes", "batch_axes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,16 +33,14 @@ class BatchAxes:
         batch: number of rows; ``None`` if no leaf has a batch axis.
         axes: the axis of each input leaf, ``None`` for those that go whole to every microbatch.
         label_axes: the same for the labels.
+        apart: whether leaves have different numbers of rows, and each is cut for itself, as its rule says. ``batch`` is
+            then that of the labels, if they have one.
     """
 
     batch: int | None
     axes: list[int | None]
     label_axes: list[int | None]
-
-
-def entries_of(tree: Any, name: str, rules: Mapping[str, Rule]) -> list[Entry]:
-    """List the leaves of a tree with what is known of their axes."""
-    return [_entry(leaf.path, leaf.value, leaf.axes, rule_for(leaf.path, rules)) for leaf in leaves(tree, name=name)]
+    apart: bool = False
 
 
 def batch_axes(inputs: Sequence[Entry], labels: Sequence[Entry], rules: Rules) -> BatchAxes:
@@ -96,80 +56,34 @@ def batch_axes(inputs: Sequence[Entry], labels: Sequence[Entry], rules: Rules) -
             batch size on another axis than 0.
     """
     _refuse_unknown_paths([*inputs, *labels], rules)
+    if _are_apart([*inputs, *labels]):
+        rows = set(_sizes(_cut_by_rule(labels)))
+        return BatchAxes(
+            rows.pop() if len(rows) == 1 else None,
+            [_axis_apart(e) for e in inputs],
+            [_axis_apart(e) for e in labels],
+            apart=True,
+        )
     batch = _batch_size(inputs, labels)
     return BatchAxes(batch, [_axis(e, batch) for e in inputs], [_axis(e, batch) for e in labels])
-
-
-def refuse_unregistered(tree: Any, name: str, rules: Mapping[str, Rule]) -> None:
-    """Refuse objects that hold tensors but do not come apart, unless a rule hands them on whole.
-
-    Raises:
-        UnregisteredObjectError: with the line to type for each of them.
-    """
-    packed = [leaf.path for leaf in leaves(tree, name=name) if isinstance(leaf.value, RoundPipePackedData)]
-    allowed = [*packed, *(path for path, rule in rules.items() if rule.dim is None)]
-    # what is inside of a leaf needs a line of its own only once the leaf is registered, and is told then
-    found = [
-        str(one)
-        for one in find_unregistered(tree, name=name)
-        if one.inside is None and not any(is_below(one.path, path) for path in allowed)
-    ]
-    found += [
-        f"{leaf.path} is a {type(leaf.value).__qualname__} that is not registered. Every microbatch would write into "
-        "the same one. Register it first:\n"
-        "    with register_flattening_functions(patch_transformers=True): ..."
-        for leaf in leaves(tree, name=name)
-        if _is_cache(leaf.value) and not any(text.startswith(f"{leaf.path} is ") for text in found)
-    ]
-    if found:
-        raise UnregisteredObjectError("\n".join(found))
-
-
-def _entry(path: str, value: Any, axes: dict[int, str] | None, rule: Rule | None) -> Entry:
-    if not isinstance(value, torch.Tensor):
-        return Entry(path, value, rule, None, True)
-    if rule is not None:
-        return Entry(path, value, rule, _axis_of_rule(path, value, rule), True)
-    if axes is not None:
-        # a tensor that stands for "nothing yet" may have fewer axes than it will have
-        declared = [axis for axis, meaning in axes.items() if meaning == "batch" and axis < value.dim()]
-        return Entry(path, value, None, declared[0] if declared else None, True)
-    name = re.fullmatch(r"kwargs\['(\w+)'\]", path)
-    if name is not None and name[1] in _KNOWN_ARGUMENTS:
-        axis = _KNOWN_ARGUMENTS[name[1]].get(value.dim())
-        # one row of positions broadcasts over any batch, and does not tell its size
-        return Entry(path, value, None, None if axis is None or value.shape[axis] == 1 else axis, True)
-    return Entry(path, value, None, None, value.dim() == 0)
-
-
-def _axis_of_rule(path: str, value: torch.Tensor, rule: Rule) -> int | None:
-    if rule.dim is None or value.dim() == 0:
-        return None
-    if not -value.dim() <= rule.dim < value.dim():
-        raise SplitError(
-            f"{path}: the rule says TensorChunkSpec({rule.dim}), but this tensor has shape {tuple(value.shape)}, with "
-            f"axes {list(range(value.dim()))}."
-        )
-    return rule.dim % value.dim()
 
 
 # -- how many rows ---------------------------------------------------------------------------------------------------
 
 
 def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
-    known = _sizes([e for e in [*inputs, *labels] if e.is_known and e.axis is not None])
-    packed = _sizes_of_packed(inputs)
-    for size, paths in packed.items():
-        known.setdefault(size, []).extend(paths)
+    entries = [*inputs, *labels]
+    known = _sizes([e for e in entries if e.is_known and e.axis is not None])
+    for entry in entries:
+        if entry.told is not None:
+            known.setdefault(sum(entry.told), []).append(entry.path)
     if len(known) > 1:
         known.pop(1, None)
     if len(known) > 1:
-        raise SplitError(
-            f"These have a batch axis, but not the same number of rows: {_spell(known)}. Cut or repeat them to the "
-            "same number before the call."
-        )
+        raise _contradicting(known, entries)
     of_inputs = _sizes([e for e in inputs if not e.is_known])
     of_labels = _sizes([e for e in labels if not e.is_known])
+    known = known or _counted(entries, {*of_inputs, *of_labels})
     if known:
         batch = next(iter(known))
         # labels none of which has the rows are more likely wrong than meant
@@ -177,6 +91,18 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
             raise _unlike(known, of_labels)
         return batch
     return _batch_size_by_axis_0(of_inputs, of_labels)
+
+
+def _counted(entries: Sequence[Entry], others: set[int]) -> dict[int, list[str]]:
+    """The rows of packed data that does not tell them; of several sizes, the one that another leaf has as well."""
+    found: dict[int, list[str]] = {}
+    for entry in entries:
+        if entry.counted:
+            found.setdefault(sum(entry.counted), []).append(entry.path)
+    shared = {size: paths for size, paths in found.items() if size in others}
+    if len(found) > 1 and len(shared) != 1:
+        raise _ambiguous(found)
+    return found if len(found) == 1 else shared
 
 
 def _batch_size_by_axis_0(of_inputs: dict[int, list[str]], of_labels: dict[int, list[str]]) -> int | None:
@@ -208,14 +134,25 @@ def _sizes(entries: Sequence[Entry]) -> dict[int, list[str]]:
     return found
 
 
-def _sizes_of_packed(entries: Sequence[Entry]) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for entry in entries:
-        rows = entry.value.rows if isinstance(entry.value, RoundPipePackedData) else ()
-        counted = [count for count in rows if count is not None]
-        if counted and len(counted) == len(rows):
-            found.setdefault(sum(counted), []).append(entry.path)
-    return found
+# -- a rule for each leaf ----------------------------------------------------------------------------------------------
+
+
+def _are_apart(entries: Sequence[Entry]) -> bool:
+    """Whether rules cut leaves of different numbers of rows, and there is no leaf without a rule to be guessed at."""
+    has_rules = all(entry.rule is not None for entry in entries if _has_rows(entry))
+    return has_rules and len({*_sizes(_cut_by_rule(entries))} - {1}) > 1
+
+
+def _cut_by_rule(entries: Iterable[Entry]) -> list[Entry]:
+    return [entry for entry in entries if entry.rule is not None and entry.axis is not None]
+
+
+def _has_rows(entry: Entry) -> bool:
+    return bool(entry.shape) or isinstance(entry.value, RoundPipePackedData)
+
+
+def _axis_apart(entry: Entry) -> int | None:
+    return entry.axis if entry.axis is not None and entry.shape[entry.axis] > 1 else None
 
 
 # -- which axis ------------------------------------------------------------------------------------------------------
@@ -265,10 +202,20 @@ def _refuse_unknown_paths(entries: Sequence[Entry], rules: Rules) -> None:
             )
         if rule.reduce is not None:
             raise SplitError(f"{path}: a reducer joins outputs. Inputs are cut or handed on whole.")
-        if rule.dim is not None and below[0].path == path and not below[0].shape:
+        if rule.dim is not None and below[0].path == path and not _has_rows(below[0]):
             raise SplitError(
-                f"{path}: the rule says TensorChunkSpec({rule.dim}), but there is no axis to cut in {below[0].value!r}."
+                f"{path}: the rule says TensorChunkSpec({rule.dim}), but there is no axis to cut in "
+                f"{spell(below[0].value)}."
             )
+
+
+def _contradicting(found: dict[int, list[str]], entries: Sequence[Entry]) -> SplitError:
+    without = [entry.path for entry in entries if _has_rows(entry) and entry.rule is None]
+    return SplitError(
+        f"These have a batch axis, but not the same number of rows: {_spell(found)}. Cut or repeat them to the same "
+        "number before the call; or, to cut each for itself, give a rule to each of the others, too: "
+        f"{', '.join(without)}."
+    )
 
 
 def _ambiguous(found: dict[int, list[str]]) -> SplitError:
@@ -292,9 +239,3 @@ def _unlike(of_inputs: dict[int, list[str]], of_labels: dict[int, list[str]]) ->
 
 def _spell(found: dict[int, list[str]]) -> str:
     return "; ".join(f"{size} in {', '.join(found[size])}" for size in sorted(found))
-
-
-def _is_cache(value: Any) -> bool:
-    # an empty cache holds no tensor yet, but is filled by the forward
-    module = sys.modules.get("transformers.cache_utils")
-    return module is not None and isinstance(value, module.Cache)

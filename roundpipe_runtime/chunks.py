@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-from yobx_flatten import leaves
+from yobx_flatten import leaves, string_type
 
 from .errors import ConfigError, RoundPipeError, SplitError
 
-__all__ = ["Replicate", "Rule", "Rules", "TensorChunkSpec", "is_below", "read_rules", "rule_for", "sizes"]
+__all__ = ["Replicate", "Rule", "Rules", "TensorChunkSpec", "is_below", "read_rules", "rule_for", "sizes", "spell"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,6 +114,16 @@ def is_below(path: str, above: str) -> bool:
     return path == above or (path.startswith(above) and path[len(above)] in ".[")
 
 
+def spell(value: Any) -> str:
+    """Spell what a user gave in the place of something else: data by its type and shape, and not its numbers.
+
+    >>> import torch
+    >>> spell(5), spell([torch.zeros(2, 3)])
+    ('5', '#1[T1s2x3]')
+    """
+    return repr(value) if isinstance(value, int | float | str | type | None) else string_type(value, with_shape=True)
+
+
 def _rule(mark: Any, path: str, error: type[RoundPipeError]) -> Rule:
     kind = mark if isinstance(mark, type) else type(mark)
     # those of torch mean the same; importing their module costs half a second, so they are known by name
@@ -124,7 +134,8 @@ def _rule(mark: Any, path: str, error: type[RoundPipeError]) -> Rule:
     if _is_torchs(kind, "_CustomReducer"):
         return Rule(None, mark.reduce_fn, mark.init_value)
     raise error(
-        f"{path}: expected TensorChunkSpec(dim), Replicate or None, found {mark!r}. A rule looks like this:\n"
+        f"{path}: expected TensorChunkSpec(dim), Replicate or None, found {spell(mark)}. A rule looks like "
+        "this:\n"
         f"    {{{path!r}: TensorChunkSpec(0)}}"
     )
 

@@ -21,7 +21,7 @@ from .config import RoundPipeRunConfig
 from .costs import LayerCost, MeasuredCosts, analytic_cost
 from .device import Device
 from .errors import ConfigError, DeviceError, StageError
-from .join import join
+from .join import common_spec, join
 from .loss import LossContract, warn_if_uneven
 from .microbatch import Microbatch, split
 from .optimizer import StepRunner
@@ -395,6 +395,6 @@ def _arrived(pairs: Iterable[tuple[torch.Tensor, Any]]) -> Iterable[tuple[torch.
 
 def _pack(outputs: Sequence[Any], rows: Sequence[int | None]) -> Any:
     """Outputs as they are: the structure of one of them, with a list over the microbatches for each leaf."""
-    flat = [pytree.tree_flatten(output) for output in outputs]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([RoundPipePackedData(column, rows=rows) for column in columns], flat[0][1])
+    spec = common_spec(outputs)  # the structure of the first would name the leaves of the others otherwise
+    columns = zip(*map(pytree.tree_leaves, outputs), strict=True)
+    return pytree.tree_unflatten([RoundPipePackedData(column, rows=rows) for column in columns], spec)

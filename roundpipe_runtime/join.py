@@ -15,7 +15,7 @@ from yobx_flatten import Leaf, compare_specs, leaves
 from .chunks import Rule, Rules, is_below, read_rules, rule_for
 from .errors import JoinError
 
-__all__ = ["join"]
+__all__ = ["common_spec", "join"]
 
 
 def join(
@@ -58,7 +58,7 @@ def join(
     rules = _rules(merge)
     if len(outputs) == 1 and not rules:
         return outputs[0]
-    spec = _common_spec(outputs)
+    spec = common_spec(outputs)
     columns = list(zip(*(leaves(output, name="outputs") for output in outputs), strict=True))
     _refuse_unknown_paths([column[0].path for column in columns], rules)
     parts = _Parts(
@@ -85,7 +85,12 @@ def _rules(merge: Any) -> Rules:
     return read_rules(merge, "outputs", JoinError)
 
 
-def _common_spec(outputs: Sequence[Any]) -> pytree.TreeSpec:
+def common_spec(outputs: Sequence[Any]) -> pytree.TreeSpec:
+    """Return the structure that the outputs of all microbatches have.
+
+    Raises:
+        JoinError: naming the key path at which one of them has another.
+    """
     specs = [pytree.tree_structure(output) for output in outputs]
     for index, spec in enumerate(specs):
         if spec != specs[0]:
@@ -131,6 +136,13 @@ def _join_declared(path: str, tensors: Sequence[torch.Tensor], axes: Mapping[int
 
 
 def _join_by_rows(path: str, tensors: Sequence[torch.Tensor], rows: Sequence[float | None]) -> Any:
+    if None in rows and all(_equal(t, tensors[0]) for t in tensors):
+        raise JoinError(
+            f"{path} is the same in all microbatches, whose rows are not known: it may be rows that are equal, or what "
+            "is not cut. Say which, one of\n"
+            f"    RoundPipeRunConfig(merge_output={{{path!r}: TensorChunkSpec(0)}})\n"
+            f"    RoundPipeRunConfig(merge_output={{{path!r}: Replicate}})"
+        )
     if all(t.dim() > 0 and count in (None, t.shape[0]) for t, count in zip(tensors, rows, strict=True)):
         return _cat(path, tensors, 0)
     if all(_equal(t, tensors[0]) for t in tensors):

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 
-from .batch_axes import batch_axes, entries_of, refuse_unregistered
-from .chunks import Replicate, Rules, TensorChunkSpec, read_rules, sizes
+from .batch_axes import BatchAxes, batch_axes
+from .block_masks import HeldMask, cut_mask, held
+from .chunks import Replicate, Rules, TensorChunkSpec, read_rules, sizes, spell
+from .entries import Entry, entries_of, refuse_unregistered
 from .errors import SplitError
 from .join import join
 from .packed import RoundPipePackedData
+from .part_rows import refuse_other_rows, refuse_unlike_packed, rows_beside_packed, rows_of_parts
 
 __all__ = [
     "Microbatch",
@@ -36,8 +39,8 @@ class Microbatch:
         args: positional arguments.
         kwargs: keyword arguments.
         label: labels, for the loss.
-        rows: how many rows of the batch it holds; ``None`` if that is not known, which happens only with a split
-            function of the user whose parts have no clear batch axis.
+        rows: how many rows of the batch it holds; ``None`` if that is not known: of a split function whose parts have
+            no clear batch axis, of packed data without tensors, of leaves that rules cut each for itself.
     """
 
     index: int
@@ -108,11 +111,12 @@ def split(
         return _split_by_functions(args, kwargs, label, num_microbatch, split_input, split_label, rules)
     inputs = [*entries_of(args, "args", rules), *entries_of(kwargs, "kwargs", rules)]
     labels = entries_of(label, "label", rules)
+    refuse_unlike_packed([*inputs, *labels])
     decided = batch_axes(inputs, labels, rules)
-    rows = _rows(inputs, decided.batch, num_microbatch)
+    rows = _rows(inputs, labels, decided, num_microbatch)
     call = _cut((args, kwargs), decided.axes, rows)
     return [
-        Microbatch(index, part[0], part[1], part_label, count if decided.batch is not None else 1)
+        Microbatch(index, part[0], part[1], part_label, count)
         for index, (part, part_label, count) in enumerate(
             zip(call, _cut(label, decided.label_axes, rows), rows, strict=True)
         )
@@ -128,7 +132,7 @@ def _input_rules(split_input: Any) -> Rules:
         return read_rules(split_input[0], "args") | read_rules(split_input[1], "kwargs")
     raise SplitError(
         f"split_input must be (spec of args, spec of kwargs), a mapping from key paths or a function, found "
-        f"{split_input!r}. For one argument, cut along axis 0:\n"
+        f"{spell(split_input)}. For one argument, cut along axis 0:\n"
         "    RoundPipeRunConfig(split_input=((TensorChunkSpec(0),), None))"
     )
 
@@ -137,42 +141,44 @@ def _is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, type)
 
 
-def _rows(inputs: Sequence[Any], batch: int | None, num_microbatch: int) -> list[int]:
-    """Rows of each microbatch: as an earlier pipeline cut them, else as even as possible."""
-    packed = [entry for entry in inputs if isinstance(entry.value, RoundPipePackedData)]
-    counts = {entry.path: len(entry.value) for entry in packed}
-    if len(set(counts.values())) > 1:
-        raise SplitError(f"These were cut into different numbers of microbatches: {counts}.")
-    if not packed:
-        return sizes(batch if batch is not None else 1, num_microbatch)
-    rows = [entry.value.rows for entry in packed if None not in entry.value.rows]
-    if any(other != rows[0] for other in rows):
-        raise SplitError(f"{', '.join(counts)}: the rows of the microbatches differ, {rows}.")
-    if rows:
-        return list(rows[0])
-    count = len(packed[0].value)
-    made = sizes(batch if batch is not None else count, count)
-    if len(made) != count:
-        raise SplitError(f"{packed[0].path} has {count} microbatches, but there are only {batch} rows.")
-    return made
+def _rows(
+    inputs: Sequence[Entry], labels: Sequence[Entry], decided: BatchAxes, num_microbatch: int
+) -> list[int | None]:
+    """The rows of each microbatch: where another pipeline cut them, else as even as possible."""
+    axes = zip([*inputs, *labels], [*decided.axes, *decided.label_axes], strict=True)
+    cut = {entry.path: entry.shape[axis] for entry, axis in axes if axis is not None}
+    rows = rows_beside_packed([*inputs, *labels], decided.batch, list(cut), apart=decided.apart)
+    if rows is None and decided.apart and decided.batch is None:
+        return [None] * min(num_microbatch, *cut.values())
+    if rows is None:
+        return list(sizes(decided.batch if decided.batch is not None else 1, num_microbatch))
+    for path, size in cut.items():
+        if size < len(rows):
+            raise SplitError(f"{path} has only {size} rows for the {len(rows)} microbatches that are given packed.")
+    return rows
 
 
-def _cut(tree: Any, axes: Sequence[int | None], rows: Sequence[int]) -> list[Any]:
+def _cut(tree: Any, axes: Sequence[int | None], rows: Sequence[int | None]) -> list[Any]:
     """One tree per microbatch: leaves with an axis are cut along it, the others are the same objects in all trees."""
-    values, spec = pytree.tree_flatten(tree)
-    starts = [0, *itertools.accumulate(rows)]
-    return [
-        pytree.tree_unflatten([_part(v, a, i, starts) for v, a in zip(values, axes, strict=True)], spec)
-        for i in range(len(rows))
-    ]
+    values, spec = pytree.tree_flatten(held(tree))
+    columns = [_parts(value, axis, rows) for value, axis in zip(values, axes, strict=True)]
+    return [pytree.tree_unflatten([column[index] for column in columns], spec) for index in range(len(rows))]
 
 
-def _part(value: Any, axis: int | None, index: int, starts: Sequence[int]) -> Any:
+def _parts(value: Any, axis: int | None, rows: Sequence[int | None]) -> Sequence[Any]:
     if isinstance(value, RoundPipePackedData):
-        return value[index]
-    if axis is None or len(starts) == 2:
         return value
-    return value.narrow(axis, starts[index], starts[index + 1] - starts[index])
+    whole = value.mask if isinstance(value, HeldMask) else value
+    if axis is None or len(rows) == 1:
+        return [whole] * len(rows)
+    size = value.shape[axis]
+    counts = [count for count in rows if count is not None]
+    if len(counts) != len(rows) or sum(counts) != size:
+        counts = sizes(size, len(rows))  # a leaf that its rule cuts for itself
+    stops = list(itertools.accumulate(counts))
+    if isinstance(value, HeldMask):
+        return [cut_mask(whole, stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+    return [value.narrow(axis, stop - count, count) for stop, count in zip(stops, counts, strict=True)]
 
 
 # -- functions of the user -------------------------------------------------------------------------------------------
@@ -190,56 +196,80 @@ def _split_by_functions(
     """One side, or both, is cut by a function; the other side follows its sizes."""
     calls: list[tuple[Any, Any]] | None = None
     labels: list[Any] | None = None
+    given, given_label = {"args": args, "kwargs": kwargs}, {"label": label}
+    inputs = _entries(given, rules)
     if _is_function(split_input):
         calls = _checked_calls(split_input(args, kwargs, num_microbatch))
+    else:
+        num_microbatch = next(
+            (len(e.value) for e in inputs if isinstance(e.value, RoundPipePackedData)), num_microbatch
+        )
     if _is_function(split_label):
-        labels = _checked_labels(split_label(label, len(calls) if calls is not None else num_microbatch))
-    cut_by_user: Sequence[Any] = calls if calls is not None else labels or []
-    rows = [_rows_of_part(part) for part in cut_by_user]
-    if calls is None:
-        calls = _follow((args, kwargs), ("args", "kwargs"), rows, rules)
-    if labels is None:
-        labels = _follow((label,), ("label",), rows, rules, unwrap=True)
-    if len(calls) != len(labels):
+        labels = _checked_labels(split_label(label, num_microbatch if calls is None else len(calls)))
+    if calls is not None and labels is not None and len(calls) != len(labels):
         raise SplitError(
             f"split_input made {len(calls)} microbatches and split_label {len(labels)}. Both must make the same number."
         )
-    return [
-        Microbatch(index, tuple(call[0]), dict(call[1]), one, count)
-        for index, (call, one, count) in enumerate(zip(calls, labels, rows, strict=True))
+    named_calls = [{"args": call[0], "kwargs": call[1]} for call in calls or []]
+    named_labels = [{"label": one} for one in labels or []]
+    if calls is None:
+        rows = rows_of_parts(named_labels, given_label)
+        calls = _follow(given, rows, rules, "split_label")
+    else:
+        rows = rows_of_parts(named_calls, given, named_labels)
+    if labels is None:
+        labels = _follow(given_label, rows, rules, "split_input")
+    made = [
+        _entry_by_entry((tuple(call[0]), dict(call[1]), one), index, len(rows))
+        for index, (call, one) in enumerate(zip(calls, labels, strict=True))
     ]
+    return [Microbatch(index, *part, count) for index, (part, count) in enumerate(zip(made, rows, strict=True))]
 
 
-def _follow(
-    trees: tuple[Any, ...],
-    names: tuple[str, ...],
-    rows: Sequence[int | None],
-    rules: Rules,
-    *,
-    unwrap: bool = False,
-) -> list[Any]:
-    """Cut one side into the sizes that the user's function gave the other."""
-    entries = [entry for tree, name in zip(trees, names, strict=True) for entry in entries_of(tree, name, rules)]
-    decided = batch_axes(entries, [], {path: rule for path, rule in rules.items() if path.startswith(names)})
-    counted = [count for count in rows if count is not None]
-    if decided.batch in (None, 1):
-        counted = [1] * len(rows)
-        decided = dataclasses.replace(decided, axes=[None] * len(entries))
-    elif len(counted) != len(rows) or sum(counted) != decided.batch:
+def _entries(trees: Mapping[str, Any], rules: Rules) -> list[Entry]:
+    return [entry for name, tree in trees.items() for entry in entries_of(tree, name, rules)]
+
+
+def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whose: str) -> list[Any]:
+    """Cut one side into the sizes that the user's function gave the other; ``rows`` learns what this side tells."""
+    entries = _entries(trees, rules)
+    told = next((entry.told for entry in entries if entry.told is not None), None)
+    if None in rows and told is not None and len(told) == len(rows):
+        rows[:] = told
+    refuse_other_rows(entries, rows, whose)
+    decided = batch_axes(entries, [], {path: rule for path, rule in rules.items() if path.startswith(tuple(trees))})
+    axes = decided.axes
+    if decided.batch in (None, 1) and not decided.apart:
+        axes = [None] * len(entries)
+    elif not decided.apart and (None in rows or sum(count or 0 for count in rows) != decided.batch):
         raise SplitError(
-            f"{', '.join(names)}: {decided.batch} rows are to follow the sizes {list(rows)} that the split function "
+            f"{', '.join(trees)}: {decided.batch} rows are to follow the sizes {list(rows)} that the split function "
             "made of the other side. Give a function for both sides:\n"
             "    RoundPipeRunConfig(split_input=..., split_label=...)"
         )
-    parts = _cut(trees, decided.axes, counted)
-    return [part[0] for part in parts] if unwrap else parts
+    parts = _cut(tuple(trees.values()), axes, rows)
+    return parts if len(trees) > 1 else [part[0] for part in parts]
 
 
-def _rows_of_part(part: Any) -> int | None:
-    try:
-        return infer_batch_size(part)
-    except SplitError:
-        return None
+def _entry_by_entry(
+    part: tuple[tuple[Any, ...], dict[str, Any], Any], index: int, count: int
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """A part of a split function with the entry of this microbatch in the place of packed data that it handed on."""
+
+    def entry(value: Any) -> Any:
+        if not isinstance(value, RoundPipePackedData):
+            return value
+        if len(value) != count:
+            raise SplitError(
+                f"The split function made {count} microbatches, and handed on packed data of {len(value)}. It must "
+                "make as many, or hand on one entry each."
+            )
+        return value[index]
+
+    if not any(isinstance(leaf, RoundPipePackedData) for leaf in pytree.tree_leaves(part)):
+        return part  # as the function made it, to the object
+    call: tuple[tuple[Any, ...], dict[str, Any], Any] = pytree.tree_map(entry, part)
+    return call
 
 
 def _checked_calls(made: Any) -> list[tuple[Any, Any]]:
@@ -255,6 +285,6 @@ def _checked_calls(made: Any) -> list[tuple[Any, Any]]:
 def _checked_labels(made: Any) -> list[Any]:
     if not isinstance(made, (list, tuple)) or not made:
         raise SplitError(
-            f"split_label: the function must return a list with the labels of each microbatch, found {made!r}."
+            f"split_label: the function must return a list with the labels of each microbatch, found {spell(made)}."
         )
     return list(made)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-__all__ = ["RoundPipePackedData"]
+import torch
+
+__all__ = ["RoundPipePackedData", "counted_rows", "known_rows"]
 
 
 class RoundPipePackedData(list[Any]):
@@ -33,3 +35,26 @@ class RoundPipePackedData(list[Any]):
         if wait is not None:
             wait()
         return self
+
+
+def known_rows(packed: RoundPipePackedData) -> tuple[int, ...] | None:
+    """Return the rows of each microbatch as the pipeline that made the data knew them; ``None`` if it did not.
+
+    A list that was made longer or shorter since then is another one.
+
+    >>> known_rows(RoundPipePackedData(["a", "b"], rows=[2, 1])), known_rows(RoundPipePackedData(["a", "b"]))
+    ((2, 1), None)
+    """
+    rows = tuple(count for count in packed.rows if count is not None)
+    return rows if len(rows) == len(packed.rows) == len(packed) else None
+
+
+def counted_rows(packed: RoundPipePackedData, axis: int = 0) -> tuple[int, ...] | None:
+    """Count the rows of each microbatch along an axis; ``None`` where an entry is no tensor or has no such axis.
+
+    >>> import torch
+    >>> counted_rows(RoundPipePackedData([torch.zeros(2, 3), torch.zeros(1, 3)]))
+    (2, 1)
+    """
+    tensors = [value for value in packed if isinstance(value, torch.Tensor) and -value.dim() <= axis < value.dim()]
+    return tuple(tensor.shape[axis] for tensor in tensors) if len(tensors) == len(packed) else None

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from yobx_flatten import find_unregistered
 
+from .block_masks import is_block_mask, leaf_test, parts_of_mask
 from .device import Device
 from .errors import UnregisteredObjectError
 from .events import Event
@@ -38,22 +39,26 @@ class Skeleton:
 
     Attributes:
         spec: the structure.
-        leaves: for every leaf the number of its tensor, or ``None``.
-        constants: the leaves that are no tensors, ``None`` in the places of those that are.
+        leaves: for every leaf the number of its tensor, or ``None``; the numbers of all of them for a mask of flex
+            attention.
+        constants: the leaves that are no tensors, ``None`` in the places of those that are, and for a mask what puts it
+            together.
     """
 
     spec: pytree.TreeSpec
-    leaves: tuple[int | None, ...]
+    leaves: tuple[int | tuple[int, ...] | None, ...]
     constants: tuple[Any, ...]
 
     def rebuild(self, tensors: Sequence[Any]) -> Any:
         """Return the value, with these tensors in it."""
         if self is _ONE_TENSOR:
             return tensors[0]
-        leaves = [
-            constant if number is None else tensors[number]
-            for number, constant in zip(self.leaves, self.constants, strict=True)
-        ]
+        leaves = []
+        for number, constant in zip(self.leaves, self.constants, strict=True):
+            if isinstance(number, tuple):
+                leaves.append(constant([tensors[one] for one in number]))
+            else:
+                leaves.append(constant if number is None else tensors[number])
         return pytree.tree_unflatten(leaves, self.spec)
 
 
@@ -77,18 +82,26 @@ def take_apart(value: Any, *, what: str = "value") -> tuple[Skeleton, list[torch
     """
     if type(value) is torch.Tensor:
         return _ONE_TENSOR, [value]
-    leaves, spec = pytree.tree_flatten(value)
-    numbers: list[int | None] = []
+    leaves, spec = pytree.tree_flatten(value, is_leaf=leaf_test())
+    numbers: list[int | tuple[int, ...] | None] = []
     constants: list[Any] = []
     tensors: list[torch.Tensor] = []
     seen: dict[int, int] = {}
+
+    def number(tensor: torch.Tensor) -> int:
+        if id(tensor) not in seen:
+            seen[id(tensor)] = len(tensors)
+            tensors.append(tensor)
+        return seen[id(tensor)]
+
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            if id(leaf) not in seen:
-                seen[id(leaf)] = len(tensors)
-                tensors.append(leaf)
-            numbers.append(seen[id(leaf)])
+            numbers.append(number(leaf))
             constants.append(None)
+        elif is_block_mask(leaf):
+            inside, together = parts_of_mask(leaf)
+            numbers.append(tuple(map(number, inside)))
+            constants.append(together)
         else:
             if not isinstance(leaf, _PLAIN):
                 _refuse_opaque(leaf, what)

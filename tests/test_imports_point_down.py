@@ -102,9 +102,10 @@ LAYERS: dict[str, list[list[str]]] = {
     "roundpipe_runtime": [
         ["errors"],
         ["packed", "chunks", "loss", "schedule", "costs", "worker", "readiness", "timeline", "recompute", "events"],
-        ["arguments", "uninterrupted"],
+        ["arguments", "uninterrupted", "block_masks"],
+        ["entries"],
         ["planning.footprint", "planning.meta_kernels", "timeline_file", "timeline_totals", "timeline_drawing"],
-        ["batch_axes", "join", "simulate", "accelerator", "timeline_picture"],
+        ["batch_axes", "part_rows", "join", "simulate", "accelerator", "timeline_picture"],
         ["device"],
         ["microbatch", "partition", "transfer", "parameters", "pinning", "planning.hardware"],
         ["plan", "resident", "optimizer", "piece", "checkpointed"],

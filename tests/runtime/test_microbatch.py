@@ -272,9 +272,37 @@ def test_a_rule_that_cuts_a_number_is_refused():
 
 
 def test_two_rules_that_contradict_each_other_are_refused():
+    """A third leaf, without a rule, could follow either."""
     rules = {"args[0]": TensorChunkSpec(0), "args[1]": TensorChunkSpec(0)}
-    with pytest.raises(SplitError, match=re.escape("not the same number of rows: 3 in args[1]; 4 in args[0]")):
-        split((rows(4), rows(3)), {}, None, 2, split_input=rules)
+    with pytest.raises(
+        SplitError, match=re.escape("not the same number of rows: 3 in args[1]; 4 in args[0]")
+    ) as caught:
+        split((rows(4), rows(3), rows(4)), {}, None, 2, split_input=rules)
+    assert "give a rule to each of the others, too: args[2]." in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_a_rule_for_every_leaf_is_taken_at_its_word(count):
+    """12 rows of one and 10 of the other: each is cut for itself, as `torch.tensor_split` cuts it."""
+    x, y, label = rows(12, 2), rows(10), torch.arange(36).reshape(3, 12)
+    spec = ((TensorChunkSpec(0), Replicate), {"y": TensorChunkSpec(0), "name": Replicate})
+    parts = split((x, 5), {"y": y, "name": "n"}, label, count, split_input=spec, split_label=TensorChunkSpec(1))
+    for pick, whole, axis in (
+        (lambda part: part.args[0], x, 0),
+        (lambda part: part.kwargs["y"], y, 0),
+        (lambda part: part.label, label, 1),
+    ):
+        expected = torch.tensor_split(whole, count, axis)
+        assert all(torch.equal(pick(part), one) for part, one in zip(parts, expected, strict=True))
+    assert [part.rows for part in parts] == [12 // count] * count  # those of the labels
+
+
+def test_leaves_that_are_cut_each_for_itself_have_as_many_microbatches_as_the_shortest():
+    spec = ((TensorChunkSpec(0), TensorChunkSpec(0)), None)
+    parts = split((rows(7), rows(2)), {}, None, 4, split_input=spec)
+    assert [part.args[0].tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6]]
+    assert [part.args[1].tolist() for part in parts] == [[0], [1]]
+    assert [part.rows for part in parts] == [None, None]
 
 
 # -- functions -------------------------------------------------------------------------------------------------------
@@ -426,11 +454,114 @@ def test_labels_that_do_not_fit_packed_data_are_refused():
         split((packed,), {}, rows(5), 2)
 
 
-def test_packed_data_whose_rows_are_not_known_is_cut_as_even_as_possible():
+def test_packed_data_whose_rows_are_not_told_is_counted():
     packed = RoundPipePackedData([rows(2), rows(1)])
     assert [part.label.tolist() for part in split((packed,), {}, rows(3), 8)] == [[0, 1], [2]]
-    with pytest.raises(SplitError, match=re.escape("args[0] has 2 microbatches, but there are only 1 rows.")):
-        split((packed,), {}, rows(1), 8)
+
+
+def test_packed_data_in_which_nothing_can_be_counted_does_not_say_where_to_cut():
+    """As even as possible would be wrong without a word where a function had cut it otherwise."""
+    with pytest.raises(SplitError, match=r"args\[0\]: it is not known how many rows each of the 2 microbatches has"):
+        split((RoundPipePackedData([1.0, 2.0]),), {}, rows(3), 8)
+    parts = split((RoundPipePackedData([1.0, 2.0]),), {}, None, 8)
+    assert [(part.args[0], part.rows) for part in parts] == [(1.0, None), (2.0, None)]
+
+
+def test_a_table_beside_packed_data_is_not_taken_for_the_batch():
+    """Eight rows in four microbatches, and a table of five: it goes whole."""
+    table = rows(5, 6)
+    parts = split((RoundPipePackedData([rows(2, 6)] * 4), table), {}, None, 4)
+    assert [part.args[1] is table for part in parts] == [True] * 4
+    assert [part.rows for part in parts] == [2] * 4
+
+
+def test_of_several_packed_leaves_the_one_that_others_agree_with_counts():
+    """(rows, width) beside (length, length): the labels tell which is the batch; without them, nobody guesses."""
+    hidden, bias = RoundPipePackedData([rows(2, 6), rows(1, 6)]), RoundPipePackedData([rows(4, 4), rows(4, 4)])
+    assert [part.label.tolist() for part in split((hidden, bias), {}, rows(3), 2)] == [[0, 1], [2]]
+    with pytest.raises(SplitError, match=r"axis 0 has 3 in args\[0\]; 8 in args\[1\]"):
+        split((hidden, bias), {}, None, 2)
+
+
+@pytest.mark.parametrize("rule", [TensorChunkSpec(0), TorchChunkSpec(0), Replicate])
+def test_a_rule_for_packed_data_is_taken(rule):
+    """RoundPipe's own tests give one; entry i goes to microbatch i whatever it says."""
+    packed = RoundPipePackedData([rows(2, 3), rows(1, 3)])
+    spec = ((TensorChunkSpec(0), rule), None)
+    parts = split((rows(3), packed), {}, None, 2, split_input=spec)
+    assert [part.args[1] is entry for part, entry in zip(parts, packed, strict=True)] == [True, True]
+    assert firsts(parts, lambda part: part.args[0]) == [[0, 1], [2]]
+
+
+def test_a_rule_says_along_which_axis_packed_data_is_counted():
+    packed = RoundPipePackedData([torch.zeros(7, 1), torch.zeros(7, 2)])
+    parts = split((packed,), {}, rows(3), 2, split_input=((TensorChunkSpec(1),), None))
+    assert [part.label.tolist() for part in parts] == [[0], [1, 2]]
+
+
+def test_errors_tell_types_and_shapes_and_no_data():
+    """A batch is large, and may be confidential."""
+    secret = torch.tensor([31337.0, 31338.0])
+    for call in (
+        lambda: split((rows(4), [secret.numpy()]), {}, None, 2, split_input={"args[1][0]": TensorChunkSpec(0)}),
+        lambda: split((rows(4),), {}, None, 2, split_input=((secret,), None)),
+        lambda: split((rows(4),), {}, None, 2, split_input=[secret]),
+        lambda: split((rows(4),), {}, rows(4), 2, split_label=lambda label, n: secret),
+    ):
+        with pytest.raises(SplitError) as caught:
+            call()
+        assert "3133" not in str(caught.value)
+
+
+def test_packed_labels_are_taken_entry_by_entry():
+    """All of them, whatever number of microbatches was asked for."""
+    packed = RoundPipePackedData([rows(1), rows(2), rows(1)])
+    parts = split((rows(4),), {}, packed, 2)
+    assert firsts(parts, lambda part: part.args[0]) == [[0], [1, 2], [3]]
+    assert [part.label is entry for part, entry in zip(parts, packed, strict=True)] == [True] * 3
+
+
+def test_packed_data_that_was_made_shorter_is_counted_anew():
+    """It is a list: what a pipeline told of its entries holds for those entries."""
+    packed = RoundPipePackedData([rows(3), rows(1), rows(2)], rows=[3, 1, 2])
+    packed.pop(0)
+    assert [part.label.tolist() for part in split((packed,), {}, rows(3), 2)] == [[0], [1, 2]]
+
+
+# -- packed data and functions -----------------------------------------------------------------------------------------
+
+
+def test_a_split_function_may_hand_packed_data_on():
+    """Entry i is what microbatch i gets."""
+    packed = RoundPipePackedData([rows(3, 2), rows(1, 2)], rows=[3, 1])
+    parts = split((packed,), {}, rows(4), 2, split_input=lambda args, kwargs, n: ([args, args], [kwargs, kwargs]))
+    assert [part.args[0] is entry for part, entry in zip(parts, packed, strict=True)] == [True, True]
+    assert firsts(parts, lambda part: part.label) == [[0, 1, 2], [3]]
+    with pytest.raises(SplitError, match="made 3 microbatches, and handed on packed data of 2"):
+        split((packed,), {}, None, 3, split_input=lambda args, kwargs, n: ([args] * 3, [kwargs] * 3))
+
+
+def test_a_split_function_for_labels_is_asked_for_as_many_as_the_packed_data_has():
+    packed = RoundPipePackedData([rows(1), rows(2), rows(1)], rows=[1, 2, 1])
+    asked = []
+
+    def split_label(label, n):
+        asked.append(n)
+        return list(label.split([1, 2, 1]))
+
+    parts = split((packed,), {}, rows(4), 2, split_label=split_label)
+    assert asked == [3]
+    assert firsts(parts, lambda part: part.label) == [[0], [1, 2], [3]]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_labels_that_a_function_cuts_at_other_rows_than_packed_data_are_refused(told):
+    """[1, 2, 1] beside [2, 1, 1] would pair labels with the outputs of other rows."""
+    packed = RoundPipePackedData([rows(1), rows(2), rows(1)], rows=[1, 2, 1] if told else ())
+    with pytest.raises(SplitError, match=re.escape("args[0] has microbatches of [1, 2, 1] rows, and split_label made")):
+        split((packed,), {}, rows(4), 3, split_label=lambda label, n: list(label.split([2, 1, 1])))
+    with pytest.raises(SplitError, match=re.escape("args[0] has 3 microbatches, and split_label made 2")):
+        split((packed,), {}, rows(4), 3, split_label=lambda label, n: list(label.split(2)))
 
 
 def test_packed_data_waits_once():

@@ -17,7 +17,9 @@ from roundpipe_runtime import (
     ModelExecutePlan,
     OptimizerCtx,
     PlanError,
+    Replicate,
     RoundPipe,
+    RoundPipePackedData,
     RoundPipeRunConfig,
     SplitError,
     TensorChunkSpec,
@@ -201,6 +203,47 @@ def test_what_could_be_cut_two_ways_is_an_error_that_names_both(pipe):
     """Two tensors whose axes 0 differ: nobody guesses."""
     with pytest.raises(SplitError, match=r"args\[0\][\s\S]*args\[1\]"):
         pipe(Masked())(torch.zeros(8, 4), torch.zeros(3, 4))
+
+
+def test_a_call_without_anything_to_cut_is_one_microbatch(pipe):
+    """None, numbers and strings, or no argument at all: once, and not as often as microbatches were asked for."""
+
+    class Counts(nn.Module):
+        calls = 0
+
+        def forward(self, *args, **kwargs):
+            self.calls += 1
+            return args, kwargs
+
+    model = Counts()
+    config = RoundPipeRunConfig(num_microbatch=3)
+    with torch.no_grad():
+        assert pipe(model)(None, 3, name="x", roundpipe_run_config=config) == ((None, 3), {"name": "x"})
+        assert model.calls == 1
+        assert pipe(model)(roundpipe_run_config=config) == ((), {})
+    assert model.calls == 2
+
+
+def test_an_output_that_was_handed_on_whole_is_there_once(pipe):
+    """A (6, 5) table beside 12 rows in 3 microbatches comes out as (6, 5), and not three times below itself."""
+
+    class Both(nn.Module):
+        def forward(self, x, table):
+            return x, table
+
+    x, table = torch.arange(24.0).reshape(12, 2), torch.arange(30.0).reshape(6, 5)
+    config = RoundPipeRunConfig(num_microbatch=3, split_input={"args[1]": Replicate})
+    with torch.no_grad():
+        found = pipe(Both())(x, table, roundpipe_run_config=config)
+    assert torch.equal(found[0], x)
+    assert torch.equal(found[1], table)
+
+
+def test_packed_data_of_different_numbers_of_microbatches_is_refused(pipe):
+    """Three entries beside four: rows would be left out."""
+    three, four = (RoundPipePackedData([torch.zeros(2, 4)] * count) for count in (3, 4))
+    with pytest.raises(SplitError, match=r"different numbers of microbatches: args\[0\] into 3, args\[1\] into 4"):
+        pipe(Masked())(three, four)
 
 
 def test_scalar_outputs_are_averaged_by_weight(pipe):

@@ -27,6 +27,7 @@ LAYERS: dict[str, list[list[str]]] = {
             "onnx_file",
             "undisturbed",
             "ignored_inputs",
+            "compiled_packages",
         ],
         ["codegen"],
         ["mappings"],
@@ -38,6 +39,7 @@ LAYERS: dict[str, list[list[str]]] = {
         ["huggingface.layer_code"],
         ["huggingface.quick"],
         [
+            "huggingface.contiguous",
             "huggingface.layouts",
             "huggingface.loaded",
             "huggingface.model_patches",

@@ -3,11 +3,12 @@
 * Dimensions that happen to be equal in the example stay apart (duck shapes off), and slices are made whole.
 * Model libraries put their traceable versions in place (see :mod:`yobx_flatten.huggingface.tracing`).
 * ``torch.onnx.export`` knows a few operators more (see :mod:`yobx_flatten.onnx_operators`).
+* A package of AOTInductor gets the strides that it was compiled for (see :mod:`yobx_flatten.compiled_packages`).
 * A program remembers which classes it takes and returns. Called where they are not registered it says so; torch alone
   ends in ``KeyError: <class ...>``. It also refuses what stands where the example had ``None``.
 
-All of it happens during the trace only, in whichever thread it runs; models that run eagerly inside a block are not
-touched.
+The replacements are in force during the trace only, in the thread that traces; models that run eagerly inside a block
+are not touched.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .compiled_packages import called_contiguous, remembering_strides
 from .errors import NotRegisteredError
 from .ignored_inputs import refusal_of_ignored_inputs
 from .onnx_operators import TRANSLATIONS, Translation, add_translation
@@ -69,6 +71,10 @@ class ExportHook:
         self._on_import = [
             ImportedPatch("torch.export._trace", self._trace_patch),
             ImportedPatch("torch.onnx._internal.exporter._registration", self._translations_patch),
+            ImportedPatch("torch._inductor.compile_fx", _wrapping(None, "_aoti_flatten_inputs", remembering_strides)),
+            ImportedPatch(
+                "torch.export.pt2_archive._package", _wrapping("AOTICompiledModel", "__call__", called_contiguous)
+            ),
         ]
         self._on_program = AttributePatch(ExportedProgram, "__init__", _remembering(ExportedProgram.__init__))
         self._on_load = [
@@ -172,6 +178,19 @@ class ExportHook:
                 return original(mod, args, kwargs, *more, **options)
 
         return _export
+
+
+def _wrapping(
+    owner: str | None, name: str, wrapped: Callable[[Any], Any]
+) -> Callable[[ModuleType], AttributePatch | None]:
+    """Make a patch of a function of a module, or of a class in it, where it is there."""
+
+    def make(module: ModuleType) -> AttributePatch | None:
+        target = module if owner is None else vars(module).get(owner)
+        found = None if target is None else vars(target).get(name)
+        return None if found is None else AttributePatch(target, name, wrapped(found))
+
+    return make
 
 
 def _without_slices(tree: Any) -> Any:

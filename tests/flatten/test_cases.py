@@ -2,11 +2,18 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
+import torch.utils._pytree as pytree
 from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import BaseModelOutput
 
+from yobx_flatten import DecodeSizes, decode_inputs, register_flattening_functions
 from yobx_flatten.huggingface.builders import make_dynamic_cache
 from yobx_flatten.huggingface.cases import next_inputs
+from yobx_flatten.huggingface.contiguous import contiguous
+
+from .one_graph import small_model
 
 
 def caches(length):
@@ -45,3 +52,38 @@ def test_a_call_without_a_cache_is_the_last():
     """Nothing says what came before."""
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     assert next_inputs({"input_ids": tokens}, SimpleNamespace(logits=torch.zeros(1, 1, 7))) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("MistralConfig", "MistralForCausalLM", (("sliding_window", 8),)), id="past the window"),
+        pytest.param(("T5Config", "T5ForConditionalGeneration"), id="with an encoder"),
+    ],
+)
+def test_the_inputs_of_a_decode_call_are_contiguous(options):
+    """New tokens, positions and the keys of a sliding layer are not slices of something larger."""
+    model = small_model(*options)
+    names = ("input_ids", "attention_mask", "position_ids", "past_key_values")
+    inputs = decode_inputs(model, DecodeSizes(past=20), None if "T5" in options[0] else dict.fromkeys(names))
+    with register_flattening_functions(patch_transformers=True):
+        leaves = pytree.tree_leaves(inputs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    assert len(tensors) >= 6
+    assert all(tensor.is_contiguous() for tensor in tensors)
+
+
+def test_what_is_made_contiguous_holds_the_same_values():
+    """In place, whatever it is in; one tensor that is held twice stays one, and contiguous ones stay themselves."""
+    sliced, whole = torch.arange(12).reshape(2, 6)[:, 2:], torch.ones(2)
+    cache = make_dynamic_cache([(torch.randn(2, 2, 8, 4)[:, :, 3:], torch.randn(2, 2, 5, 4))])
+    expected = cache.layers[0].keys.clone()
+    output = BaseModelOutput(last_hidden_state=sliced, hidden_states=(sliced, whole))
+    found = contiguous({"output": output, "cache": cache, "list": [sliced]})
+    assert (found["output"], found["cache"]) == (output, cache)
+    assert output.last_hidden_state.tolist() == sliced.tolist()
+    assert output.last_hidden_state is output["last_hidden_state"] is output.hidden_states[0] is found["list"][0]
+    assert output.last_hidden_state.is_contiguous()
+    assert output.hidden_states[1] is whole
+    assert torch.equal(cache.layers[0].keys, expected)
+    assert cache.layers[0].keys.is_contiguous()

@@ -93,6 +93,14 @@ def test_a_record_is_not_changed_by_what_happens_to_its_tensors():
     assert [call.outputs.tolist() for call in calls] == [[1, 1], [2, 2]]
 
 
+def test_a_slice_comes_back_contiguous():
+    """Code compiled for what a record hands out takes what everybody else passes."""
+    model = Adds()
+    with record_calls(model) as calls:
+        model(torch.arange(12.0).reshape(2, 6)[:, 2:])
+    assert (calls[0].inputs["x"].stride(), calls.example()["x"].stride()) == ((4, 1), (4, 1))
+
+
 def test_what_is_read_off_a_record_is_a_copy():
     """Writing into it changes neither the record nor what is read next."""
     model = Adds()

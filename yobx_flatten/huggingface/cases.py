@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..errors import FlattenError, InvalidArgumentError, describe_class
+from .contiguous import contiguous
 
 __all__ = [
     "CACHE_NAMES",
@@ -226,6 +227,7 @@ def decode_inputs(
                 cache = model(input_ids=tokens[:, past], use_cache=True, past_key_values=fresh, **prefill)
             made = {"input_ids": tokens[:, new], "attention_mask": mask, "position_ids": positions[:, new]}
     made[cache_is] = getattr(cache, cache_is)
+    made = {name: contiguous(value) for name, value in made.items()}
     # what is not a tensor (use_cache=True, ...) is the caller's
     return {name: made.get(name, value) for name, value in like.items()}
 

@@ -14,6 +14,8 @@ __all__ = ["Adam"]
 class Adam(torch.optim.Adam):
     """Adam on the CPU: torch's own fused kernel, with the arguments of RoundPipe's.
 
+    The kernel has no complex numbers. A group with a complex parameter is stepped by torch's loop over parameters.
+
     Args:
         params: parameters or groups, from :meth:`RoundPipe.optim_parameters`.
         lr: learning rate.
@@ -60,3 +62,21 @@ class Adam(torch.optim.Adam):
             fused=True,
             decoupled_weight_decay=decoupled_weight_decay,
         )
+        self._choose_kernels()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, with the kernel that suits them."""
+        super().add_param_group(param_group)
+        self._choose_kernels()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state that :meth:`state_dict` returned, of this class or of ``torch.optim.Adam``."""
+        super().load_state_dict(state_dict)
+        self._choose_kernels()
+
+    def _choose_kernels(self) -> None:
+        # torch refuses complex parameters in a group that has `fused=True`
+        for group in self.param_groups:
+            group["fused"] = not any(parameter.is_complex() for parameter in group["params"])
+        # a GradScaler hands its scale to an optimizer that says so; the loop does not take it
+        self._step_supports_amp_scaling = all(group["fused"] for group in self.param_groups)

@@ -42,16 +42,20 @@ class ModelExecutePlan:
     fwd_plan: Sequence[Sequence[int]] = dataclasses.field(default_factory=list)
     bwd_plan: Sequence[Sequence[int]] = dataclasses.field(default_factory=list)
 
-    def check_valid(self, run_type: RunType, num_layers: int) -> None:
-        """Check that every layer is run once in each direction, in order.
+    def check_valid(self, *given: int | str, **named: Any) -> None:
+        """Check that every layer is run once in each direction, in order: ``check_valid(num_layers, run_type)``.
+
+        A number and a word cannot be mistaken for each other: they are taken in either order, and by their names.
 
         Args:
-            run_type: ``"infer"``, ``"train"`` or ``"fused"``.
-            num_layers: number of layers of the model.
+            *given: ``num_layers``, the number of layers of the model, and ``run_type``, ``"infer"``, ``"train"`` or
+                ``"fused"``.
+            **named: those that are given by name.
 
         Raises:
             PlanError: naming the layer that is missing, repeated or out of order.
         """
+        num_layers, run_type = _checked_arguments(given, named)
         if run_type not in ("infer", "train", "fused"):
             raise PlanError(f'run_type must be "infer", "train" or "fused", found {run_type!r}.')
         if num_layers < 1:
@@ -71,7 +75,7 @@ class ModelExecutePlan:
 
     def stages(self, run_type: RunType, num_layers: int) -> list[Stage]:
         """Return the stages in the order in which they are dispatched, after :meth:`check_valid`."""
-        self.check_valid(run_type, num_layers)
+        self.check_valid(num_layers, run_type)
         return stages_of(run_type, _check_stages("", self.fwd_plan), _check_stages("", self.bwd_plan))
 
     @classmethod
@@ -128,6 +132,22 @@ class ModelExecutePlan:
         )
         plans = [cls(forward, backward) for forward, backward in found]
         return plans[0] if len(models) == 1 else plans
+
+
+def _checked_arguments(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[int, Any]:
+    """The arguments of ``check_valid``, in the order of its name."""
+    found = dict(named)
+    for value in given:
+        name = "num_layers" if type(value) is int else "run_type"
+        if name in found:
+            raise PlanError(f'{name} is given twice:\n    plan.check_valid(4, "fused")')
+        found[name] = value
+    if set(found) != {"num_layers", "run_type"}:
+        raise PlanError(
+            f"check_valid takes num_layers and run_type, found {', '.join(sorted(found)) or 'nothing'}:\n"
+            '    plan.check_valid(4, "fused")'
+        )
+    return found["num_layers"], found["run_type"]
 
 
 def _check_number(name: str, value: Any) -> None:

@@ -48,8 +48,13 @@ class GradScaler(_GradScaler):
             # Two devices may scale their first losses at the same time, so the tensor must be there before.
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
-    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Set the scale for the next step, from what the last step found or to ``new_scale``."""
+    def update(self, new_scale: float | torch.Tensor | None = None, is_async: bool = True) -> None:
+        """Set the scale for the next step, from what the last step found or to ``new_scale``.
+
+        Args:
+            new_scale: the scale to set, instead of what the last step says.
+            is_async: has no meaning here: the new scale is there when this returns, either way.
+        """
         wait_for_updates()
         super().update(new_scale)
 

@@ -248,6 +248,68 @@ def test_gradients_of_several_runs_add_up(devices):
             assert relative_error(own.grad, expected.grad) < 1e-6
 
 
+def as_real(parameter):
+    return torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True}, {"decoupled_weight_decay": True}])
+def test_adam_steps_complex_parameters_as_torch_does(dtype, options):
+    """Alone, beside real ones in a group, and in a group that is added later; its state is loaded by another."""
+    generator = torch.Generator().manual_seed(0)
+
+    def parameters(dtype):
+        shapes = [((3, 2), dtype), ((4,), dtype.to_real()), ((5,), dtype)]
+        return [torch.randn(shape, dtype=kind, generator=generator).requires_grad_() for shape, kind in shapes]
+
+    ours = parameters(dtype)
+    theirs = [parameter.detach().clone().requires_grad_() for parameter in ours]
+    found = optim.Adam(ours[:2], lr=0.01, weight_decay=0.1, **options)
+    expected = torch.optim.Adam(theirs[:2], lr=0.01, weight_decay=0.1, foreach=False, **options)
+    found.add_param_group({"params": ours[2:]})
+    expected.add_param_group({"params": theirs[2:]})
+    for step in range(5):
+        if step == 3:
+            state, found = found.state_dict(), optim.Adam([{"params": ours[:2]}, {"params": ours[2:]}])
+            found.load_state_dict(state)
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn(one.shape, dtype=one.dtype, generator=generator)
+            other.grad = one.grad.clone()
+        found.step()
+        expected.step()
+    for one, other in zip(ours, theirs, strict=True):
+        assert relative_error(as_real(one), as_real(other)) < 1e-6
+
+
+def test_adam_steps_the_complex_parameters_of_a_pipeline():
+    """Through a layer with a complex weight: the training of the plain model."""
+
+    class Turn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.angle = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+        def forward(self, x):
+            return torch.view_as_real(torch.view_as_complex(x.reshape(-1, 4, 2)) * self.angle).flatten(1)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), Turn(), nn.Linear(8, 2))
+    plain = copy.deepcopy(model)
+    inputs, labels = torch.randn(6, 6), torch.randn(6, 2)
+    wrapped = RoundPipe(model, devices="virtual:2")
+    found, expected = optim.Adam(wrapped.optim_parameters(), lr=0.01), torch.optim.Adam(plain.parameters(), lr=0.01)
+    config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
+    for _ in range(4):
+        wrapped.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=config)
+        wrapped.step(lambda: (found.step(), found.zero_grad()))
+        expected.zero_grad()
+        nn.functional.mse_loss(plain(inputs), labels).backward()
+        expected.step()
+    wrapped.close()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert relative_error(as_real(one), as_real(other)) < 1e-4
+
+
 def test_adam_refuses_what_it_cannot_do():
     """capturable and differentiable are errors; foreach and fused are ignored with a warning."""
     parameters = list(small_model().parameters())

@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 import roundpipe_runtime
-from roundpipe_runtime import GradScaler, ModelExecutePlan, RoundPipe, RoundPipePackedData, RoundPipeRunConfig
+from roundpipe_runtime import (
+    GradScaler,
+    ModelExecutePlan,
+    PlanError,
+    RoundPipe,
+    RoundPipePackedData,
+    RoundPipeRunConfig,
+)
 from roundpipe_runtime.optim import Adam
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "from_roundpipe.md").read_text(encoding="utf-8")
@@ -100,7 +107,7 @@ CONTRACT = {
     "GradScaler.scale": {"outputs": REQUIRED},
     "GradScaler.unscale_": {"optimizer": REQUIRED},
     "GradScaler.step": {"optimizer": REQUIRED, "args": REQUIRED, "kwargs": REQUIRED},
-    "GradScaler.update": {"new_scale": None},
+    "GradScaler.update": {"new_scale": None, "is_async": True},
     "GradScaler.get_scale": {},
     "GradScaler.get_growth_factor": {"up_to_date": False},
     "GradScaler.set_growth_factor": {"new_factor": REQUIRED},
@@ -173,7 +180,26 @@ def test_a_plan_is_filled_in_by_its_attributes():
     plan = ModelExecutePlan()
     plan.fwd_plan = [range(3)]
     plan.bwd_plan = [range(3, 4), range(2, 3), range(1, 2), range(1)]
-    plan.check_valid("fused", 4)
+    plan.check_valid(4, "fused")
+
+
+def test_a_plan_is_checked_for_layers_and_run_in_either_order():
+    """The reference has the number first; by name, and the other way round, it is the same."""
+    plan = ModelExecutePlan([range(4)])
+    for arguments, named in (
+        ((4, "infer"), {}),
+        (("infer", 4), {}),
+        ((4,), {"run_type": "infer"}),
+        (("infer",), {"num_layers": 4}),
+        ((), {"num_layers": 4, "run_type": "infer"}),
+    ):
+        plan.check_valid(*arguments, **named)
+    for arguments in ((5, "infer"), ("infer", 5)):
+        with pytest.raises(PlanError, match="misses layer 4"):
+            plan.check_valid(*arguments)
+    for arguments, message in (((4,), "found num_layers"), ((4, 5), "given twice"), ((4, "other"), "must be")):
+        with pytest.raises(PlanError, match=message):
+            plan.check_valid(*arguments)
 
 
 def test_packed_data_is_a_list():

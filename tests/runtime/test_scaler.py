@@ -30,7 +30,8 @@ def test_scaled_training_is_unscaled_training(pipe, is_async):
     inputs, labels = batch(6)
     loss = pipe.forward_backward((inputs,), label=labels, loss_fn=lambda o, t: scaler.scale(F.mse_loss(o, t)))
     pipe.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()), is_async)
-    scaler.update()
+    scaler.update(is_async=is_async)
+    assert scaler.get_scale() == 2048.0  # there when update returns, either way
     pipe.synchronize()
     exact = small_model().double()
     expected = F.mse_loss(exact(inputs.double()), labels.double())

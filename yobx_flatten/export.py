@@ -31,7 +31,7 @@ from .huggingface.cases import cache_name
 from .naming import leaf_names, output_names
 from .replay import Case, clone, replay
 from .report import ExportReport
-from .scopes import register_flattening_functions
+from .scopes import options_in_use, register_flattening_functions
 from .shapes import check_dynamic_shapes
 from .shapes import dynamic_shapes as write_dynamic_shapes
 from .tree import node_of
@@ -136,7 +136,7 @@ class Export:
     ) -> None:
         self.module, self.args, self.kwargs, self.steps = module, args, kwargs, steps
         self.cache_is = cache_name(kwargs) or ""
-        self.patches = {"patch_transformers": "transformers" in sys.modules}
+        self.patches = options_in_use()
         self.report = ExportReport(type(module).__qualname__, [], [], 0.0, tolerance=tolerance)
         self.why_not = "transformers is not imported"
         if args:

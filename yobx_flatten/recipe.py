@@ -44,6 +44,8 @@ class Recipe:
         axes: ``key -> {axis: meaning}`` of a leaf, for the axes that vary between calls (``{0: "batch"}``); ``None``
             when nothing is known, and every axis may vary.
         label: ``(key, name of what is below it) -> name`` of a leaf in an exported graph; ``None`` joins them by dots.
+        plain_static: the static part is stored as torch stores it by itself, as the registration does that steps back,
+            so that a program that was saved under one of them loads under the other.
     """
 
     cls: type
@@ -54,6 +56,7 @@ class Recipe:
     remedy: str
     axes: Callable[[str], dict[int, str] | None] | None = None
     label: Callable[[str, str], str] | None = None
+    plain_static: bool = False
 
     @classmethod
     def from_functions(

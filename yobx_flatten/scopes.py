@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
@@ -22,6 +23,7 @@ from .roundtrip import check_round_trip
 __all__ = [
     "Undo",
     "make_flattening_function_for_dataclass",
+    "options_in_use",
     "register_cache_flattening",
     "register_class_flattening",
     "register_flattening_functions",
@@ -240,11 +242,12 @@ def register_cache_flattening(
                 undo._add_hook(TRANSFORMERS_TRACING)
             if patch_diffusers:
                 _require_library("diffusers", "patch_diffusers")
-                from .huggingface.outputs import diffusers_recipes
+                from .huggingface.diffusers_outputs import DIFFUSERS, diffusers_recipes
 
                 for recipe in diffusers_recipes():
                     undo._add(recipe.cls, recipe)
                 undo._add_imports(_is_diffusers_module, lambda module: diffusers_recipes(module.__name__))
+                undo._add_hook(DIFFUSERS)
             undo._add_hook(None)
             logger.info("put in force: %s", ", ".join(c.__name__ for c, done in undo.items() if done) or "nothing new")
     except BaseException:
@@ -305,6 +308,11 @@ def register_flattening_functions(
         yield undo
     finally:
         unregister_cache_flattening(undo, verbose)
+
+
+def options_in_use() -> dict[str, bool]:
+    """Return the options of the block for the libraries that this process has imported."""
+    return {f"patch_{library}": library in sys.modules for library in ("transformers", "diffusers")}
 
 
 def _run_check(recipe: Recipe, f_check: Callable[[], Any]) -> None:

@@ -1,6 +1,7 @@
 """Output classes: transformers' own registration is left in force, ours does the same where it is missing."""
 
 import importlib.util
+import subprocess
 import sys
 import types
 from dataclasses import dataclass
@@ -18,10 +19,10 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import ModelOutput
 
 from tests.models import start
-from yobx_flatten import dynamic_shapes, register_flattening_functions
+from yobx_flatten import dynamic_shapes, export_program, register_flattening_functions
+from yobx_flatten.huggingface.diffusers_outputs import diffusers_recipes
 from yobx_flatten.huggingface.known import WRONG_REGISTRATIONS, transformers_recipes
 from yobx_flatten.huggingface.outputs import (
-    diffusers_recipes,
     flatten_base_model_output,
     flatten_with_keys_base_model_output,
     unflatten_base_model_output,
@@ -404,7 +405,10 @@ def test_a_diffusers_output_comes_back(diffusers_like):
     assert rebuilt.mask is None
 
 
-@pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")
+needs_diffusers = pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")
+
+
+@needs_diffusers
 def test_the_installed_diffusers_outputs_come_apart_with_keys():
     """diffusers registers them without, so an exported program cannot name its outputs."""
     from diffusers.models.autoencoders.vae import DecoderOutput
@@ -412,3 +416,43 @@ def test_the_installed_diffusers_outputs_come_apart_with_keys():
     with register_flattening_functions(patch_diffusers=True):
         keyed, _ = pytree.tree_flatten_with_path(DecoderOutput(sample=torch.ones(2)))
     assert [pytree.keystr(path) for path, _ in keyed] == ["['sample']"]
+
+
+@needs_diffusers
+def test_a_stored_diffusers_output_is_read_inside_and_outside():
+    """Both registrations store the same, and read what the other has stored."""
+    from diffusers.models.autoencoders.vae import DecoderOutput
+
+    one = DecoderOutput(sample=torch.ones(2))
+    outside = pytree.treespec_dumps(pytree.tree_structure(one))
+    with register_flattening_functions(patch_diffusers=True):
+        inside = pytree.treespec_dumps(pytree.tree_structure(one))
+        assert type(pytree.tree_unflatten([3], pytree.treespec_loads(outside))) is DecoderOutput
+    assert inside == outside
+    assert pytree.tree_unflatten([3], pytree.treespec_loads(inside)).sample == 3
+
+
+class Decoding(torch.nn.Module):
+    def forward(self, x):
+        from diffusers.models.autoencoders.vae import DecoderOutput
+
+        return DecoderOutput(sample=x * 2)
+
+
+@needs_diffusers
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own copying of leaf specs warns
+def test_an_exported_diffusers_model_names_its_outputs_and_loads_in_a_fresh_process(tmp_path):
+    """`export_program` sees that diffusers is imported; the block that loads imports the module of the output."""
+    exported = export_program(Decoding(), (torch.ones(2, 3),))
+    assert output_names(exported(torch.ones(2, 3))) == ["sample"]
+    exported.save(tmp_path / "decoding.pt2")
+    code = (
+        "import sys, torch\n"
+        "from yobx_flatten import register_flattening_functions\n"
+        "with register_flattening_functions(patch_diffusers=True):\n"
+        "    outputs = torch.export.load(sys.argv[1]).module()(torch.ones(4, 3))\n"
+        "print(type(outputs).__name__, outputs.sample.tolist() == [[2.0] * 3] * 4)\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "decoding.pt2")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.stdout.split() == ["DecoderOutput", "True"], ran.stderr

@@ -45,6 +45,7 @@ class TorchPython:
         cls = recipe.cls
         with pytree._NODE_REGISTRY_LOCK:
             name = _free_name(recipe)
+            dump, load = (None, None) if recipe.plain_static else (dump_static, load_static)
             if cls not in pytree.SUPPORTED_NODES:
                 # torch's function also refuses what cannot be a node at all (opaque types)
                 pytree._private_register_pytree_node(
@@ -52,8 +53,8 @@ class TorchPython:
                     recipe.flatten,
                     recipe.unflatten,
                     serialized_type_name=name,
-                    to_dumpable_context=dump_static,
-                    from_dumpable_context=load_static,
+                    to_dumpable_context=dump,
+                    from_dumpable_context=load,
                     flatten_with_keys_fn=recipe.flatten_with_keys,
                 )
             else:
@@ -61,7 +62,7 @@ class TorchPython:
                 pytree.SUPPORTED_NODES[cls] = pytree.NodeDef(
                     cls, recipe.flatten, recipe.unflatten, recipe.flatten_with_keys
                 )
-                pytree.SUPPORTED_SERIALIZED_TYPES[cls] = pytree._SerializeNodeDef(cls, name, dump_static, load_static)
+                pytree.SUPPORTED_SERIALIZED_TYPES[cls] = pytree._SerializeNodeDef(cls, name, dump, load)
                 pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[name] = cls
                 pytree.CONSTANT_NODES.discard(cls)
             _forget_loaded_specs()

@@ -4,7 +4,6 @@
 class                     children                 keys                       static
 ========================  =======================  =========================  ===================================
 ``ModelOutput`` family    the fields that are set  ``['last_hidden_state']``  their names
-diffusers' ``BaseOutput`` the fields that are set  ``['sample']``             their names
 ``BatchEncoding``         the values of ``.data``  ``['input_ids']``          the keys
 ``BatchFeature``          the values of ``.data``  ``['pixel_values']``       the keys, ``skip_tensor_conversion``
 plain dataclasses         every field              ``.token_embeds``          the names
@@ -45,7 +44,6 @@ from ..recipe import Recipe
 from .loaded import ModelClasses, classes_of, subclasses_of
 
 __all__ = [
-    "diffusers_recipes",
     "flatten_base_model_output",
     "flatten_with_keys_base_model_output",
     "output_recipes",
@@ -176,21 +174,3 @@ def _is_plain_output(cls: type) -> bool:
 
 
 _DATACLASSES = ModelClasses(_is_plain_output)
-
-
-# -- diffusers -------------------------------------------------------------------------------------------------------
-
-
-def diffusers_recipes(module: str | None = None) -> list[Recipe]:
-    """Recipes of the diffusers output classes that are defined so far, all or those of one module.
-
-    diffusers registers them with torch without keys, so an exported program cannot name its outputs.
-    """
-    base = sys.modules["diffusers.utils.outputs"].BaseOutput
-    recipes = []
-    for cls in subclasses_of(base):
-        flatten, flatten_with_keys, unflatten = functions_of(cls)
-        name = f"yobx_flatten.diffusers:{_full_name(cls)}"
-        remedy = "with register_flattening_functions(patch_diffusers=True): ..."
-        recipes.append(Recipe(cls, flatten, unflatten, flatten_with_keys, name, remedy))
-    return recipes

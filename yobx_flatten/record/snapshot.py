@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from ..diagnose.contents import Layouts
 from ..diagnose.opaque import find_unregistered
 from ..errors import NotRegisteredError
-from ..scopes import register_flattening_functions
+from ..scopes import options_in_use, register_flattening_functions
 from ..tree import key_name, node_of, refuse_cycles
 
 __all__ = ["Fact", "Snapshot", "libraries_in_use", "same_value"]
@@ -96,9 +96,7 @@ def same_value(one: Fact, other: Fact) -> bool:
 
 def libraries_in_use() -> contextlib.AbstractContextManager[Any]:
     """Open the block for the libraries that this process has imported."""
-    return register_flattening_functions(
-        patch_transformers="transformers" in sys.modules, patch_diffusers="diffusers" in sys.modules
-    )
+    return register_flattening_functions(**options_in_use())
 
 
 def _walk(obj: Any, path: str, axes: dict[int, str] | None) -> Iterator[tuple[str, Any, dict[int, str] | None]]:

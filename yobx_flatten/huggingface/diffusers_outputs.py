@@ -1,0 +1,61 @@
+"""Outputs of diffusers as nodes: the fields that are set, each with its key (``['sample']``); their names are static.
+
+diffusers registers its outputs with torch without keys, so that an exported program cannot name what it returns.
+Recipes here add the keys. Names and static parts are stored as diffusers' registration stores them: a program that was
+saved inside the block loads outside, and the other way round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from ..fields import functions_of
+from ..onnx_operators import Translation
+from ..recipe import Recipe
+from .loaded import subclasses_of
+
+__all__ = ["DIFFUSERS", "DiffusersSupport", "diffusers_recipes"]
+
+_REMEDY = "with register_flattening_functions(patch_diffusers=True): ..."
+
+
+def diffusers_recipes(module: str | None = None) -> list[Recipe]:
+    """Recipes of the output classes that are defined so far, all or those of one module."""
+    base = sys.modules["diffusers.utils.outputs"].BaseOutput
+    recipes = []
+    for cls in subclasses_of(base):
+        if module is None or cls.__module__ == module:
+            flatten, flatten_with_keys, unflatten = functions_of(cls)
+            name = f"{cls.__module__}.{cls.__name__}"
+            recipes.append(Recipe(cls, flatten, unflatten, flatten_with_keys, name, _REMEDY, plain_static=True))
+    return recipes
+
+
+class DiffusersSupport:
+    """What diffusers' models need around a trace: nothing. What their programs name is imported for a load."""
+
+    modules = "diffusers"
+
+    def acquire(self) -> None:
+        """Open a block."""
+
+    def release(self) -> None:
+        """Close a block."""
+
+    def prepare(self, tree: Any) -> Any:
+        """Return the example inputs as they are."""
+        return tree
+
+    def traceable(self) -> contextlib.AbstractContextManager[None]:
+        """Put nothing in place."""
+        return contextlib.nullcontext()
+
+    def translations(self) -> Iterator[Translation]:
+        """Return no translation: diffusers defines no operator."""
+        return iter(())
+
+
+DIFFUSERS = DiffusersSupport()

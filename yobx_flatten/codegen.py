@@ -38,6 +38,7 @@ import torch
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey
 
 from .errors import InvalidRegistrationError, UnsetFieldError, describe_class
+from .hashable import own_copy
 from .recipe import Flatten, FlattenWithKeys, Unflatten, require_node
 from .static_codec import check_static
 
@@ -102,7 +103,7 @@ def functions_from_fields(
     names, static_names = list(names), list(static_names)
     _check_names(cls, names + static_names)
     keys = {f"KEY_{i}": GetAttrKey(name) for i, name in enumerate(names)}
-    helpers = {"cls": cls, "builtin": builtin_base(cls), "checked": checked, "unset": _unset}
+    helpers = {"cls": cls, "builtin": builtin_base(cls), "checked": checked, "own_copy": own_copy, "unset": _unset}
     scope: dict[str, Any] = {"NAMES": names, "MappingKey": MappingKey, "SequenceKey": SequenceKey, **keys, **helpers}
     suffix = snake_case(cls.__name__)
     made = [f"flatten_{suffix}", f"flatten_with_keys_{suffix}", f"unflatten_{suffix}"]
@@ -129,15 +130,19 @@ def name_functions(
 def checked(value: Any, where: str) -> Any:
     """Return the value of a static attribute, or say that it cannot be one; what was approved stays approved.
 
+    A list, dict or set comes back as a copy: a program keeps what it is given here and compares with it at every call,
+    and who appends to a list of his own does not change a program.
+
     Raises:
         StaticDataError: see :func:`~yobx_flatten.static_codec.check_static`.
     """
-    if type(value) in _FIT or _is_fit(value) or _approved.get(id(value)) is value:
+    if type(value) in _FIT:
         return value
-    check_static(value, where=where)
-    with contextlib.suppress(TypeError):  # what takes no weak reference is looked through each time
-        _approved[id(value)] = value
-    return value
+    if not (_is_fit(value) or _approved.get(id(value)) is value):
+        check_static(value, where=where)
+        with contextlib.suppress(TypeError):  # what takes no weak reference is looked through each time
+            _approved[id(value)] = value
+    return own_copy(value)
 
 
 def _is_fit(value: Any) -> bool:
@@ -243,7 +248,9 @@ def _source(cls: type, made: list[str], names: list[str], static_names: list[str
         locals_ = [f"child_{i}" for i in range(len(names))]
         lines += [f"    {', '.join([*locals_, '*items'])}, = children", f"    obj = {items.made}"]
         lines += [*(_assignment(cls, names, f"[{', '.join(locals_)}]") if names else []), *items.filled]
-    lines += [*(_assignment(cls, static_names, held) if static_names else []), "    return obj"]
+    if static_names:
+        lines += _assignment(cls, static_names, f"[own_copy(value) for value in {held}]")
+    lines += ["    return obj"]
     return "\n".join(lines) + "\n"
 
 

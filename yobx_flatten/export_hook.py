@@ -14,12 +14,14 @@ are not touched.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import logging
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, Protocol
@@ -295,9 +297,22 @@ def _remembering(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        _own_specs(self)
         _remember(self)
 
     return __init__
+
+
+def _own_specs(program: ExportedProgram) -> None:
+    """Give a program static parts of its own: a list that the user appends to would change what it accepts.
+
+    Recipes of ours hand out copies of lists; a flatten function of a user may not, and a configuration is an object.
+    """
+    with contextlib.suppress(Exception), warnings.catch_warnings():  # what cannot be copied, or compared, stays shared
+        warnings.simplefilter("ignore", FutureWarning)  # of torch 2.13, about the class of its own leaves
+        copied = copy.deepcopy(program._module_call_graph)
+        if copied == program._module_call_graph:  # not so for a sentinel that is found by its identity
+            program._module_call_graph = copied
 
 
 def _remember(program: ExportedProgram) -> ExportedProgram:

@@ -27,6 +27,7 @@ from torch.utils._pytree import GetAttrKey, SequenceKey
 
 from .codegen import checked, functions_from_fields, name_functions, require_content
 from .errors import InvalidRegistrationError, describe_class
+from .hashable import own_copy
 from .keys import torch_key
 from .mappings import is_mapping, is_mapping_like, mapping_functions
 from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_node
@@ -156,7 +157,7 @@ def _pydantic_functions(cls: Any) -> _Functions:
 
     def unflatten(children: Iterable[Any], static: Any, output_type: type | None = None) -> Any:
         given = dict(zip([*names, *(static["extra"] or ()), *(static["private"] or ())], children, strict=True))
-        given.update(zip(static_names, static["static"], strict=True))
+        given.update(zip(static_names, map(own_copy, static["static"]), strict=True))
         obj = object.__new__(cls)
         set_field(obj, "__dict__", {name: given[name] for name in extras})
         set_field(obj, "__pydantic_fields_set__", set(static["set"]))

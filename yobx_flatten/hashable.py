@@ -6,11 +6,13 @@ inside :class:`HeldStatic`, and come out as a copy, too. What hashes by itself s
 
 from __future__ import annotations
 
+import operator
+from collections import OrderedDict
 from typing import Any
 
 from .errors import StaticDataError, describe_class
 
-__all__ = ["HeldStatic", "hashable", "original"]
+__all__ = ["HeldStatic", "hashable", "original", "own_copy"]
 
 
 class HeldStatic:
@@ -19,7 +21,7 @@ class HeldStatic:
     __slots__ = ("_hash", "value")
 
     def __init__(self, value: Any) -> None:
-        self.value = _copy(value)
+        self.value = own_copy(value)
         self._hash = _hash(self.value)
 
     def __hash__(self) -> int:
@@ -58,17 +60,26 @@ def hashable(static: Any) -> Any:
 
 def original(static: Any) -> Any:
     """Return what :func:`hashable` was given; lists and dicts are fresh ones."""
-    return _copy(static.value) if type(static) is HeldStatic else static
+    return own_copy(static.value) if type(static) is HeldStatic else static
 
 
-def _copy(value: Any) -> Any:
+def own_copy(value: Any) -> Any:
+    """Return static data with fresh lists, dicts and sets, nested at will: a change of one is none of the other.
+
+    >>> names = ["a"]
+    >>> own_copy((names, 1))[0] is names
+    False
+    """
     kind = type(value)
     if kind is list:
-        return [_copy(item) for item in value]
+        return [own_copy(item) for item in value]
     if kind is tuple:
-        return tuple(_copy(item) for item in value)
+        items = [own_copy(item) for item in value]
+        return value if all(map(operator.is_, items, value)) else tuple(items)
     if kind is dict:
-        return {key: _copy(item) for key, item in value.items()}
+        return {key: own_copy(item) for key, item in value.items()}
+    if kind is OrderedDict:
+        return OrderedDict([(key, own_copy(item)) for key, item in value.items()])
     return set(value) if kind is set else value
 
 

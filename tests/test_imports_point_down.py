@@ -28,6 +28,7 @@ LAYERS: dict[str, list[list[str]]] = {
             "undisturbed",
             "ignored_inputs",
             "compiled_packages",
+            "writable",
         ],
         ["codegen"],
         ["mappings"],

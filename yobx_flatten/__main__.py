@@ -18,8 +18,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if not has_libraries("yobx-flatten"):
         return 2
-    from .cli.app import run
-
+    try:
+        from .cli.app import run  # torch, which takes seconds
+    except KeyboardInterrupt:
+        sys.stderr.write("yobx-flatten: interrupted, nothing was written\n")
+        return 130
     return run(argv)
 
 

@@ -21,7 +21,7 @@ import logging
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from .huggingface.layers import code_of
 from .onnx_export import export_onnx
 from .replay import Case
 from .report import ExportReport
+from .writable import check_writable
 
 __all__ = ["MODELS", "run_demo"]
 
@@ -85,19 +86,26 @@ class _Row:
     failure: str | None = None
 
 
-def run_demo(output: pathlib.Path, models: Sequence[str] = tuple(MODELS)) -> int:
+def run_demo(
+    output: pathlib.Path,
+    models: Sequence[str] = tuple(MODELS),
+    *,
+    as_json: Callable[[list[dict[str, Any]]], None] | None = None,
+) -> int:
     """Export and replay the models, and print one table.
 
     Args:
         output: folder for the ONNX files, made if it is not there.
         models: names out of :data:`MODELS`.
+        as_json: is given the rows in place of the table, and stdout is left to it.
 
     Returns:
         0, or 1 when a program does something else than its eager model.
 
     Raises:
         MissingDependencyError: when an optional library is not installed.
-        OSError: when ``output`` cannot be made.
+        OSError: when ``output`` cannot be made or written.
+        KeyboardInterrupt: after Ctrl-C; its text names the files that are there.
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -105,14 +113,27 @@ def run_demo(output: pathlib.Path, models: Sequence[str] = tuple(MODELS)) -> int
         raise MissingDependencyError(
             f"the demo needs {', '.join(missing)}: pip install 'yobx-flatten[{extras}]' (or '.[{extras}]' in a clone)"
         )
+    check_writable(output)
+    is_new = not output.exists()
     output.mkdir(parents=True, exist_ok=True)
-    console = _console()
+    console = _console(stderr=as_json is not None)
     text = _zen_of_python()
     _say(console, f"Text: the Zen of Python (python -c 'import this'), {len(text.encode())} bytes, one token each.")
-    with _stages(console, models) as stages:
-        rows = [_export(name, text, output, stages) for name in models]
+    rows: list[_Row] = []
+    try:
+        with _stages(console, models) as stages:
+            for name in models:
+                rows.append(_export(name, text, output, stages))
+    except KeyboardInterrupt:
+        if is_new and not any(output.iterdir()):
+            output.rmdir()
+        raise KeyboardInterrupt(_what_is_there(rows)) from None
+    if as_json is not None:
+        as_json([_as_dict(row) for row in rows])
+        return int(any(row.failure is not None for row in rows))
     console.print()
     console.print(_table(rows))
+    _say(console, f"{_LEGEND}, of {len(CASES) + 1} cases each: {', '.join(('the example', *CASES))}")
     for row in rows:
         if row.failure is not None:
             _say(console, f"\n{row.model}: {row.failure}")
@@ -121,6 +142,29 @@ def run_demo(output: pathlib.Path, models: Sequence[str] = tuple(MODELS)) -> int
     if not failed:
         _say(console, _next_steps(rows[0]))
     return int(failed)
+
+
+def _what_is_there(rows: Sequence[_Row]) -> str:
+    names = [row.path.name for row in rows if row.path.exists()]
+    if not names:
+        return "interrupted, nothing was written"
+    return f"interrupted; {', '.join(names)} in {rows[0].path.parent} {'is' if len(names) == 1 else 'are'} whole"
+
+
+def _as_dict(row: _Row) -> dict[str, Any]:
+    runtimes = ("torch.export", "onnxruntime")
+    return {
+        "model": row.model,
+        "file": str(row.path),
+        "layers": row.layers.replace("\n", ", "),
+        "leaves": row.leaves,
+        "export_seconds": row.report.export_seconds,
+        "onnx_seconds": row.report.onnx_seconds,
+        "bytes": row.report.onnx_bytes,
+        "max_difference": {runtime: _largest(row.report, runtime) for runtime in runtimes},
+        "ok": row.failure is None,
+        "failure": row.failure,
+    }
 
 
 # -- one model -------------------------------------------------------------------------------------------------------
@@ -192,12 +236,18 @@ def _layers(cache: Any) -> str:
 # -- what the terminal shows -----------------------------------------------------------------------------------------
 
 
-def _console() -> Any:
+_LEGEND = (
+    f"Cache layers: D keeps every token, W{WINDOW} slides over the last {WINDOW}; 2x is two of them, cross is what a "
+    "decoder read of its encoder.\nDifferences are the largest of all outputs"
+)
+
+
+def _console(*, stderr: bool = False) -> Any:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, stderr=stderr)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(highlight=False, width=120)  # a log has no width; rich takes 80 for it
+        console = Console(highlight=False, stderr=stderr, width=120)  # a log has no width; rich takes 80 for it
     return console
 
 
@@ -241,8 +291,12 @@ def _table(rows: Sequence[_Row]) -> Any:
 
 
 def _worst(report: ExportReport, runtime: str) -> str:
-    worst = max((case.max_difference for case in report.cases if case.runtime == runtime), default=0.0)
+    worst = _largest(report, runtime)
     return f"{worst:.1e}" if worst <= report.tolerance else f"[bold red]{worst:.1e}\nDIFFERS[/]"
+
+
+def _largest(report: ExportReport, runtime: str) -> float:
+    return max((case.max_difference for case in report.cases if case.runtime == runtime), default=0.0)
 
 
 def _next_steps(row: _Row) -> str:

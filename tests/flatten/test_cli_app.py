@@ -81,7 +81,8 @@ def test_debug_shows_the_stack_trace_wherever_it_stands(capsys):
 @pytest.mark.parametrize(
     ("error", "status", "words"),
     [
-        (KeyboardInterrupt(), 130, "interrupted"),
+        (KeyboardInterrupt(), 130, "interrupted, nothing was written\n"),
+        (KeyboardInterrupt("interrupted; a.onnx is whole"), 130, "yobx-flatten: interrupted; a.onnx is whole\n"),
         (ReplayError("differs\n  case by case"), 1, "differs\n  case by case"),
         (OSError(errno.ENOSPC, "No space left on device", "m.onnx"), 2, "the disk is full, writing m.onnx"),
         (RuntimeError("PytorchStreamWriter failed: No space left on device"), 2, "the disk is full"),
@@ -133,10 +134,37 @@ def test_list_is_the_flattening_list(capsys):
     assert "DynamicCache" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_list_breaks_no_word(width, capsys, monkeypatch):
+    """On any terminal: every class and every leaf is there in one piece."""
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    assert {"DynamicSlidingWindowLayer", "indexer_cumulative_length", "layer"} <= set(shown.replace(",", " ").split())
+    wide = [line for line in shown.splitlines() if len(line) > width and len(line.split()) > 2]
+    assert wide == []
+
+
 def test_bench_lists_what_there_is(capsys):
     """Without a name."""
     assert main(["bench"]) == 0
-    assert "generate" in capsys.readouterr().out.split()
+    names = capsys.readouterr().out.split()
+    assert "generate" in names
+    assert main(["bench", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == names
+
+
+@pytest.mark.parametrize("name", ["bench", "matrix"])
+def test_the_help_of_an_installed_copy_leaves_them_out(name, monkeypatch):
+    """They can only say where they are; a clone lists them."""
+    from yobx_flatten.cli import app as app_file
+    from yobx_flatten.cli.reference import reference
+
+    monkeypatch.setattr(app_file, "is_installed_copy", lambda: True)
+    installed = app_file._app()
+    assert f" {name} " not in CliRunner().invoke(installed, ["--help"]).output
+    assert f"### {name}" not in reference(installed)
 
 
 @pytest.mark.parametrize("name", ["bench", "matrix"])
@@ -155,12 +183,13 @@ def test_the_module_is_the_command_in_a_fresh_process():
 
 
 def test_the_installed_command_is_the_same_function():
-    """What `pip install` puts on the path."""
+    """What `pip install` puts on the path, with what it needs to say its version."""
     import tomllib
 
     pyproject = pathlib.Path(__file__).parent.parent.parent / "pyproject.toml"
-    scripts = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]["scripts"]
-    assert scripts["yobx-flatten"] == "yobx_flatten.__main__:main"
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    assert project["scripts"]["yobx-flatten"] == "yobx_flatten.__main__:main"
+    assert {"torch", "typer", "rich"} == {line.partition(">")[0] for line in project["dependencies"]}
 
 
 def test_the_guide_has_every_command_and_option():

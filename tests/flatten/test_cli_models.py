@@ -114,6 +114,39 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ctrl_c_leaves_nothing_and_says_so(tmp_path, monkeypatch, capsys):
+    """Half-way: the first file is written. Typer ends a command without a word then."""
+
+    def pressed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(write, "_store_generation", pressed)
+    assert main(["export", "llama", "-o", str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "yobx-flatten: interrupted, nothing was written"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("reason", ["a file in the way", "a disk that is read-only"])
+def test_a_folder_that_cannot_be_written_is_named_before_the_model_is_loaded(reason, tmp_path, monkeypatch, capsys):
+    """The folder that was asked for, not the hidden one beside it."""
+    from yobx_flatten import writable
+    from yobx_flatten.cli import export_command
+
+    monkeypatch.setattr(export_command, "load_model", lambda *args, **kwargs: pytest.fail("loaded"))
+    if reason == "a file in the way":
+        (tmp_path / "taken").touch()
+        out, words = tmp_path / "taken" / "sub" / "out", "it cannot be written: taken is no folder"
+    else:
+
+        def refused(**options):
+            raise OSError(errno.EROFS, "Read-only file system", str(tmp_path / ".yobx_flatten-x"))
+
+        monkeypatch.setattr(writable.tempfile, "mkdtemp", refused)
+        out, words = tmp_path / "out", "it cannot be written: Read-only file system"
+    assert main(["export", "llama", "-o", str(out)]) == 2
+    assert capsys.readouterr().err == f"yobx-flatten: {out}: {words}\n"
+
+
 def test_a_file_that_differs_is_status_1_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     """The tokens of the model are changed before they are stored: the files do not generate them."""
     original = write.generation_case

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.models import make_model
-from yobx_flatten import DecodeSizes, FlattenError, __version__, decode_inputs, demo, export_program, replay
+from yobx_flatten import DecodeSizes, FlattenError, __version__, compare, decode_inputs, demo, export_program
 from yobx_flatten.__main__ import main
 
 
@@ -17,6 +17,7 @@ def test_the_demo_exports_replays_and_prints_one_table(tmp_path, capsys):
     assert "\x1b" not in shown.out
     row = next(line.split() for line in shown.out.splitlines() if line.strip().startswith("mistral "))
     assert row[:4] == ["mistral", "2x", "W8", "5"]  # two layers of keys and values, and the length
+    assert "W8 slides over the last 8" in shown.out  # what the letters mean
     assert row[7] == str(1 + len(demo.CASES))
     assert "converting mistral to ONNX\n" in shown.out
     assert "mistral.onnx" in shown.out.split("Load:")[1]
@@ -29,7 +30,7 @@ def test_a_program_that_differs_ends_the_demo_with_1_and_its_report(tmp_path, ca
     monkeypatch.setattr(
         demo, "export_onnx", lambda model, args, kwargs, path, **how: export_program(model, args, kwargs, **how)
     )
-    monkeypatch.setattr(replay, "largest_difference", lambda expected, found: 0.25)
+    monkeypatch.setattr(compare, "largest_difference", lambda expected, found: 0.25)
     assert main(["demo", "--models", "llama", "--output", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert "DIFFERS" in shown
@@ -75,7 +76,28 @@ def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path, capsys):
     """A file in the place of the folder: exit status 2, and the path."""
     (tmp_path / "taken").touch()
     assert main(["demo", "--output", str(tmp_path / "taken")]) == 2
-    assert f"{tmp_path / 'taken'}: File exists" in capsys.readouterr().err
+    assert f"{tmp_path / 'taken'}: it cannot be written: taken is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("made", "left"), [(0, "nothing was written"), (1, "llama.onnx in {} is whole")])
+def test_ctrl_c_says_what_is_there(made, left, tmp_path, capsys, monkeypatch):
+    """Exit status 130; a folder that was made for nothing is gone again."""
+    calls = []
+
+    def export(name, text, output, stages):
+        if len(calls) == made:
+            raise KeyboardInterrupt
+        calls.append(name)
+        (output / f"{name}.onnx").touch()
+        return demo._Row(name, "", 0, output / f"{name}.onnx", None)
+
+    monkeypatch.setattr(demo, "_export", export)
+    output = tmp_path / "made"
+    assert main(["demo", "--models", "llama,mistral", "--output", str(output)]) == 130
+    shown = capsys.readouterr().err.splitlines()[-1]
+    separator = "; " if made else ", "
+    assert shown == "yobx-flatten: interrupted" + separator + left.format(output)
+    assert output.exists() == bool(made)
 
 
 @pytest.mark.parametrize(

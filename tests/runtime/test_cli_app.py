@@ -68,7 +68,7 @@ def test_a_mistake_is_one_line_and_status_2(arguments, words, capsys):
 @pytest.mark.parametrize(
     ("error", "status", "words"),
     [
-        (KeyboardInterrupt(), 130, ""),  # whoever pressed the keys knows
+        (KeyboardInterrupt(), 130, "roundpipe: interrupted, nothing was written\n"),
         (ConfigError("first\n    line to type"), 2, "roundpipe: first line to type\n"),
         (ZeroDivisionError("by zero"), 2, "roundpipe: ZeroDivisionError: by zero (--debug shows where)\n"),
     ],

@@ -16,7 +16,7 @@ from .export_command import export
 from .generate_command import generate
 from .list_command import list_classes
 from .output import say
-from .repository import bench, matrix
+from .repository import bench, is_installed_copy, matrix
 from .running import run_app
 from .verify_command import verify
 
@@ -52,8 +52,12 @@ def _app() -> typer.Typer:
     made.command("explain")(explain)
     made.command("list")(list_classes)
     made.command("env")(env)
-    made.command("bench")(bench)
-    made.command("matrix", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(matrix)
+    # of an installed copy they can only say where they are: not in its help
+    hidden = is_installed_copy()
+    made.command("bench", hidden=hidden)(bench)
+    made.command("matrix", hidden=hidden, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+        matrix
+    )
     return made
 
 

@@ -9,6 +9,7 @@ import typer
 
 from ..demo import MODELS, run_demo
 from .failures import UserError
+from .output import say_json
 
 __all__ = ["demo"]
 
@@ -18,6 +19,7 @@ def demo(
         "yobx_flatten_demo"
     ),
     models: Annotated[str, typer.Option(metavar="NAME,...", help=f"Which of {', '.join(MODELS)}.")] = ",".join(MODELS),
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Export small models to ONNX, decode real text with them in onnxruntime, compare with eager.
 
@@ -29,4 +31,4 @@ def demo(
     if unknown:
         found = ", ".join(repr(name) for name in unknown)
         raise UserError(f"unknown model {found}; there are {', '.join(MODELS)}")
-    return run_demo(output, names)
+    return run_demo(output, names, as_json=say_json if json else None)

@@ -36,7 +36,7 @@ def explain_failure(
     """Print what went wrong on stderr, and return the exit status.
 
     Args:
-        error: whatever ended the command.
+        error: whatever ended the command. A ``KeyboardInterrupt`` with a text says what was written by then.
         debug: print the stack trace as well.
         program: what the command is called.
         expected: errors whose message says all that a user needs; others are shown with their class.
@@ -50,7 +50,7 @@ def explain_failure(
 
 def _status_and_text(error: BaseException, expected: tuple[type[Exception], ...]) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, "interrupted"
+        return INTERRUPTED, str(error) or "interrupted, nothing was written"
     if isinstance(error, ReplayError):
         return CHECK_FAILED, str(error)  # with its report, case by case
     # what a typed line of the message says belongs to it: "Install it:\n    pip install ..."

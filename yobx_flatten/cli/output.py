@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -45,20 +46,40 @@ def _finite(value: Any) -> Any:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; cells are text, whatever brackets they hold."""
+    """Print a table; cells are text, whatever brackets they hold. No word is broken.
+
+    Where the longest words of all columns do not stand beside each other, a row takes several lines.
+
+    Args:
+        headings: of the columns.
+        rows: their cells; the first two name the row.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
+    columns = list(zip(headings, *rows, strict=True))
+    words = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    shown_on = console()
+    if sum(words) + 2 * len(words) > shown_on.width:
+        say("\n".join(line for row in rows for line in _in_lines(headings, row, shown_on.width)))
+        return
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for heading in headings:
-        made.add_column(heading, overflow="fold", no_wrap=heading in _IN_ONE_PIECE)
+    for heading, longest in zip(headings, words, strict=True):
+        made.add_column(heading, min_width=longest)
     for row in rows:
         made.add_row(*(Text(cell) for cell in row))
-    console().print(made)
+    shown_on.print(made)
 
 
-_IN_ONE_PIECE = ("kind", "class")
+def _in_lines(headings: Sequence[str], row: Sequence[str], width: int) -> list[str]:
+    named = zip(headings[2:], row[2:], strict=True)
+    rest = "; ".join(f"{heading}: {cell}" for heading, cell in named if cell not in ("", "-"))
+    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return [
+        *textwrap.wrap("  ".join(row[:2]), width, subsequent_indent="    ", **how),
+        *textwrap.wrap(rest, width, initial_indent="    ", subsequent_indent="    ", **how),
+    ]
 
 
 class _Lines(logging.Handler):

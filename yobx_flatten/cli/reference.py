@@ -16,7 +16,7 @@ def reference(app: typer.Typer) -> str:
         app: all commands.
     """
     group: Any = typer.main.get_command(app)
-    return "\n".join(_section(name, command) for name, command in group.commands.items())
+    return "\n".join(_section(name, command) for name, command in group.commands.items() if not command.hidden)
 
 
 def _section(name: str, command: Any) -> str:

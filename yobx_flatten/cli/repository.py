@@ -11,9 +11,19 @@ from typing import Annotated
 import typer
 
 from .failures import UserError
-from .output import say
+from .output import say, say_json
 
-__all__ = ["bench", "matrix", "repository"]
+__all__ = ["bench", "is_installed_copy", "matrix", "repository"]
+
+
+def is_installed_copy() -> bool:
+    """Tell whether the package stands without its repository."""
+    root = _root()
+    return not (root / "matrix" / "__main__.py").is_file() or not (root / "benchmarks").is_dir()
+
+
+def _root() -> pathlib.Path:
+    return pathlib.Path(__file__).resolve().parent.parent.parent
 
 
 def repository(what: str) -> pathlib.Path:
@@ -22,13 +32,12 @@ def repository(what: str) -> pathlib.Path:
     Raises:
         UserError: when it is an installed copy.
     """
-    root = pathlib.Path(__file__).resolve().parent.parent.parent
-    if not (root / "matrix" / "__main__.py").is_file() or not (root / "benchmarks").is_dir():
+    if is_installed_copy():
         raise UserError(
             f"{what} is part of the repository, not of the installed package: clone it, and run "
             f"`pip install -e '.[all]'` and this command there"
         )
-    return root
+    return _root()
 
 
 def matrix(arguments: typer.Context) -> int:
@@ -44,6 +53,7 @@ def matrix(arguments: typer.Context) -> int:
 
 def bench(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="One of them; without a name they are listed.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print the names as JSON.")] = False,
 ) -> int:
     """Run a benchmark: a table, side by side with what else answers its question.
 
@@ -52,7 +62,7 @@ def bench(
     root = repository("the benchmarks")
     found = {path.stem.removeprefix("bench_"): path for path in sorted((root / "benchmarks").glob("bench_*.py"))}
     if not name:
-        say("\n".join(found))
+        say_json(list(found)) if json else say("\n".join(found))
         return 0
     if name not in found:
         raise UserError(f"there is no benchmark {name!r}; there are {', '.join(found)}")

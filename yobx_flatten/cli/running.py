@@ -47,13 +47,29 @@ def run_app(
     # wherever it stands: who sees an error adds it at the end
     debug = "--debug" in given
     command: Any = typer.main.get_command(app)
+    interruption: list[KeyboardInterrupt] = []
+    invoke = command.invoke
+
+    def invoke_and_notice(context: Any) -> Any:
+        # typer and click end a command by themselves then, each version in its own way, and some without a word
+        try:
+            return invoke(context)
+        except KeyboardInterrupt as error:
+            interruption.append(error)
+            raise
+
+    command.invoke = invoke_and_notice
     words = [word for word in given if word != "--debug"]
     try:
         status = command.main(words, prog_name=program, standalone_mode=False, obj=words)
     except BrokenPipeError:
         return 0  # `yobx-flatten list | head`: whoever read has enough
     except (Exception, KeyboardInterrupt) as error:
+        if interruption:
+            return explain_failure(interruption[0], debug=debug, program=program, expected=expected)
         if type(error).__name__ == "NoArgsIsHelpError":  # the help is its message, and is printed already
             return 2
         return explain_failure(error, debug=debug, program=program, expected=expected)
+    if interruption:
+        return explain_failure(interruption[0], debug=debug, program=program, expected=expected)
     return status if isinstance(status, int) else 0

@@ -25,6 +25,7 @@ from ..onnx_export import export_onnx
 from ..report import ExportReport
 from ..shapes import dynamic_shapes
 from ..storage.cases import save_case
+from ..writable import check_writable
 from .companions import genai_config, write_companions, write_genai_config
 from .manifest import FolderManifest, write_manifest
 from .pieces import Piece
@@ -94,6 +95,7 @@ def export_folder(
 
     Raises:
         FolderExistsError: when the folder holds something.
+        OSError: when it cannot be written, before anything is exported.
         ReplayError: when a file does not do what the model does; nothing is written then.
         GenerationError: when the model cannot be cut into files that generate.
         MissingDependencyError: when an optional library is not installed.
@@ -139,10 +141,11 @@ def export_folder(
 
 
 def check_target(folder: pathlib.Path, overwrite: bool) -> None:
-    """Refuse a folder that holds something.
+    """Refuse a folder that holds something, or cannot be written.
 
     Raises:
         FolderExistsError: naming it.
+        OSError: naming it, and the reason.
     """
     if folder.exists() and not folder.is_dir():
         raise FolderExistsError(f"{folder} is a file.")
@@ -150,6 +153,7 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
         raise FolderExistsError(
             f"{folder} holds something already. Name another folder, or pass overwrite=True (--overwrite)."
         )
+    check_writable(folder, beside=True)
 
 
 def _export(

@@ -1,0 +1,34 @@
+"""Whether a folder can be written, asked before hours are spent on what belongs there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import tempfile
+
+__all__ = ["check_writable"]
+
+
+def check_writable(folder: str | os.PathLike[str], *, beside: bool = False) -> None:
+    """Refuse a folder that cannot be made, or in which nothing can be written.
+
+    A folder is made where this one, or the nearest that is there above it, stands, and taken away again: permissions
+    alone say nothing of a disk that is read-only.
+
+    Args:
+        folder: that was asked for; what the error names.
+        beside: ask for the place beside it, where it is made under another name first.
+
+    Raises:
+        OSError: naming the folder and the reason.
+    """
+    path = pathlib.Path(folder)
+    wanted = path.absolute().parent if beside else path.absolute()
+    there = next(place for place in (wanted, *wanted.parents) if os.path.lexists(place))
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"it cannot be written: {there.name} is no folder", str(path))
+    try:
+        pathlib.Path(tempfile.mkdtemp(prefix=".yobx_flatten-", dir=there)).rmdir()
+    except OSError as error:
+        raise OSError(error.errno, f"it cannot be written: {error.strerror or error}", str(path)) from error

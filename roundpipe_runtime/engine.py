@@ -63,6 +63,10 @@ class Engine:
         devices: where they run.
         optim_dtype: what the optimizer works in.
         tag: tells pipelines apart that run in the same step, for the seeds of random layers.
+
+    Attributes:
+        take_gradient: is offered each parameter and its gradient as soon as a microbatch has gone back through a layer.
+            A gradient for which it returns true does not reach the parameter.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Engine:
         found = self.layers
         self.steps = StepRunner(self.store, self.table, lambda: scan(found))
         self.lock = threading.RLock()
+        self.take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
         self._closed = False
         with _DISPATCH:
             for device in self.devices:
@@ -189,6 +194,7 @@ class Engine:
             autocast=captured_autocast(kinds),
             stays=kind == "fused" and self._fits(),
             one_thread=self._prefers_one_thread(kind),
+            take_gradient=self.take_gradient,
         )
         return run, stages
 

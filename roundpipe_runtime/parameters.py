@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from .errors import StageError
 
-__all__ = ["BufferSlot", "LayerContents", "ParameterSlot", "ParameterStore", "scan"]
+__all__ = ["BufferSlot", "LayerContents", "ParameterSlot", "ParameterStore", "is_watched", "scan"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class ParameterStore:
             for parameter, gradient in layer.items():
                 name = names.get(id(parameter))
                 target = parameter if name is None else self._target(name, parameter)
-                if _is_watched(target):
+                if is_watched(target):
                     watched.append((target, gradient.to(target.dtype)))
                 else:
                     _accumulate(target, gradient)
@@ -337,6 +337,6 @@ def _accumulate(target: nn.Parameter, gradient: torch.Tensor) -> None:
         target.grad.add_(gradient)
 
 
-def _is_watched(target: torch.Tensor) -> bool:
-    """Whether hooks are to see a gradient, or a graph goes on from there: torch adds it, then."""
+def is_watched(target: torch.Tensor) -> bool:
+    """Tell whether hooks are to see a gradient, or a graph goes on from there: torch adds it, then."""
     return not target.is_leaf or bool(target._backward_hooks) or bool(target._post_accumulate_grad_hooks)

@@ -123,6 +123,17 @@ class Resident:
                 total = self._sums.get(key)
                 self._sums[key] = gradient.to(dtype) if total is None else total.add_(gradient.to(dtype))
 
+    def hand_over(self, take: Callable[[nn.Parameter, torch.Tensor], bool]) -> None:
+        """Offer each gradient to a function; what it takes is forgotten.
+
+        Args:
+            take: gets a parameter of the host and its gradient on the device; returns whether it took it.
+        """
+        for parameter in self.contents.parameters():
+            copy = self._parameters[id(parameter)]
+            if copy.grad is not None and take(parameter, copy.grad):
+                copy.grad = None
+
     def download_gradients(self) -> Gradients:
         """Return the sums, on the host."""
         found = {}

@@ -103,6 +103,7 @@ class Run:
         step: completed runs of the pipeline before this one.
         stays: whether layers stay on a device from their forward to their backward, if they come there again.
         one_thread: whether the thread of one device does the work of all.
+        take_gradient: is offered each gradient as soon as a microbatch has gone back through a layer.
     """
 
     kind: RunType
@@ -126,6 +127,7 @@ class Run:
     keep_outputs: bool = True
     stays: bool = False
     one_thread: bool = False
+    take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
     board: Board = dataclasses.field(default_factory=Board)
 
     # What the run collects, by microbatch or by layer.

@@ -174,6 +174,8 @@ class _Visit:
             back = partial(run_backward, code=resident.contents.module, device=self.device.torch_device)
             results = resident.call(partial(piece.backward, gradients, back))
             resident.take_gradients()
+            if self.run.take_gradient is not None:
+                resident.hand_over(self.run.take_gradient)
         return results
 
     def _loss(self, microbatch: int, values: Values) -> list[torch.Tensor | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,10 @@ from torch.utils import _pytree as pytree
 from ..config import RoundPipeRunConfig
 from ..device import VirtualDevice
 from ..engine import Engine
+from ..events import Event
+from .digest import digest, distance, typical
 from .errors import CutError
+from .gradients import own_gradients, untied
 from .report import Equivalence
 
 __all__ = ["check_equivalence", "evaluating", "objective", "tolerance"]
@@ -27,7 +30,8 @@ def check_equivalence(
 ) -> Equivalence:
     """Return how far the pieces, run by the engine on one device, are from the model.
 
-    Gradients that the model holds are left alone.
+    It takes the memory of one piece's gradients: those of the plain model are digested one by one as they come, those
+    of the cut one piece by piece, and parameters are not copied. Gradients that the model holds are left alone.
 
     Args:
         model: the model, in evaluation mode.
@@ -38,27 +42,29 @@ def check_equivalence(
     Raises:
         CutError: they differ by more than rounding.
     """
-    expected, outputs, gradients = _plain(model, args, kwargs)
-    device = VirtualDevice("check")
-    engine = Engine(model, pieces, [device], None, "check")
+    with own_gradients(model) as plain, untied(model, plain), torch.enable_grad():
+        outputs = model(*args, **kwargs)
+        expected = objective(outputs, None)
+        torch.autograd.backward(expected)
+    engine = Engine(model, pieces, [_Host("check")], None, "check")
     config = RoundPipeRunConfig(
         num_microbatch=1, requires_grad=True, preserve_rng_state=False, split_input=_uncut
     ).resolved(1)
     try:
-        with _own_gradients(model) as found, torch.enable_grad():
+        with own_gradients(model) as found, torch.enable_grad():
+            engine.take_gradient = found.offer
             loss, cut = engine.forward_backward(args, kwargs, None, objective, True, config)
-            cut_gradients = found()
     finally:
         engine.close()
     pairs = [*zip(_tensors(cut), _tensors(outputs), strict=True), (loss, expected)]
     worst_output = max((_distance(one, other) for one, other in pairs), default=0.0)
+    least = 0.1 * max(map(typical, plain.digests.values()), default=0.0)
     worst, name = 0.0, ""
-    typical = _typical(gradients)
-    for key in sorted({*gradients, *cut_gradients}):
-        distance = _gradient_distance(cut_gradients.get(key), gradients.get(key), typical)
-        if distance > worst:
-            worst, name = distance, key
-    result = Equivalence(worst_output, worst, name, len(gradients))
+    for key in sorted({*plain.digests, *found.digests}):
+        apart = distance(found.digests.get(key), plain.digests.get(key), least)
+        if apart > worst:
+            worst, name = apart, key
+    result = Equivalence(worst_output, worst, name, len(plain.digests))
     limit = tolerance(model)
     if not (worst_output <= limit and worst <= _SUMS * limit):
         raise CutError(
@@ -67,6 +73,13 @@ def check_equivalence(
             f"{limit:.0e} and {_SUMS * limit:.0e} are rounding",
         )
     return result
+
+
+class _Host(VirtualDevice):
+    """A device whose parameters are those of the host. No two pieces run on it at once, so they need no copies."""
+
+    def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
+        return tensor if parameter else super().copy_in(tensor, ready)
 
 
 def _uncut(args: Any, kwargs: Any, num_microbatch: int) -> tuple[list[Any], list[Any]]:
@@ -106,54 +119,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _plain(model: nn.Module, args: Any, kwargs: Any) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
-    with _own_gradients(model) as found, torch.enable_grad():
-        outputs = model(*args, **kwargs)
-        loss = objective(outputs, None)
-        torch.autograd.backward(loss)
-        return loss.detach(), outputs, found()
-
-
-@contextlib.contextmanager
-def _own_gradients(model: nn.Module) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
-    """Put the gradients of a model aside in the block; yields a function that returns those that came instead."""
-    before = [(parameter, parameter.grad) for parameter in model.parameters()]
-
-    def found() -> dict[str, torch.Tensor]:
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-    try:
-        for parameter, _ in before:
-            parameter.grad = None
-        yield found
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
-
-
 def _tensors(outputs: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
-def _distance(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float:
-    if one.shape != other.shape:
-        return float("inf")
-    one, other = one.detach().double(), other.detach().double()
-    same = (one == other) | (one.isnan() & other.isnan())
-    difference = torch.where(same, 0.0, one - other).norm().item()
-    scale = max(torch.where(other.isfinite(), other, 0.0).norm().item(), least * other.numel() ** 0.5, 1e-30)
-    return difference / scale if difference else 0.0
-
-
-def _typical(gradients: dict[str, torch.Tensor]) -> float:
-    """The size below which a gradient is rounding, like that of the bias of keys, which a softmax takes away."""
-    finite = [torch.where(gradient.isfinite(), gradient, 0.0).double() for gradient in gradients.values()]
-    return 0.1 * max((gradient.norm().item() / max(gradient.numel(), 1) ** 0.5 for gradient in finite), default=0.0)
-
-
-def _gradient_distance(one: torch.Tensor | None, other: torch.Tensor | None, least: float) -> float:
-    """A gradient that one of them lacks is the same as one of zeros."""
-    if one is None or other is None:
-        present = other if one is None else one
-        return 0.0 if present is None or not present.any() else float("inf")
-    return _distance(one, other, least)
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    one, other = (t if t.is_floating_point() or t.is_complex() else t.double() for t in (one, other))
+    return distance(digest(one), digest(other))

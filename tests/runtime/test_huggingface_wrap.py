@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -330,3 +332,16 @@ def test_the_name_is_given_or_the_line():
     assert unnamed.name.startswith("test_huggingface_wrap.py:")
     named.close()
     unnamed.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not tell a process how much memory it held at most")
+def test_the_check_takes_no_copies_of_a_large_model():
+    """214 MB of weights: copies of them and their gradients would take several times as much; the check takes half.
+
+    Most of that half are buffers of libraries, which do not grow with the model.
+    """
+    done = subprocess.run([sys.executable, "-m", "tests.runtime.wrapped_large"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    weights, growth, compared = map(int, done.stdout.split())
+    assert compared == 75
+    assert growth < weights

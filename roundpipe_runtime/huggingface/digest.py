@@ -1,0 +1,158 @@
+"""What is kept of a gradient to compare it with another one: all of it, or sixteen sums with random factors.
+
+The gradients of a model take as much memory as the model. So none is kept that is large: as soon as it is there, its
+numbers are added up sixteen times, each time with other factors. The factors are always the same ones, so equal
+gradients have equal sums; and the mean square of the differences between two gradients' sums is, in expectation, the
+square of the norm of their difference (Alon, Matias and Szegedy, *The space complexity of approximating the frequency
+moments*, 1996; factors of any size instead of signs, so that two numbers that differ do not cancel). With sixteen sums
+the estimate is rarely off by half; that it is too small by a factor of 25, which could take a mistake for rounding,
+happens once in 10**15 times.
+
+Sums of gradients have the sums of sums: a parameter that several pieces use is digested piece by piece.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import torch
+
+__all__ = ["Digest", "digest", "distance", "typical"]
+
+_SUMS = 16
+_COLUMNS = 4096
+_ROWS = 128  # at once: 2 MB of float32, which stay in a cache
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Digest:
+    """What is known of a gradient.
+
+    Attributes:
+        shape: of the gradient.
+        values: its numbers, or sums of them with random factors; 0 in place of those that are not finite.
+        is_whole: whether they are the numbers.
+        norm: of these numbers; of a sum of large gradients, an estimate.
+        odd: the same of what stands where a number is not finite: 1 for NaN, 2 and 3 for the infinities; ``None`` where
+            all are finite.
+    """
+
+    shape: torch.Size
+    values: torch.Tensor
+    is_whole: bool
+    norm: float
+    odd: Digest | None = None
+
+    def __add__(self, other: Digest) -> Digest:
+        values = self.values + other.values
+        scale = 1.0 if self.is_whole else _SUMS**-0.5
+        odd = self.odd if other.odd is None else other.odd if self.odd is None else self.odd + other.odd
+        return Digest(self.shape, values, self.is_whole, _norm(values) * scale, odd)
+
+
+def digest(gradient: torch.Tensor, *, whole: int | None = None) -> Digest:
+    """Return what is kept of a gradient.
+
+    Args:
+        gradient: of any dtype and layout.
+        whole: keep all numbers of a gradient of at most so many; ``None``, of every one.
+
+    >>> found = digest(torch.tensor([3.0, 4.0, torch.inf]))
+    >>> found.norm, found.values.tolist(), found.odd.values.tolist()
+    (5.0, [3.0, 4.0, 0.0], [0.0, 0.0, 2.0])
+    """
+    gradient = gradient.detach()
+    if gradient.layout != torch.strided:
+        gradient = gradient.to_dense()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
+    is_whole = whole is None or gradient.numel() <= whole
+    values, norm = (gradient.clone(), _norm(gradient)) if is_whole else _summed(gradient)
+    if math.isfinite(norm):
+        return Digest(gradient.shape, values, is_whole, norm)
+    finite = gradient.isfinite()
+    rest = torch.where(finite, gradient, 0.0).double()  # squares of what is finite, in its dtype, may not be
+    odd = None
+    if not finite.all():
+        infinite = torch.where(gradient > 0, 2.0, 3.0)
+        odd = digest(torch.where(finite, 0.0, torch.where(gradient.isnan(), 1.0, infinite)), whole=whole)
+    values, norm = (rest, _norm(rest)) if is_whole else _summed(rest)
+    return Digest(gradient.shape, values, is_whole, norm, odd)
+
+
+def distance(one: Digest | None, other: Digest | None, least: float = 0.0) -> float:
+    """Return how far a gradient is from another one, relative to that one's norm.
+
+    A gradient that one of them lacks is the same as one of zeros.
+
+    Args:
+        one: what is known of the gradient.
+        other: what is known of the one that it should be.
+        least: the root mean square that counts as none: gradients below it are rounding.
+
+    >>> distance(digest(torch.tensor([3.0, 4.5])), digest(torch.tensor([3.0, 4.0])))
+    0.1
+    """
+    if one is None or other is None:
+        present = other if one is None else one
+        return 0.0 if present is None or _is_zero(present) else math.inf
+    if one.shape != other.shape or _are_odd_apart(one.odd, other.odd):
+        return math.inf
+    scale = 1.0 if one.is_whole else _SUMS**-0.5
+    difference = _norm(one.values.double() - other.values.double()) * scale
+    found = difference / max(other.norm, least * math.prod(other.shape) ** 0.5, 1e-30) if difference else 0.0
+    return math.inf if math.isnan(found) else found
+
+
+def typical(found: Digest) -> float:
+    """Return the root mean square of a gradient's numbers."""
+    root: float = max(math.prod(found.shape), 1) ** 0.5
+    return found.norm / root
+
+
+def _is_zero(found: Digest) -> bool:
+    return found.norm == 0.0 and found.odd is None
+
+
+def _are_odd_apart(one: Digest | None, other: Digest | None) -> bool:
+    if one is None or other is None:
+        return one is not other
+    return not torch.equal(one.values, other.values)
+
+
+def _norm(values: torch.Tensor) -> float:
+    found: float = torch.linalg.vector_norm(values, dtype=torch.float64).item() if values.numel() else 0.0
+    return found
+
+
+def _summed(gradient: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """The sums of a gradient's numbers, and their norm.
+
+    The factor of a number is the product of one for its row and one for its column, where the rows are pieces of 4096
+    numbers: so a sum is two products of matrices, and there are few factors to draw.
+    """
+    flat = gradient.reshape(-1)
+    dtype = torch.float32 if gradient.element_size() < 4 else torch.float64
+    columns = _factors(_COLUMNS).to(dtype)
+    rows = _factors(-(-flat.numel() // _COLUMNS), 1)
+    sums, squares = torch.zeros(_SUMS, dtype=torch.float64), 0.0
+    for row in range(0, len(rows), _ROWS):
+        part = flat[row * _COLUMNS : (row + _ROWS) * _COLUMNS].to(dtype)
+        squares += float(part.dot(part))
+        full = len(part) // _COLUMNS
+        if full:
+            made = part[: full * _COLUMNS].view(full, _COLUMNS) @ columns
+            sums += (made * rows[row : row + full]).sum(0)
+        rest = part[full * _COLUMNS :]
+        if len(rest):
+            sums += (rest @ columns[: len(rest)]) * rows[row + full]
+    return sums, math.sqrt(squares) if squares >= 0 else math.nan
+
+
+@functools.lru_cache(maxsize=4)
+def _factors(count: int, seed: int = 0) -> torch.Tensor:
+    """Random numbers with mean 0 and variance 1, the same ones for ever."""
+    made = torch.rand((count, _SUMS), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return made.sub_(0.5).mul_(12**0.5)

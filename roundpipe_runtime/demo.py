@@ -1,12 +1,14 @@
-"""The demo: a small transformer reads real text, plainly and through a pipeline, side by side.
+"""The demo: a transformer that is larger than its devices reads real text, beside plain training where there is room.
 
 .. code-block:: text
 
-    help pages of Python --> bytes --> batch --+--> plain model -----> loss, ms --+
-                                               |                                  +--> one row of the table
-                                               +--> 2 virtual devices -> loss, ms +--> who ran what when, drawn
+    help pages of Python --> bytes --> batch --+--> plain, on a device of 4 MB: refused
+                                               +--> plain, on the host -> loss, ms -----+
+                                               |                                        +--> one row of the table
+                                               +--> 2 devices of 4 MB --> loss, ms -----+--> who ran what when, drawn
 
 Both models start from the same weights and see the same batches, of 10 rows, which 3 microbatches cannot share evenly.
+What a device holds at most is counted before, in steps of their own, as counting takes time.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from torch import nn
 from yobx_flatten import MissingDependencyError
 
 from .config import RoundPipeRunConfig
+from .demo_memory import Needs, measure_needs
+from .device import VirtualDevice
+from .errors import spell_bytes
 from .optim import Adam
 from .optimizer import OptimizerCtx
 from .pipeline import RoundPipe
@@ -33,8 +38,9 @@ from .timeline_drawing import draw_on
 
 __all__ = ["run_demo"]
 
-STEPS, SHOWN_EVERY = 40, 4
-ROWS, LENGTH, WIDTH, BLOCKS = 10, 64, 64, 4
+STEPS, SHOWN_EVERY, COUNTED_STEPS = 24, 4, 2
+ROWS, LENGTH, WIDTH, BLOCKS = 10, 32, 96, 12
+DEVICES, LIMIT = 2, 4_000_000  # bytes of each: less than the weights
 TOLERANCE = 1e-4  # Adam divides by the size of a gradient, so rounding grows from step to step
 
 _Step = Callable[[torch.Tensor, torch.Tensor], float]
@@ -67,7 +73,7 @@ class _Block(nn.Module):
 
 
 def run_demo(steps: int = STEPS) -> int:
-    """Train both ways, print loss and time of each beside the other, and draw one step of the pipeline.
+    """Show what a device needs either way, train both ways, and draw one step of the pipeline.
 
     Args:
         steps: how many batches are learnt.
@@ -84,6 +90,7 @@ def run_demo(steps: int = STEPS) -> int:
     with _one_thread(), contextlib.closing(_pipeline()) as pipeline:
         plain = _build()
         _introduce(console, plain)
+        _compare(console, measure_needs(plain, list(_batches(COUNTED_STEPS)), _loss_fn, LIMIT, DEVICES))
         losses, seconds, timeline = _train(console, plain, pipeline, steps)
     largest = max(abs(one - other) for one, other in losses)
     _conclude(console, largest, seconds, timeline)
@@ -101,7 +108,8 @@ def _build() -> nn.Sequential:
 
 
 def _pipeline() -> RoundPipe:
-    return RoundPipe(_build(), devices="virtual:2", model_run_config=RoundPipeRunConfig(loss_reduction="mean"))
+    devices = [VirtualDevice(f"virtual:{index}", memory_limit=LIMIT) for index in range(DEVICES)]
+    return RoundPipe(_build(), devices=devices, model_run_config=RoundPipeRunConfig(loss_reduction="mean"))
 
 
 def _batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -187,11 +195,26 @@ def _console() -> Any:
 
 def _introduce(console: Any, model: nn.Module) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
-    console.print("A pipeline beside plain PyTorch", style="bold")
+    console.print("A model that is larger than its device", style="bold")
     console.print(
         f"Text: the help pages of Python, a token per byte. Model: a transformer of {BLOCKS} blocks, {count:,} "
-        f"parameters, random weights. It is trained plainly, and through a pipeline over 2 devices made of the CPU, "
-        f"which run a few layers at a time; {ROWS} rows a step, in microbatches of 4, 3 and 3."
+        f"parameters, random weights, {ROWS} rows a step. There are {DEVICES} devices, made of the CPU, with memory "
+        f"for {spell_bytes(LIMIT)} each."
+    )
+
+
+def _compare(console: Any, needs: Needs) -> None:
+    console.print(f"\n{'':<20}{'weights':>9}{'most on a device':>19}  device of {spell_bytes(LIMIT)}", style="bold")
+    for name, most, verdict in (
+        ("plain PyTorch", needs.plain, "too small"),
+        ("through a pipeline", needs.pipeline, "large enough"),
+    ):
+        console.print(f"{name:<20}{spell_bytes(needs.weights):>9}{spell_bytes(most):>19}  {verdict}")
+    console.print(
+        "\nPlain PyTorch has weights, gradients, what Adam remembers and all activations on the device, which refuses: "
+        f"{needs.refusal} The pipeline has them on the host, and brings a few layers at a time.\n\n"
+        "To compare with, plain training has the memory of the host from here on. The pipeline cuts the rows into "
+        "microbatches of 4, 3 and 3:"
     )
     console.print(f"\n{'step':>4}  {'plain':>9}  {'pipeline':>9}  {'difference':>10}  loss", style="bold")
 
@@ -209,7 +232,8 @@ def _conclude(console: Any, largest: float, seconds: list[tuple[float, float]], 
     console.print(f"\nLargest difference of {len(seconds)} steps: {largest:.1e}, {verdict}")
     console.print(
         f"Time of a step: {plain:.0f} ms plain in one thread, {piped:.0f} ms in the pipeline with one per device, "
-        "which computes most of the forward twice instead of keeping it.\n"
+        "which copies layers in and computes most of the forward twice instead of keeping it. That is what training on "
+        "a device that is too small costs; where a model fits, plain PyTorch is quicker.\n"
     )
     console.print("The fastest step, from left to right:", style="bold")
     draw_on(console, timeline)

@@ -177,6 +177,7 @@ LAYERS: dict[str, list[list[str]]] = {
         ["fine_tune.blocks", "fine_tune.saved_model"],
         ["fine_tune.training"],
         ["fine_tune.run"],
+        ["demo_memory"],
         ["demo", "doctor"],
         ["cli.models", "cli.train_display", "cli.train_options", "cli.quantities"],
         ["cli.plan_output"],

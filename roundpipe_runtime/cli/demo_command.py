@@ -12,9 +12,10 @@ __all__ = ["demo"]
 
 
 def demo(steps: Annotated[int, typer.Option(min=1, metavar="N", help="Batches to learn.")] = STEPS) -> int:
-    """Train a small transformer on real text, plainly and through a pipeline, and draw who computed what when.
+    """Train a transformer that is larger than its devices, beside plain PyTorch, and draw who computed what when.
 
-    The pipeline runs over two virtual devices. Exit status: 0 the losses are the same but for rounding; 1 they differ;
+    The pipeline runs over two virtual devices with less memory than the weights take; plain training is refused there,
+    and has the memory of the host. Exit status: 0 the losses are the same but for rounding; 1 they differ;
     2 the demo cannot run.
     """
     return run_demo(steps)

@@ -5,6 +5,7 @@ import torch
 
 from roundpipe_runtime import demo
 from roundpipe_runtime.__main__ import main
+from roundpipe_runtime.demo_memory import Needs
 from yobx_flatten import MissingDependencyError
 
 pytest.importorskip("typer")
@@ -31,8 +32,33 @@ def test_the_demo_trains_both_ways_and_draws_the_pipeline(capsys, monkeypatch):
     assert torch.get_num_threads() == threads
 
 
+def test_the_demo_shows_what_a_pipeline_is_for(capsys):
+    """Weights that are larger than a device: plain training is refused there, and the pipeline has room to spare."""
+    assert main(["demo", "--steps", "1"]) == 0
+    shown = capsys.readouterr().out
+
+    def megabytes(line):
+        return [float(word) for word, unit in zip(line.split(), line.split()[1:], strict=False) if unit == "MB"]
+
+    (limit,) = megabytes(next(line for line in shown.splitlines() if "device of 4 MB" in line))
+    plain = next(line for line in shown.splitlines() if line.startswith("plain PyTorch"))
+    pipeline = next(line for line in shown.splitlines() if line.startswith("through a pipeline"))
+    assert plain.endswith("too small")
+    assert pipeline.endswith("large enough")
+    weights = 4 * sum(parameter.numel() for parameter in demo._build().parameters()) / 1e6
+    assert megabytes(plain)[0] == megabytes(pipeline)[0] == pytest.approx(weights, abs=0.01)
+    assert megabytes(pipeline)[1] <= limit < weights < 4 * weights < megabytes(plain)[1]
+    assert "the device is out of memory: it holds" in " ".join(shown.split())
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """For tests of what comes after: counting takes seconds."""
+    monkeypatch.setattr(demo, "measure_needs", lambda *args: Needs(5_580_000, 41_700_000, "It is too much.", 2_330_000))
+
+
 @pytest.mark.parametrize("columns", [80, 120])
-def test_no_line_is_wider_than_the_terminal(capsys, monkeypatch, columns):
+def test_no_line_is_wider_than_the_terminal(capsys, monkeypatch, counted, columns):
     """80 columns hold all of it, and 120 are used."""
     monkeypatch.setenv("COLUMNS", str(columns))
     assert main(["demo", "--steps", "1"]) == 0
@@ -40,7 +66,7 @@ def test_no_line_is_wider_than_the_terminal(capsys, monkeypatch, columns):
     assert columns - 4 <= max(widths) <= columns
 
 
-def test_losses_that_differ_end_the_demo_with_1(capsys, monkeypatch):
+def test_losses_that_differ_end_the_demo_with_1(capsys, monkeypatch, counted):
     """The verdict says so, and NaN counts as a difference."""
     monkeypatch.setattr(demo, "_timed", lambda step, *batch: (step(*batch) and float("nan"), 0.001))
     assert main(["demo", "--steps", "1"]) == 1

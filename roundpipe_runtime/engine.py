@@ -21,6 +21,7 @@ from .config import RoundPipeRunConfig
 from .costs import LayerCost, MeasuredCosts, analytic_cost
 from .device import Device
 from .errors import ConfigError, DeviceError, StageError
+from .forking import free_after_fork
 from .join import common_spec, join
 from .loss import LossContract, warn_if_uneven
 from .microbatch import Microbatch, split
@@ -41,7 +42,7 @@ __all__ = ["FOR_PARAMETERS", "Engine"]
 
 # Pipelines may share devices. All stages of a run are handed out in one go: then every device has them in the same
 # order, and no two runs can wait for each other.
-_DISPATCH = threading.Lock()
+_DISPATCH = free_after_fork(threading.Lock())
 
 # The pipelines that are open on a device: the last one that closes ends its thread.
 _USERS: weakref.WeakKeyDictionary[Device, weakref.WeakSet[Engine]] = weakref.WeakKeyDictionary()

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from .errors import StageError
+from .forking import free_after_fork
 from .parameters import LayerContents, ParameterStore
 from .readiness import ReadinessTable
 from .uninterrupted import Uninterrupted, wait_for
@@ -211,7 +212,7 @@ def _report_failures() -> None:
 
 
 _RUNNERS: weakref.WeakSet[StepRunner] = weakref.WeakSet()
-_RUNNERS_LOCK = threading.Lock()
+_RUNNERS_LOCK = free_after_fork(threading.Lock())
 
 
 def wait_for_updates() -> None:

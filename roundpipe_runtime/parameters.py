@@ -10,6 +10,7 @@ The master of a frozen parameter takes no memory until the parameter learns.
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .errors import StageError
+from .forking import free_after_fork
 
 __all__ = ["BufferSlot", "LayerContents", "ParameterSlot", "ParameterStore", "is_watched", "scan"]
 
@@ -85,7 +87,9 @@ class LayerContents:
 
 # A module may be part of two pipelines, so its lock belongs to it and not to either.
 _LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
-_LOCKS_LOCK = threading.Lock()
+_LOCKS_LOCK = free_after_fork(threading.Lock())
+if hasattr(os, "register_at_fork"):  # another thread may have been in a layer, which the child has for itself
+    os.register_at_fork(after_in_child=_LOCKS.clear)
 
 
 def scan(layers: Sequence[nn.Module]) -> list[LayerContents]:

@@ -18,6 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .errors import StageError
+from .forking import free_after_fork
 
 __all__ = [
     "LayerCall",
@@ -55,7 +56,7 @@ def call_seed(base: int, tag: str, step: int, layer: int, microbatch: int) -> in
 #
 # A layer that has the generator may call another pipeline, and waits for its threads. They know by their context, and
 # take turns among themselves.
-_CPU_GENERATOR = threading.RLock()
+_CPU_GENERATOR = free_after_fork(threading.RLock())
 _INSIDE: contextvars.ContextVar[Any] = contextvars.ContextVar("roundpipe_generator_inside", default=None)
 _DRAWS: weakref.WeakKeyDictionary[Any, dict[bool, bool]] = weakref.WeakKeyDictionary()
 

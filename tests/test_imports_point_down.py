@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 # The `__init__` of a package lists its contents and may import all of it: it has no row.
 LAYERS: dict[str, list[list[str]]] = {
     "yobx_flatten": [
-        ["errors"],
+        ["errors", "locking"],
         [
             "recipe",
             "static_codec",
@@ -103,7 +103,7 @@ LAYERS: dict[str, list[list[str]]] = {
         ["__main__"],
     ],
     "roundpipe_runtime": [
-        ["errors"],
+        ["errors", "forking"],
         ["packed", "chunks", "loss", "schedule", "costs", "worker", "readiness", "timeline", "recompute", "events"],
         ["arguments", "uninterrupted", "block_masks"],
         ["entries"],

@@ -18,6 +18,7 @@ import copy
 import functools
 import importlib
 import logging
+import os
 import re
 import sys
 import threading
@@ -35,6 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .compiled_packages import called_contiguous, remembering_strides
 from .errors import NotRegisteredError
 from .ignored_inputs import refusal_of_ignored_inputs
+from .locking import LOCK
 from .onnx_operators import TRANSLATIONS, Translation, add_translation
 from .patches import AttributePatch, ImportedPatch
 from .registry import REGISTRY
@@ -67,7 +69,6 @@ class ExportHook:
     """Wraps torch's export functions while at least one block is open."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._supports: list[TraceSupport | None] = []
         # these modules bring all of dynamo, or of onnxscript, along, which a block that only flattens does not need
         self._on_import = [
@@ -89,14 +90,14 @@ class ExportHook:
     @property
     def active(self) -> bool:
         """Whether somebody's exports are wrapped at present."""
-        with self._lock:
+        with LOCK:
             return bool(self._supports)
 
     def acquire(self, support: TraceSupport | None) -> None:
         """Open: exports from now on are wrapped, with ``support`` if given."""
         if support is not None:
             support.acquire()
-        with self._lock:
+        with LOCK:
             self._supports.append(support)
             if len(self._supports) > 1:
                 return
@@ -110,7 +111,7 @@ class ExportHook:
         """Close what :meth:`acquire` opened."""
         if support is not None:
             support.release()
-        with self._lock:
+        with LOCK:
             self._supports.remove(support)
             if self._supports:
                 return
@@ -140,7 +141,7 @@ class ExportHook:
         return AttributePatch(registry, "from_torchlib", classmethod(from_torchlib))
 
     def _translations(self) -> list[Translation]:
-        with self._lock:
+        with LOCK:
             supports = [support for support in dict.fromkeys(self._supports) if support is not None]
         return [*TRANSLATIONS, *(translation for support in supports for translation in support.translations())]
 
@@ -153,7 +154,7 @@ class ExportHook:
                     return protocol.json_to_treespec(schema)
                 except NotImplementedError as error:
                     named = re.match(r"Deserializing ([\w.]+)\.\w+ in pytree is not registered", str(error))
-                    with self._lock:
+                    with LOCK:
                         libraries = {support.modules for support in self._supports if support is not None}
                     module = named.group(1) if named else ""
                     if module.split(".")[0] not in libraries or module in sys.modules:
@@ -165,7 +166,7 @@ class ExportHook:
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def _export(mod: Any, args: Any, kwargs: Any = None, *more: Any, **options: Any) -> Any:
-            with self._lock:
+            with LOCK:
                 # someone who imported this function inside a block may call it when the block is long gone
                 active, supports = bool(self._supports), [s for s in dict.fromkeys(self._supports) if s is not None]
             if not active:
@@ -215,28 +216,37 @@ class _PlainAttention:
     (https://github.com/pytorch/pytorch/issues/180202).
 
     torch keeps the choice of kernels for the process, not for a thread: the first trace makes it, and the last one puts
-    back what was found.
+    back what was found. In a forked child the traces of other threads are over.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holders = 0
+        self._holders: list[int] = []  # threads
         self._choice = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        with self._lock:
-            if self._holders == 0:
+        with LOCK:
+            if not self._holders:
                 self._choice.enter_context(sdpa_kernel(SDPBackend.MATH))
-            self._holders += 1
+            self._holders.append(threading.get_ident())
 
     def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._holders -= 1
-            if self._holders == 0:
+        with LOCK:
+            self._holders.remove(threading.get_ident())
+            if not self._holders:
+                self._choice.close()
+
+    def forget_others(self) -> None:
+        """End the traces of all other threads."""
+        with LOCK:
+            held = bool(self._holders)
+            self._holders = [thread for thread in self._holders if thread == threading.get_ident()]
+            if held and not self._holders:
                 self._choice.close()
 
 
 _PLAIN_ATTENTION = _PlainAttention()
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_PLAIN_ATTENTION.forget_others)
 
 
 def _is_slice(leaf: Any) -> bool:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
+from .locking import LOCK
+
 __all__ = ["AttributePatch", "ImportHook", "ImportedPatch", "TracePatch", "tracing_here"]
 
 _MISSING = object()
@@ -32,11 +34,10 @@ class AttributePatch:
         self._entries = owner if isinstance(owner, dict) else vars(owner)
         self._found: Any = _MISSING
         self._holders = 0
-        self._lock = threading.Lock()
 
     def acquire(self) -> None:
         """Put the replacement in place, if it is not."""
-        with self._lock:
+        with LOCK:
             if self._holders == 0:
                 self._found = self._entries.get(self._name, _MISSING)
                 self._set(self._replacement)
@@ -44,7 +45,7 @@ class AttributePatch:
 
     def release(self) -> None:
         """Bring back what was found, if nobody else wants the replacement."""
-        with self._lock:
+        with LOCK:
             self._holders -= 1
             if self._holders == 0 and self._entries.get(self._name) is self._replacement:
                 self._set(self._found)
@@ -165,11 +166,10 @@ class ImportedPatch:
         self._hook = ImportHook(module.__eq__, self._on_import)
         self._patch: AttributePatch | None = None
         self._wanted = False
-        self._lock = threading.Lock()
 
     def acquire(self) -> None:
         """Put the replacement in place now, or as soon as the module is imported."""
-        with self._lock:
+        with LOCK:
             self._wanted = True
             self._hook.install()
             being_imported = self._module in sys.modules
@@ -178,7 +178,7 @@ class ImportedPatch:
 
     def release(self) -> None:
         """Bring back what was found."""
-        with self._lock:
+        with LOCK:
             self._wanted = False
             self._hook.remove()
             if self._patch is not None:
@@ -186,7 +186,7 @@ class ImportedPatch:
                 self._patch = None
 
     def _on_import(self, module: ModuleType) -> None:
-        with self._lock:
+        with LOCK:
             if self._wanted and self._patch is None:
                 self._patch = self._make(module)
                 if self._patch is not None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -34,6 +33,7 @@ from .errors import (
     NotRegisteredError,
     describe_class,
 )
+from .locking import LOCK
 from .recipe import Recipe
 
 __all__ = ["REGISTRY", "TORCH", "Claim", "Registry"]
@@ -74,7 +74,7 @@ class Registry:
         self._libraries = dict(libraries)
         self._slots: dict[tuple[str, type], _Slot] = {}
         self._retired: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
-        self._lock = threading.RLock()
+        self._lock = LOCK
 
     def recipe_in_force(self, cls: type, library: str = "torch") -> Recipe | None:
         """Return our recipe for the class while somebody claims it in this library."""

@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import logging
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from .errors import InvalidRegistrationError, MissingDependencyError, RoundTripError, describe_class
 from .export_hook import EXPORT_HOOK, TraceSupport
 from .fields import functions_of
+from .locking import LOCK
 from .patches import ImportHook
 from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_class, require_node
 from .registry import REGISTRY, TORCH
@@ -171,11 +171,10 @@ class Undo(dict[type, bool]):
     def __init__(self) -> None:
         super().__init__()
         self._stack = contextlib.ExitStack()
-        self._lock = threading.Lock()
         self._undone = False
 
     def _add(self, cls: type, recipe: Recipe | None) -> None:
-        with self._lock:
+        with LOCK:
             if self._undone:  # a module whose import began inside and ends outside
                 return
             held_before = REGISTRY.recipe_in_force(cls) is not None
@@ -200,7 +199,7 @@ class Undo(dict[type, bool]):
         self._stack.callback(EXPORT_HOOK.release, support)
 
     def _undo(self) -> None:
-        with self._lock:
+        with LOCK:
             self._undone = True
             stack = self._stack.pop_all()  # so that a second call, from another thread too, finds nothing to do
         stack.close()

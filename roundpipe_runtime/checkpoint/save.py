@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError
+from ..forking import free_after_fork
 from ..uninterrupted import Uninterrupted, wait_for
 from ..worker import Worker, add_note_once
 from .folder import appearing, checkpoints_in, make_folder, next_path, remove_leftovers, remove_old
@@ -23,7 +24,7 @@ __all__ = ["Checkpoint", "finish_writing", "list_checkpoints", "parts_of", "save
 
 _LOG = logging.getLogger("roundpipe_runtime")
 _WRITER = Worker("checkpoint")  # its thread starts with the first checkpoint in the background
-_WRITING = threading.Lock()
+_WRITING = free_after_fork(threading.Lock())
 _PENDING: dict[pathlib.Path, Future[None]] = {}
 
 

@@ -114,3 +114,32 @@ def test_work_is_done_after_a_fork():
         "assert worker.submit(pow, 2, 5).result() == 32\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_child_has_every_lock_of_the_process_free():
+    """Another thread of the parent holds all of them when it forks, and one of a layer; the child takes them."""
+    code = (
+        "import os, signal, threading, torch\n"
+        "import roundpipe_runtime.checkpoint.save\n"
+        "from roundpipe_runtime import forking, parameters\n"
+        "layer = torch.nn.Linear(2, 2)\n"
+        "locks = lambda: [*forking._LOCKS, parameters.scan([layer])[0].lock]\n"
+        "held, over = threading.Event(), threading.Event()\n"
+        "def hold():\n"
+        "    for lock in reversed(locks()):\n"
+        "        lock.acquire()\n"
+        "    held.set()\n"
+        "    over.wait(30)\n"
+        "thread = threading.Thread(target=hold)\n"
+        "thread.start()\n"
+        "held.wait(30)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    signal.alarm(10)\n"
+        "    os._exit(sum(lock.acquire(timeout=1) for lock in locks()))\n"
+        "over.set()\n"
+        "thread.join()\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(forking._LOCKS) + 1 == 6\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from collections.abc import Callable
 from types import ModuleType
 
+from ..locking import LOCK
 from ..patches import ImportHook
 from ..recipe import Recipe
 
@@ -33,7 +33,7 @@ class Waiting:
         self._recipes: dict[type, Recipe] = {}
         self._hook = ImportHook(lambda name: name == library, self._imported)
         self._there = False
-        self.lock = threading.RLock()
+        self.lock = LOCK
 
     def library_is_there(self) -> bool:
         """Tell whether the library can be told right now; whatever waited for it is delivered first.

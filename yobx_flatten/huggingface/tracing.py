@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from ..locking import LOCK
 from ..onnx_operators import Translation
 from ..patches import AttributePatch, TracePatch, tracing_here
 from .loaded import subclasses_of
@@ -42,32 +42,31 @@ class TransformersTracing:
         self._patches: dict[tuple[Any, str], TracePatch] = {}
         self._keys_given: dict[type, AttributePatch] = {}
         self._open = 0
-        self._lock = threading.Lock()
 
     def acquire(self) -> None:
         """Open a block or a trace: outputs that transformers registered without keys have them from now on."""
-        with self._lock:
+        from transformers.utils.generic import ModelOutput  # here, since no import runs under the lock
+
+        with LOCK:
             self._open += 1
-            self._give_keys()
+            self._give_keys(ModelOutput)
 
     def release(self) -> None:
         """Close a block or a trace; the last one puts the registrations back."""
-        with self._lock:
+        with LOCK:
             self._open -= 1
             if self._open == 0:
                 for patch in self._keys_given.values():
                     patch.release()
                 self._keys_given.clear()
 
-    def _give_keys(self) -> None:
+    def _give_keys(self, model_output: Any) -> None:
         # 4.56 to 5.0 register every ModelOutput without keys, and torch.export refuses to trace or to call a program
         # that is given one (T5 returns such an encoder output). Specs and stored programs stay as they are.
-        from transformers.utils.generic import ModelOutput
-
-        base = pytree.SUPPORTED_NODES.get(ModelOutput)
+        base = pytree.SUPPORTED_NODES.get(model_output)
         if base is None or base.flatten_with_keys_fn is not None:
             return
-        for cls in subclasses_of(ModelOutput):
+        for cls in subclasses_of(model_output):
             node = pytree.SUPPORTED_NODES.get(cls)
             if cls not in self._keys_given and node is not None and node.flatten_with_keys_fn is None:
                 keyed = node._replace(flatten_with_keys_fn=pytree._dict_flatten_with_keys)
@@ -99,11 +98,12 @@ class TransformersTracing:
     @contextlib.contextmanager
     def traceable(self) -> Iterator[None]:
         """Put the traceable versions in place, and the originals back."""
-        with self._lock:
+        replacements = list(_replacements())  # which may import
+        with LOCK:
             patches = [
                 self._patches.get((target, name))
                 or self._patches.setdefault((target, name), TracePatch(target, name, make))
-                for target, name, make in _replacements()
+                for target, name, make in replacements
             ]
         with contextlib.ExitStack() as stack:
             self.acquire()  # again: for models imported inside the block, and for a trace that outlives its block

@@ -33,12 +33,12 @@ def layer_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield full, "lazy_initialization", _lazy_initialization
     if "lazy_initialization" in vars(sliding):
         yield sliding, "lazy_initialization", _lazy_initialization
-    if "_sliding_window_tensor" in sliding.__init__.__code__.co_names:
+    if "_sliding_window_tensor" in inspect.unwrap(sliding.__init__).__code__.co_names:
         yield sliding, "__init__", _sliding_init
     static = getattr(cache_utils, "StaticSlidingWindowLayer", None) or cache_utils.SlidingWindowLayer  # 4.56
     yield static, "update", _static_sliding_update
     yield static, "get_mask_sizes", _static_sliding_mask_sizes
-    if "tensor" in cache_utils.StaticLayer.__init__.__code__.co_names:
+    if "tensor" in inspect.unwrap(cache_utils.StaticLayer.__init__).__code__.co_names:
         yield cache_utils.StaticLayer, "__init__", _static_init
     indexed = getattr(cache_utils, "DynamicIndexedLayer", None)
     if indexed is not None:

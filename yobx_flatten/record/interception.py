@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import InvalidArgumentError, describe_class
+from ..locking import LOCK
 from ..patches import AttributePatch
 
 __all__ = ["Watcher", "watching"]
@@ -82,7 +82,6 @@ class _Interception:
         return result
 
 
-_LOCK = threading.Lock()
 _IN_FORCE: dict[tuple[int, str], _Interception] = {}
 
 
@@ -94,7 +93,7 @@ def watching(owner: Any, name: str, watcher: Watcher) -> Iterator[None]:
         InvalidArgumentError: when the object cannot be watched.
     """
     key = (id(owner), name)
-    with _LOCK:
+    with LOCK:
         found = _IN_FORCE.get(key)
         if found is None:
             try:
@@ -110,7 +109,7 @@ def watching(owner: Any, name: str, watcher: Watcher) -> Iterator[None]:
     try:
         yield
     finally:
-        with _LOCK:
+        with LOCK:
             found.watchers = tuple(other for other in found.watchers if other is not watcher)
             if not found.watchers:
                 found.patch.release()

@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ..errors import InvalidArgumentError, describe_class
+from ..locking import LOCK
 from ..tree import key_name, node_of
 from .call import Call, about_call
 from .callee import Callee, callee_of
@@ -101,14 +101,13 @@ class _Recorder:
     ) -> None:
         self.callee, self.calls, self.limit = callee, calls, limit
         self.outputs, self.device, self.folder = outputs, device, folder
-        self.lock = threading.Lock()
         self.next_index = self.taken = 0
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Begun | None:
         named = self.callee.bind(args, kwargs)
         if named is None:
             return None
-        with self.lock:
+        with LOCK:
             if self.limit is not None and self.taken >= self.limit:
                 return None
             index, self.next_index, self.taken = self.next_index, self.next_index + 1, self.taken + 1
@@ -122,7 +121,7 @@ class _Recorder:
             raise
 
     def dropped(self, token: Any) -> None:
-        with self.lock:
+        with LOCK:
             self.taken -= 1
 
     def after(self, token: _Begun, result: Any) -> None:
@@ -131,7 +130,7 @@ class _Recorder:
         except BaseException:
             self.dropped(token)
             raise
-        with self.lock:
+        with LOCK:
             self.calls._add(call)
 
     def record_of(self, begun: _Begun, result: Any) -> Call:

@@ -7,15 +7,17 @@ What varies is known of caches (batch and length, not heads and head size); of a
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch.export import Dim
 
 from .errors import DynamicShapesError, describe_class
 from .recipe import Recipe
-from .tree import key_name, node_of, refuse_cycles
+from .tree import Node, key_name, node_of, refuse_cycles
 
 __all__ = ["check_dynamic_shapes", "dynamic_shapes", "make_dynamic_shapes_kv_cache"]
 
@@ -121,7 +123,7 @@ def _write(obj: Any, path: _Path, axes: dict[int, str] | None, overrides: dict[s
         _write(child, (*path, key_name(key)), _axes(node.recipe, key), overrides)
         for key, child in zip(node.keys, node.children, strict=True)
     ]
-    return _same_container(obj, below)
+    return _same_container(obj, node, below)
 
 
 def _write_leaf(obj: Any, axes: dict[int, str] | None) -> Any:
@@ -135,10 +137,28 @@ def _axes(recipe: Recipe | None, key: Any) -> dict[int, str] | None:
     return None if recipe is None or recipe.axes is None else recipe.axes(key_name(key))
 
 
-def _same_container(obj: Any, below: list[Any]) -> Any:
-    if type(obj) is dict:
-        return dict(zip(obj, below, strict=True))
-    return tuple(below) if type(obj) is tuple else below
+def _same_container(obj: Any, node: Node, below: list[Any]) -> Any:
+    """Put entries together as torch wants them: built-in containers and named tuples as they are, else as a list."""
+    kind = _builtin_kind(obj, node)
+    if kind is None or kind is list:
+        return below
+    if kind in _DICTS:
+        return kind(zip(obj, below, strict=True)) if kind is not defaultdict else dict(zip(obj, below, strict=True))
+    if kind is deque:
+        return deque(below, obj.maxlen)
+    if kind is namedtuple:
+        return tuple.__new__(type(obj), below)  # past a `__new__` of its own, which may look at the values
+    return tuple(below)
+
+
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+def _builtin_kind(obj: Any, node: Node | None = None) -> Any:
+    """The type that the specification of a built-in container must have, too; ``None`` for a registered class."""
+    kind = pytree._get_node_type(obj)
+    kind = tuple if kind is torch.Size else kind  # torch rebuilds it as a tuple before it looks
+    return kind if kind in pytree.BUILTIN_TYPES and (node is None or node.recipe is None) else None
 
 
 def _paths(obj: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
@@ -161,7 +181,8 @@ def _check(obj: Any, shapes: Any, path: _Path) -> None:
         _check_leaf(obj, shapes, path)
         return
     names = [key_name(key) for key in node.keys]
-    if type(obj) is dict:
+    kind = _builtin_kind(obj, node)
+    if kind in _DICTS:
         if not isinstance(shapes, Mapping):
             raise _misfit(path, "a dict with the same keys", shapes)
         missing, unknown = set(obj) - set(shapes), set(shapes) - set(obj)
@@ -173,8 +194,10 @@ def _check(obj: Any, shapes: Any, path: _Path) -> None:
             )
         below = [shapes[key] for key in obj]
     else:
-        if not isinstance(shapes, (list, tuple)):
-            raise _misfit(path, f"a list with {len(names)} entries for {names}", shapes)
+        cls = {namedtuple: type(obj)}.get(kind, kind)
+        if not (isinstance(shapes, (list, tuple)) if kind is None or not path else _spec_class(shapes) is cls):
+            name = "list" if kind is None or not path else cls.__qualname__
+            raise _misfit(path, f"a {name} with {len(names)} entries for {names}", shapes)
         if len(shapes) != len(names):
             raise DynamicShapesError(
                 f"{_spell(path)}: {type(obj).__qualname__} has {len(names)} children {names}, the specification has "
@@ -183,6 +206,11 @@ def _check(obj: Any, shapes: Any, path: _Path) -> None:
         below = list(shapes)
     for name, child, spec in zip(names, node.children, below, strict=True):
         _check(child, spec, (*path, name))
+
+
+def _spec_class(shapes: Any) -> Any:
+    kind = pytree._get_node_type(shapes)
+    return type(shapes) if kind is namedtuple else kind
 
 
 def _check_leaf(obj: Any, shapes: Any, path: _Path) -> None:

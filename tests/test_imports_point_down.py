@@ -62,6 +62,7 @@ LAYERS: dict[str, list[list[str]]] = {
         ["diagnose.drawing", "diagnose.varying", "leaf", "compare"],
         ["shapes", "naming"],
         ["storage.elements", "storage.trusted", "storage.matching"],
+        ["storage.plain"],
         ["storage.values"],
         ["storage.structure", "storage.run"],
         ["storage.onnx_write"],

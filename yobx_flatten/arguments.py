@@ -30,7 +30,9 @@ _EXAMPLE = '\n    export_program(module, (x,), {"y": y})'
 
 
 def check_arguments(module: Any, args: Any, kwargs: Any) -> None:
-    """Refuse what is no module, arguments that its ``forward`` does not take, and those that hold themselves.
+    """Refuse what is no module, and arguments that its ``forward`` does not take, or no program.
+
+    The latter hold themselves, or are nested tensors.
 
     Raises:
         InvalidArgumentError: naming the argument, what was found and the line to type.
@@ -50,6 +52,7 @@ def check_arguments(module: Any, args: Any, kwargs: Any) -> None:
         )
     for name, value in inputs_by_name(module, args, kwargs).items():
         refuse_cycles(value, name)
+        _refuse_nested_tensors(value, name)
     try:
         signature = inspect.signature(module.forward)
     except (TypeError, ValueError):  # a scripted module has no signature to check
@@ -62,6 +65,17 @@ def check_arguments(module: Any, args: Any, kwargs: Any) -> None:
             f"{type(module).__qualname__}.forward cannot be called with these args and kwargs: {error}. Its parameters "
             f"are {', '.join(signature.parameters)}.{did_you_mean(unknown, signature.parameters)}"
         ) from None
+
+
+def _refuse_nested_tensors(tree: Any, name: str) -> None:
+    for path, leaf in torch_leaves(tree, name):
+        if issubclass(type(leaf), torch.Tensor) and leaf.is_nested:
+            error = InvalidArgumentError(
+                f"{path} is a nested tensor, which torch.export does not take. Pass its rows filled up to one length, "
+                f"and a mask of their lengths:\n    torch.nested.to_padded_tensor({path}, 0.0)"
+            )
+            error.path = path  # type: ignore[attr-defined] # for check_inputs
+            raise error
 
 
 def refuse_unnamed(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:

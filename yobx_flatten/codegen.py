@@ -62,8 +62,11 @@ def snake_case(name: str) -> str:
 
     >>> snake_case("HiddenState"), snake_case("BaseModelOutput"), snake_case("_Private")
     ('hidden_state', 'base_model_output', '_private')
+    >>> snake_case("Pair[int, str]")
+    'pair_int_str_'
     """
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    return re.sub(r"\W+", "_", words)  # a class made by `type` may bear any name
 
 
 def functions_from_fields(

@@ -131,5 +131,8 @@ def describe_class(obj: object) -> str:
         return f"{obj.__module__}.{obj.__qualname__}"
     if obj is None:
         return "None"
-    shown = " ".join(repr(obj).split())  # on one line
+    try:
+        shown = " ".join(repr(obj).split())  # on one line
+    except Exception as error:  # whatever a user's __repr__ raises: the message must come out
+        return f"a {type(obj).__name__}, whose __repr__ raises {type(error).__name__}"
     return f"the {type(obj).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"

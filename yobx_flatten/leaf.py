@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch.utils._pytree as pytree
 
 from .diagnose.opaque import children_of, spell_entry
+from .errors import InvalidArgumentError
 from .recipe import Recipe
 from .registry import REGISTRY
-from .tree import key_name
+from .tree import key_name, spell_cycle
 
 __all__ = ["Leaf", "leaves"]
 
@@ -41,21 +42,30 @@ def leaves(tree: Any, *, name: str = "tree") -> list[Leaf]:
     Returns:
         One :class:`Leaf` for each entry of ``torch.utils._pytree.tree_leaves(tree)``.
 
+    Raises:
+        InvalidArgumentError: when an object holds itself.
+
     >>> import torch
     >>> [(leaf.path, leaf.axes) for leaf in leaves({"x": torch.zeros(2), "y": [1]}, name="batch")]
     [("batch['x']", None), ("batch['y'][0]", None)]
     """
-    return list(_leaves(tree, name, None))
+    return list(_leaves(tree, name, None, {}))
 
 
-def _leaves(obj: Any, path: str, axes: dict[int, str] | None) -> Iterator[Leaf]:
+def _leaves(obj: Any, path: str, axes: dict[int, str] | None, above: dict[int, str]) -> Iterator[Leaf]:
     node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(obj))
     if node is None:
         yield Leaf(path, obj, axes)
         return
+    if id(obj) in above:
+        raise InvalidArgumentError(f"{spell_cycle(path, above[id(obj)])}\n    {path} = None")
     recipe = REGISTRY.recipe_in_force(type(obj))
-    for key, child in children_of(node, obj, path):
-        yield from _leaves(child, path + spell_entry(key), _axes(recipe, key))
+    children = children_of(node, obj, path)
+    if children:
+        above[id(obj)] = path
+        for key, child in children:
+            yield from _leaves(child, path + spell_entry(key), _axes(recipe, key), above)
+        del above[id(obj)]
 
 
 def _axes(recipe: Recipe | None, key: Any) -> dict[int, str] | None:

@@ -68,6 +68,8 @@ class Mode(enum.Enum):
         ("Point", "point"),
         ("_Private", "_private"),
         ("already_snake", "already_snake"),
+        ("A B", "a_b"),
+        ("Pair[int]", "pair_int_"),
     ],
 )
 def test_a_class_name_is_spelt_as_a_function_name(name, spelt):
@@ -277,3 +279,11 @@ def test_a_slot_that_was_never_set_is_named():
         with pytest.raises(UnsetFieldError, match=r"Slotted\.b was never set(.|\n)*\n    self\.b = None") as caught:
             function(obj)
         assert isinstance(caught.value, AttributeError)
+
+
+@pytest.mark.parametrize("name", ["A B", "Pair[int]", "x;y", "1st", "π-x", "class", "line\nbreak"])
+def test_a_class_may_bear_any_name(name):
+    """`type` takes whatever it is given; the functions are named after it as far as Python's names go."""
+    cls = type(name, (Cell,), {})
+    flatten, _, unflatten = functions_from_fields(cls, ["hidden", "state"], ["size"])
+    assert vars(unflatten(*flatten(cls(1, 2)))) == {"hidden": 1, "state": 2, "size": 3}

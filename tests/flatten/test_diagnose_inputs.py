@@ -1,5 +1,7 @@
 """`check_inputs` says before a trace what torch.export would say in it, or never; each claim is tried with torch."""
 
+import warnings
+
 import numpy
 import pytest
 import torch
@@ -11,6 +13,8 @@ from yobx_flatten import (
     InvalidArgumentError,
     NotRegisteredError,
     check_inputs,
+    explain,
+    export_program,
     register_flattening_functions,
 )
 
@@ -246,3 +250,22 @@ def test_the_module_is_not_called():
             raise AssertionError("called")
 
     assert check_inputs(Refuses(), (X,))[0].message.endswith("never reads it.")
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_refused_with_its_place(layout):
+    """torch.export takes neither layout, and torch ends in an internal error; the line makes a tensor that it takes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls nested tensors a prototype
+        tensor = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
+    (error,) = check_inputs(Scale(), (X,), {"y": [tensor]}, dynamic_shapes="auto").errors
+    assert error.path == "y[0]"
+    assert error.message.startswith("y[0] is a nested tensor, which torch.export does not take.")
+    with pytest.raises(InvalidArgumentError, match=r"^y\[0\] is a nested tensor"):
+        export_program(Scale(), (X,), {"y": [tensor]})
+    line = error.message.splitlines()[-1].strip()
+    padded = eval(line, {"torch": torch, "y": [tensor]})
+    assert padded.shape == (2, 4, 3)
+    assert not check_inputs(Scale(), (X,), {"y": [padded]}).errors
+    middle = "…" if layout is torch.strided else "j"
+    assert f"float32[2, {middle}" in str(explain([tensor]))

@@ -8,6 +8,7 @@ import torch.utils._pytree as pytree
 
 from tests.flatten.nodes import Dense
 from yobx_flatten import (
+    InvalidArgumentError,
     leaves,
     make_dynamic_cache,
     make_encoder_decoder_cache,
@@ -85,3 +86,13 @@ def test_a_registration_declares_axes(with_keys):
     finally:
         unregister_class_flattening(TimeMajor)
     assert found == [{1: "batch"}, None]
+
+
+def test_what_holds_itself_is_refused_with_its_place():
+    """Listing its leaves would never end; one object in two places is listed twice."""
+    twice = [1]
+    assert [leaf.path for leaf in leaves([twice, twice, [], []])] == ["tree[0][0]", "tree[1][0]"]
+    tree = {"a": [1]}
+    tree["a"].append(tree)
+    with pytest.raises(InvalidArgumentError, match=r"^batch\['a'\]\[1\] is batch itself(.|\n)*\n    batch"):
+        leaves(tree, name="batch")

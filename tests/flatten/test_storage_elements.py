@@ -1,5 +1,6 @@
 """How the elements of a tensor are stored."""
 
+import numpy
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ NAMES = {
     "uint32": "UINT32", "uint64": "UINT64", "float8_e4m3fn": "FLOAT8E4M3FN", "float8_e4m3fnuz": "FLOAT8E4M3FNUZ",
     "float8_e5m2": "FLOAT8E5M2", "float8_e5m2fnuz": "FLOAT8E5M2FNUZ", "float8_e8m0fnu": "FLOAT8E8M0",
     "complex32": "FLOAT16", "complex64": "FLOAT", "complex128": "DOUBLE", "float4_e2m1fn_x2": "UINT8",
+    "int4": "INT4", "uint4": "UINT4", "float4_e2m1fn": "FLOAT4E2M1", "int2": "INT2", "uint2": "UINT2",
 }  # fmt: skip
 
 
@@ -62,6 +64,68 @@ def run(path, engine):
 
     session = ReferenceEvaluator(str(path))
     return dict(zip(session.output_names, session.run(None, {}), strict=True))
+
+
+PACKED = ["int4", "uint4", "float4_e2m1fn", "int2", "uint2"]
+
+
+def every_code(name):
+    """Each number that the type has."""
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="onnx is installed without ml_dtypes")
+    if not hasattr(ml_dtypes, name):
+        pytest.skip(f"this ml_dtypes has no {name}")
+    count = 4 if name.endswith("2") else 16
+    return numpy.arange(count, dtype=numpy.uint8).view(getattr(ml_dtypes, name))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_packed_type_is_stored_as_onnx_packs_it(name, tmp_path):
+    """onnx's own reader finds the numbers, and onnx's own writer writes the same bytes."""
+    from yobx_flatten import save_nested
+
+    codes = every_code(name)
+    arrays = {"all": codes, "odd": codes[1:], "grid": codes[:4].reshape(2, 2), "one": codes[3], "none": codes[:0]}
+    save_nested(tmp_path / "x.onnx", arrays)
+    stored = {
+        tensor.name.removesuffix(".stored"): tensor for tensor in onnx.load(tmp_path / "x.onnx").graph.initializer
+    }
+    for key, array in arrays.items():
+        found = onnx.numpy_helper.to_array(stored[key])
+        assert (found.dtype, found.shape) == (numpy.asarray(array).dtype, numpy.shape(array))
+        assert found.astype(numpy.float32).tolist() == array.astype(numpy.float32).tolist()
+        assert stored[key].raw_data == onnx.numpy_helper.from_array(numpy.asarray(array)).raw_data
+
+
+@pytest.mark.parametrize("external", [False, True])
+@pytest.mark.parametrize("name", PACKED)
+def test_a_packed_type_comes_back_bit_by_bit(name, external, tmp_path):
+    """In one file and in two, as an array of the same type."""
+    from yobx_flatten import load_nested, save_nested
+
+    codes = every_code(name)
+    arrays = [codes, codes[1:].copy(), codes[::-1], codes[:4].reshape(2, 2), codes[3], codes[:0].reshape(0, 3)]
+    arrays.append(numpy.tile(codes, 700)[:-1])
+    save_nested(tmp_path / "x.onnx", arrays, external_data=external)
+    for found, array in zip(load_nested(tmp_path / "x.onnx"), arrays, strict=True):
+        assert (type(found), found.dtype, found.shape) == (type(array), array.dtype, array.shape)
+        assert found.view(numpy.uint8).tolist() == array.view(numpy.uint8).tolist()
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "ReferenceEvaluator"])
+@pytest.mark.parametrize("name", PACKED)
+def test_a_run_returns_the_numbers_of_a_packed_type(name, engine, tmp_path):
+    """As float32; `create_input_tensors_from_onnx_model` makes the type of it again."""
+    from yobx_flatten import create_input_tensors_from_onnx_model, create_onnx_model_from_input_tensors
+
+    if engine == "onnxruntime" and name == "float4_e2m1fn":
+        pytest.skip("onnxruntime 1.31 has no kernel that casts it")
+    codes = every_code(name)
+    model = create_onnx_model_from_input_tensors({"x": codes})
+    (tmp_path / "x.onnx").write_bytes(model.SerializeToString())
+    found = run(tmp_path / "x.onnx", "onnxruntime" if engine == "onnxruntime" else "onnx.reference")["x"]
+    assert (found.dtype, found.tolist()) == (numpy.float32, codes.astype(numpy.float32).tolist())
+    back = create_input_tensors_from_onnx_model(model, engine=engine)["x"]
+    assert (back.dtype, back.view(numpy.uint8).tolist()) == (codes.dtype, codes.view(numpy.uint8).tolist())
 
 
 def test_both_engines_find_data_in_the_second_file(tmp_path):

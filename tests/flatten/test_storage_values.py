@@ -1,5 +1,7 @@
 """What cannot be stored is refused, with its place and a way out."""
 
+import warnings
+
 import numpy
 import pytest
 import torch
@@ -26,6 +28,70 @@ def fake():
 def test_a_tensor_without_plain_data_is_refused(tensor):
     with pytest.raises(InvalidArgumentError, match=r"^a\.0 is a tensor of type .*no plain data to store"):
         take_apart({"a": [tensor]})
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def quietly(make):
+    """What torch makes with a warning that it is young (nested, CSR) or old (quantized)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make()
+
+
+def nested(layout):
+    return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: torch.eye(2).to_sparse(), "tensor.to_dense()"),
+        (lambda: torch.eye(2).to_sparse_csr(), "tensor.to_dense()"),
+        (lambda: torch.zeros(2, device="meta"), "torch.zeros_like(tensor, device='cpu')"),
+        (fake, "torch.zeros(tensor.shape, dtype=tensor.dtype)  # outside its mode"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8), "tensor.dequantize()"),
+        (lambda: nested(torch.strided), "list(tensor.unbind())"),
+        (lambda: nested(torch.jagged), "list(tensor.unbind())"),
+        (lambda: torch.ones(2).as_subclass(Tagged), "tensor.as_subclass(torch.Tensor)"),
+    ],
+    ids=["sparse", "csr", "meta", "fake", "quantized", "strided", "jagged", "subclass"],
+)
+def test_the_line_makes_what_can_be_stored(make, line):
+    """Each kind of tensor has its own, and what it gives is stored."""
+    tensor = quietly(make)
+    with pytest.raises(InvalidArgumentError) as caught:
+        take_apart({"a": [tensor]})
+    assert str(caught.value).endswith(f". Store in its place:\n    {line}")
+    take_apart({"a": eval(line, {"torch": torch, "tensor": tensor, "list": list})})
+
+
+def test_a_tensor_of_another_class_is_refused():
+    """It would come back as a plain tensor, without what its class adds; a Parameter does, as documented."""
+    with pytest.raises(InvalidArgumentError, match="a Tagged, which would come back as a plain tensor"):
+        take_apart(torch.ones(2).as_subclass(Tagged))
+    take_apart([torch.nn.Parameter(torch.ones(2)), torch.nn.Buffer(torch.ones(2))])
+
+
+class Loud:
+    def __repr__(self):
+        raise RuntimeError("its own business")
+
+
+def test_what_is_refused_is_not_asked_for_its_repr():
+    """A `__repr__` that raises does not hide the message."""
+    with pytest.raises(StaticDataError, match="a Loud, whose __repr__ raises RuntimeError at a,"):
+        take_apart({"a": Loud()})
+
+
+def test_what_holds_itself_is_refused_with_its_place():
+    """It would end in a RecursionError."""
+    values = {"x": [torch.ones(1)]}
+    values["x"].append(values)
+    with pytest.raises(InvalidArgumentError, match=r"^values\['x'\]\[1\] is values itself"):
+        take_apart(values)
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,19 @@ def _tensor_text(tensor: Any) -> str:
     device = getattr(tensor, "device", None)
     where = "" if not isinstance(device, torch.device) or device.type == "cpu" else f" on {device}"
     array = "" if isinstance(tensor, torch.Tensor) else f"{type(tensor).__module__.partition('.')[0]} "
-    return f"{array}{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{where}"
+    return f"{array}{str(tensor.dtype).removeprefix('torch.')}{_sizes(tensor)}{where}"
+
+
+def _sizes(tensor: Any) -> str:
+    if not getattr(tensor, "is_nested", False):
+        return str(list(tensor.shape))
+    found = []
+    for axis in range(tensor.dim()):
+        try:
+            found.append(str(tensor.size(axis)))
+        except RuntimeError:  # rows of several lengths
+            found.append("…")
+    return f"[{', '.join(found)}], nested"
 
 
 def _short_name(cls: type) -> str:

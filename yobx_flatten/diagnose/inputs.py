@@ -118,7 +118,7 @@ def check_inputs(
         check_arguments(module, args, kwargs)
         found: list[Finding] = []
     except InvalidArgumentError as error:
-        found = [Finding("error", "", str(error))]
+        found = [Finding("error", getattr(error, "path", ""), str(error))]
         if not _can_be_walked(args, kwargs):
             return Findings(found)
     inputs = inputs_by_name(module, args, kwargs)
@@ -126,7 +126,7 @@ def check_inputs(
     if isinstance(module, torch.nn.Module):
         found += _names(module, kwargs, inputs)
     found += _classes(inputs, leaves)
-    tensors = [(path, leaf) for path, leaf in leaves if issubclass(type(leaf), torch.Tensor)]
+    tensors = [(path, leaf) for path, leaf in leaves if issubclass(type(leaf), torch.Tensor) and not leaf.is_nested]
     found += _duplicates(tensors)
     found += _slices(tensors)
     shapes, misfit = _shapes(inputs, dynamic_shapes)

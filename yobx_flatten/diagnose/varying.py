@@ -44,7 +44,7 @@ def _axes(obj: Any, shapes: Any, path: str) -> Iterator[Axis]:
             below = [shapes[key] for key in obj]
         for key, child, spec in zip(node.keys, node.children, below, strict=True):
             yield from _axes(child, spec, path + spell_entry(key))
-    elif isinstance(obj, torch.Tensor):
+    elif isinstance(obj, torch.Tensor) and not obj.is_nested:
         for number, dim in dict(shapes if isinstance(shapes, Mapping) else enumerate(shapes)).items():
             if dim is not None and type(dim) is not int and dim is not Dim.STATIC:
                 yield Axis(path, number, int(obj.shape[number]), dim)

@@ -22,7 +22,7 @@ from .values import Payload
 
 __all__ = ["MiniOnnxBuilder", "create_input_tensors_from_onnx_model", "create_onnx_model_from_input_tensors"]
 
-_FLOATS = {name for name in ELEMENTS if name.startswith(("float", "bfloat")) and name != "float4_e2m1fn_x2"}
+_FLOATS = {name for name in ELEMENTS if name.startswith(("float", "bfloat")) and not name.startswith("float4")}
 
 
 class MiniOnnxBuilder:
@@ -30,7 +30,8 @@ class MiniOnnxBuilder:
 
     Args:
         target_opset: the version of ONNX's operators. It is raised where a type of elements asks for a newer one: 19
-            for 8-bit floats, 24 for ``float8_e8m0fnu``.
+            for 8-bit floats, 24 for ``float8_e8m0fnu``, 21, 23 and 25 for integers of 4 bits, floats of 4, and integers
+            of 2.
         ir_version: of the file format of ONNX.
         sep: what stands between the name of a dict and ``keys`` or ``values``.
 

@@ -5,7 +5,9 @@ A file must run in onnxruntime and in ``onnx.reference``, and what Python gets f
 - complex numbers, which onnxruntime refuses to load, are stored as pairs of real numbers, in one more axis of size 2;
 - bfloat16 and the 8-bit floats, which NumPy does not have, are stored as they are, and the graph casts them to float32,
   which holds every value of theirs;
-- ``float4_e2m1fn_x2``, two numbers in a byte, is stored as bytes.
+- ``float4_e2m1fn_x2``, two numbers in a byte, is stored as bytes;
+- the types of two and four bits that ml_dtypes adds to NumPy, one number in a byte, are stored as ONNX has them, four
+  or two in a byte, and cast like the floats. onnxruntime (1.31) has no kernel that casts ``float4_e2m1fn``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..errors import FlattenError, MissingDependencyError
 
-__all__ = ["BOOL", "DOUBLE", "ELEMENTS", "INT64", "STRING", "UINT8", "Element", "require_onnx"]
+__all__ = ["BOOL", "DOUBLE", "ELEMENTS", "INT64", "STRING", "UINT8", "Element", "pack", "require_onnx", "unpack"]
 
 
 class Element(NamedTuple):
@@ -26,12 +28,18 @@ class Element(NamedTuple):
         pair: whether each element is stored as two numbers, in an axis of its own behind the others.
         cast: whether the graph returns float32 in its place.
         opset: the first version of ONNX's operators whose ``Cast`` knows the type.
+        packed: how many numbers are stored in a byte; arrays of NumPy have each in a byte of its own then.
     """
 
     code: int
     pair: bool = False
     cast: bool = False
     opset: int = 18
+    packed: int = 1
+
+    def nbytes(self, count: int, itemsize: int) -> int:
+        """The size of so many elements, whose size in memory is given."""
+        return count * itemsize if self.packed == 1 else -(-count // self.packed)
 
 
 UINT8, INT64, STRING, BOOL, DOUBLE = Element(2), Element(7), Element(8), Element(9), Element(11)
@@ -59,7 +67,40 @@ ELEMENTS: dict[str, Element] = {
     "float8_e5m2fnuz": Element(20, cast=True, opset=19),
     "float8_e8m0fnu": Element(24, cast=True, opset=24),
     "float4_e2m1fn_x2": UINT8,
+    "uint4": Element(21, cast=True, opset=21, packed=2),
+    "int4": Element(22, cast=True, opset=21, packed=2),
+    "float4_e2m1fn": Element(23, cast=True, opset=23, packed=2),
+    "uint2": Element(25, cast=True, opset=25, packed=4),
+    "int2": Element(26, cast=True, opset=25, packed=4),
 }
+
+
+def pack(codes: Any, packed: int) -> Any:
+    """Put several numbers into a byte, the first one lowest, as ONNX has them.
+
+    Args:
+        codes: a flat array of bytes, one number in each.
+        packed: how many go into one.
+
+    >>> import numpy
+    >>> pack(numpy.array([1, 2, 15], numpy.uint8), 2).tolist()
+    [33, 15]
+    """
+    import numpy
+
+    bits = 8 // packed
+    padded = numpy.zeros((-(-codes.size // packed), packed), numpy.uint8)
+    padded.reshape(-1)[: codes.size] = codes & (2**bits - 1)
+    return numpy.bitwise_or.reduce(padded << numpy.arange(0, 8, bits, dtype=numpy.uint8), axis=1, dtype=numpy.uint8)
+
+
+def unpack(data: Any, packed: int, count: int) -> Any:
+    """Take out what :func:`pack` put in: a flat array of ``count`` bytes."""
+    import numpy
+
+    bits = 8 // packed
+    codes = (data[:, None] >> numpy.arange(0, 8, bits, dtype=numpy.uint8)) & numpy.uint8(2**bits - 1)
+    return codes.reshape(-1)[:count]
 
 
 def require_onnx(function: str) -> Any:

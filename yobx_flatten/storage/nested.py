@@ -32,7 +32,8 @@ def save_nested(path: str | os.PathLike[str], values: Any, *, external_data: boo
 
     Raises:
         NotRegisteredError: when there is an object of a class that nobody registered.
-        InvalidArgumentError: when a tensor has no plain data: sparse, on the meta device, quantized.
+        InvalidArgumentError: when a tensor has no plain data (sparse, nested, on the meta device, quantized), is of a
+            class of its own, or when an object holds itself. The message has the line for each.
         StaticDataError: when static data, or a leaf, is something that cannot be stored.
         MissingDependencyError: when onnx is not installed.
 

@@ -115,7 +115,7 @@ class OnnxWriter:
         helper = self._onnx.helper
         graph = helper.make_graph(self._nodes, "values", [], self._outputs, self._initializers)
         opset = helper.make_opsetid("", self._opset)
-        ir_version = max(self._ir_version, 11) if self._opset > 23 else self._ir_version
+        ir_version = max(self._ir_version, 13 if self._opset > 24 else 11 if self._opset > 23 else 0)
         model = helper.make_model(graph, opset_imports=[opset], ir_version=ir_version, producer_name="yobx_flatten")
         text = json.dumps(json_, separators=(",", ":"))
         helper.set_model_props(

@@ -202,7 +202,7 @@ def _run(session: Any, feeds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_onnxruntime(value: Any) -> Any:
-    name = next((name for name, known in ELEMENTS.items() if known.cast and known.code == value.element_type()), None)
+    name = next((n for n, e in ELEMENTS.items() if e.cast and e.packed == 1 and e.code == value.element_type()), None)
     if name is None:
         return _tensor(value.numpy())
     # NumPy has no such type, so the bytes are read where they are

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import DamagedFileError, InvalidArgumentError, MissingDependencyError, describe_class
-from .elements import ELEMENTS, Element
+from .elements import ELEMENTS, Element, pack
 
 __all__ = ["RunOutputs", "require_onnxruntime"]
 
@@ -80,7 +80,13 @@ class RunOutputs:
         array = numpy.ascontiguousarray(self._outputs[record["name"]])
         if element.cast:
             name = next(name for name, known in ELEMENTS.items() if known == element)
-            array = torch.tensor(array).to(getattr(torch, name)).reshape(-1).view(torch.uint8).numpy()
+            if element.packed > 1:
+                import ml_dtypes  # comes with onnx
+
+                codes = array.astype(getattr(ml_dtypes, name)).reshape(-1).view(numpy.uint8)
+                array = pack(codes, element.packed)
+            else:
+                array = torch.tensor(array).to(getattr(torch, name)).reshape(-1).view(torch.uint8).numpy()
         view[:] = array.reshape(-1).view(numpy.uint8).data
 
     def strings(self, record: dict[str, Any]) -> list[bytes]:

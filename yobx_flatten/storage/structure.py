@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from ..errors import DamagedFileError, FlattenError, NotRegisteredError, StaticDataError
 from ..naming import leaf_names
 from ..static_codec import dump_static
-from ..tree import recipe_for
+from ..tree import recipe_for, refuse_cycles
 from .trusted import import_served, load_trusted
 from .values import Payload, Source, read_leaf, write_leaf
 
@@ -48,6 +48,7 @@ def take_apart(tree: Any) -> Structure:
     Raises:
         FlattenError: see :func:`.values.write_leaf`.
     """
+    refuse_cycles(tree, "values")
     taken: set[str] = set()
     names = iter([unique(name or "value", taken) for name in leaf_names(tree)])
     payloads: list[Payload] = []

@@ -18,7 +18,8 @@ import torch
 from ..diagnose.opaque import find_unregistered
 from ..errors import DamagedFileError, InvalidArgumentError, NotRegisteredError, StaticDataError
 from ..static_codec import dump_static
-from .elements import BOOL, DOUBLE, ELEMENTS, INT64, STRING, UINT8, Element
+from .elements import BOOL, DOUBLE, ELEMENTS, INT64, STRING, UINT8, Element, pack, unpack
+from .plain import obstacle_of
 from .trusted import load_trusted
 
 __all__ = ["Payload", "Source", "read_leaf", "write_leaf"]
@@ -77,7 +78,8 @@ def write_leaf(leaf: Any, name: str, *, where: str) -> tuple[Record, Payload | N
 
     Raises:
         NotRegisteredError: for an object of a class that nobody registered.
-        InvalidArgumentError: for a tensor or an array without plain data: sparse, on the meta device, quantized.
+        InvalidArgumentError: for a tensor or an array without plain data: sparse, on the meta device, quantized; and
+            for one of another class than torch's own, which would come back as a plain tensor.
         StaticDataError: for anything else.
     """
     if isinstance(leaf, torch.Tensor):
@@ -94,13 +96,10 @@ def write_leaf(leaf: Any, name: str, *, where: str) -> tuple[Record, Payload | N
 
 def _write_tensor(leaf: torch.Tensor, name: str, where: str) -> tuple[Record, Payload]:
     dtype = str(leaf.dtype).removeprefix("torch.")
-    # a subclass with operators of its own keeps its data elsewhere: FakeTensor, DTensor, nested and wrapped tensors
-    own = type(leaf).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    if leaf.layout is not torch.strided or leaf.is_meta or leaf.is_nested or own or dtype not in ELEMENTS:
-        what = f"a {type(leaf).__name__}" if own else f"of layout {leaf.layout} on {leaf.device}"
+    obstacle = obstacle_of(leaf)
+    if obstacle is not None:
         raise InvalidArgumentError(
-            f"{where} is a tensor of type {leaf.dtype}, {what}, which has no plain data to store. Store a plain "
-            "tensor:\n    tensor.to_dense(), tensor.dequantize(), ..."
+            f"{where} is a tensor of type {leaf.dtype}, {obstacle.what}. Store in its place:\n    {obstacle.line}"
         )
 
     def data() -> memoryview:
@@ -142,9 +141,10 @@ def _write_array(leaf: Any, name: str, where: str) -> tuple[Record, Payload]:
     def data() -> memoryview:
         plain = numpy.ascontiguousarray(array, _low_byte_first(dtype)).reshape(-1)
         # NumPy hands out no bytes of dates, nor of the types that ml_dtypes adds
-        return plain.view(numpy.uint8).data
+        codes = plain.view(numpy.uint8)
+        return (codes if element.packed == 1 else pack(codes, element.packed)).data
 
-    return record, Payload(record, element, dims, array.nbytes, data)
+    return record, Payload(record, element, dims, element.nbytes(array.size, dtype.itemsize), data)
 
 
 def _array_element(dtype: Any) -> tuple[Element, tuple[int, ...]] | None:
@@ -262,7 +262,13 @@ def _read_array(record: Record, source: Source) -> Any:
     if stored is None:
         raise DamagedFileError(f"{record['name']!r} is an array of type {record['dtype']!r}, which is never stored.")
     element, dims = stored[0], _dims(stored[0], (*shape, *stored[1]))
-    source.check(record, element, dims, math.prod(shape) * dtype.itemsize)
+    count = math.prod(shape)
+    nbytes = element.nbytes(count, dtype.itemsize)
+    source.check(record, element, dims, nbytes)
+    if element.packed > 1:
+        data = numpy.empty(nbytes, numpy.uint8)
+        source.fill(record, element, data.data)
+        return unpack(data, element.packed, count).view(dtype).reshape(shape)
     array = numpy.empty(shape, _low_byte_first(dtype))
     source.fill(record, element, array.reshape(-1).view(numpy.uint8).data)
     return array.astype(dtype, copy=False)

@@ -1,33 +1,36 @@
-"""What a name of a model stands for: a folder, a configuration, or a type of model."""
+"""What a name of a model stands for, as in the other command line: a folder, the hub, a configuration, or a type."""
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
-from yobx_flatten.model_folder.small import small_config
-from yobx_flatten.model_folder.source import require_transformers
+from yobx_flatten.model_folder.source import find_model
 
 from ..fine_tune import ModelSource, model_source
 
 __all__ = ["source_of"]
 
 
-def source_of(name: str) -> ModelSource:
+def source_of(name: str, *, weights: bool = True) -> ModelSource:
     """Return a model that is not loaded yet.
 
     Args:
-        name: a folder with ``config.json``, with or without weights; such a file; or a type such as ``llama``, for a
-            small one with random weights that reads bytes.
+        name: a folder with ``config.json``, with or without weights; such a file; an id of the hub; or a type such as
+            ``llama``, for a small one with random weights that reads bytes.
+        weights: whether those of the hub are wanted, too.
 
     Raises:
-        FineTuneError: there is no such folder, or it holds no causal language model.
+        FineTuneError: the folder holds no causal language model.
+        ModelSourceError: there is no such folder, and the hub does not give it.
         InvalidArgumentError: there is no such type, or no small one of it.
     """
-    is_type = not pathlib.Path(name).exists() and name.replace("_", "").replace("-", "").isalnum()
-    if not is_type:
+    if pathlib.Path(name).exists():
         return model_source(name)
-    require_transformers("a model")
-    config = small_config(name)
+    found = find_model(name, weights=weights)
+    if found.folder is not None:
+        return dataclasses.replace(model_source(found.folder), name=name)
+    config = found.config
     for part in (config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", {}))):
         if hasattr(part, "initializer_range"):
             part.initializer_range = 0.02  # as wide as models are trained from

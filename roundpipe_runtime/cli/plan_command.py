@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from yobx_flatten.cli.failures import CHECK_FAILED, UserError
 from yobx_flatten.cli.output import progress, say, say_json
+from yobx_flatten.model_folder.source import MODEL_NAMES
 
 from . import train_options as given
 from .models import source_of
@@ -26,7 +28,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A folder with config.json, such a file, or a type such as llama, for a small one. Weights are not read.",
+        help=MODEL_NAMES + " Weights are not read.",
     ),
 ]
 Devices = Annotated[
@@ -78,7 +80,9 @@ def plan(
         "link": _rate("--bandwidth", bandwidth, 1e9),
         "flops": _rate("--flops", flops, 1e12),
     }
-    source = source_of(model)
+    source = source_of(model, weights=False)
+    if source.folder is None and not pathlib.Path(model).exists() and not json:
+        say(f"{model}: a small model with random weights\n")
     longest = source.longest
     if length is not None and longest is not None and length > longest:
         raise UserError(f"{source.name} takes rows of {longest} tokens at most: --length {longest}")

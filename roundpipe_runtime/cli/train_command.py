@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 import typer
 
 from yobx_flatten.cli.failures import UserError
-from yobx_flatten.cli.output import say
+from yobx_flatten.cli.output import say, say_json
 
 from .. import fine_tune as tuning
 from ..checkpoint import list_checkpoints
@@ -27,9 +29,10 @@ __all__ = ["train"]
 
 def train(
     context: typer.Context,
-    model: given.Model,
+    words: given.Words = None,
+    model: given.Model = None,
+    *,
     output: given.Output,
-    more_text: given.MoreText = None,
     text: given.Text = None,
     field: given.Field = "text",
     tokenizer: given.TokenizerName = None,
@@ -60,6 +63,7 @@ def train(
     timeline: given.TimelineFile = None,
     log_every: given.LogEvery = None,
     overwrite: given.Overwrite = False,
+    json: given.Json = False,
 ) -> int:
     """Train a language model on text, with no more of it on a device than fits there.
 
@@ -68,6 +72,10 @@ def train(
     the last bit. Exit status: 0 trained, saved and loaded again; 2 it cannot be
     done; 130 Ctrl-C; 143 SIGTERM.
     """
+    stdout = sys.stdout
+    if json:
+        context.with_resource(contextlib.redirect_stdout(sys.stderr))
+    named, *more_text = [model, *(words or [])] if model is not None else (words or [])
     checkpoints = checkpoint or output.with_name(f"{output.name}-checkpoints")
     _check_files(output, checkpoints, [metrics, timeline], resume=resume, overwrite=overwrite)
     if steps is not None and epochs is not None:
@@ -89,10 +97,10 @@ def train(
         eval_every=eval_every,
         check=check,
     )
-    source = source_of(model)
+    source = source_of(named)
     adapters = _adapters(lora, source)
     reader = tuning.load_tokenizer(source, tokenizer)
-    names = [*(text or []), *(more_text or [])]
+    names = [*(text or []), *more_text]
     blocks = tuning.read_blocks(
         names,
         reader,
@@ -112,6 +120,12 @@ def train(
             say(f"going on after step {training.step}" if is_there else f"no checkpoint in {checkpoints} yet")
         say(spell_training(training))
         with Display(training.steps, first=training.step, log_every=log_every) as display:
+            seen: dict[type, tuning.StepRecord | tuning.EvalRecord] = {}
+
+            def show(record: tuning.StepRecord | tuning.EvalRecord) -> None:
+                seen[type(record)] = record
+                display.show(record)
+
             outcome = tuning.run(
                 training,
                 checkpoints=checkpoints,
@@ -120,17 +134,48 @@ def train(
                 at_end=every is not None or checkpoint is not None or resume,
                 metrics=metrics,
                 timeline=timeline,
-                show=display.show,
+                show=show,
             )
     if outcome.status:
         say(f"stopped after step {training.step} of {training.steps}, saved in {outcome.checkpoint}. To go on:")
         say(f"    {_to_go_on(context.obj)}")
-        return outcome.status
-    tuning.save_model(learner, reader, output, source=source, overwrite=overwrite)
-    say(f"saved in {output}, loaded from there and compared")
-    if timeline is not None:
-        say(f"step {outcome.recorded}:  roundpipe timeline {shlex.quote(str(timeline))}")
-    return 0
+    else:
+        _save(learner, reader, output, source, overwrite=overwrite)
+        say(f"saved in {output}, loaded from there and compared")
+        if timeline is not None:
+            say(f"step {outcome.recorded}:  roundpipe timeline {shlex.quote(str(timeline))}")
+    if json:
+        with contextlib.redirect_stdout(stdout):
+            say_json(
+                {
+                    "model": source.name,
+                    "random_weights": not source.has_weights,
+                    "path": None if outcome.status else str(output),
+                    "status": outcome.status,
+                    "step": training.step,
+                    "steps": training.steps,
+                    "checkpoint": outcome.checkpoint,
+                    **{key: dataclasses.asdict(seen[kind]) if kind in seen else None for key, kind in _RECORDS.items()},
+                }
+            )
+    return outcome.status
+
+
+_RECORDS = {"last_step": tuning.StepRecord, "last_evaluation": tuning.EvalRecord}
+
+
+def _save(
+    learner: torch.nn.Module,
+    reader: tuning.Tokenizer,
+    output: pathlib.Path,
+    source: tuning.ModelSource,
+    *,
+    overwrite: bool,
+) -> None:
+    try:
+        tuning.save_model(learner, reader, output, source=source, overwrite=overwrite)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; the training was through, but {output} was not written") from None
 
 
 def _check_files(

@@ -7,6 +7,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from yobx_flatten.cli.failures import UserError
+from yobx_flatten.model_folder.source import MODEL_NAMES
+
 _TEXT, _STEP, _RATE, _FILES = "Text", "A step", "Learning", "What is written"
 
 
@@ -18,19 +21,26 @@ def _path(text: str, *, metavar: str = "FILE") -> Any:
     return typer.Option(metavar=metavar, help=text, rich_help_panel=_FILES)
 
 
-Model = Annotated[
-    str,
-    typer.Option(
-        metavar="MODEL",
-        help="A folder that save_pretrained wrote. For random weights: a config.json, a folder without weights, or a "
-        "type of model such as llama.",
+def _model_is_named(context: typer.Context, words: list[str] | None) -> list[str] | None:
+    if not words and not context.params.get("model") and not context.resilient_parsing:
+        raise UserError("Missing argument 'MODEL' (see --help)")
+    return words
+
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MODEL [FILES]...",
+        help=MODEL_NAMES + " Behind it, more text, as a shell makes of --text *.txt.",
+        callback=_model_is_named,
     ),
 ]
-Output = Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the trained model.")]
-MoreText = Annotated[
-    list[str] | None, typer.Argument(metavar="FILES", help="More text, as a shell makes of --text *.txt.")
+Model = Annotated[
+    str | None,
+    # looked at first: where it is given, no argument is the model
+    typer.Option(metavar="MODEL", help="The model, if it is not the first argument.", is_eager=True),
 ]
-
+Output = Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the trained model.")]
 Text = Annotated[
     list[str] | None,
     typer.Option(
@@ -108,4 +118,5 @@ Resume = Annotated[
 Metrics = Annotated[pathlib.Path | None, _path("A line of JSON per step and evaluation.")]
 TimelineFile = Annotated[pathlib.Path | None, _path("Who computed what when, in one of the first steps.")]
 LogEvery = Annotated[int | None, _number("Steps between lines, where there is no terminal.", _FILES)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON at the end, all else on stderr.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.", rich_help_panel=_FILES)]

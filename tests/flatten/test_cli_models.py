@@ -86,6 +86,67 @@ def test_an_export_that_cannot_be_leaves_nothing(arguments, words, tmp_path, mon
     assert list(tmp_path.iterdir()) == []
 
 
+def test_every_way_to_name_a_model_is_known_here_too(tmp_path, capsys, monkeypatch):
+    """A config.json, and a folder without weights: random ones, which is said; a folder with weights has its own."""
+    from yobx_flatten.model_folder.source import find_model
+
+    model, source = saved("llama")
+    bare = tmp_path / "bare"
+    model.config.save_pretrained(bare)
+    for name in (bare, bare / "config.json"):
+        found = find_model(str(name))
+        assert str(found) == f"{name}: a configuration with random weights"
+        weights = found.load().get_input_embeddings().weight
+        assert weights.shape == model.get_input_embeddings().weight.shape
+        assert main(["check", str(name)]) == 0
+        shown = capsys.readouterr()
+        assert shown.out == "model: nothing found\n"
+        assert "with random weights" in shown.err
+    assert str(find_model("llama")) == "llama: a small model with random weights"
+    found = find_model(str(source))
+    assert (str(found), found.has_weights) == (str(source), True)
+    assert torch.equal(found.load().get_input_embeddings().weight, model.get_input_embeddings().weight)
+
+
+def test_an_export_says_that_weights_are_random(tmp_path, monkeypatch, capsys):
+    """In its text and in its JSON; the help says for which names."""
+    from types import SimpleNamespace
+
+    from yobx_flatten.cli import export_command
+
+    done = SimpleNamespace(path=tmp_path / "out", task="fill-mask", reports={}, verified=SimpleNamespace(checks=()))
+    monkeypatch.setattr(export_command, "export_folder", lambda *args, **kwargs: done)
+    assert main(["export", "llama", "-o", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.startswith("llama: a small model with random weights\n")
+    assert main(["export", "llama", "-o", str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["random_weights"] is True
+    assert main(["export", str(saved("llama")[1]), "-o", str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["random_weights"] is False
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ConnectionError("[Errno -2] Name or service not known"), "the hub cannot be reached ([Errno -2] Name or serv"),
+        (ValueError("401 Client Error.\nmore"), "the hub does not give it: 401 Client Error"),
+    ],
+)
+def test_a_model_of_the_hub_that_does_not_come_is_one_line(error, words, tmp_path, monkeypatch, capsys):
+    """Without a network, or without such a model."""
+    import huggingface_hub
+
+    def refused(*args, **kwargs):
+        if isinstance(error, ConnectionError):
+            raise RuntimeError("wrapped") from error
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refused)
+    assert main(["check", "no-one/nothing"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("yobx-flatten: There is no folder no-one/nothing, and " + words)
+    assert shown.count("\n") == 1
+
+
 def test_a_damaged_model_is_named(tmp_path, capsys):
     """Truncated weights, and a configuration that is no JSON."""
     _, source = saved("llama")
@@ -132,7 +193,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_model_is_loaded(rea
     from yobx_flatten import writable
     from yobx_flatten.cli import export_command
 
-    monkeypatch.setattr(export_command, "load_model", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr(export_command, "find_model", lambda *args, **kwargs: pytest.fail("loaded"))
     if reason == "a file in the way":
         (tmp_path / "taken").touch()
         out, words = tmp_path / "taken" / "sub" / "out", "it cannot be written: taken is no folder"

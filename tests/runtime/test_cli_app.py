@@ -50,7 +50,8 @@ def test_every_command_has_help_that_fits_a_terminal(name, monkeypatch):
     ("arguments", "words"),
     [
         (["trian"], "No such command 'trian'"),
-        (["train"], "Missing option '--model'"),
+        (["train"], "Missing argument 'MODEL'"),
+        (["train", "x"], "Missing option '--output'"),
         (["train", "--model", "x"], "Missing option '--output'"),
         (["demo", "extra"], "Got unexpected extra argument"),
     ],

@@ -129,6 +129,8 @@ def test_a_type_of_model_is_a_small_one(capsys):
     """The same that `train` trains."""
     assert run(["plan", "llama", "--devices", "virtual:1", "--length", "16", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] < 1e6
+    assert run(["plan", "llama", "--devices", "virtual:1", "--length", "16"]) == 0
+    assert capsys.readouterr().out.startswith("llama: a small model with random weights\n")
 
 
 @pytest.mark.parametrize(

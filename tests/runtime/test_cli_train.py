@@ -113,6 +113,48 @@ def test_a_type_of_model_is_a_small_one(here, name, capsys):
     assert abs(source_of(name).load().get_input_embeddings().weight.std().item() - 0.02) < 0.005
 
 
+def test_the_model_is_the_first_argument_as_in_every_command(here, capsys):
+    """Behind it stands text; with `--model` all arguments are. `--json` leaves stdout to one object."""
+    assert main(["train", "conf", "texts/*.txt", "-o", "first", *FEW, "--json"]) == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert "model: conf with random weights" in shown.err
+    assert (found["model"], found["random_weights"], found["path"], found["step"]) == ("conf", True, "first", 3)
+    assert found["last_step"]["step"] == found["last_evaluation"]["step"] == 3
+    assert main(["train", "-o", "named", *FEW, "--model", "conf", "texts/*.txt"]) == 0
+    assert same_bits(digest("first"), digest("named"))
+
+
+def test_ctrl_c_before_the_first_step_says_that_nothing_was_written(here, capsys, monkeypatch):
+    """While weights are drawn: there is no checkpoint to write yet."""
+    from roundpipe_runtime.cli import train_command
+
+    def pressed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_command, "_learner", pressed)
+    before = sorted(here.rglob("*"))
+    assert main(["train", "conf", "texts", "-o", "out", *FEW]) == 130
+    assert capsys.readouterr().err == "roundpipe: interrupted, nothing was written\n"
+    assert sorted(here.rglob("*")) == before
+
+
+def test_an_id_of_the_hub_is_downloaded(here, monkeypatch):
+    """`plan` wants the configuration alone, `train` the weights, too."""
+    import huggingface_hub
+
+    asked = []
+
+    def snapshot(name, allow_patterns):
+        asked.append((name, "*.safetensors" in allow_patterns))
+        return str(here / "conf")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert source_of("someone/model").name == "someone/model"
+    assert main(["plan", "someone/model", "--devices", "virtual:1", "--length", "16"]) == 0
+    assert asked == [("someone/model", True), ("someone/model", False)]
+
+
 def test_going_on_after_the_end_with_more_steps(here, capsys):
     """A checkpoint behind the last step is written where one was asked for."""
     arguments = ["train", "--model", "conf", "texts", "-o", "out", *FEW]

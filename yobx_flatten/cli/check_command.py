@@ -11,7 +11,7 @@ import torch
 import typer
 
 from ..diagnose.inputs import Findings, check_inputs
-from ..model_folder.source import load_model
+from ..model_folder.source import MODEL_NAMES, find_model
 from ..model_folder.tasks import pieces_for
 from ..scopes import register_flattening_functions
 from .failures import CHECK_FAILED, UserError
@@ -26,8 +26,8 @@ def check(
         str,
         typer.Argument(
             metavar="CALL_OR_MODEL",
-            help="MODULE:NAME, a function that returns (module, kwargs) or (module, args, kwargs); or a model, "
-            "as for export.",
+            help="MODULE:NAME, a function that returns (module, kwargs) or (module, args, kwargs); or a model. "
+            + MODEL_NAMES,
         ),
     ],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -60,8 +60,10 @@ def _own(target: str) -> tuple[str, Any, tuple[Any, ...], Mapping[str, Any]]:
 
 
 def _of_model(target: str) -> list[tuple[str, Any, tuple[Any, ...], Mapping[str, Any]]]:
-    model, _ = load_model(target)
-    _, pieces = pieces_for(model, "auto")
+    found = find_model(target)
+    if not found.has_weights:
+        sys.stderr.write(f"{found}\n")
+    _, pieces = pieces_for(found.load(), "auto")
     return [(piece.stem, piece.module, (), piece.kwargs) for piece in pieces]
 
 

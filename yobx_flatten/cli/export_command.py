@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..model_folder.source import load_model
+from ..model_folder.source import MODEL_NAMES, FoundModel, find_model
 from ..model_folder.tasks import TASKS
 from ..model_folder.write import ExportedFolder, check_target, export_folder
 from .output import progress, say, say_json
@@ -23,8 +23,7 @@ def export(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A folder that save_pretrained wrote, an id of the hub (owner/name), or a type of model such as "
-            "llama, for a small one with random weights.",
+            help=MODEL_NAMES,
         ),
     ],
     output: Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
@@ -49,20 +48,22 @@ def export(
     """
     check_target(output, overwrite)
     with progress(f"loading {model}"):
-        loaded, source = load_model(model, dtype=dtype)
+        found = find_model(model)
         done = export_folder(
-            loaded,
+            found.load(dtype=dtype),
             output,
             task=task,
             to=to,
-            source=source,
+            source=found.folder,
             opset_version=opset,
             batch=None if dynamic == "all" else batch,
             overwrite=overwrite,
         )
     if json:
-        say_json(_as_dict(done))
+        say_json(_as_dict(done, found))
     else:
+        if not found.has_weights:
+            say(f"{found}\n")
         say(str(done))
         say(f"\nNext:  yobx-flatten verify {output}" + _next(done, output))
     return 0
@@ -72,9 +73,11 @@ def _next(done: ExportedFolder, output: pathlib.Path) -> str:
     return f'\n       yobx-flatten generate {output} --prompt "..."' if "text" in done.task else ""
 
 
-def _as_dict(done: ExportedFolder) -> dict[str, object]:
+def _as_dict(done: ExportedFolder, found: FoundModel) -> dict[str, object]:
     return {
         "path": str(done.path),
+        "model": found.name,
+        "random_weights": not found.has_weights,
         "task": done.task,
         "files": {
             name: {

@@ -1,17 +1,25 @@
-"""Where a model comes from: a local folder, the hub, or the name of a configuration."""
+"""Where a model comes from: a local folder, the hub, a configuration, or the name of one."""
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import re
 from typing import Any
 
 from ..errors import MissingDependencyError, ModelSourceError
 from .classes import class_for
-from .small import small_model
+from .small import small_config
 
-__all__ = ["load_model", "require_transformers"]
+__all__ = ["MODEL_NAMES", "FoundModel", "find_model", "load_model", "require_transformers"]
 
+MODEL_NAMES = (
+    "A folder that save_pretrained wrote or an id of the hub (owner/name); or, with random weights, a config.json, a "
+    "folder without weights, or a type such as llama, for a small one."
+)
+"""What a model can be named by, in both command lines."""
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # what stands beside the weights and is not code
 _BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"]
@@ -30,51 +38,131 @@ def require_transformers(what: str) -> Any:
     return transformers
 
 
-def load_model(source: str, *, dtype: str = "float32") -> tuple[Any, pathlib.Path | None]:
-    """Load a model, in evaluation mode.
+@dataclasses.dataclass(frozen=True)
+class FoundModel:
+    """A model that is not loaded yet.
+
+    Attributes:
+        name: what the user called it.
+        config: of transformers.
+        folder: where its weights and its tokenizer are, ``None`` where there are none.
+        has_weights: whether the folder holds weights; else they are random.
+        is_small: whether the name is a type, which stands for a small configuration.
+    """
+
+    name: str
+    config: Any
+    folder: pathlib.Path | None = None
+    has_weights: bool = False
+    is_small: bool = False
+
+    def __str__(self) -> str:
+        if self.has_weights:
+            return self.name
+        return f"{self.name}: {'a small model' if self.is_small else 'a configuration'} with random weights"
+
+    def load(self, *, dtype: str = "float32") -> Any:
+        """Return the model, in evaluation mode.
+
+        Args:
+            dtype: of the weights.
+
+        Raises:
+            ModelSourceError: when the weights cannot be read.
+        """
+        import torch
+
+        wanted = getattr(torch, dtype)
+        if not self.has_weights:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                return class_for(self.config)(self.config).to(wanted).eval()
+        try:
+            loaded = class_for(self.config).from_pretrained(self.folder, dtype=wanted, local_files_only=True)
+        except Exception as error:  # transformers, safetensors and JSON each raise their own
+            raise ModelSourceError(f"The model in {self.name} cannot be loaded: {_first_line(error)}") from error
+        return loaded.eval()
+
+
+def find_model(source: str, *, weights: bool = True) -> FoundModel:
+    """Find out what a name stands for; no weights are read.
 
     Args:
-        source: a folder that ``save_pretrained`` wrote; an id of the hub, ``"owner/name"``; or a type of model such as
-            ``"llama"``, for a small one with random weights.
-        dtype: of the weights.
-
-    Returns:
-        The model, and the folder it is from, ``None`` for one with random weights.
+        source: a folder that ``save_pretrained`` wrote; an id of the hub, ``"owner/name"``; for random weights a
+            ``config.json``, a folder without weights, or a type of model such as ``"llama"``, for a small one.
+        weights: whether those of the hub are wanted, too.
 
     Raises:
         InvalidArgumentError: when there is no such folder and no such type.
         ModelSourceError: when the folder holds no model, is damaged, or the hub cannot be reached.
     """
-    import torch
-
-    transformers = require_transformers("an export of a model")
+    require_transformers("a model")
     path = pathlib.Path(source)
     if path.is_dir():
-        folder = path
-    elif path.exists():
-        raise ModelSourceError(f"{source} is a file. Name the folder that save_pretrained wrote.")
+        folder: pathlib.Path | None = path
+    elif path.is_file():
+        folder = None
     elif _HUB_ID.fullmatch(source) and not source.startswith("."):
-        folder = _download(source)
+        folder = _download(source, _BESIDE_WEIGHTS if weights else ["config.json"])
     elif "/" in source or "\\" in source or source in (".", ".."):
         raise ModelSourceError(f"There is no folder {source}.")
     else:
-        return small_model(source).to(getattr(torch, dtype)), None
-    if not (folder / "config.json").is_file():
+        return FoundModel(source, small_config(source), is_small=True)
+    file = path if folder is None else folder / "config.json"
+    if not file.is_file():
         raise ModelSourceError(f"{source} holds no config.json: it is not a folder that save_pretrained wrote.")
+    has_weights = folder is not None and any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
+    return FoundModel(source, _read_config(file, source), folder, has_weights)
+
+
+def load_model(source: str, *, dtype: str = "float32") -> tuple[Any, pathlib.Path | None]:
+    """Load a model, in evaluation mode.
+
+    Args:
+        source: see :func:`find_model`.
+        dtype: of the weights.
+
+    Returns:
+        The model, and the folder it is from, ``None`` where there is none.
+    """
+    found = find_model(source)
+    return found.load(dtype=dtype), found.folder
+
+
+def _read_config(file: pathlib.Path, source: str) -> Any:
+    import transformers
+
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        model = class_for(config).from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
-    except Exception as error:  # transformers, safetensors and JSON each raise their own
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ModelSourceError(f"The model in {source} cannot be loaded: {first}") from error
-    return model.eval(), folder
+        return transformers.AutoConfig.from_pretrained(file, local_files_only=True)
+    except Exception as error:  # as above
+        raise ModelSourceError(f"The model in {source} cannot be loaded: {_first_line(error)}") from error
 
 
-def _download(source: str) -> pathlib.Path:
+def _download(source: str, patterns: list[str]) -> pathlib.Path:
     import huggingface_hub
 
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(source, allow_patterns=_BESIDE_WEIGHTS))
+        return pathlib.Path(huggingface_hub.snapshot_download(source, allow_patterns=patterns))
     except Exception as error:  # of the network, of the hub, of the cache on disk
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ModelSourceError(f"There is no folder {source}, and the hub does not give it: {first[:200]}") from error
+        raise ModelSourceError(f"There is no folder {source}, and {_why_not(error)}") from error
+
+
+def _why_not(error: BaseException) -> str:
+    """What became of a download, in one line."""
+    chain: list[BaseException] = []
+    step: BaseException | None = error
+    while step is not None and step not in chain:
+        chain.append(step)
+        step = step.__cause__ or step.__context__
+    names = {base.__name__ for found in chain for base in type(found).__mro__}
+    if names & {"OfflineModeIsEnabled", "ConnectError", "ConnectionError", "ConnectTimeout", "LocalEntryNotFoundError"}:
+        return (
+            f"the hub cannot be reached ({_first_line(chain[-1])[:120]}). Name a folder that save_pretrained wrote, or "
+            "try again with a connection"
+        )
+    return f"the hub does not give it: {_first_line(error)[:200]}"
+
+
+def _first_line(error: BaseException) -> str:
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return first.rstrip(".")

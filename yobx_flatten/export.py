@@ -26,14 +26,15 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from .arguments import check_arguments, check_cases, explain_leaf, refuse_unnamed, shapes_by_name
-from .errors import FlattenError, ReplayError
+from .errors import DynamicShapesError, FlattenError, ReplayError
 from .huggingface.cases import cache_name
 from .naming import leaf_names, output_names
 from .replay import Case, clone, replay
 from .report import ExportReport
 from .scopes import options_in_use, register_flattening_functions
-from .shapes import check_dynamic_shapes
+from .shapes import check_dynamic_shapes, without_names
 from .shapes import dynamic_shapes as write_dynamic_shapes
+from .storage.matching import leaves_of
 from .tree import node_of
 from .undisturbed import draws_random_numbers, own_written_state, seeded, undisturbed, written_state
 
@@ -145,6 +146,7 @@ class Export:
             from .huggingface.cases import why_not_resizable
 
             self.why_not = why_not_resizable(module, kwargs) or ""
+        self.axis_names: dict[tuple[str, int], str] = {}
         self.shapes = self.complete_shapes(shapes)
         self.shapes_are_given = not (shapes is None or (isinstance(shapes, str) and shapes == "auto"))
         fixed = self.fixed_axes()
@@ -200,7 +202,8 @@ class Export:
             return write_dynamic_shapes(inputs)
         shapes = shapes_by_name(inputs, shapes)
         check_dynamic_shapes(inputs, shapes)
-        return shapes
+        self.axis_names = _named_axes(inputs, shapes)
+        return without_names(shapes)
 
     def fixed_axes(self) -> list[str]:
         """Axes that may vary, but that torch takes for fixed, since the example has size 0 or 1 there."""
@@ -313,12 +316,12 @@ class Export:
         self.report.remarks += [remark] if remark else []
         return [Case(str(s), (), self.resized(s, seed), self.steps) for seed, s in enumerate(sizes)]
 
-    def finish(self, program: ExportedProgram, path: pathlib.Path | None) -> ExportedModel:
-        """Hand out what was proven; raise with the report of what was not."""
+    def finish(self, program: ExportedProgram, path: pathlib.Path | None, otherwise: str = "") -> ExportedModel:
+        """Hand out what was proven; raise with the report of what was not, and ``otherwise``."""
         if not self.report.ok:
             raise ReplayError(
                 f"The exported {self.report.module} does not do what the eager model does (largest difference "
-                f"{self.report.max_difference:.1e}, allowed {self.report.tolerance:.1e}).\n{self.report}",
+                f"{self.report.max_difference:.1e}, allowed {self.report.tolerance:.1e}).\n{self.report}{otherwise}",
                 self.report,
             )
         return ExportedModel(program, self.report, path, self.patches)
@@ -339,6 +342,26 @@ def _leaf_shapes(inputs: Any, shapes: Any) -> list[dict[int, Any] | None]:
     below = [None] * len(node.children) if shapes is None else shapes
     below = [below[key] for key in inputs] if isinstance(below, Mapping) else below
     return [leaf for child, spec in zip(node.children, below, strict=True) for leaf in _leaf_shapes(child, spec)]
+
+
+def _named_axes(inputs: Any, shapes: Any) -> dict[tuple[str, int], str]:
+    """The names that a specification gives to axes, by input and axis: those of ``Dim`` objects, or texts."""
+    names: dict[tuple[str, int], str] = {}
+    sizes: dict[str, tuple[str, int]] = {}
+    rows = zip(leaf_names(inputs), leaves_of(inputs), _leaf_shapes(inputs, shapes), strict=True)
+    for name, leaf, entries in rows:
+        for axis, dim in (entries or {}).items():
+            chosen = dim if isinstance(dim, str) else getattr(dim, "__name__", None)
+            if chosen is None or not isinstance(leaf, torch.Tensor):
+                continue
+            first, size = sizes.setdefault(chosen, (name, leaf.shape[axis]))
+            if leaf.shape[axis] != size:
+                raise DynamicShapesError(
+                    f"{name}: axis {axis} is called {chosen!r} and has size {leaf.shape[axis]}, but {first} has size "
+                    f"{size} under that name. Axes of one name are equal: give it a name of its own."
+                )
+            names[name, axis] = chosen
+    return names
 
 
 def _mapping(shapes: Any) -> dict[int, Any] | None:

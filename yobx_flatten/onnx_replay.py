@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from .naming import leaf_names
+from .storage.ort_values import run_session, to_onnxruntime
 
 __all__ = ["OnnxSteps"]
 
@@ -17,27 +18,37 @@ __all__ = ["OnnxSteps"]
 class OnnxSteps:
     """What :func:`.replay.replay` asks of a runtime.
 
+    Complex numbers, which onnxruntime does not have, are pairs of real ones in a file: one more axis of size 2.
+
     Args:
         path: the file.
         input_leaves: the names of all leaves of the module's inputs, in order.
         cache_is: the input that is the cache; ``""`` without one.
+        pairs: outputs that are complex numbers in the module.
     """
 
-    def __init__(self, path: pathlib.Path, input_leaves: Sequence[str], cache_is: str) -> None:
+    def __init__(
+        self, path: pathlib.Path, input_leaves: Sequence[str], cache_is: str, pairs: Collection[str] = ()
+    ) -> None:
         import onnxruntime
 
-        self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        self._wanted = {given.name for given in self._session.get_inputs()}
-        self._results = [result.name for result in self._session.get_outputs()]
-        self._input_leaves, self._cache_is = input_leaves, cache_is
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4  # what goes wrong is raised; it is not for the terminal, too
+        self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self._wanted = {given.name: given.type for given in self._session.get_inputs()}
+        self._input_leaves, self._cache_is, self._pairs = input_leaves, cache_is, pairs
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Run one step; return its outputs by name."""
+        import onnxruntime
+
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         feeds = dict(zip(self._input_leaves, leaves, strict=True))
-        arrays = {name: _to_numpy(feeds[name]) for name in self._wanted}
-        found = self._session.run(None, arrays)
-        return dict(zip(self._results, map(torch.from_numpy, map(_writable, found)), strict=True))
+        values = {
+            name: to_onnxruntime(onnxruntime, name, kind, _as_pairs(feeds[name])) for name, kind in self._wanted.items()
+        }
+        found = run_session(self._session, values)
+        return {name: torch.view_as_complex(value) if name in self._pairs else value for name, value in found.items()}
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: dict[str, Any]) -> Mapping[str, Any]:
         """Put the file's own cache in place of the eager one."""
@@ -51,20 +62,12 @@ class OnnxSteps:
         return pytree.tree_unflatten(own, spec)  # type: ignore[no-any-return] # a dict, as it was
 
 
+def _as_pairs(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.is_complex():
+        return torch.view_as_real(leaf.detach().resolve_conj())
+    return leaf
+
+
 def _like(given: Any, found: Any) -> Any:
     """What came out of a graph in place of an input: a counter is a number again, not a tensor without axes."""
     return int(found) if type(given) is int else found
-
-
-def _to_numpy(leaf: Any) -> Any:
-    import numpy
-
-    if isinstance(leaf, torch.Tensor):
-        return leaf.detach().cpu().contiguous().numpy()
-    return numpy.array(leaf)
-
-
-def _writable(array: Any) -> Any:
-    import numpy
-
-    return numpy.array(array)

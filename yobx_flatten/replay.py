@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ import torch.utils._pytree as pytree
 from .compare import compare_outputs, largest_difference
 from .errors import ReplayError
 from .naming import output_names
+from .padding import Padding
 from .undisturbed import seeded, undisturbed
 
 __all__ = ["Case", "CaseResult", "clone", "replay"]
@@ -48,6 +50,7 @@ class CaseResult:
         differences: by output name, the largest absolute difference to the eager model over all steps.
         seconds: how long the program's calls took.
         error: why it stopped, ``None`` if it did not.
+        left_out: outputs of which positions of padding were left out of the comparison.
     """
 
     case: str
@@ -56,6 +59,7 @@ class CaseResult:
     differences: dict[str, float]
     seconds: float
     error: str | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def max_difference(self) -> float:
@@ -122,8 +126,11 @@ def replay(
     differences: dict[str, float] = {}
     outputs: dict[str, Any] = {}
     seconds = 0.0
+    padding = Padding()
+    positional = inspect.signature(module.forward).bind_partial(*case.args).arguments
     for index, (kwargs, eager) in enumerate(expected):
         fed = kwargs if index == 0 else feed_back(kwargs, outputs)
+        padding.next_call({**positional, **kwargs})
         start = time.perf_counter()
         try:
             with seeded(index):
@@ -133,13 +140,18 @@ def replay(
             return CaseResult(case.name, runtime, index, differences, seconds, reason)
         seconds += time.perf_counter() - start
         names = output_names(eager, taken)
+        wanted = padding.blank_leaves(eager, names)
         try:
-            found = _tensors(eager, outputs, names) if returned is None else compare_outputs(eager, returned(), names)
+            if returned is None:
+                shown = {name: padding.blank(name, value) for name, value in outputs.items()}
+                found = _tensors(wanted, shown, names)
+            else:
+                found = compare_outputs(wanted, padding.blank_leaves(returned(), names), names)
         except ReplayError as error:
             return CaseResult(case.name, runtime, index, differences, seconds, f"step {index}, {error}")
         for name, difference in found.items():
             differences[name] = max(differences.get(name, 0.0), difference)
-    return CaseResult(case.name, runtime, len(expected), differences, seconds)
+    return CaseResult(case.name, runtime, len(expected), differences, seconds, left_out=tuple(padding.left_out))
 
 
 def _tensors(eager: Any, outputs: Mapping[str, Any], names: Collection[str]) -> dict[str, float]:

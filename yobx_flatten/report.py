@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from .replay import CaseResult
 
-__all__ = ["ExportReport"]
+__all__ = ["TOLERANCES", "ExportReport", "tolerance_of"]
+
+TOLERANCES = {"float32": 1e-4, "float64": 1e-4, "float16": 6e-2, "bfloat16": 2e-1}
+"""By type of the weights: half precision rounds at three digits, and a model does so thousands of times."""
+
+
+def tolerance_of(module: torch.nn.Module) -> float:
+    """Return the largest difference that the coarsest type of a module's weights explains.
+
+    >>> tolerance_of(torch.nn.Linear(2, 3)), tolerance_of(torch.nn.Linear(2, 3).half())
+    (0.0001, 0.06)
+    """
+    weights = (*module.parameters(), *module.buffers())
+    types = {str(tensor.dtype).removeprefix("torch.") for tensor in weights}
+    return max((TOLERANCES.get(name, 1e-4) for name in types), default=1e-4)
 
 
 @dataclasses.dataclass
@@ -54,5 +70,17 @@ class ExportReport:
             worst = max(case.differences, key=case.differences.__getitem__, default="-")
             shown = case.error if case.error is not None else f"{case.max_difference:<14.1e}  {worst}"
             lines.append(f"  {case.case:{width}}  {case.runtime:12}  {case.steps:<5}  {shown}")
-        lines += [f"  note: {remark}" for remark in self.remarks]
+        lines += [f"  note: {remark}" for remark in (*self.remarks, *_of_padding(self.cases))]
         return "\n".join(lines)
+
+
+def _of_padding(cases: list[CaseResult]) -> list[str]:
+    """What was left out since it is padding."""
+    outputs = dict.fromkeys(name.split(".")[0] for case in cases for name in case.left_out)
+    if not outputs:
+        return []
+    where = dict.fromkeys(case.case for case in cases if case.left_out)
+    return [
+        f"positions that the attention mask excludes were left out of the comparison of {', '.join(outputs)} "
+        f"({'; '.join(where)}): what a model computes there is read by nobody."
+    ]

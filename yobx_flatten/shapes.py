@@ -109,6 +109,22 @@ with axes [0, 1].
     _check(inputs, shapes, ())
 
 
+def without_names(shapes: Any) -> Any:
+    """Return a specification in which ``Dim.DYNAMIC`` stands for every name, which ``torch.export`` does not take.
+
+    >>> without_names({"x": {0: "batch", 1: Dim.AUTO}})["x"][0] is Dim.DYNAMIC
+    True
+    """
+    if isinstance(shapes, str):
+        return Dim.DYNAMIC
+    if isinstance(shapes, Mapping):
+        return {key: without_names(below) for key, below in shapes.items()}
+    if isinstance(shapes, (list, tuple)):
+        below = [without_names(entry) for entry in shapes]
+        return type(shapes)(*below) if hasattr(shapes, "_fields") else type(shapes)(below)
+    return shapes
+
+
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 

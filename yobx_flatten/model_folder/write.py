@@ -22,7 +22,7 @@ from typing import Any, Literal
 from ..errors import FolderExistsError, InvalidArgumentError, MissingDependencyError, ReplayError
 from ..export import ExportedModel, export_program
 from ..onnx_export import export_onnx
-from ..report import ExportReport
+from ..report import TOLERANCES, ExportReport
 from ..shapes import dynamic_shapes
 from ..storage.cases import save_case
 from ..writable import check_writable
@@ -39,8 +39,6 @@ __all__ = ["ExportedFolder", "export_folder"]
 logger = logging.getLogger("yobx_flatten")
 
 _SUFFIXES = {"onnx": ".onnx", "program": ".pt2"}
-# Half precision rounds at three digits, and a model does so thousands of times.
-_TOLERANCES = {"float32": 1e-4, "float64": 1e-4, "float16": 6e-2, "bfloat16": 2e-1}
 _LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime")
 
 
@@ -108,7 +106,7 @@ def export_folder(
             if importlib.util.find_spec(library) is None:
                 raise MissingDependencyError(f"export_folder needs {library}: pip install 'yobx-flatten[onnx]'")
     dtype = str(model.dtype).removeprefix("torch.")
-    if dtype not in _TOLERANCES or (dtype == "bfloat16" and to == "onnx"):
+    if dtype not in TOLERANCES or (dtype == "bfloat16" and to == "onnx"):
         raise InvalidArgumentError(
             f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Take float32 or float16, or to='program'."
         )
@@ -119,7 +117,7 @@ def export_folder(
         reports, cases = {}, {}
         for piece in pieces:
             name = piece.stem + _SUFFIXES[to]
-            reports[name] = _export(piece, work / name, batch, opset_version, _TOLERANCES[dtype]).report
+            reports[name] = _export(piece, work / name, batch, opset_version, TOLERANCES[dtype]).report
             cases[name] = _store_calls(piece, work)
         if task in GENERATES:
             logger.info("generating with %s", type(model).__qualname__)
@@ -132,7 +130,7 @@ def export_folder(
         versions = {name: importlib.metadata.version(name) for name in _LIBRARIES if importlib.util.find_spec(name)}
         names = [piece.stem + _SUFFIXES[to] for piece in pieces]
         write_manifest(
-            work, FolderManifest(type(model).__qualname__, task, to, dtype, _TOLERANCES[dtype], names, cases, versions)
+            work, FolderManifest(type(model).__qualname__, task, to, dtype, TOLERANCES[dtype], names, cases, versions)
         )
         verified = verify_folder(work)
         if not verified.ok:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
 import time
@@ -11,18 +10,15 @@ from typing import Any
 
 import torch
 
-from ..compare import is_text, largest_difference
+from ..compare import largest_difference
 from ..errors import InvalidArgumentError, ReplayError, describe_class
 from ..naming import leaf_names, output_names
 from .cases import StoredCase
-from .elements import ELEMENTS
 from .matching import leaves_of, match, plain_names
+from .ort_values import first_line, run_session, to_onnxruntime
 from .run import require_onnxruntime
 
 __all__ = ["CaseReport", "OutputDifference", "replay_case"]
-
-# what onnxruntime calls types of elements, where torch has another name
-_TORCH_NAMES = {"float": "float32", "double": "float64", "string": "str"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +119,7 @@ def replay_case(
         session, shown = model, "the session"
     feeds, unused = _feeds(runtime, session, case.inputs)
     start = time.perf_counter()
-    results = _run(session, feeds)
+    results = run_session(session, feeds)
     seconds = time.perf_counter() - start
     outputs = _compare(case, results)
     return CaseReport(case.name, shown, outputs, unused, seconds, tolerance)
@@ -135,7 +131,7 @@ def _open(runtime: Any, path: Any, providers: Sequence[str]) -> Any:
     try:
         return runtime.InferenceSession(os.fspath(path), providers=list(providers))
     except Exception as error:  # onnxruntime has no base class for its errors
-        raise ReplayError(f"onnxruntime cannot load {os.fspath(path)}: {_first_line(error)}") from error
+        raise ReplayError(f"onnxruntime cannot load {os.fspath(path)}: {first_line(error)}") from error
 
 
 def _feeds(runtime: Any, session: Any, inputs: Any) -> tuple[dict[str, Any], list[str]]:
@@ -150,7 +146,7 @@ def _feeds(runtime: Any, session: Any, inputs: Any) -> tuple[dict[str, Any], lis
             f"The model takes {', '.join(missing)}, which the case does not have. The case has "
             f"{', '.join(name for name, _, _ in given) or 'nothing'}; the model takes {', '.join(wanted)}."
         )
-    feeds = {name: _to_onnxruntime(runtime, name, kind, given[places[name]][2]) for name, kind in wanted.items()}
+    feeds = {name: to_onnxruntime(runtime, name, kind, given[places[name]][2]) for name, kind in wanted.items()}
     used = set(places.values())
     return feeds, [name for place, (name, _, _) in enumerate(given) if place not in used]
 
@@ -160,59 +156,6 @@ def _is_data(leaf: Any) -> bool:
     if isinstance(leaf, (torch.Tensor, bool, int, float, complex, str)):
         return True
     return hasattr(leaf, "__array__") and hasattr(leaf, "dtype")
-
-
-def _to_onnxruntime(runtime: Any, name: str, kind: str, leaf: Any) -> Any:
-    import numpy
-
-    wanted = kind.removeprefix("tensor(").removesuffix(")")
-    wanted = next((n for n in ELEMENTS if n.replace("_", "") == wanted), _TORCH_NAMES.get(wanted, wanted))
-    if isinstance(leaf, (bool, int, float, str)):  # a number has no type of its own
-        return numpy.array(leaf, object if wanted == "str" else wanted)
-    tensor = leaf if isinstance(leaf, torch.Tensor) else None
-    found = str(leaf.dtype).removeprefix("torch.") if tensor is not None else leaf.dtype.name
-    if found != wanted and not (wanted == "str" and is_text(leaf)):
-        raise ReplayError(f"The model takes {name} as {wanted}, and the case has it as {found}.")
-    if tensor is None:
-        return leaf.astype(object) if wanted == "str" else leaf
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    element = ELEMENTS.get(wanted)
-    if element is None or not element.cast:
-        return plain.numpy()
-    bits = plain.view(torch.uint16 if plain.element_size() == 2 else torch.uint8).numpy()
-    return runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, element.code)
-
-
-def _run(session: Any, feeds: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the model; its outputs by name, as tensors, or as arrays of text."""
-    import onnxruntime
-
-    names = [node.name for node in session.get_outputs()]
-    try:
-        if any(map(is_text, feeds.values())):  # no OrtValue holds text
-            return {name: _tensor(array) for name, array in zip(names, session.run(names, feeds), strict=True)}
-        values = {
-            name: value if isinstance(value, onnxruntime.OrtValue) else onnxruntime.OrtValue.ortvalue_from_numpy(value)
-            for name, value in feeds.items()
-        }
-        found = session.run_with_ort_values(names, values)
-        return {name: _from_onnxruntime(value) for name, value in zip(names, found, strict=True)}
-    except Exception as error:  # onnxruntime has no base class for its errors
-        raise ReplayError(f"onnxruntime fails on the inputs of the case: {_first_line(error)}") from error
-
-
-def _from_onnxruntime(value: Any) -> Any:
-    name = next((n for n, e in ELEMENTS.items() if e.cast and e.packed == 1 and e.code == value.element_type()), None)
-    if name is None:
-        return _tensor(value.numpy())
-    # NumPy has no such type, so the bytes are read where they are
-    data = bytearray(ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes()))
-    return torch.frombuffer(data or bytearray(8), dtype=getattr(torch, name))[: len(data)].reshape(value.shape())
-
-
-def _tensor(array: Any) -> Any:
-    # onnxruntime's uint64 is a type of C of the same size, which torch does not take
-    return array if is_text(array) else torch.tensor(array.view(array.dtype.str))
 
 
 def _compare(case: StoredCase, results: Mapping[str, Any]) -> list[OutputDifference]:
@@ -235,7 +178,3 @@ def _difference(expected: Any, found: Any) -> tuple[float, str | None]:
         return largest_difference(expected, found), None
     except ReplayError as error:
         return float("inf"), str(error)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

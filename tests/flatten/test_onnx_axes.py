@@ -1,0 +1,115 @@
+"""The axes of a file have names that say what they are: those that tools use, or the user's own."""
+
+import onnx
+import pytest
+import torch
+from torch.export import Dim
+
+from tests.models import make_model
+from yobx_flatten import (
+    Case,
+    DecodeSizes,
+    DynamicShapesError,
+    ReplayError,
+    decode_inputs,
+    dynamic_shapes,
+    export_onnx,
+    export_program,
+)
+
+
+def _axes(path):
+    graph = onnx.load(path, load_external_data=False).graph
+    return {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in (*graph.input, *graph.output)
+    }
+
+
+def _export(name, path, **how):
+    model = make_model(name)
+    export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=path, cases=[], steps=1, **how)
+    return _axes(path)
+
+
+def test_a_decoder_has_the_names_that_tools_know(tmp_path):
+    """Rows have one name, also in the mask, which torch gives a symbol of its own."""
+    axes = _export("llama", tmp_path / "a.onnx")
+    assert axes["input_ids"] == ["batch_size", "sequence_length"]
+    assert axes["attention_mask"] == ["batch_size", "total_sequence_length"]
+    assert axes["past_key_values.0.key"] == ["batch_size", 2, "past_sequence_length", 8]
+    assert axes["past_key_values.1.value"] == ["batch_size", 2, "past_sequence_length", 8]
+    assert axes["logits"] == ["batch_size", "sequence_length", 96]
+    assert axes["present.1.key"] == ["batch_size", 2, "total_sequence_length", 8]
+
+
+def test_layers_that_slide_have_another_length(tmp_path):
+    """They keep less than was seen: one name for both would be wrong."""
+    axes = _export("gemma2", tmp_path / "a.onnx")
+    assert axes["past_key_values.0.key"][2] == "past_window_length"
+    assert axes["past_key_values.1.key"][2] == "past_sequence_length"
+    assert axes["present.0.key"][2] == "Min(7, past_window_length + sequence_length)"
+    assert axes["present.1.key"][2] == "total_sequence_length"
+
+
+def test_a_decoder_beside_an_encoder_has_the_names_of_both(tmp_path):
+    """As optimum calls them."""
+    axes = _export("t5", tmp_path / "a.onnx")
+    assert axes["decoder_input_ids"] == ["batch_size", "decoder_sequence_length"]
+    assert axes["attention_mask"] == ["batch_size", "encoder_sequence_length"]
+    assert axes["past_key_values.0.decoder.key"][2] == "past_decoder_sequence_length"
+    assert axes["past_key_values.0.encoder.key"][2] == axes["attention_mask"][1]  # they are equal
+    assert axes["present.0.decoder.key"][2] == "past_decoder_sequence_length + decoder_sequence_length"
+
+
+def test_without_a_cache_the_mask_is_as_long_as_the_tokens(tmp_path):
+    """One name, although torch has two symbols."""
+    ids = torch.randint(3, 90, (2, 4))
+    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    export_onnx(make_model("llama"), kwargs=kwargs, path=tmp_path / "a.onnx", cases=[])
+    axes = _axes(tmp_path / "a.onnx")
+    assert axes["input_ids"] == axes["attention_mask"] == ["batch_size", "sequence_length"]
+
+
+@pytest.mark.parametrize("spell", [str, Dim], ids=["texts", "Dim"])
+def test_names_of_the_user_come_first(spell, tmp_path):
+    """A text is a name of a size that varies; torch.export takes `Dim` only. The mask's rows are the tokens' rows."""
+    model = make_model("llama")
+    inputs = decode_inputs(model, DecodeSizes())
+    shapes = dynamic_shapes(inputs, {"input_ids": {0: spell("rows"), 1: spell("new")}})
+    export_onnx(model, kwargs=inputs, path=tmp_path / "a.onnx", dynamic_shapes=shapes, cases=[], steps=1)
+    axes = _axes(tmp_path / "a.onnx")
+    assert axes["input_ids"] == ["rows", "new"]
+    assert axes["attention_mask"] == ["rows", "total_sequence_length"]
+    assert axes["present.0.key"] == ["rows", 2, "total_sequence_length", 8]
+
+
+class Scale(torch.nn.Module):
+    def forward(self, x, y):
+        return {"z": x.sum(1) + y}
+
+
+def test_names_are_kept_for_any_module(tmp_path):
+    """Also in the outputs, and the sizes do vary."""
+    args, other = (torch.ones(2, 3), torch.ones(2)), (torch.ones(5, 7), torch.ones(5))
+    shapes = {"x": {0: "rows", 1: "columns"}, "y": {0: "rows"}}
+    cases = [Case("other sizes", other)]
+    export_onnx(Scale(), args, path=tmp_path / "a.onnx", dynamic_shapes=shapes, cases=cases)
+    assert _axes(tmp_path / "a.onnx") == {"x": ["rows", "columns"], "y": ["rows"], "z": ["rows"]}
+
+
+def test_a_program_takes_names_too():
+    """What `check_dynamic_shapes` accepts is exported."""
+    shapes = {"x": {0: "rows", 1: "columns"}, "y": {0: "rows"}}
+    args = (torch.ones(2, 3), torch.ones(2))
+    cases = [Case("other sizes", (torch.ones(5, 7), torch.ones(5)))]
+    assert export_program(Scale(), args, dynamic_shapes=shapes, cases=cases).report.ok
+    with pytest.raises(ReplayError, match="other sizes"):
+        export_program(Scale(), args, dynamic_shapes={"x": {0: "rows"}, "y": {0: "rows"}}, cases=cases)
+
+
+def test_a_name_for_two_sizes_is_refused():
+    """Equal axes get one name, and one name means equal axes."""
+    shapes = {"x": {0: "rows", 1: "rows"}, "y": {0: "rows"}}
+    with pytest.raises(DynamicShapesError, match=r"x: axis 1 is called 'rows' and has size 3, .* size 2"):
+        export_program(Scale(), (torch.ones(2, 3), torch.ones(2)), dynamic_shapes=shapes, cases=[])

@@ -1,0 +1,69 @@
+"""What torch's exporter leaves wrong in a graph, put right before the file is written.
+
+* A value inside may have the name that an output was given (an output called ``relu`` beside a node of that name).
+* ``RotaryEmbedding`` of opset 23 is made of a pattern in which cosines of one row meet tokens of several. The operator
+  takes as many rows of both, and onnxruntime refuses the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["repair_graph"]
+
+
+def repair_graph(model: Any) -> None:
+    """Repair a graph in place.
+
+    Args:
+        model: an ``onnx_ir.Model``.
+    """
+    _name_apart(model.graph)
+    _as_many_rows(model.graph)
+
+
+def _values(graph: Any) -> Iterator[Any]:
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in graph.all_nodes():
+        yield from node.outputs
+
+
+def _name_apart(graph: Any) -> None:
+    """Rename values inside that have the name of an input or output."""
+    given = {value.name: value for value in (*graph.inputs, *graph.outputs)}
+    values = list(_values(graph))
+    taken = {value.name for value in values} | set(given)
+    for value in values:
+        owner = given.get(value.name)
+        if owner is None or owner is value:
+            continue
+        number = 1
+        while f"{value.name}_{number}" in taken:
+            number += 1
+        name = f"{value.name}_{number}"
+        taken.add(name)
+        value.name = name
+
+
+def _as_many_rows(graph: Any) -> None:
+    """Expand the cosines and sines of ``RotaryEmbedding`` to the rows of its tokens, where positions are no input."""
+    import onnx_ir as ir
+
+    for node in list(graph.all_nodes()):
+        if node.op_type != "RotaryEmbedding" or node.domain not in ("", "ai.onnx"):
+            continue
+        if len(node.inputs) > 3 and node.inputs[3] is not None:
+            continue
+        tokens = node.inputs[0]
+        for place in (1, 2):
+            table = node.inputs[place]
+            if table.shape is not None and tokens.shape is not None and table.shape[0] == tokens.shape[0]:
+                continue
+            rows = ir.node("Shape", [tokens], attributes={"start": 0, "end": 1})
+            rest = ir.node("Shape", [table], attributes={"start": 1})
+            shape = ir.node("Concat", [rows.outputs[0], rest.outputs[0]], attributes={"axis": 0})
+            expanded = ir.node("Expand", [table, shape.outputs[0]])
+            node.graph.insert_before(node, [rows, rest, shape, expanded])
+            node.replace_input_with(place, expanded.outputs[0])

@@ -91,6 +91,9 @@ def why_not_resizable(model: Any, kwargs: Mapping[str, Any]) -> str | None:
         return f"its encoder reads {model.main_input_name}"
     if not {"input_ids", "decoder_input_ids"} & set(kwargs):
         return "the inputs hold no input_ids"
+    cache = kwargs.get(cache_name(kwargs) or "")
+    if type(cache).__name__ == "QuantizedCache" and not _is_fp8(cache):
+        return "an empty cache with the quantisation of this one is not made here"
     known = _ENCODER_DECODER if "encoder_outputs" in kwargs else _DECODER
     unknown = [name for name, value in kwargs.items() if name not in known and isinstance(value, torch.Tensor)]
     if unknown:
@@ -290,11 +293,18 @@ def _dynamic_cache(config: Any) -> Any:
 
 
 def _fresh_cache(model: Any, example: Any) -> Any:
-    """An empty static cache like the example's; ``None`` lets the model make its own."""
-    if type(example).__name__ != "StaticCache":
+    """An empty cache like the example's, where a model does not make such a one by itself; ``None`` lets it."""
+    kind = type(example).__name__
+    if kind == "QuantizedCache" and _is_fp8(example):
+        return type(example)("fp8", model.config)
+    if kind != "StaticCache":
         return None
     from transformers.cache_utils import StaticCache
 
     longest = max(getattr(layer, "max_cache_len", 0) for layer in example.layers)  # a dummy layer has none
     cache_of = inspect.signature(StaticCache.__init__).parameters
     return StaticCache(**{"config": model.config, "max_cache_len": longest} if "config" in cache_of else {})
+
+
+def _is_fp8(cache: Any) -> bool:
+    return {type(layer).__name__ for layer in cache.layers} == {"Fp8QuantizedLayer"}

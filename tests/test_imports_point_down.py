@@ -29,7 +29,7 @@ LAYERS: dict[str, list[list[str]]] = {
             "compiled_packages",
             "writable",
         ],
-        ["codegen", "onnx_axes", "onnx_graph", "padding"],
+        ["codegen", "onnx_axes", "onnx_graph", "padding", "adapted_shapes"],
         ["mappings"],
         ["fields", "roundtrip", "backends.contract", "backends.waiting", "backends.optree_table", "onnx_file"],
         ["backends.*"],

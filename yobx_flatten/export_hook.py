@@ -33,6 +33,7 @@ import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .adapted_shapes import adapted_shapes
 from .compiled_packages import called_contiguous, remembering_strides
 from .errors import NotRegisteredError
 from .ignored_inputs import refusal_of_ignored_inputs
@@ -165,12 +166,15 @@ class ExportHook:
 
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def _export(mod: Any, args: Any, kwargs: Any = None, *more: Any, **options: Any) -> Any:
+        def _export(
+            mod: Any, args: Any, kwargs: Any = None, dynamic_shapes: Any = None, *more: Any, **options: Any
+        ) -> Any:
             with LOCK:
                 # someone who imported this function inside a block may call it when the block is long gone
                 active, supports = bool(self._supports), [s for s in dict.fromkeys(self._supports) if s is not None]
             if not active:
-                return original(mod, args, kwargs, *more, **options)
+                return original(mod, args, kwargs, dynamic_shapes, *more, **options)
+            dynamic_shapes = adapted_shapes(mod, args, kwargs, dynamic_shapes, REGISTRY.recipe_in_force)
             args, kwargs = _without_slices(args), _without_slices(kwargs)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(_duck_shapes_off())
@@ -178,7 +182,7 @@ class ExportHook:
                 for support in supports:
                     args, kwargs = support.prepare(args), support.prepare(kwargs)
                     stack.enter_context(support.traceable())
-                return original(mod, args, kwargs, *more, **options)
+                return original(mod, args, kwargs, dynamic_shapes, *more, **options)
 
         return _export
 

@@ -1,0 +1,131 @@
+"""Dynamic shapes that were written for another registration of caches serve inside the block."""
+
+import copy
+
+import pytest
+import torch
+from torch.export import Dim, ShapesCollection
+from transformers import EncoderDecoderCache
+
+from tests.models import make_model, start
+from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
+
+AUTO = Dim.AUTO
+KEYS = {0: AUTO, 2: AUTO}
+
+
+def attribute_order(obj):
+    """An entry for each tensor, in the order in which a walk over attributes meets it, as other exporters write it."""
+    if isinstance(obj, torch.Tensor):
+        return [dict.fromkeys(range(obj.dim()), AUTO)]
+    if isinstance(obj, type):
+        return []
+    below = obj if isinstance(obj, list) else obj.values() if isinstance(obj, dict) else vars(obj).values()
+    return [
+        entry for x in below if isinstance(x, (list, dict)) or hasattr(x, "__dict__") for entry in attribute_order(x)
+    ]
+
+
+def by_tensor(inputs):
+    shapes = ShapesCollection()
+    shapes[inputs["input_ids"]] = shapes[inputs["attention_mask"]] = {0: AUTO, 1: AUTO}
+    for layer in inputs["past_key_values"].layers:
+        shapes[layer.keys] = shapes[layer.values] = KEYS
+    return shapes
+
+
+WAYS = {
+    "keys and values in turn": lambda cache: [KEYS] * (2 * len(cache.layers)),
+    "keys, then values": lambda cache: [[KEYS] * len(cache.layers), [KEYS] * len(cache.layers)],
+    "as a dict": lambda cache: {name: [KEYS] * len(cache.layers) for name in ("key_cache", "value_cache")},
+    "by attributes": attribute_order,
+}
+
+
+def program_and_inputs(name, past=None):
+    model, sizes = make_model(name), DecodeSizes() if past is None else DecodeSizes(3, past, 2)
+    return model, decode_inputs(model, sizes)
+
+
+def serves(program, name, past):
+    """Whether the program does what the model does, at other sizes than those of the example."""
+    model, inputs = program_and_inputs(name, past)
+    with torch.no_grad():
+        expected = model(**copy.deepcopy(inputs)).logits
+        found = program.module()(**inputs).logits
+    return bool((found - expected).abs().max() < 1e-5)
+
+
+@pytest.mark.parametrize(("name", "way"), [*(("mistral", way) for way in WAYS), ("gemma3", "by attributes")])
+def test_a_specification_of_the_tensors_alone_is_enough(name, way):
+    """Also for a cache whose count is a leaf: it varies as the tensors do, below its window and past it."""
+    model, inputs = program_and_inputs(name)
+    cache = WAYS[way](inputs["past_key_values"])
+    shapes = {**dynamic_shapes(inputs), "past_key_values": cache}
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(model, (), inputs, dynamic_shapes=shapes)
+        assert all(serves(program, name, past) for past in (6, 13))
+
+
+def test_a_collection_of_shapes_ties_a_program_to_no_length():
+    """Its entries are by tensor, and the count of sliding layers is none."""
+    model, inputs = program_and_inputs("mistral")
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(model, (), inputs, dynamic_shapes=by_tensor(inputs))
+        assert all(serves(program, "mistral", past) for past in (6, 13))
+
+
+class Sums(torch.nn.Module):
+    def forward(self, x, cache):
+        return x.sum() + sum(layer.keys.sum() for part in (cache.self_attention_cache,) for layer in part.layers)
+
+
+def test_two_caches_in_one_may_be_one_list():
+    """transformers' exporters of 5.16 write the tensors of both one behind the other."""
+    caches = [program_and_inputs("llama")[1]["past_key_values"] for _ in range(2)]
+    both = EncoderDecoderCache(*caches)
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(
+            Sums(),
+            (torch.ones(3), both),
+            dynamic_shapes={"x": None, "cache": [KEYS] * 2 * sum(map(len, (c.layers for c in caches)))},
+        )
+        longer = [program_and_inputs("llama", 9)[1]["past_key_values"] for _ in range(2)]
+        expected = 3 + sum(layer.keys.sum() for layer in longer[0].layers)
+        assert torch.allclose(program.module()(torch.ones(3), EncoderDecoderCache(*longer)), expected)
+
+
+def test_a_static_cache_may_be_specified_by_its_attributes():
+    """Its counters have no axis; their places are not ours."""
+    model = make_model("llama")
+    begun = start("llama", static=True)
+    inputs = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "past_key_values": begun.cache}
+    shapes = {"input_ids": {0: AUTO, 1: AUTO}, "past_key_values": attribute_order(begun.cache)}
+    with register_flattening_functions(patch_transformers=True), torch.no_grad():
+        expected = model(**copy.deepcopy(inputs)).logits
+        program = torch.export.export(model, (), copy.deepcopy(inputs), dynamic_shapes=shapes)
+        assert torch.allclose(program.module()(**inputs).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("shapes", [[KEYS] * 3, [[KEYS], [KEYS]], {"keys": [KEYS]}])
+def test_what_is_not_recognised_is_left_to_torch(shapes):
+    """It says what it expected."""
+    model, inputs = program_and_inputs("llama")
+    shapes = {**dynamic_shapes(inputs), "past_key_values": shapes}
+    with (
+        register_flattening_functions(patch_transformers=True),
+        pytest.raises((ValueError, torch._dynamo.exc.UserError), match=r"mismatch|Expected|past_key_values"),
+    ):
+        torch.export.export(model, (), inputs, dynamic_shapes=shapes)
+
+
+def test_a_counter_that_is_said_to_be_fixed_stays_fixed():
+    """An entry for each leaf is taken at its word."""
+    model, inputs = program_and_inputs("mistral")
+    given = dynamic_shapes(inputs)
+    shapes = {**given, "past_key_values": [*given["past_key_values"][:-1], None]}
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(model, (), inputs, dynamic_shapes=shapes)
+        other = program_and_inputs("mistral", 6)[1]
+        with pytest.raises((AssertionError, RuntimeError), match="length"):
+            program.module()(**other)

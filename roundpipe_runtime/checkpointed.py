@@ -6,6 +6,7 @@ and puts it back. In between, no other thread may draw.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,7 +29,8 @@ _CALLS_AGAIN: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
     """Return ``call()``; one that calls forward code again has the generator of the CPU for itself.
 
-    Which these are is seen at the first call. One that begins with checkpoints later is not noticed.
+    Which these are is seen at the first call. One that begins with checkpoints later is not noticed. A thread that has
+    a profiler keeps it, and has the generator for every backward.
 
     Args:
         call: goes backward through a layer, or a loss.
@@ -41,11 +43,12 @@ def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
     if known is False:
         return call()
     with generator_alone():
-        if known:
+        if known or sys.getprofile() is not None:
             return call()
         with _watched() as seen:
             result = call()
-        _CALLS_AGAIN[code] = bool(seen)
+        if seen.all or seen.names:
+            _CALLS_AGAIN[code] = bool(seen.names)
         return result
 
 
@@ -56,20 +59,29 @@ def _known(code: Any) -> bool | None:
         return True
 
 
+@dataclasses.dataclass
+class _Seen:
+    """Functions of torch's checkpoints that ran in a thread; and whether these are all, as nobody else looked."""
+
+    names: list[str] = dataclasses.field(default_factory=list)
+    all: bool = True
+
+
 @contextmanager
-def _watched() -> Iterator[list[str]]:
-    """Give a list that gets an entry when code of torch's checkpoints runs in this thread."""
+def _watched() -> Iterator[_Seen]:
+    """Note in the block which code of torch's checkpoints runs in this thread, which has no profiler."""
     checkpoint = sys.modules.get("torch.utils.checkpoint")
     file = getattr(checkpoint, "__file__", None)
-    seen: list[str] = []
+    seen = _Seen()
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename == file:
-            seen.append(frame.f_code.co_name)
+            seen.names.append(frame.f_code.co_name)
 
-    before = sys.getprofile()
     sys.setprofile(look)
     try:
         yield seen
     finally:
-        sys.setprofile(before)
+        seen.all = sys.getprofile() is look
+        if seen.all:  # a profiler that somebody started meanwhile stays
+            sys.setprofile(None)

@@ -40,3 +40,45 @@ def test_an_import_brings_nothing_but_the_package_and_torch(package):
         "cxx_pytree": False,
         "accelerator": False,
     }
+
+
+# An installation without some libraries: nobody finds them, whoever looks.
+WITHOUT = """
+import importlib.machinery, sys
+class Without:
+    find_distributions = importlib.machinery.PathFinder.find_distributions
+    invalidate_caches = importlib.machinery.PathFinder.invalidate_caches
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in {missing}:
+            {found}
+        return importlib.machinery.PathFinder.find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Without
+import roundpipe_runtime, yobx_flatten
+for name in ("RoundPipeTrainer", "RoundPipeSeq2SeqTrainer"):
+    try:
+        getattr(roundpipe_runtime, name)
+    except yobx_flatten.MissingDependencyError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("found", ["return None", "raise ModuleNotFoundError(name)"])
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [
+        (["transformers"], "transformers"),
+        (["accelerate"], "accelerate"),
+        (["transformers", "accelerate"], "transformers and accelerate"),
+    ],
+)
+def test_a_trainer_says_what_it_needs(missing, named, found):
+    """Without transformers or accelerate, the error is ours and has the line to type."""
+    program = WITHOUT.format(missing=missing, found=found)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        f"RoundPipeTrainer is a Trainer of transformers, which needs {named}, and that is not installed:",
+        "    pip install 'yobx-flatten[transformers,train]'",
+        f"RoundPipeSeq2SeqTrainer is a Trainer of transformers, which needs {named}, and that is not installed:",
+        "    pip install 'yobx-flatten[transformers,train]'",
+    ]

@@ -23,6 +23,7 @@ LAYERS: dict[str, list[list[str]]] = {
             "patches",
             "hashable",
             "keys",
+            "log",
             "onnx_operators",
             "undisturbed",
             "ignored_inputs",

@@ -15,6 +15,7 @@ from .errors import InvalidRegistrationError, MissingDependencyError, RoundTripE
 from .export_hook import EXPORT_HOOK, TraceSupport
 from .fields import functions_of
 from .locking import LOCK
+from .log import say, verbosity
 from .patches import ImportHook
 from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_class, require_node
 from .registry import REGISTRY, TORCH
@@ -30,8 +31,6 @@ __all__ = [
     "unregister_cache_flattening",
     "unregister_class_flattening",
 ]
-
-logger = logging.getLogger("yobx_flatten")
 
 
 def register_class_flattening(
@@ -100,10 +99,10 @@ def register_class_flattening(
     libraries = REGISTRY.libraries(backends, "register_class_flattening")
     if f_check is not None:
         require_callable(cls, "f_check", f_check, 0)
-    with _log_level(verbose):
+    with verbosity(verbose):
         claim = REGISTRY.claim_for_user(recipe, libraries)
         if claim is None:
-            logger.debug("%s is registered already", describe_class(cls))
+            say(logging.DEBUG, "%s is registered already", describe_class(cls))
             return False
         if f_check is not None:
             try:
@@ -111,7 +110,7 @@ def register_class_flattening(
             except BaseException:
                 REGISTRY.release(claim)
                 raise
-        logger.info("registered %s", describe_class(cls))
+        say(logging.INFO, "registered %s", describe_class(cls))
     return True
 
 
@@ -129,9 +128,9 @@ def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
         NotRegisteredError: when it was not registered with :func:`register_class_flattening`. Nothing changes then.
     """
     require_class(cls, "unregister_class_flattening")
-    with _log_level(verbose):
+    with verbosity(verbose):
         REGISTRY.release_user(cls)
-        logger.info("unregistered %s", describe_class(cls))
+        say(logging.INFO, "unregistered %s", describe_class(cls))
 
 
 def make_flattening_function_for_dataclass(
@@ -229,7 +228,7 @@ def register_cache_flattening(
     """
     undo = Undo()
     try:
-        with _log_level(verbose):
+        with verbosity(verbose):
             if patch_transformers:
                 _require_library("transformers", "patch_transformers")
                 from .huggingface.known import transformers_recipes, transformers_recipes_of_module
@@ -248,7 +247,8 @@ def register_cache_flattening(
                 undo._add_imports(_is_diffusers_module, lambda module: diffusers_recipes(module.__name__))
                 undo._add_hook(DIFFUSERS)
             undo._add_hook(None)
-            logger.info("put in force: %s", ", ".join(c.__name__ for c, done in undo.items() if done) or "nothing new")
+            names = ", ".join(cls.__name__ for cls, done in undo.items() if done)
+            say(logging.INFO, "put in force: %s", names or "nothing new")
     except BaseException:
         undo._undo()
         raise
@@ -271,9 +271,9 @@ def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> Non
             f"{describe_class(undo)}.\n    undo = register_cache_flattening(patch_transformers=True)\n"
             "    unregister_cache_flattening(undo)"
         )
-    with _log_level(verbose):
+    with verbosity(verbose):
         undo._undo()
-        logger.info("let go: %s", ", ".join(c.__name__ for c in undo) or "nothing")
+        say(logging.INFO, "let go: %s", ", ".join(c.__name__ for c in undo) or "nothing")
 
 
 @contextlib.contextmanager
@@ -336,23 +336,3 @@ def _require_library(name: str, option: str) -> None:
         raise MissingDependencyError(f"{option}=True needs {name}, which is not installed:\n    pip install {name}")
     if name == "diffusers":
         importlib.import_module("diffusers.utils.outputs")
-
-
-@contextlib.contextmanager
-def _log_level(verbose: int) -> Iterator[None]:
-    """The documented ``verbose`` of one call, as a log level."""
-    if not verbose:
-        yield
-        return
-    found = logger.level
-    # who asks to see what is done and configured no logging sees it, too
-    handler = None if logger.hasHandlers() else logging.StreamHandler()
-    if handler is not None:
-        logger.addHandler(handler)
-    logger.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
-    try:
-        yield
-    finally:
-        logger.setLevel(found)
-        if handler is not None:
-            logger.removeHandler(handler)

@@ -98,11 +98,18 @@ class PlannedTraining:
             batch: rows.
             length: tokens of a row.
             num_microbatch: number of microbatches.
+
+        Raises:
+            ConfigError: nobody knows the memory of the devices, so nothing fits and nothing does not.
         """
-        assert self.hardware.memory is not None
+        if self.hardware.memory is None:
+            raise ConfigError(
+                f"remedy: it is not known how much memory {self.hardware.names[0]} has. Say it in bytes:\n"
+                "    describe_hardware(devices, memory=24 * 2**30)"
+            )
         sizes = [(n, length) for n in _doubled(num_microbatch, batch)]
         sizes += [(batch, length // 2**k) for k in range(1, length.bit_length()) if length // 2**k >= 64]
-        for number, shorter in sizes:
+        for number, shorter in sizes or [(num_microbatch, length)]:  # it may be as small as it gets
             report = self.report(batch=batch, length=shorter, num_microbatch=number)
             if report.fits_devices:
                 break

@@ -110,6 +110,53 @@ def test_an_error_in_the_first_backward_comes_out_and_decides_nothing():
     assert drawn_meanwhile(function, 2) == [False, False]
 
 
+def test_a_profiler_of_the_users_is_not_replaced():
+    """It sees the whole backward, and is there afterwards; the backward is run alone, as nobody knows what it does."""
+    names = []
+
+    def look(frame, event, argument):
+        if event == "call":
+            names.append(frame.f_code.co_name)
+
+    def function(x):
+        return checkpoint(torch.sin, x * 2, use_reentrant=False)
+
+    loss = function(torch.ones(3, requires_grad=True)).sum()
+    loss.register_hook(lambda gradient: seen_in_backward(gradient))
+
+    def seen_in_backward(gradient):
+        return gradient
+
+    sys.setprofile(look)
+    try:
+        run_backward(loss.backward, function, CPU)
+        assert sys.getprofile() is look
+    finally:
+        sys.setprofile(None)
+    assert "seen_in_backward" in names
+    assert drawn_meanwhile(function, 2) == [False, False]
+
+
+def test_a_profiler_that_starts_meanwhile_stays():
+    """And what ran before is not taken for all that there is."""
+
+    def look(frame, event, argument):
+        pass
+
+    def backward():
+        sys.setprofile(look)
+
+    def function(x):
+        return torch.sin(x)
+
+    try:
+        run_backward(backward, function, CPU)
+        assert sys.getprofile() is look
+    finally:
+        sys.setprofile(None)
+    assert drawn_meanwhile(function, 2) == [False, True]
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_dropout_in_a_checkpoint_is_the_same_on_any_number_of_devices(reentrant, monkeypatch):
     """Gradients are equal to the last bit and the caller's generator stays; a third of runs differed without this."""

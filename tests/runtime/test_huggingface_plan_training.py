@@ -97,6 +97,21 @@ def test_the_remedy_is_what_fits():
     assert training.report(**{**size, "num_microbatch": number // 2}).fits_devices is False
 
 
+def test_a_remedy_of_unknown_memory_is_an_error():
+    """With the line that says how much there is."""
+    unknown = Hardware(("mps:0",), "mps", 150e12, 25e9, None, None, 20e9, {})
+    training = PlannedTraining(model_on_meta(make_config("llama")), unknown)
+    with pytest.raises(ConfigError, match=r"not known how much memory mps:0 has.*\n.*memory=24 \* 2\*\*30"):
+        training.remedy(batch=8, length=64, num_microbatch=2)
+
+
+def test_what_is_as_small_as_it_gets_has_no_remedy():
+    """One short row in one microbatch."""
+    tiny = Hardware(("cuda:0",), "cuda", 150e12, 25e9, 600_000, None, 20e9, {})
+    remedy = PlannedTraining(model_on_meta(make_config("llama")), tiny).remedy(batch=1, length=64, num_microbatch=1)
+    assert (remedy.fits, remedy.what) == (False, "--microbatches 1")
+
+
 def test_a_remedy_that_does_not_exist_is_said_to_be_none():
     """One row of 64 tokens is as small as it gets."""
     tiny = Hardware(("cuda:0",), "cuda", 150e12, 25e9, 600_000, None, 20e9, {})

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from ..errors import CacheStructureError, UnsupportedLayerError, describe_class
+from ..log import say
 from .state import SIZES, Template
 
 __all__ = [
@@ -49,8 +50,6 @@ __all__ = [
 
 # Marks a layer that was rebuilt around ``None``, which torch puts in for a while: it is not half-initialised.
 PLACEHOLDERS = "_yobx_placeholders"
-
-logger = logging.getLogger("yobx_flatten")
 
 # class name -> letter; two names where a version renamed the class
 LETTERS = {
@@ -264,7 +263,7 @@ def letter_of(code: str) -> str:
 def _read_kind(cls: Any) -> LayerKind | None:
     letter = LETTERS.get(cls.__name__) if cls.__module__ == "transformers.cache_utils" else None
     if letter is None:
-        logger.debug("no row for %s: taken apart by its attributes", describe_class(cls))
+        say(logging.DEBUG, "no row for %s: taken apart by its attributes", describe_class(cls))
         return None
     dynamic = sys.modules[cls.__module__].DynamicLayer
     filled_by = getattr(getattr(cls, "lazy_initialization", None), "__code__", None)

@@ -1,0 +1,36 @@
+"""What the package says, to logger ``yobx_flatten``; and ``verbose=``, which is a level for one call and its thread."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import sys
+from collections.abc import Iterator
+
+__all__ = ["say", "verbosity"]
+
+_LOGGER = logging.getLogger("yobx_flatten")
+# The level from which the caller wants to hear, whatever that of the logger is: all threads share the logger.
+_WANTED: contextvars.ContextVar[int] = contextvars.ContextVar("yobx_flatten_verbose", default=sys.maxsize)
+
+
+@contextlib.contextmanager
+def verbosity(verbose: int) -> Iterator[None]:
+    """Let what this thread says in the block reach the handlers: with 1 from ``INFO`` on, with 2 from ``DEBUG`` on."""
+    level = sys.maxsize if not verbose else logging.INFO if verbose == 1 else logging.DEBUG
+    before = _WANTED.set(min(level, _WANTED.get()))
+    try:
+        yield
+    finally:
+        _WANTED.reset(before)
+
+
+def say(level: int, message: str, *args: object) -> None:
+    """Log a message; who asked to hear of it with `verbosity`, and configured no logging, finds it on stderr."""
+    if _LOGGER.isEnabledFor(level):
+        _LOGGER.log(level, message, *args, stacklevel=2)
+    elif level >= _WANTED.get():
+        file, line, function, _ = _LOGGER.findCaller(stacklevel=2)
+        record = _LOGGER.makeRecord(_LOGGER.name, level, file, line, message, args, None, function)
+        (_LOGGER if _LOGGER.hasHandlers() else logging.StreamHandler()).handle(record)

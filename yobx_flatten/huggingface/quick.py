@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import operator
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -272,8 +271,9 @@ def _grouped(keys: Iterable[Hashable]) -> dict[Any, list[int]]:
 
 
 def _pick(indices: list[int]) -> Pick:
-    """Pick several entries of a list. A slice is quicker, and an itemgetter of one index would return no sequence."""
+    """Pick several entries of a list. In Python, since dynamo of torch 2.13 does not follow an itemgetter."""
     step = indices[1] - indices[0] if len(indices) > 1 else 1
     if indices == list(range(indices[0], indices[-1] + 1, step)):
-        return operator.itemgetter(slice(indices[0], indices[-1] + 1, step))
-    return operator.itemgetter(*indices)
+        chosen = slice(indices[0], indices[-1] + 1, step)
+        return lambda entries: entries[chosen]
+    return lambda entries: [entries[index] for index in indices]

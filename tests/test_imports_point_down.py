@@ -26,6 +26,7 @@ LAYERS: dict[str, list[list[str]]] = {
             "log",
             "onnx_operators",
             "undisturbed",
+            "swallowed",
             "ignored_inputs",
             "compiled_packages",
             "writable",

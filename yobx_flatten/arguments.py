@@ -22,7 +22,6 @@ __all__ = [
     "did_you_mean",
     "explain_leaf",
     "inputs_by_name",
-    "refuse_unnamed",
     "shapes_by_name",
 ]
 
@@ -76,29 +75,6 @@ def _refuse_nested_tensors(tree: Any, name: str) -> None:
             )
             error.path = path  # type: ignore[attr-defined] # for check_inputs
             raise error
-
-
-def refuse_unnamed(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments that ``forward`` has no name for, and takes in ``**kwargs``: no dynamic shapes reach them there.
-
-    Raises:
-        InvalidArgumentError: naming them.
-    """
-    try:
-        signature = inspect.signature(module.forward)
-    except (TypeError, ValueError):  # of a scripted module nothing is known
-        return
-    named = [p.name for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    unnamed = [name for name in kwargs if name not in named]
-    if unnamed:
-        raise InvalidArgumentError(
-            f"{type(module).__qualname__}.forward has no parameter {', '.join(map(repr, unnamed))}; it would be taken "
-            f"in **kwargs, for which torch.export takes no dynamic shapes. Its parameters are {', '.join(named)}."
-            f"{did_you_mean(unnamed, named)} If the model reads it there, export a module whose forward names it, as "
-            "that of recorded calls does:\n"
-            "    with record_calls(model) as calls: ...\n"
-            '    export_program(calls["decode"].module(), kwargs=calls["decode"].example())'
-        )
 
 
 def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:

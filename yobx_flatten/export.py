@@ -25,7 +25,7 @@ import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
-from .arguments import check_arguments, check_cases, explain_leaf, refuse_unnamed, shapes_by_name
+from .arguments import check_arguments, check_cases, explain_leaf, shapes_by_name
 from .errors import DynamicShapesError, FlattenError, ReplayError
 from .huggingface.cases import cache_name
 from .naming import leaf_names, output_names
@@ -35,6 +35,7 @@ from .scopes import options_in_use, register_flattening_functions
 from .shapes import check_dynamic_shapes, without_names
 from .shapes import dynamic_shapes as write_dynamic_shapes
 from .storage.matching import leaves_of
+from .swallowed import named_in_forward, refuse_misspelt, refuse_unread, swallowed_names
 from .tree import node_of
 from .undisturbed import draws_random_numbers, own_written_state, seeded, undisturbed, written_state
 
@@ -196,7 +197,7 @@ class Export:
         """Dynamic shapes for all inputs, in the form torch wants them: by parameter name."""
         if shapes is None:
             return None
-        refuse_unnamed(self.module, self.kwargs)
+        refuse_misspelt(self.module, swallowed_names(self.module, self.kwargs))
         inputs = self.named(self.args, self.kwargs)
         if isinstance(shapes, str) and shapes == "auto":
             return write_dynamic_shapes(inputs)
@@ -226,9 +227,10 @@ class Export:
     def to_program(self, strict: bool) -> ExportedProgram:
         """Trace the module, and name the inputs and outputs of the program."""
         logger.info("tracing %s", self.report.module)
+        swallowed = [] if self.shapes is None else swallowed_names(self.module, self.kwargs)
         start = time.perf_counter()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), named_in_forward(self.module, swallowed):
                 program = torch.export.export(
                     self.module,
                     clone(self.args),
@@ -244,11 +246,12 @@ class Export:
             raise explained from error
         self.report.export_seconds = time.perf_counter() - start
         self.input_leaves = leaf_names(self.named(self.args, self.kwargs))
+        signature = program.graph_signature
+        inputs = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
+        refuse_unread(self.module, swallowed, program, _by_argument(self.input_leaves, inputs))
         self.remark_on_state(program)
         with torch.no_grad(), undisturbed(self.module, self.written), seeded(0):
             outputs = self.module(*clone(self.args), **clone(self.kwargs))
-        signature = program.graph_signature
-        inputs = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
         results = [spec for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
         self.report.input_names = _named(self.input_leaves, inputs)
         self.report.output_names = _named(output_names(outputs, self.input_leaves), results)
@@ -332,6 +335,15 @@ def _named(names: list[str], specs: Sequence[Any]) -> list[str]:
     if len(names) != len(specs):
         raise FlattenError(f"{len(names)} leaves {names} for {len(specs)} arguments of the program.")
     return [name for name, spec in zip(names, specs, strict=True) if not isinstance(spec.arg, ConstantArgument)]
+
+
+def _by_argument(names: list[str], specs: Sequence[Any]) -> dict[str, list[str]]:
+    """For each argument, the inputs of the graph that its leaves are."""
+    found: dict[str, list[str]] = {}
+    for name, spec in zip(names, specs, strict=True):
+        if not isinstance(spec.arg, ConstantArgument):
+            found.setdefault(name.split(".")[0], []).append(spec.arg.name)
+    return found
 
 
 def _leaf_shapes(inputs: Any, shapes: Any) -> list[dict[int, Any] | None]:

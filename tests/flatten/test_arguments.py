@@ -105,22 +105,3 @@ def test_a_cache_is_not_filled_with_nothing():
 
     with pytest.raises(InvalidArgumentError, match=r"filled with no tokens \(batch 2, past 0, new 3\)"):
         decode_inputs(make_model("llama"), DecodeSizes(past=0))
-
-
-class Keeps(torch.nn.Module):
-    """Takes whatever it is given."""
-
-    def forward(self, x, **kwargs):
-        return x + sum(kwargs.values())
-
-
-def test_an_argument_without_a_name_is_refused_before_the_trace():
-    """Taken in `**kwargs` it would end in torch's message about top-level keys; without dynamic shapes it may pass."""
-    kwargs = {"x": torch.ones(2, 3), "xs": torch.ones(2, 3)}
-    wanted = (
-        r"Keeps\.forward has no parameter 'xs'; .*Its parameters are x\. Did you mean 'x'\?.*\n    with record_calls"
-    )
-    with pytest.raises(InvalidArgumentError, match=wanted):
-        export_program(Keeps(), (), kwargs)
-    exported = export_program(Keeps(), (), kwargs, dynamic_shapes=None)
-    torch.testing.assert_close(exported(**kwargs), torch.full((2, 3), 2.0))

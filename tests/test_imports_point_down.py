@@ -60,7 +60,7 @@ LAYERS: dict[str, list[list[str]]] = {
         ["diagnose.contents", "diagnose.conformance"],
         ["diagnose.remedies", "diagnose.inside"],
         ["diagnose.opaque", "diagnose.spec_diff"],
-        ["diagnose.drawing", "diagnose.varying", "leaf", "compare"],
+        ["diagnose.drawing", "diagnose.varying", "diagnose.other_messages", "leaf", "compare"],
         ["shapes", "naming"],
         ["storage.elements", "storage.trusted", "storage.matching"],
         ["storage.plain"],

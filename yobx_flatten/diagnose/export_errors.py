@@ -22,6 +22,7 @@ from ..errors import DynamicShapesError, FlattenError
 from ..shapes import check_dynamic_shapes
 from .contents import Layouts, class_name
 from .opaque import torch_leaves
+from .other_messages import meaning_of
 from .remedies import Remedy, remedy_for
 from .spec_diff import Difference, compare_spec_texts, compare_specs
 
@@ -71,7 +72,7 @@ def explain_error(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> Explanation:
-    """Say in a few words what an error of ``torch.export``, or of an exported program, means and what to type.
+    """Say in a few words what an error of ``torch.export``, of an exported program, or of what is done with it, means.
 
     Args:
         error: what was raised.
@@ -102,6 +103,8 @@ def explain_error(
         found = re.search(pattern, failure.message, re.DOTALL)
         if found is not None and (explanation := explain(failure, found)) is not None:
             return explanation
+    if (meaning := meaning_of(failure.message, module, failure.inputs())) is not None:
+        return Explanation(*meaning)
     if (explanation := _in_the_guards(failure)) is not None:
         return explanation
     if misfit := _misfit_in_our_words(failure):
@@ -414,6 +417,7 @@ _Explain = Callable[[_Failure, "re.Match[str]"], "Explanation | None"]
 _TABLE: list[tuple[str, _Explain]] = [
     (r"Unsupported input type <class '([^']+)'>", _unregistered_input),
     (r"one of the inputs with type `?<class '([^']+)'>`?\s*is not supported", _unregistered_input),
+    (r"Encountered an unsupported object of type <class '([^']+)'> while writing", _unregistered_input),
     (r"Found <class '([^']+)'> in output, which is not a known type", _unregistered_output),
     (r"Encountered unrecognized type \w+\((?:\w+\()?([\w.]+)\)* at output", _unregistered_output),
     (r"Deserializing ([\w.]+) in pytree is not registered", _not_registered_when_loaded),

@@ -146,7 +146,8 @@ class Engine:
             outputs = None
             if return_outputs:
                 parts = [run.outputs[number].wait() for number in range(run.num_microbatch)]
-                outputs = self._join(parts, run.contract.weights, rows, config)
+                weights = run.contract.weights if run.contract.kind == "pair" else rows
+                outputs = self._join(parts, weights, rows, config)
             total = pytree.tree_map(torch.Tensor.cpu, run.contract.total())
             self._warn(run, rows, config)
             run.check_buffers()

@@ -33,7 +33,8 @@ def join(
 
     Args:
         outputs: one nested output per microbatch, at least one.
-        weights: what each microbatch counts in an average: its rows, or what its loss reports. ``None`` counts 1.
+        weights: what each microbatch counts in an average: its rows, or what its loss reports. ``None`` where that is
+            not known: then nothing can be averaged.
         rows: rows of each microbatch, which tell a tensor with a batch axis from others. Default: ``weights``.
         merge: ``None`` or ``True``; or a tree of :class:`TensorChunkSpec` and :class:`Replicate`, where a mark stands
             for all that is below it; or a mapping from key paths (``"outputs['logits']"``) to marks; or a function
@@ -62,7 +63,7 @@ def join(
     columns = list(zip(*(leaves(output, name="outputs") for output in outputs), strict=True))
     _refuse_unknown_paths([column[0].path for column in columns], rules)
     parts = _Parts(
-        weights=[1.0 if weight is None else float(weight) for weight in weights],
+        weights=[None if weight is None else float(weight) for weight in weights],
         rows=list(weights if rows is None else rows),
     )
     joined = [_join_leaf(column, parts, rule_for(column[0].path, rules)) for column in columns]
@@ -73,7 +74,7 @@ def join(
 class _Parts:
     """What is known of the microbatches."""
 
-    weights: list[float]
+    weights: list[float | None]
     rows: list[float | None]
 
 
@@ -166,11 +167,20 @@ def _cat(path: str, tensors: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
         ) from error
 
 
-def _mean(path: str, tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+def _mean(path: str, tensors: Sequence[torch.Tensor], given: Sequence[float | None]) -> torch.Tensor:
     """Average by weight; what has no weight counts nothing, were it NaN."""
     if not (tensors[0].is_floating_point() or tensors[0].is_complex()):
         value: torch.Tensor = _the_same(path, tensors)
         return value
+    weights = [weight for weight in given if weight is not None]
+    if len(weights) != len(tensors):
+        if all(_equal(tensor, tensors[0]) and not tensor.requires_grad for tensor in tensors):
+            return tensors[0]
+        raise JoinError(
+            f"{path} has no axes, and the rows of the microbatches, by which it would be averaged, are not "
+            "known. Say how it is joined:\n"
+            "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
+        )
     total = math.fsum(weights)
     if total == 0:
         return torch.zeros_like(tensors[0])

@@ -284,3 +284,25 @@ def test_every_row_goes_to_one_microbatch(data, batch, count):
     for pick in (lambda part: part.args[0][0], lambda part: part.label):
         assert [row for part in parts for row in pick(part).tolist()] == list(range(batch))
     assert max(part.rows for part in parts) - min(part.rows for part in parts) <= 1
+
+
+# -- rows that are not known -------------------------------------------------------------------------------------------
+
+
+def test_a_mean_over_parts_whose_rows_are_not_known_is_refused():
+    """An average of equals would be wrong for parts of unlike size; equal values need none, unless they are trained."""
+    one, other = torch.tensor(1.0), torch.tensor(3.0)
+    with pytest.raises(JoinError, match="the rows of the microbatches, by which it would be averaged, are not known"):
+        join([one, other], [None, None])
+    assert join([one, one.clone()], [None, None]) == 1
+    with pytest.raises(JoinError, match="not known"):
+        join([one.clone().requires_grad_(), one.clone().requires_grad_()], [None, None])
+
+
+def test_equal_tensors_of_parts_whose_rows_are_not_known_are_refused():
+    """They may be rows, or a constant; a rule says which."""
+    parts = [torch.ones(3), torch.ones(3)]
+    with pytest.raises(JoinError, match="it may be rows that are equal, or what is not cut"):
+        join(parts, [None, None])
+    assert join(parts, [None, None], merge=TensorChunkSpec(0)).shape == (6,)
+    assert join(parts, [None, None], merge=Replicate).shape == (3,)

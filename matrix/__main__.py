@@ -21,15 +21,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_options(parser, COLUMNS, timeout=900.0, stem="matrix", kinds="the classes of cache layers")
     parser.add_argument(
         "--peer",
-        choices=("none", *(name for name in WAYS if name != "yobx_flatten")),
+        choices=("none", *(name for name in WAYS if not name.startswith("yobx_flatten"))),
         default="none",
         help="run the same columns through what transformers brings along (onnx-diagnostic does not import with "
         "transformers 5.23)",
     )
+    parser.add_argument(
+        "--deferred",
+        action="store_true",
+        help="export with prefer_deferred_runtime_asserts_over_guards=True, as export_program does",
+    )
     options = parser.parse_args(arguments)
-    options.way = "yobx_flatten" if options.peer == "none" else options.peer
+    if options.deferred and options.peer != "none":
+        parser.error("--deferred is for this package, not for a --peer")
+    own = "yobx_flatten-deferred" if options.deferred else "yobx_flatten"
+    options.way = own if options.peer == "none" else options.peer
     suffix = "" if options.peer == "none" else f"-{options.peer}"
-    check_options(parser, options, COLUMNS, f"matrix-{installed_versions()['transformers']}{suffix}")
+    stem = "matrix-deferred" if options.deferred else "matrix"
+    check_options(parser, options, COLUMNS, f"{stem}-{installed_versions()['transformers']}{suffix}")
     return options
 
 

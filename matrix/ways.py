@@ -19,6 +19,7 @@ class Way:
     """How this package does it."""
 
     name = "yobx_flatten"
+    deferred = False  # whether what is assumed of sizes is checked when the program runs, not when it is called
 
     @contextlib.contextmanager
     def block(self, model: Any) -> Iterator[None]:
@@ -33,7 +34,20 @@ class Way:
         from yobx_flatten import dynamic_shapes
 
         with torch.no_grad():
-            return torch.export.export(model, (), copy.deepcopy(kwargs), dynamic_shapes=dynamic_shapes(kwargs))
+            return torch.export.export(
+                model,
+                (),
+                copy.deepcopy(kwargs),
+                dynamic_shapes=dynamic_shapes(kwargs),
+                prefer_deferred_runtime_asserts_over_guards=self.deferred,
+            )
+
+
+class Deferred(Way):
+    """The same with ``prefer_deferred_runtime_asserts_over_guards=True``, as `export_program` does."""
+
+    name = "yobx_flatten-deferred"
+    deferred = True
 
 
 def _with_contiguous_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -102,4 +116,4 @@ class Executorch(Way):
             return torch.export.export(model, (), given, dynamic_shapes=get_auto_dynamic_shapes(given))
 
 
-WAYS: dict[str, Way] = {way.name: way for way in (Way(), TransformersExporters(), Executorch())}
+WAYS: dict[str, Way] = {way.name: way for way in (Way(), Deferred(), TransformersExporters(), Executorch())}

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 
 from matrix import __main__ as command_line
 from matrix import command
@@ -11,6 +12,7 @@ from matrix.models import layer_classes, make_model, type_names
 from matrix.page import page_of
 from matrix.results import Results, failures, regressions
 from matrix.runner import Limits, Runner, read_events, sample
+from matrix.ways import WAYS
 
 from .test_matrix_fakes import load_fake, run_fake
 
@@ -193,6 +195,17 @@ def test_an_unknown_column_is_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit):
         command_line.parse(["--columns", "exprot"])
     assert "exprot is not a column; they are built, prefill" in capsys.readouterr().err
+
+
+def test_deferred_checks_are_a_way_of_their_own_with_results_of_their_own(capsys):
+    """Beside the other results, and not among the peers that the page compares."""
+    options = command_line.parse(["--deferred"])
+    assert (options.way, WAYS[options.way].deferred) == ("yobx_flatten-deferred", True)
+    assert options.output.stem == f"matrix-deferred-{transformers.__version__}"
+    assert command_line.parse([]).way == "yobx_flatten"
+    with pytest.raises(SystemExit):
+        command_line.parse(["--deferred", "--peer", "executorch"])
+    assert "--deferred is for this package" in capsys.readouterr().err
 
 
 def test_an_unknown_type_is_refused():

@@ -85,6 +85,9 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
     of_labels = _sizes([e for e in labels if not e.is_known])
     known = known or _counted(entries, {*of_inputs, *of_labels})
     if known:
+        for entry in labels:
+            if entry.counted:
+                of_labels.setdefault(sum(entry.counted), []).append(entry.path)
         batch = next(iter(known))
         # labels none of which has the rows are more likely wrong than meant
         if batch > 1 and max(of_labels, default=1) > 1 and batch not in of_labels and not _has_axis(labels):

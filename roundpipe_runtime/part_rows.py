@@ -53,12 +53,12 @@ def rows_beside_packed(
     if not packed:
         return None
     paths, count = ", ".join(entry.path for entry in packed), len(packed[0].value)
-    told = {entry.told for entry in packed if entry.told is not None}
-    found = told or {entry.counted for entry in packed if entry.counted and sum(entry.counted) == batch}
+    found = {entry.told for entry in packed if entry.told is not None}
+    found |= {entry.counted for entry in packed if entry.counted and sum(entry.counted) == batch}
     if len(found) == 1:
         return list(found.pop())
     if found and not apart:
-        raise SplitError(f"{paths}: the rows of the microbatches differ, {[list(rows) for rows in found]}.")
+        raise SplitError(f"{paths}: the rows of the microbatches differ, {[list(rows) for rows in sorted(found)]}.")
     if count == 1:
         return [batch]
     if apart and batch is not None:

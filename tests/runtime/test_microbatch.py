@@ -521,6 +521,16 @@ def test_packed_labels_are_taken_entry_by_entry():
     assert [part.label is entry for part, entry in zip(parts, packed, strict=True)] == [True] * 3
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_packed_labels_of_other_rows_than_packed_inputs_are_refused(told):
+    """As many microbatches and as many rows, cut elsewhere; or fewer rows."""
+    packed = RoundPipePackedData([rows(3), rows(1)], rows=[3, 1] if told else ())
+    with pytest.raises(SplitError, match=re.escape("the rows of the microbatches differ, [[2, 2], [3, 1]]")):
+        split((packed,), {}, RoundPipePackedData([rows(2), rows(2)]), 2)
+    with pytest.raises(SplitError, match="3 in label"):
+        split((packed,), {}, RoundPipePackedData([rows(2), rows(1)]), 2)
+
+
 def test_packed_data_that_was_made_shorter_is_counted_anew():
     """It is a list: what a pipeline told of its entries holds for those entries."""
     packed = RoundPipePackedData([rows(3), rows(1), rows(2)], rows=[3, 1, 2])

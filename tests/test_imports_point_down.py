@@ -27,6 +27,8 @@ LAYERS: dict[str, list[list[str]]] = {
             "onnx_operators",
             "undisturbed",
             "swallowed",
+            "weights",
+            "sizes_in_specs",
             "ignored_inputs",
             "compiled_packages",
             "writable",

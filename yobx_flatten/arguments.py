@@ -22,6 +22,7 @@ __all__ = [
     "did_you_mean",
     "explain_leaf",
     "inputs_by_name",
+    "refuse_modules",
     "shapes_by_name",
 ]
 
@@ -147,6 +148,24 @@ def shapes_by_name(inputs: Mapping[str, Any], shapes: Any) -> dict[str, Any]:
             f"{describe_class(shapes)}."
         )
     return {**dict.fromkeys(inputs), **shapes}
+
+
+def refuse_modules(inputs: Mapping[str, Any]) -> None:
+    """Refuse modules among the inputs, which torch does not take apart: it ends in "expected 0 shapes, got 1".
+
+    Raises:
+        NotRegisteredError: naming the place, and both remedies.
+    """
+    for name, value in inputs.items():
+        for path, leaf in torch_leaves(value, name):
+            if isinstance(leaf, torch.nn.Module):
+                cls = type(leaf).__qualname__
+                raise NotRegisteredError(
+                    f"{path} is a {class_name(type(leaf))}, a module, which is no input. Make it a submodule of the "
+                    "one that uses it:\n    self.part = part\nor, if it only carries tensors, register its class by "
+                    f"the names of the attributes that hold them:\n    f, k, u = functions_from_fields({cls}, ['x'])\n"
+                    f"    register_class_flattening({cls}, f, u, k)"
+                )
 
 
 def explain_leaf(inputs: Mapping[str, Any], refusal: str) -> NotRegisteredError | None:

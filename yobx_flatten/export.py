@@ -25,8 +25,10 @@ import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
-from .arguments import check_arguments, check_cases, explain_leaf, shapes_by_name
-from .errors import DynamicShapesError, FlattenError, ReplayError
+from .arguments import check_arguments, check_cases, explain_leaf, refuse_modules, shapes_by_name
+from .diagnose.export_errors import explain_error
+from .diagnose.opaque import torch_leaves
+from .errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError, ReplayError
 from .huggingface.cases import cache_name
 from .naming import leaf_names, output_names
 from .replay import Case, clone, replay
@@ -34,10 +36,12 @@ from .report import ExportReport
 from .scopes import options_in_use, register_flattening_functions
 from .shapes import check_dynamic_shapes, without_names
 from .shapes import dynamic_shapes as write_dynamic_shapes
+from .sizes_in_specs import refuse_sizes_in_static_parts
 from .storage.matching import leaves_of
 from .swallowed import named_in_forward, refuse_misspelt, refuse_unread, swallowed_names
 from .tree import node_of
 from .undisturbed import draws_random_numbers, own_written_state, seeded, undisturbed, written_state
+from .weights import about_devices, has_no_data, on_other_devices, refuse_offloaded
 
 __all__ = ["Export", "ExportedModel", "export_program"]
 
@@ -147,6 +151,13 @@ class Export:
             from .huggingface.cases import why_not_resizable
 
             self.why_not = why_not_resizable(module, kwargs) or ""
+        refuse_offloaded(module)
+        with self.block():
+            inputs = self.named(args, kwargs)
+            refuse_modules(inputs)
+            self.no_data = has_no_data(module, pytree.tree_leaves(inputs))
+        if self.no_data:
+            self.why_not = self.no_data
         self.axis_names: dict[tuple[str, int], str] = {}
         self.shapes = self.complete_shapes(shapes)
         self.shapes_are_given = not (shapes is None or (isinstance(shapes, str) and shapes == "auto"))
@@ -239,11 +250,12 @@ class Export:
                     strict=strict,
                     prefer_deferred_runtime_asserts_over_guards=True,
                 )
-        except ValueError as error:
-            explained = explain_leaf(self.named(self.args, self.kwargs), str(error))
-            if "Unsupported input type" not in str(error) or explained is None:
+        except Exception as error:
+            explained = self.explain(error)
+            if explained is None:
                 raise
             raise explained from error
+        refuse_sizes_in_static_parts(program)
         self.report.export_seconds = time.perf_counter() - start
         self.input_leaves = leaf_names(self.named(self.args, self.kwargs))
         signature = program.graph_signature
@@ -256,6 +268,21 @@ class Export:
         self.report.input_names = _named(self.input_leaves, inputs)
         self.report.output_names = _named(output_names(outputs, self.input_leaves), results)
         return program
+
+    def explain(self, error: Exception) -> FlattenError | None:
+        """An error of the trace in our words, where it is one of those that name neither place nor remedy."""
+        inputs, message = self.named(self.args, self.kwargs), str(error)
+        if "Unsupported input type" in message:
+            return explain_leaf(inputs, message)
+        if "in output, which is not a known type" in message:
+            with undisturbed(self.module):
+                return NotRegisteredError(str(explain_error(error, self.module, clone(self.args), clone(self.kwargs))))
+        if "to be on the same device" in message:
+            leaves = [item for name, value in inputs.items() for item in torch_leaves(value, name)]
+            tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+            for path, device, weights in on_other_devices(self.module, tensors):
+                return InvalidArgumentError(f"{about_devices(path, device, weights)}\n    {path}.to({weights!r})")
+        return None
 
     def remark_on_state(self, program: ExportedProgram) -> None:
         """Give the program what it writes to for itself; say so, and that it draws random numbers."""
@@ -273,6 +300,9 @@ class Export:
 
     def replay_program(self, program: ExportedProgram, cases: Iterable[Case] | None) -> list[Case]:
         """Replay the example and the cases; return all of them."""
+        if self.no_data:
+            self.report.remarks.append(f"nothing was replayed, since {self.no_data}.")
+            return []
         chosen = [Case("the example", self.args, self.kwargs, self.steps), *self.choose_cases(cases)]
         module = program.module()
 

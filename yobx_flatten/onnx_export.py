@@ -85,6 +85,10 @@ def export_onnx(
         )
     tolerance = tolerance_of(module) if tolerance is None else tolerance
     export = OnnxExport(module, args, dict(kwargs or {}), dynamic_shapes, steps, tolerance)
+    if export.no_data:
+        raise InvalidArgumentError(
+            f"export_onnx writes the weights, and {export.no_data}. Load them first; export_program works without."
+        )
     with unproven_file(target) as file:
         with export.block():
             program = export.to_program(strict=False)

@@ -233,8 +233,8 @@ def _spec_class(shapes: Any) -> Any:
 
 def _check_leaf(obj: Any, shapes: Any, path: _Path) -> None:
     if not isinstance(obj, torch.Tensor):
-        # type(), since a bool is an int
-        if type(obj) not in (int, float) or not _is_dim(shapes):
+        # type(), since a bool is an int; torch lets no float vary
+        if type(obj) is not int or not _is_dim(shapes):
             raise _misfit(path, f"None for {describe_class(obj)}, which is part of the program", shapes)
         return
     if isinstance(shapes, Mapping):

@@ -99,6 +99,11 @@ def dump_static(value: Any, *, where: str = "") -> Any:
                     f"Static data holds {describe_class(error.args[0])}{_at(where)}, which another process could not "
                     "find by that name. Define it at the top of a module."
                 ) from None
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise StaticDataError(
+            f"Static data holds {describe_class(value)}{_at(where)}, a size that varies in a trace: a program has one "
+            "static part. Return it among the children, as an int."
+        )
     raise StaticDataError(
         f"Static data holds {describe_class(value)}{_at(where)}, which cannot be stored with a tree spec. "
         "Return it among the children if it may change between calls, otherwise store its name or its numbers."

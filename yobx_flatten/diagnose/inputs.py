@@ -17,6 +17,7 @@ from ..export_hook import EXPORT_HOOK
 from ..shapes import check_dynamic_shapes
 from ..shapes import dynamic_shapes as write_dynamic_shapes
 from ..tree import find_cycle, spell_cycle
+from ..weights import about_devices, on_other_devices, refuse_offloaded
 from .contents import Layouts, class_name
 from .opaque import find_unregistered, torch_leaves
 from .remedies import remedy_for
@@ -98,10 +99,11 @@ def check_inputs(
         dynamic_shapes: as for ``torch.export.export``; ``"auto"`` as for :func:`~yobx_flatten.export_program`.
 
     Returns:
-        Errors first, then warnings: an object that holds itself (then nothing else is looked at); arguments that
-        ``forward`` does not take, does not name or never reads; objects of classes that nobody registered;
-        ``dynamic_shapes`` that do not fit; one tensor passed twice; slices of larger tensors; sizes of 0 and 1 that
-        are to vary; different axes that are to vary and have equal sizes.
+        Errors first, then warnings: an object that holds itself (then nothing else is looked at); arguments
+        that ``forward`` does not take, does not name or never reads; objects of classes that nobody registered;
+        ``dynamic_shapes`` that do not fit; offloaded weights; inputs on another device; one tensor passed
+        twice; slices of larger tensors; sizes of 0 and 1 that are to vary; different axes that are to vary and
+        have equal sizes.
 
     >>> class Adds(torch.nn.Module):
     ...     def forward(self, x, y):
@@ -127,6 +129,8 @@ def check_inputs(
         found += _names(module, kwargs, inputs)
     found += _classes(inputs, leaves)
     tensors = [(path, leaf) for path, leaf in leaves if issubclass(type(leaf), torch.Tensor) and not leaf.is_nested]
+    if isinstance(module, torch.nn.Module):
+        found += _devices(module, tensors)
     found += _duplicates(tensors)
     found += _slices(tensors)
     shapes, misfit = _shapes(inputs, dynamic_shapes)
@@ -215,6 +219,17 @@ _CLASS = NotRegisteredError
 
 
 # -- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def _devices(module: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
+    """Inputs that are not where the weights are, and weights that are not there yet."""
+    try:
+        refuse_offloaded(module)
+    except InvalidArgumentError as error:
+        message, _, remedy = str(error).partition("\n    ")
+        yield Finding("error", "module", message, remedy)
+    for path, device, weights in on_other_devices(module, tensors):
+        yield Finding("warning", path, about_devices(path, device, weights), f"{path}.to({weights!r})")
 
 
 def _duplicates(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:

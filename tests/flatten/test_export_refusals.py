@@ -1,0 +1,179 @@
+"""What an export refuses, or does without, and says so: modules as inputs, weights elsewhere, sizes as static data."""
+
+import dataclasses
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim
+
+from yobx_flatten import (
+    DynamicShapesError,
+    InvalidArgumentError,
+    NotRegisteredError,
+    StaticDataError,
+    check_dynamic_shapes,
+    check_inputs,
+    explain_error,
+    export_onnx,
+    export_program,
+    register,
+    register_class_flattening,
+    register_flattening_functions,
+    unregister_class_flattening,
+)
+
+X = torch.ones(2, 3)
+
+
+class Calls(torch.nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, given):
+        return self.function(given)
+
+
+@dataclasses.dataclass
+class Images:
+    x: Any
+    sizes: Any = dataclasses.field(default=(), metadata={"static": True})
+
+
+@dataclasses.dataclass
+class Holder:
+    x: Any
+    part: Any
+
+
+class ByHand:
+    def __init__(self, x, sizes) -> None:
+        self.x, self.sizes = x, sizes
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register(Images)
+    register(Holder)
+    register_class_flattening(ByHand, lambda o: ([o.x], {"s": [o.sizes]}), lambda c, s: ByHand(*c, s["s"][0]), None)
+    yield
+    for cls in (Images, Holder, ByHand):
+        unregister_class_flattening(cls)
+
+
+@pytest.mark.parametrize(
+    ("make", "place"),
+    [
+        (lambda x: Images(x + 1, [(x.shape[0], 3)]), r"Images\.sizes\[0\]\[0\], a size that varies"),
+        (lambda x: ByHand(x + 1, x.shape[0]), r"of ByHand holds \S+ at static\['s'\]\[0\], a size that varies"),
+    ],
+)  # fmt: skip
+def test_a_size_of_the_trace_is_no_static_data(make, place):
+    """A program has one static part; the size of the example would stay in it."""
+    with pytest.raises(StaticDataError, match=rf"{place}.*among the children"):
+        export_program(Calls(make), (X,), cases=[])
+
+
+class Carrier(torch.nn.Module):
+    def __init__(self, x) -> None:
+        super().__init__()
+        self.x = x
+
+
+def test_a_module_among_the_inputs_is_refused_by_path():
+    """With the remedy for one that computes, and for one that carries tensors."""
+    with pytest.raises(NotRegisteredError, match=r"(?s)given\.part is a .*Linear, a module.*self\.part = part"):
+        export_program(Calls(lambda h: h.part(h.x)), (Holder(X, torch.nn.Linear(3, 3)),))
+    with pytest.raises(
+        NotRegisteredError, match=r"(?s)given is a .*Carrier.*functions_from_fields\(Carrier, \['x'\]\)"
+    ):
+        export_program(Calls(lambda c: c.x + 1), (Carrier(X),))
+
+
+class Result:
+    def __init__(self, x) -> None:
+        self.x = x
+
+
+def test_an_output_of_an_unregistered_class_is_refused_with_the_line():
+    """As `explain_error` explains torch's message."""
+    with pytest.raises(
+        NotRegisteredError, match=r"(?s)output is a .*Result.*register_class_flattening\(Result, f, u, k\)"
+    ):
+        export_program(Calls(lambda x: Result(x + 1)), (X,))
+
+
+def test_a_float_does_not_vary():
+    """torch takes a Dim for an int only."""
+    with pytest.raises(DynamicShapesError, match=r"f: expected None for the float 1\.5"):
+        check_dynamic_shapes({"f": 1.5}, {"f": Dim.DYNAMIC})
+    check_dynamic_shapes({"n": 3}, {"n": Dim.DYNAMIC})
+
+
+def _on_meta():
+    with torch.device("meta"):
+        return torch.nn.Linear(3, 4), torch.ones(2, 3)
+
+
+def _of_fake_tensors():
+    with FakeTensorMode():
+        return torch.nn.Linear(3, 4), torch.ones(2, 3)
+
+
+@pytest.mark.parametrize("make", [_on_meta, _of_fake_tensors])
+def test_a_module_without_data_gives_a_program_without_a_replay(make, tmp_path):
+    """The report says why; with weights, the program computes what the module does. ONNX files have weights in them."""
+    module, given = make()
+    exported = export_program(module, (given,))
+    assert exported.report.cases == []
+    assert "nothing was replayed, since weight is" in str(exported.report)
+    assert exported.report.input_names == ["input"]
+    with pytest.raises(InvalidArgumentError, match="writes the weights, and weight is"):
+        export_onnx(module, (given,), path=tmp_path / "linear.onnx")
+
+
+def test_inputs_on_another_device_are_named():
+    """Before by `check_inputs`, and in the place of torch's message."""
+    module, given = torch.nn.Linear(3, 4), torch.ones(2, 3, device="meta")
+    (warning,) = check_inputs(module, (given,))
+    assert "input is on meta, the weights are on cpu" in str(warning)
+    with pytest.raises(
+        InvalidArgumentError, match=r"input is on meta, the weights are on cpu.*\n    input.to\('cpu'\)"
+    ):
+        export_program(module, (given,))
+    assert not check_inputs(module, (X,))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_offloaded_weights_are_brought_back_first():
+    """By the line that the error says."""
+    import accelerate
+
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
+    accelerate.cpu_offload(module, torch.device("cpu"))
+    with pytest.raises(
+        InvalidArgumentError, match=r"weights of 0 \(Linear\) are offloaded.*\n    accelerate.hooks.rem"
+    ):
+        export_program(module, (X,))
+    assert "offloaded" in str(check_inputs(module, (X,)))
+    accelerate.hooks.remove_hook_from_module(module, recurse=True)
+    assert export_program(module, (X,), cases=[]).report.ok
+
+
+def test_an_unflattened_program_outside_the_block_is_explained():
+    """torch says `There is no flat args adapter`."""
+    from tests.models import make_model
+    from yobx_flatten import DecodeSizes, decode_inputs
+
+    model = make_model("llama")
+    inputs = decode_inputs(model, DecodeSizes())
+    with register_flattening_functions(patch_transformers=True):
+        module = torch.export.unflatten(torch.export.export(model, (), inputs))
+    with pytest.raises(Exception, match="flat args adapter") as caught:
+        module(**inputs)
+    explanation = explain_error(caught.value)
+    assert explanation.known
+    assert "register_flattening_functions" in explanation.remedy

@@ -7,7 +7,7 @@ import enum
 import inspect
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, is_typeddict
 
 import torch
 from torch.utils._pytree import KeyEntry, SequenceKey, is_namedtuple_class
@@ -127,6 +127,10 @@ def require_node(target: object, function: str) -> None:
             f"{start}a named tuple, which torch, optree and JAX take apart by themselves, whatever is registered. Only "
             "torch.export.save wants a name for it:\n"
             f'    torch.utils._pytree._register_namedtuple({cls.__qualname__}, serialized_type_name="...")'
+        )
+    if is_typeddict(cls):
+        raise InvalidRegistrationError(
+            f"{start}a TypedDict, whose instances are plain dicts: torch, optree and JAX take them apart as they are."
         )
     if is_constant_class(cls):
         raise InvalidRegistrationError(

@@ -6,6 +6,8 @@ Each check takes a recipe that is in force and a sample, and raises for one kind
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -91,6 +93,13 @@ def _check_rebuilt(recipe: Recipe, sample: Any) -> None:
         raise RoundTripError(
             f"{name}: the rebuilt object has another static part than the original.\n"
             f"  original: {static!r}\n  rebuilt:  {static_again!r}"
+        )
+    for attribute in _lost_tensors(sample, rebuilt):
+        raise RoundTripError(
+            f"{name}: its attribute {attribute!r} holds tensors that do not come back, since it is not among the "
+            "children. Declare it as a field, or name it:\n"
+            f"    f, k, u = functions_from_fields({name}, [..., {attribute!r}])\n"
+            f"    register_class_flattening({name}, f, u, k)"
         )
 
 
@@ -194,6 +203,18 @@ def _tensors_in(static: Any) -> Iterator[Any]:
         elif isinstance(value, (list, tuple, set, frozenset, dict)) and id(value) not in seen:
             seen.add(id(value))
             left += [*value, *value.values()] if isinstance(value, dict) else value
+
+
+def _lost_tensors(sample: Any, rebuilt: Any) -> list[str]:
+    """The attributes that hold tensors and are not there any more; what is computed anew when it is read may go."""
+    before, after = (getattr(obj, "__dict__", {}) for obj in (sample, rebuilt))
+    return [
+        name
+        for name, value in before.items()
+        if name not in after
+        and any(isinstance(part, torch.Tensor) for part in (value if type(value) in (list, tuple) else [value]))
+        and not isinstance(inspect.getattr_static(type(sample), name, None), functools.cached_property)
+    ]
 
 
 class _Recorder(TorchDispatchMode):

@@ -5,7 +5,7 @@ import enum
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import pytest
 import torch
@@ -498,6 +498,16 @@ def test_a_named_tuple_is_refused_by_every_registration(name):
         _REGISTRATIONS[name](Where)
     assert pytree.tree_leaves(Where(1, 2)) == [1, 2]
     assert (Where(1, 2), Where._fields) == ((1, 2), ("x", "y"))
+
+
+def test_a_typed_dict_is_refused():
+    """Its instances are plain dicts, so no registration would ever be asked."""
+
+    class Batch(TypedDict):
+        x: Any
+
+    with pytest.raises(InvalidRegistrationError, match="Batch is a TypedDict, whose instances are plain dicts"):
+        register(Batch)
 
 
 @pytest.mark.parametrize("name", _REGISTRATIONS)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -163,3 +164,29 @@ def test_a_key_that_torch_export_does_not_know_is_found():
     problem = problem_of(recipe, Bag([torch.zeros(1)]))
     assert problem.startswith("Bag: f_flatten_with_keys gives the key 'first', which torch.export does not know")
     assert "(GetAttrKey('first'), obj.first)" in problem
+
+
+class Watched(Bag):
+    """Computes something when it is asked for it."""
+
+    @functools.cached_property
+    def total(self):
+        return self.children[0].sum()
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2), None]], ids=["a tensor", "in a list"])
+def test_a_tensor_that_is_no_child_is_named(value):
+    """Flatten cannot know of it, and it would be missing without a word."""
+    bag = Bag([torch.zeros(2)])
+    bag.scale = value
+    assert "its attribute 'scale' holds tensors that do not come back" in problem_of(recipe_for(), bag)
+    bag.scale = None
+    assert problem_of(recipe_for(), bag) == ""
+
+
+def test_a_tensor_that_is_computed_anew_may_go():
+    """A `cached_property` keeps what it computed among the attributes."""
+    recipe = Recipe.from_functions(Watched, flatten, lambda children, static: Watched(list(children), static), None)
+    watched = Watched([torch.ones(2)])
+    assert watched.total == 2
+    assert problem_of(recipe, watched) == ""

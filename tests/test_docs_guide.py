@@ -1,10 +1,15 @@
-"""The programs of the guide run, page by page, and print what the page says."""
+"""The programs of the guide run, page by page, and print what the page says; so do the lines typed into a shell."""
 
 import contextlib
 import doctest
+import importlib
 import io
 import itertools
 import re
+import shlex
+import signal
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,29 +18,51 @@ import pytest
 
 GUIDE = Path(__file__).parent.parent / "docs" / "guide"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# the kind of a directive of the site, ```{image} and the like, is its name in braces
+FENCE = re.compile(r"^```([\w{}-]*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+NAMED = re.compile(r"# (\w+\.py)\n")
 
 
 class Program(NamedTuple):
-    """One ```python block, where it starts, and the ```text block behind it, if that is the next block."""
+    """A block that shows input, where it starts, and the ```text block behind it, if that is the next block."""
 
     line: int
     source: str
     printed: str | None
+    kind: str = "python"
+    is_alone: bool = False  # behind the words "In a fresh process:"
 
 
 def programs_of(text: str) -> list[Program]:
-    blocks = [(m[1], m[2], text[: m.start()].count("\n") + 2) for m in FENCE.finditer(text)]
-    blocks.append(("", "", 0))
+    blocks = [(m[1], m[2], m.start()) for m in FENCE.finditer(text)]
+    blocks.append(("", "", len(text)))
     return [
-        Program(line, source, following if kind_after == "text" else None)
-        for (kind, source, line), (kind_after, following, _) in itertools.pairwise(blocks)
-        if kind == "python"
+        Program(
+            text[:start].count("\n") + 2,
+            source,
+            following if kind == "python" and kind_after == "text" else None,
+            kind,
+            text[:start].rstrip().lower().endswith("in a fresh process:"),
+        )
+        for (kind, source, start), (kind_after, following, _) in itertools.pairwise(blocks)
+        if kind in ("python", "console", "bash")
     ]
 
 
 def run(program: Program, page: str, namespace: dict[str, Any]) -> str:
-    """Run one block and return what it printed; an exception ends it and is printed as Python prints it."""
+    """Run one block and return what it printed; an exception ends it and is printed as Python prints it.
+
+    A block that begins with the name of a file is that file; one behind "In a fresh process:" has a process of its own.
+    """
+    if named := NAMED.match(program.source):
+        Path(named[1]).write_text(program.source, encoding="utf-8")
+        return ""
+    if program.is_alone:
+        done = subprocess.run([sys.executable, "-c", program.source], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{page}:{program.line}\n{done.stderr}"
+        return done.stdout
     printed = io.StringIO()
     # as many empty lines in front as the page has: tracebacks, and messages that quote a place, then fit the page
     code = compile("\n" * (program.line - 1) + program.source, page, "exec")
@@ -47,6 +74,63 @@ def run(program: Program, page: str, namespace: dict[str, Any]) -> str:
                 raise
             printed.write(f"{type(error).__name__}: {error}\n")
     return printed.getvalue()
+
+
+# -- what is typed into a shell ----------------------------------------------------------------------------------------
+
+
+def commands_of(program: Program) -> list[tuple[str, str]]:
+    """What is typed, and what is shown of it: ```console blocks show both, ```bash blocks what is typed."""
+    if program.kind == "bash":
+        return [(line, "") for line in program.source.splitlines() if not line.startswith("pip ")]
+    _, *parts = re.split(r"^\$ ", program.source, flags=re.MULTILINE)
+    return [(typed, shown) for typed, _, shown in (part.partition("\n") for part in parts)]
+
+
+def type_command(typed: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run what is typed, and return what it prints in 80 columns; a ^C that is shown is pressed at the first step."""
+    program, *words = shlex.split(typed)
+    module = {"yobx-flatten": "yobx_flatten", "roundpipe": "roundpipe_runtime"}[program]
+    if "^C" in shown.splitlines():
+        return interrupted([sys.executable, "-m", module, *words])
+    main = importlib.import_module(f"{module}.__main__").main
+    monkeypatch.setenv("COLUMNS", "80")
+    # the one number of this machine that decides what is said
+    monkeypatch.setattr("roundpipe_runtime.planning.hardware.host_memory_available", lambda: 23_600_000_000)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()) as errors:
+        status = main(words)
+    # a plan that does not fit, or an installation without an accelerator, is shown, too
+    assert status in ((0, 1) if shown else (0,)), f"{typed}\n{errors.getvalue()}"
+    sys.modules.pop("inputs", None)  # the file of one page
+    return printed.getvalue()
+
+
+def interrupted(command: list[str]) -> str:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        lines = []
+        for line in process.stdout or ():
+            if not any(before.startswith("step ") for before in lines) and line.startswith("step "):
+                process.send_signal(signal.SIGINT)
+                line += "^C\n"
+            lines.append(line)
+        assert process.wait() == 130, "".join(lines)
+    return "".join(lines)
+
+
+NUMBER = re.compile(r"\d[\d,.]*(e[-+]\d+)?")
+
+
+def comparable(typed: str, text: str) -> str:
+    """What is the same on every machine: of a plan and a training the words, of what is measured the names."""
+    command = typed.split()[1]
+    if command == "doctor":
+        return "\n".join(sorted(set(re.findall(r"^\w+ +(.+?):", text, re.MULTILINE)) - {"accelerators"}))
+    if command == "timeline":
+        text = "\n".join(line for line in text.splitlines() if re.match(r" *(device|stage|The slowest)\b", line))
+    lines = [line for line in text.splitlines() if line.strip()]
+    measured = command in ("plan", "train", "timeline")
+    return "\n".join(NUMBER.sub("#", line) if measured else line for line in lines)
 
 
 PAGES = [path for path in sorted(GUIDE.glob("*.md")) if programs_of(path.read_text(encoding="utf-8"))]
@@ -66,6 +150,14 @@ def test_page_prints_what_it_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for program in programs_of(text):
+        if program.kind != "python":
+            for typed, shown in commands_of(program):
+                wanted, told = (comparable(typed, part) for part in (shown, type_command(typed, shown, monkeypatch)))
+                assert not shown or doctest.OutputChecker().check_output(wanted, told, FLAGS), (
+                    f"{page.name}:{program.line} $ {typed}\nexpected:\n{textwrap.indent(wanted, '    ')}\n"
+                    f"printed:\n{textwrap.indent(told, '    ')}"
+                )
+            continue
         found = run(program, page.name, namespace)
         expected = program.printed or ""
         assert doctest.OutputChecker().check_output(expected, found, FLAGS), (
@@ -77,7 +169,41 @@ def test_page_prints_what_it_says(page, tmp_path, monkeypatch):
 def test_a_text_block_belongs_to_the_program_right_before_it():
     """A block of another kind in between leaves the program without expected output."""
     page = "```python\nprint(1)\n```\n\n```text\n1\n```\n\n```python\nx = 1\n```\n\n```bash\nls\n```\n```text\n2\n```\n"
-    assert programs_of(page) == [Program(2, "print(1)\n", "1\n"), Program(10, "x = 1\n", None)]
+    assert programs_of(page) == [
+        Program(2, "print(1)\n", "1\n"),
+        Program(10, "x = 1\n", None),
+        Program(14, "ls\n", None, "bash"),
+    ]
+
+
+def test_a_block_behind_the_words_has_a_process_of_its_own():
+    """A name of the page is not there; what it prints counts."""
+    page = (
+        "```python\nx = 1\n```\n\nIn a fresh process:\n\n"
+        "```python\nprint('x' in globals())\n```\n\n```text\nFalse\n```\n"
+    )
+    first, alone = programs_of(page)
+    assert (first.is_alone, alone.is_alone) == (False, True)
+    assert run(alone, "page", {"x": 1}) == alone.printed == "False\n"
+
+
+def test_a_console_block_is_what_is_typed_and_what_is_shown():
+    """Several in turn; what pip installs is left to pip."""
+    block = Program(1, "$ a b\none\ntwo\n$ c\n", None, "console")
+    assert commands_of(block) == [("a b", "one\ntwo\n"), ("c", "")]
+    assert commands_of(Program(1, "pip install x\na b\n", None, "bash")) == [("a b", "")]
+
+
+def test_no_text_block_shows_input():
+    """It would not be run: what is typed stands in ```python, ```console or ```bash."""
+    shown = re.compile(r"^(\$ |>>> |import \w|from \w+ import |def \w+\()", re.MULTILINE)
+    found = [
+        f"{path.name}: {block[2].splitlines()[0]}"
+        for path in GUIDE.glob("*.md")
+        for block in FENCE.finditer(path.read_text(encoding="utf-8"))
+        if block[1] in ("text", "") and shown.search(block[2])
+    ]
+    assert found == []
 
 
 def test_every_page_but_the_words_has_programs():

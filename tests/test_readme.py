@@ -52,6 +52,20 @@ def test_it_shows_the_report_that_its_python_prints(pasted):
 
 
 def test_its_links_lead_to_files():
-    """Every relative link of the README is there."""
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    """What it names is there, by its path: a relative link leads nowhere where the package is shown without it."""
+    assert re.findall(r"\]\((?!https?:)([^)#]+)\)", README) == []
+    named = re.findall(r"`([\w./]+\.(?:md|ipynb)|LICENSE)`", README)
+    assert len(named) > 8
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_source_archive_holds_what_make_calls():
+    """And every folder that is in the repository for users."""
+    import tomllib
+
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    included = pyproject["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    called = set(re.findall(r"(?<![\w/])(\.ci)/\w+", (ROOT / "Makefile").read_text(encoding="utf-8")))
+    assert called == {".ci"}
+    assert {f"/{name}" for name in called} <= set(included)
+    assert [name for name in included if not (ROOT / name.lstrip("/")).exists()] == []

@@ -324,6 +324,27 @@ def test_explain_calls_a_function_of_the_current_folder(tmp_path, monkeypatch, c
     assert "some_inputs_of_mine:fail() failed: ZeroDivisionError" in capsys.readouterr().err
 
 
+def test_explain_draws_the_inputs_of_a_call_and_not_the_module(tmp_path, monkeypatch, capsys):
+    """What `check` takes: the module is no input, and was shown as a leaf that nobody registered."""
+    source = (
+        "import torch\nfrom yobx_flatten import make_dynamic_cache\n"
+        "past = make_dynamic_cache([torch.zeros(1, 2, 3, 4)] * 2)\n"
+        "def two():\n    return torch.nn.Linear(3, 3), {'past': past}\n"
+        "def three():\n    return torch.nn.Linear(3, 3), (torch.zeros(5),), {'past': past}\n"
+    )
+    (tmp_path / "some_calls_of_mine.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", "some_calls_of_mine:two"]) == 0
+    shown = capsys.readouterr().out
+    assert "✗" not in shown
+    assert "Linear" not in shown
+    assert "['past']: DynamicCache" in shown
+    assert main(["explain", "some_calls_of_mine:three"]) == 0
+    shown = capsys.readouterr().out
+    assert "float32[5]" in shown
+    assert "['past']: DynamicCache" in shown
+
+
 def test_explain_refuses_what_is_no_model(tmp_path, capsys):
     """A file of something else, and a folder of nothing."""
     (tmp_path / "text.onnx").write_text("no model", encoding="utf-8")

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from ..diagnose.inputs import Findings, check_inputs
@@ -16,7 +15,7 @@ from ..model_folder.tasks import pieces_for
 from ..scopes import register_flattening_functions
 from .failures import CHECK_FAILED, UserError
 from .output import say, say_json
-from .targets import is_object_name, object_of
+from .targets import call_of, is_object_name, object_of
 
 __all__ = ["check"]
 
@@ -51,12 +50,10 @@ def check(
 
 
 def _own(target: str) -> tuple[str, Any, tuple[Any, ...], Mapping[str, Any]]:
-    returned = object_of(target)
-    if not isinstance(returned, tuple) or not returned or not isinstance(returned[0], torch.nn.Module):
+    call = call_of(object_of(target))
+    if call is None:
         raise UserError(f"{target} must return (module, kwargs) or (module, args, kwargs)")
-    args = next((part for part in returned[1:] if isinstance(part, tuple)), ())
-    kwargs = next((part for part in returned[1:] if isinstance(part, Mapping)), {})
-    return target, returned[0], args, kwargs
+    return target, *call
 
 
 def _of_model(target: str) -> list[tuple[str, Any, tuple[Any, ...], Mapping[str, Any]]]:

@@ -18,7 +18,7 @@ from ..storage.cases import load_case
 from ..storage.nested import load_nested
 from .failures import UserError
 from .output import say, say_json
-from .targets import is_object_name, object_of
+from .targets import call_of, is_object_name, object_of
 
 __all__ = ["explain"]
 
@@ -29,7 +29,7 @@ def explain(
         typer.Argument(
             metavar="FILE_OR_CALL",
             help="A model (.onnx, .pt2), stored inputs (.onnx, .case), a folder of either or of recorded calls, "
-            "or MODULE:NAME, an object or a function that returns one.",
+            "or MODULE:NAME, an object or a function that returns one; of (module, kwargs) the inputs are drawn.",
         ),
     ],
     plain: Annotated[bool, typer.Option(help="Draw it as torch sees it outside of the block.")] = False,
@@ -101,6 +101,10 @@ def _ports(inputs: list[str], outputs: Any) -> str:
 
 def _object(name: str, found: Any, *, plain: bool) -> tuple[str, str]:
     label = name.rpartition(":")[2]
+    call = call_of(found)
+    if call is not None:  # the module is what is called, and nothing that comes apart
+        _, args, kwargs = call
+        found = {"args": args, "kwargs": kwargs} if args else kwargs
     if plain:
         return name, str(draw(found, name=label, width=120))
     import sys

@@ -6,11 +6,12 @@ import importlib
 import os
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from .failures import UserError
 
-__all__ = ["import_module", "is_object_name", "object_of"]
+__all__ = ["call_of", "import_module", "is_object_name", "object_of"]
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -64,3 +65,18 @@ def object_of(name: str) -> Any:
         return found()
     except Exception as error:  # the function is the user's
         raise UserError(f"{name}() failed: {type(error).__name__}: {error}") from error
+
+
+def call_of(returned: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]] | None:
+    """Return the module, the arguments and the keyword arguments of a call, ``None`` of anything else.
+
+    Args:
+        returned: ``(module, kwargs)`` or ``(module, args, kwargs)``.
+    """
+    import torch
+
+    if not isinstance(returned, tuple) or not returned or not isinstance(returned[0], torch.nn.Module):
+        return None
+    args = next((part for part in returned[1:] if isinstance(part, tuple)), ())
+    kwargs = next((part for part in returned[1:] if isinstance(part, Mapping)), {})
+    return returned[0], args, kwargs

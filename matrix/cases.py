@@ -86,7 +86,7 @@ class Trial:
         """What `export_onnx` says of the example, other sizes, and more than the window holds."""
         from yobx_flatten import Case, ReplayError, export_onnx
 
-        if self.way.name != "yobx_flatten":
+        if not self.way.is_ours:
             raise SkipColumnError("compared up to torch.export only")
         cases = [Case(str(one), (), self.inputs(one), 3) for one in (OTHER, self.past_the_window)]
         try:
@@ -179,7 +179,7 @@ def export(trial: Trial) -> dict[str, Any]:
 def _replay(trial: Trial, sizes: DecodeSizes, program: Any = None) -> dict[str, Any]:
     expected = loop(trial.model, trial.inputs(sizes))
     kwargs = trial.inputs(sizes)
-    if trial.way.name != "yobx_flatten":
+    if not trial.way.is_ours:
         kwargs.pop("use_cache", None)
     with trial.way.block(trial.model):
         found = loop((program or trial.program).module(), kwargs)
@@ -233,7 +233,7 @@ def saved(trial: Trial) -> dict[str, Any]:
     """Store the program, load it in a new process, and replay one call there."""
     expected = loop(trial.model, trial.inputs(OTHER), 1)[0]
     kwargs = trial.inputs(OTHER)
-    if trial.way.name != "yobx_flatten":
+    if not trial.way.is_ours:
         kwargs.pop("use_cache", None)
     with trial.way.block(trial.model):
         torch.export.save(trial.program, trial.folder / "program.pt2")

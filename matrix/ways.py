@@ -19,6 +19,7 @@ class Way:
     """How this package does it."""
 
     name = "yobx_flatten"
+    is_ours = True
     deferred = False  # whether what is assumed of sizes is checked when the program runs, not when it is called
 
     @contextlib.contextmanager
@@ -71,6 +72,7 @@ class TransformersExporters(Way):
     """How ``transformers.exporters`` does it: patches for its models, every axis ``Dim.AUTO``."""
 
     name = "transformers-exporters"
+    is_ours = False
 
     @contextlib.contextmanager
     def block(self, model: Any) -> Iterator[None]:
@@ -98,6 +100,7 @@ class Executorch(Way):
     """How transformers registers its cache for ExecuTorch, with the shapes of its exporter."""
 
     name = "executorch"
+    is_ours = False
 
     @contextlib.contextmanager
     def block(self, model: Any) -> Iterator[None]:

@@ -151,6 +151,11 @@ class Export:
             from .huggingface.cases import why_not_resizable
 
             self.why_not = why_not_resizable(module, kwargs) or ""
+        if self.patches["patch_transformers"]:
+            from .huggingface.cases import ambiguous_without
+
+            missing = ambiguous_without(module, kwargs)
+            self.report.remarks += [missing] if missing else []
         refuse_offloaded(module)
         with self.block():
             inputs = self.named(args, kwargs)

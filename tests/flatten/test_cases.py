@@ -87,3 +87,23 @@ def test_what_is_made_contiguous_holds_the_same_values():
     assert output.hidden_states[1] is whole
     assert torch.equal(cache.layers[0].keys, expected)
     assert cache.layers[0].keys.is_contiguous()
+
+
+def test_a_model_that_is_ambiguous_without_token_types_says_so():
+    """PaliGemma in eager mode gives two results without them; with them the program is right."""
+    from yobx_flatten import ReplayError, export_program
+    from yobx_flatten.model_folder.small import small_model
+
+    model = small_model("paligemma")
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    ids[ids == model.config.image_token_id] = 5
+    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        dropped = model(**kwargs).logits
+        model.set_attn_implementation("eager")
+        kept = model(**kwargs).logits
+        model.set_attn_implementation("sdpa")
+    assert (dropped - kept).abs().max() > 1
+    with pytest.raises(ReplayError, match=r"PaliGemma\w+ was given no token_type_ids.*Pass token_type_ids"):
+        export_program(model, (), kwargs, cases=[])
+    assert export_program(model, (), {**kwargs, "token_type_ids": torch.zeros_like(ids)}, cases=[]).report.ok

@@ -16,6 +16,7 @@ from .contiguous import contiguous
 __all__ = [
     "CACHE_NAMES",
     "DecodeSizes",
+    "ambiguous_without",
     "cache_name",
     "decode_inputs",
     "default_sizes",
@@ -99,6 +100,27 @@ def why_not_resizable(model: Any, kwargs: Mapping[str, Any]) -> str | None:
     if unknown:
         return f"the sizes of {', '.join(unknown)} are not known"
     return None
+
+
+def ambiguous_without(model: Any, kwargs: Mapping[str, Any]) -> str | None:
+    """Say what a model has to be given for its results to be one; ``None`` where nothing is missing.
+
+    Layers of PaliGemma are not causal (``use_bidirectional_attention``) and leave that to the mask, which token types
+    make. Without them transformers drops the mask where it takes it for the causal one that SDPA applies by itself, and
+    the layers then see what comes after; with ``attn_implementation="eager"``, with padding, or in a trace it is kept.
+    """
+    if kwargs.get("token_type_ids") is not None or not hasattr(model, "config") or kwargs.get("input_ids") is None:
+        return None
+    if "token_type_ids" not in inspect.signature(model.forward).parameters:
+        return None
+    text = model.config.get_text_config(decoder=True)
+    if not getattr(text, "use_bidirectional_attention", None):
+        return None
+    return (
+        f"{type(model).__qualname__} was given no token_type_ids: its attention is not causal by itself, and "
+        "transformers drops the mask in some calls and keeps it in others, so that the eager results differ between "
+        "them. Pass token_type_ids (0 for the prefix, 1 for what is generated)."
+    )
 
 
 def default_sizes(model: Any, longest: int = 1024) -> tuple[list[DecodeSizes], str | None]:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 # The `__init__` of a package lists its contents and may import all of it: it has no row.
 LAYERS: dict[str, list[list[str]]] = {
     "yobx_flatten": [
-        ["errors", "locking"],
+        ["errors", "locking", "uninterrupted"],
         [
             "recipe",
             "static_codec",

@@ -20,6 +20,7 @@ from .patches import ImportHook
 from .recipe import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_class, require_node
 from .registry import REGISTRY, TORCH
 from .roundtrip import check_round_trip
+from .uninterrupted import Uninterrupted
 
 __all__ = [
     "Undo",
@@ -228,31 +229,37 @@ def register_cache_flattening(
     """
     undo = Undo()
     try:
-        with verbosity(verbose):
-            if patch_transformers:
-                _require_library("transformers", "patch_transformers")
-                from .huggingface.known import transformers_recipes, transformers_recipes_of_module
-                from .huggingface.tracing import TRANSFORMERS_TRACING
-
-                for cls, recipe in transformers_recipes().items():
-                    undo._add(cls, recipe)
-                undo._add_imports(_is_model_module, transformers_recipes_of_module)
-                undo._add_hook(TRANSFORMERS_TRACING)
-            if patch_diffusers:
-                _require_library("diffusers", "patch_diffusers")
-                from .huggingface.diffusers_outputs import DIFFUSERS, diffusers_recipes
-
-                for recipe in diffusers_recipes():
-                    undo._add(recipe.cls, recipe)
-                undo._add_imports(_is_diffusers_module, lambda module: diffusers_recipes(module.__name__))
-                undo._add_hook(DIFFUSERS)
-            undo._add_hook(None)
-            names = ", ".join(cls.__name__ for cls, done in undo.items() if done)
-            say(logging.INFO, "put in force: %s", names or "nothing new")
+        _put_in_force(undo, patch_transformers, patch_diffusers, verbose)
+        return undo
     except BaseException:
-        undo._undo()
+        with Uninterrupted():
+            undo._undo()
         raise
-    return undo
+
+
+def _put_in_force(undo: Undo, patch_transformers: bool, patch_diffusers: bool, verbose: int) -> None:
+    # what takes long first, where Ctrl-C may end it
+    if patch_transformers:
+        _require_library("transformers", "patch_transformers")
+        from .huggingface.known import transformers_recipes, transformers_recipes_of_module
+        from .huggingface.tracing import TRANSFORMERS_TRACING
+    if patch_diffusers:
+        _require_library("diffusers", "patch_diffusers")
+        from .huggingface.diffusers_outputs import DIFFUSERS, diffusers_recipes
+    with Uninterrupted(), verbosity(verbose):
+        if patch_transformers:
+            for cls, recipe in transformers_recipes().items():
+                undo._add(cls, recipe)
+            undo._add_imports(_is_model_module, transformers_recipes_of_module)
+            undo._add_hook(TRANSFORMERS_TRACING)
+        if patch_diffusers:
+            for recipe in diffusers_recipes():
+                undo._add(recipe.cls, recipe)
+            undo._add_imports(_is_diffusers_module, lambda module: diffusers_recipes(module.__name__))
+            undo._add_hook(DIFFUSERS)
+        undo._add_hook(None)
+        names = ", ".join(cls.__name__ for cls, done in undo.items() if done)
+        say(logging.INFO, "put in force: %s", names or "nothing new")
 
 
 def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> None:
@@ -271,15 +278,14 @@ def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> Non
             f"{describe_class(undo)}.\n    undo = register_cache_flattening(patch_transformers=True)\n"
             "    unregister_cache_flattening(undo)"
         )
-    with verbosity(verbose):
+    with Uninterrupted(), verbosity(verbose):
         undo._undo()
         say(logging.INFO, "let go: %s", ", ".join(c.__name__ for c in undo) or "nothing")
 
 
-@contextlib.contextmanager
 def register_flattening_functions(
     patch_transformers: bool = False, patch_diffusers: bool = False, verbose: int = 0
-) -> Iterator[Undo]:
+) -> Block:
     """Export inside this block: the classes we know come apart, and one trace serves all lengths.
 
     On exit, also by an exception, every table and every patched attribute is as it was found. Blocks may be nested, and
@@ -290,8 +296,8 @@ def register_flattening_functions(
         patch_diffusers: see :func:`register_cache_flattening`.
         verbose: 1 or more logs what is done.
 
-    Yields:
-        What :func:`register_cache_flattening` returns.
+    Returns:
+        A block, which ``with`` enters; it hands out what :func:`register_cache_flattening` returns.
 
     >>> import torch
     >>> from transformers import DynamicCache
@@ -302,11 +308,57 @@ def register_flattening_functions(
     >>> [tuple(leaf.shape) for leaf in leaves], spec.context
     ([(1, 2, 3, 4), (1, 2, 3, 4)], ['key_0', 'value_0'])
     """
-    undo = register_cache_flattening(patch_transformers, patch_diffusers, verbose)
+    return Block(patch_transformers, patch_diffusers, verbose)
+
+
+class Block(contextlib.ContextDecorator, contextlib.AbstractContextManager[Undo]):
+    """What :func:`register_flattening_functions` returns: ``with`` enters it, and it decorates functions."""
+
+    _undo: Undo | None = None
+    _guard: Iterator[None] | None = None
+
+    def __init__(self, patch_transformers: bool, patch_diffusers: bool, verbose: int) -> None:
+        self._options = patch_transformers, patch_diffusers, verbose
+
+    def _recreate_cm(self) -> Block:  # asked by ContextDecorator, at each call of what is decorated
+        return Block(*self._options)
+
+    # A handler of a signal may raise before any line. Where that is one of these, the block is ended again; before the
+    # first line of `__exit__`, it is ended when nobody has it any more.
+
+    def __enter__(self) -> Undo:
+        try:
+            self._undo = undo = Undo()
+            self._guard = _undone_when_dropped(undo)
+            next(self._guard)
+            _put_in_force(undo, *self._options)
+            return undo
+        except BaseException:
+            self._end()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            if self._undo is not None:
+                unregister_cache_flattening(self._undo, self._options[-1])
+            self._end()
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        with Uninterrupted():
+            if self._undo is not None:
+                self._undo._undo()
+            self._guard = None
+
+
+def _undone_when_dropped(undo: Undo) -> Iterator[None]:
+    # a generator, not __del__: that would run at the end of every block, and swallow what is raised there
     try:
-        yield undo
+        yield
     finally:
-        unregister_cache_flattening(undo, verbose)
+        undo._undo()
 
 
 def options_in_use() -> dict[str, bool]:

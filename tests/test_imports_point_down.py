@@ -56,7 +56,7 @@ LAYERS: dict[str, list[list[str]]] = {
         ],
         ["huggingface.tracing_models"],
         ["huggingface.*"],
-        ["huggingface.other_caches"],
+        ["huggingface.other_caches", "huggingface.sliding_decoder"],
         ["huggingface.known"],
         ["scopes", "decorators", "mirror", "tree", "listing"],
         ["diagnose.contents", "diagnose.conformance"],

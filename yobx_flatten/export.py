@@ -196,7 +196,7 @@ class Export:
 
         try:
             larger = self.resized(DecodeSizes(), 0)
-            with torch.no_grad(), undisturbed(self.module):
+            with self.block(), torch.no_grad(), undisturbed(self.module):  # outside, a cache is no tree, and no copy
                 self.module(**clone(larger))
         except Exception as error:  # some take one token at a time (ProphetNet)
             lines = str(error).splitlines() or [""]

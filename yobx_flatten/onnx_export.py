@@ -16,14 +16,17 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, OutputKind
 
 from .arguments import check_arguments, check_cases
+from .compare import largest_difference
 from .errors import InvalidArgumentError, MissingDependencyError
 from .export import Export, ExportedModel, following
 from .huggingface.cases import CACHE_NAMES
+from .huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
 from .onnx_file import UnprovenFile, convert, unproven_file
 from .onnx_replay import OnnxSteps
-from .replay import Case, CaseResult, replay
+from .replay import Case, CaseResult, clone, replay
 from .report import tolerance_of
 from .storage.ort_values import first_line
+from .undisturbed import seeded, undisturbed
 
 __all__ = ["OnnxExport", "export_onnx"]
 
@@ -42,6 +45,7 @@ def export_onnx(
     tolerance: float | None = None,
     opset_version: int | None = None,
     keep_failed: str | os.PathLike[str] | None = None,
+    counter_input: bool = False,
 ) -> ExportedModel:
     """Export a module to an ONNX file and replay it in onnxruntime, as a loop over its own outputs.
 
@@ -60,6 +64,9 @@ def export_onnx(
             for bfloat16 2e-1.
         opset_version: as for ``torch.onnx.export``.
         keep_failed: a folder for a file that failed its proof, which is removed otherwise.
+        counter_input: for a cache of which every layer slides: an input ``past_key_values.length``, as the program has.
+            By default the file has the inputs that tools feed, ``attention_mask`` and ``position_ids`` among them, and
+            reads off the mask how many tokens were seen.
 
     Returns:
         The program, the path and a report.
@@ -93,8 +100,7 @@ def export_onnx(
         with export.block():
             program = export.to_program(strict=False)
             cases = export.replay_program(program, cases)
-            export.to_onnx(program, file, opset_version)
-            export.replay_onnx(program, file.path, cases)
+            export.write(program, file, cases, opset_version, counter_input)
         if export.report.ok:
             file.publish()
             return export.finish(program, target)
@@ -107,6 +113,54 @@ def export_onnx(
 
 class OnnxExport(Export):
     """An export that goes on to a file."""
+
+    def write(
+        self,
+        program: ExportedProgram,
+        file: UnprovenFile,
+        cases: Sequence[Case],
+        opset_version: int | None,
+        counter_input: bool,
+    ) -> None:
+        """Convert and replay: the program, or one with the inputs that tools feed."""
+        fed = None if counter_input else self.without_counter()
+        if fed is None:
+            self.to_onnx(program, file, opset_version)
+            self.replay_onnx(program, file.path, cases)
+            return
+        decoder: Any = fed.module
+        program = fed.to_program(strict=False)
+        fed.to_onnx(program, file, opset_version)
+        fed.replay_onnx(
+            program, file.path, [Case(case.name, (), decoder.inputs(case.kwargs), case.steps) for case in cases]
+        )
+        found = fed.report
+        self.report.cases += found.cases
+        self.report.input_names, self.report.output_names = found.input_names, found.output_names
+        self.report.onnx_bytes, self.report.onnx_seconds = found.onnx_bytes, found.onnx_seconds
+        self.report.remarks += [remark for remark in found.remarks if remark not in self.report.remarks]
+
+    def without_counter(self) -> OnnxExport | None:
+        """The export of a model whose layers all slide, without the counter that no tool feeds; ``None`` for others."""
+        if not counts_by_itself(self.kwargs.get("past_key_values")):
+            return None
+        why_not = "there are positional arguments" if self.args else why_not_sliding(self.module, self.kwargs)
+        if why_not is None:
+            decoder = SlidingDecoder(self.module, self.kwargs)
+            inputs = decoder.inputs(self.kwargs)
+            with torch.no_grad(), undisturbed(self.module, self.written), seeded(0):
+                expected = self.module(**clone(self.kwargs))
+                found = decoder(**clone(inputs))
+            if largest_difference(expected.logits, found["logits"]) <= self.report.tolerance:
+                shapes, tolerance = decoder.shapes(self.shapes), self.report.tolerance
+                fed = OnnxExport(decoder, (), inputs, shapes, self.steps, tolerance)
+                fed.axis_names = self.axis_names
+                return fed
+            why_not = "the model computes something else from the length of the mask"
+        self.report.remarks.append(
+            f"past_key_values.length, how many tokens were seen, is an input that other tools do not feed: {why_not}."
+        )
+        return None
 
     def to_onnx(self, program: ExportedProgram, file: UnprovenFile, opset_version: int | None) -> None:
         """Convert the program."""
@@ -126,6 +180,7 @@ class OnnxExport(Export):
         except Exception as error:  # onnxruntime has no base class for its errors
             self.report.cases.append(CaseResult("(loading)", "onnxruntime", 0, {}, 0.0, self.why_not_loaded(error)))
             return
+        after = self.module.next_inputs if isinstance(self.module, SlidingDecoder) else following()
         for case in cases:
             logger.info("replaying %s with onnxruntime", case.name)
             self.report.cases.append(
@@ -134,7 +189,7 @@ class OnnxExport(Export):
                     steps.run,
                     self.module,
                     case,
-                    following(),
+                    after,
                     steps.feed_back,
                     taken=self.input_leaves,
                     written=self.written,

@@ -16,12 +16,12 @@ def test_the_demo_exports_replays_and_prints_one_table(tmp_path, capsys):
     assert shown.err == ""
     assert "\x1b" not in shown.out
     row = next(line.split() for line in shown.out.splitlines() if line.strip().startswith("mistral "))
-    assert row[:4] == ["mistral", "2x", "W8", "5"]  # two layers of keys and values, and the length
+    assert row[:4] == ["mistral", "2x", "W8", "4"]  # two layers of keys and values
     assert "W8 slides over the last 8" in shown.out  # what the letters mean
     assert row[7] == str(1 + len(demo.CASES))
     assert "converting mistral to ONNX\n" in shown.out
     assert "mistral.onnx" in shown.out.split("Load:")[1]
-    assert "past_key_values.0.key ... past_key_values.length" in shown.out.split("Feed:")[1]
+    assert "past_key_values.0.key ... past_key_values.1.value" in shown.out.split("Feed:")[1]
 
 
 def test_a_program_that_differs_ends_the_demo_with_1_and_its_report(tmp_path, capsys, monkeypatch):

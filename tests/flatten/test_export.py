@@ -1,6 +1,7 @@
 """Export with proof: names, replay, report, and what happens when something does not fit."""
 
 import importlib.util
+import inspect
 import pathlib
 
 import onnx
@@ -56,9 +57,9 @@ def test_the_report_says_what_was_replayed_and_how_far_it_differs(mistral):
     assert f"past {2 * WINDOW + 3}" in names
     assert "padded" in names
     assert report.onnx_bytes == mistral.path.stat().st_size
-    assert set(report.cases[0].differences) == {
-        "logits", "present.0.key", "present.0.value", "present.1.key", "present.1.value", "present.length"
-    }  # fmt: skip
+    outputs = {"logits", "present.0.key", "present.0.value", "present.1.key", "present.1.value"}
+    assert set(report.cases[0].differences) == {*outputs, "present.length"}  # of the program
+    assert set(report.cases[-1].differences) == outputs  # of the file
 
 
 def test_the_report_is_a_table_a_person_can_read(mistral):
@@ -77,9 +78,7 @@ def test_the_onnx_graph_has_readable_names_and_varying_sizes(mistral):
     assert "use_cache" not in inputs
     keys = inputs["past_key_values.0.key"].shape.dim
     assert [bool(dim.dim_param) for dim in keys] == [True, False, True, False]
-    assert len(inputs["past_key_values.length"].shape.dim) == 0
     assert [result.name for result in graph.output] == mistral.report.output_names
-    assert "present.length" in mistral.report.output_names
 
 
 def test_onnxruntime_keeps_no_more_than_the_window(mistral):
@@ -87,13 +86,18 @@ def test_onnxruntime_keeps_no_more_than_the_window(mistral):
     session = onnxruntime.InferenceSession(mistral.path, providers=["CPUExecutionProvider"])
     kwargs = decode_inputs(make_model("mistral"), DecodeSizes(batch=2, past=3, new=1), seed=7)
     cache, ids, mask = kwargs["past_key_values"], kwargs["input_ids"], kwargs["attention_mask"]
-    feeds = {"past_key_values.length": torch.tensor(3).numpy()}
+    feeds, seen = {}, 3
     for index, layer in enumerate(cache.layers):
         feeds[f"past_key_values.{index}.key"] = layer.keys.contiguous().numpy()
         feeds[f"past_key_values.{index}.value"] = layer.values.contiguous().numpy()
     kept = []
     for _ in range(20):
-        feeds |= {"input_ids": ids.contiguous().numpy(), "attention_mask": mask.numpy()}
+        positions = torch.full_like(ids, seen)
+        feeds |= {
+            "input_ids": ids.contiguous().numpy(),
+            "attention_mask": mask.numpy(),
+            "position_ids": positions.numpy(),
+        }
         outputs = dict(zip(mistral.report.output_names, session.run(None, feeds), strict=True))
         with torch.no_grad():
             expected = make_model("mistral")(input_ids=ids, attention_mask=mask, past_key_values=cache)
@@ -101,8 +105,47 @@ def test_onnxruntime_keeps_no_more_than_the_window(mistral):
         kept.append(outputs["present.0.key"].shape[2])
         feeds = {f"past_key_values{k.removeprefix('present')}": v for k, v in outputs.items() if k != "logits"}
         ids = expected.logits[:, -1:].argmax(-1)
-        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+        mask, seen = torch.cat([mask, torch.ones_like(ids)], dim=1), seen + 1
     assert kept == [min(3 + step, WINDOW - 1) for step in range(1, 21)]
+
+
+def test_a_model_that_slides_has_the_inputs_that_tools_feed(mistral, tmp_path):
+    """As `export_folder` writes it, whatever was among the example; the counter is there for who asks for it."""
+    names = ["input_ids", "attention_mask", "position_ids"]
+    names += [f"past_key_values.{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
+    assert mistral.report.input_names == names
+    kwargs = decode_inputs(make_model("mistral"), DecodeSizes())
+    bare = {"input_ids": kwargs["input_ids"], "past_key_values": kwargs["past_key_values"]}
+    exported = export_onnx(make_model("mistral"), (), bare, tmp_path / "a.onnx", cases=[], counter_input=True)
+    assert exported.report.input_names == ["input_ids", *names[3:], "past_key_values.length"]
+    assert "present.length" in exported.report.output_names
+
+
+def test_a_padded_row_past_the_window_needs_no_counter(mistral):
+    """Fed as onnxruntime-genai does, with positions that do not count padding: the scores of the eager model."""
+    model, session = make_model("mistral"), onnxruntime.InferenceSession(mistral.path)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 90, (2, 2 * WINDOW + 6), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    own = {name: torch.zeros(2, 2, 0, 8) for name in mistral.report.input_names[3:]}
+    start = 0
+    for end in (5, 2 * WINDOW + 1, 2 * WINDOW + 2, 2 * WINDOW + 6):
+        read = {
+            "input_ids": tokens[:, start:end],
+            "attention_mask": mask[:, :end],
+            "position_ids": positions[:, start:end],
+        }
+        with torch.no_grad():
+            expected = model(**read, past_key_values=cache, use_cache=True).logits
+        feeds = {name: value.contiguous().numpy() for name, value in {**read, **own}.items()}
+        found = dict(zip(mistral.report.output_names, map(torch.from_numpy, session.run(None, feeds)), strict=True))
+        seen = mask[:, start:end].bool()
+        torch.testing.assert_close(found["logits"][seen], expected[seen], atol=1e-4, rtol=1e-4)
+        own = {f"past_key_values{k.removeprefix('present')}": v for k, v in found.items() if k != "logits"}
+        start = end
 
 
 def test_what_the_helper_returns_can_be_called_anywhere(mistral):
@@ -256,6 +299,26 @@ def test_an_empty_cache_as_example_is_replaced_by_a_filled_one(empty):
     assert report.ok
     assert "past_key_values.0.key" in report.input_names
     assert any("past_key_values is empty" in remark for remark in report.remarks)
+
+
+def test_the_example_that_replaces_one_is_not_used_up_by_the_trial(monkeypatch):
+    """The model is tried with it first, and a model writes to the cache that it is given."""
+    model, seen = make_model("mistral"), []
+    forward = type(model).forward
+
+    def watched(self, *args, **kwargs):
+        cache = kwargs.get("past_key_values")
+        if cache is not None and not torch.compiler.is_exporting():
+            past = kwargs["attention_mask"].shape[1] - kwargs["input_ids"].shape[1]
+            seen.append((past, cache.layers[0].cumulative_length))
+        return forward(self, *args, **kwargs)
+
+    kwargs = decode_inputs(model, DecodeSizes(batch=1, past=5, new=1))
+    watched.__signature__ = inspect.signature(forward)
+    monkeypatch.setattr(type(model), "forward", watched)
+    export_program(model, (), kwargs, cases=[], steps=1)
+    assert seen
+    assert all(counted == past for past, counted in seen)
 
 
 def test_a_prefill_without_a_cache_is_replayed_in_other_sizes():

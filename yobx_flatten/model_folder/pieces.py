@@ -22,7 +22,7 @@ from torch.export import Dim
 from ..errors import GenerationError
 from ..huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes
-from ..huggingface.layers import code_of, letter_of
+from ..huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
 from ..replay import Case
 from ..shapes import dynamic_shapes
 
@@ -77,52 +77,11 @@ def decoder_pieces(model: Any, rows: int | None = None) -> list[Piece]:
     cases = [
         Case(str(sizes), (), decode_inputs(model, sizes, like, seed), steps=3) for seed, sizes in enumerate(others, 1)
     ]
-    if _counts_by_itself(example["past_key_values"]) and {"attention_mask", "position_ids"} <= set(names):
-        decoder = SlidingDecoder(model, example["past_key_values"])
+    if counts_by_itself(example["past_key_values"]) and why_not_sliding(model, example) is None:
+        decoder = SlidingDecoder(model, example)
         cases = [Case(case.name, (), decoder.inputs(case.kwargs)) for case in cases]
-        inputs = decoder.inputs(example)
-        kept = [dict.fromkeys(layer, _VARYING) for layer in inputs["past_key_values"]]
-        return [Piece("model", decoder, inputs, cases, {**dynamic_shapes(inputs), "past_key_values": kept})]
+        return [Piece("model", decoder, decoder.inputs(example), cases, decoder.shapes(dynamic_shapes(example)))]
     return [Piece("model", model, example, cases)]
-
-
-def _counts_by_itself(cache: Any) -> bool:
-    """Tell whether a cache has a counter among its leaves: all of its layers slide."""
-    return type(cache).__name__ == "DynamicCache" and all(letter_of(code_of(layer)) == "W" for layer in cache.layers)
-
-
-class SlidingDecoder(torch.nn.Module):
-    """A decoder of which every layer slides, without the counter among its inputs that no other tool feeds.
-
-    How many tokens were seen is the length of the mask, without the new tokens.
-    """
-
-    def __init__(self, model: Any, cache: Any) -> None:
-        super().__init__()
-        self.model = model
-        self.classes = [type(layer) for layer in cache.layers]
-        self.windows = [{"sliding_window": layer.sliding_window} for layer in cache.layers]
-
-    def inputs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Make inputs of this module from those of the model."""
-        layers = kwargs["past_key_values"].layers
-        return {**kwargs, "past_key_values": [_pair(layer) for layer in layers]}
-
-    def forward(self, input_ids: Any, attention_mask: Any, position_ids: Any, past_key_values: Any) -> dict[str, Any]:
-        """Return the scores and the keys and values that are kept."""
-        pairs = [(layer["key"], layer["value"]) for layer in past_key_values]
-        cache = make_dynamic_cache(pairs, self.classes, self.windows)
-        for layer in cache.layers:
-            layer.cumulative_length = attention_mask.shape[1] - input_ids.shape[1]
-        found = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        kept = [_pair(layer) for layer in found.past_key_values.layers]
-        return {"logits": found.logits, "present": kept}
 
 
 # -- encoder and decoder ---------------------------------------------------------------------------------------------
@@ -231,6 +190,9 @@ def encoder_decoder_pieces(model: Any, rows: int | None = None) -> list[Piece]:
     for place, (stem, module) in enumerate(modules.items()):
         cases = [Case(name, (), made[place]) for name, made in others.items()]
         shapes = dynamic_shapes(examples[place])
+        if stem == "encoder_model" and not hears:
+            # what it reads is called by the decoders as well
+            shapes |= {name: {0: Dim.AUTO, 1: "encoder_sequence_length"} for name in shapes}
         if "past_key_values" in shapes:
             shapes["past_key_values"] = pytree.tree_map(lambda _: _VARYING, examples[place]["past_key_values"])
         pieces.append(Piece(stem, module, examples[place], cases, shapes))

@@ -1,0 +1,67 @@
+"""A model of which every layer slides, fed with a mask in place of a counter: the same scores, call after call."""
+
+import pytest
+import torch
+
+from tests.models import WINDOW, make_model
+from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes
+from yobx_flatten.huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
+
+
+def test_the_length_of_the_mask_stands_for_the_counter():
+    """From below the window to past it, without positions and mask in the example; beside the model's own loop."""
+    model = make_model("mistral")
+    kwargs = decode_inputs(model, DecodeSizes(batch=2, past=3, new=2))
+    del kwargs["attention_mask"]
+    decoder = SlidingDecoder(model, {**kwargs, "use_cache": True})
+    given = decoder.inputs(kwargs)
+    assert given["attention_mask"].tolist() == [[1] * 5] * 2
+    assert given["position_ids"].tolist() == [[3, 4]] * 2
+    cache = kwargs["past_key_values"]
+    with torch.no_grad():
+        for step in range(WINDOW):
+            found = decoder(**given)
+            expected = model(input_ids=given["input_ids"], past_key_values=cache, use_cache=True)
+            torch.testing.assert_close(found["logits"], expected.logits, atol=1e-5, rtol=1e-5)
+            assert given["position_ids"][0, 0] == 3 + 2 * step
+            given = decoder.next_inputs(given, found, seed=step)
+    assert given["past_key_values"][0]["key"].shape[2] == WINDOW - 1
+
+
+def test_only_caches_with_a_counter_are_meant():
+    """Beside a full layer there is none."""
+    assert counts_by_itself(decode_inputs(make_model("mistral"), DecodeSizes())["past_key_values"])
+    assert not counts_by_itself(decode_inputs(make_model("gemma2"), DecodeSizes())["past_key_values"])
+    assert not counts_by_itself(None)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"token_type_ids": torch.ones(2, 3)}, "there is token_type_ids among the inputs"),
+        ({"input_ids": None}, "there are no input_ids"),
+        ({"attention_mask": torch.ones(2, 1, 3, 8)}, "the mask is not one of (batch, length)"),
+        ({"use_cache": True}, None),
+    ],
+)
+def test_inputs_that_tools_do_not_feed_are_named(more, reason):
+    """Then the counter stays among the inputs of a file, and the report says why."""
+    model = make_model("mistral")
+    assert why_not_sliding(model, {**decode_inputs(model, DecodeSizes()), **more}) == reason
+
+
+def test_a_specification_for_the_model_becomes_one_for_its_parts():
+    """Layer by layer; what the example had not varies."""
+    model = make_model("mistral")
+    kwargs = decode_inputs(model, DecodeSizes())
+    decoder = SlidingDecoder(model, kwargs)
+    shapes = dynamic_shapes(
+        kwargs, {"input_ids": {0: "rows"}, "attention_mask": None, "past_key_values.value_W8_1": None}
+    )
+    found = decoder.shapes(shapes)
+    assert found["input_ids"] == {0: "rows"}
+    assert found["attention_mask"] is None
+    assert set(found["position_ids"]) == {0, 1}
+    assert [set(layer["key"]) for layer in found["past_key_values"]] == [{0, 2}, {0, 2}]
+    assert found["past_key_values"][1]["value"] is None
+    assert decoder.shapes(None) is None

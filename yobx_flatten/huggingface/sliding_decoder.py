@@ -1,0 +1,144 @@
+"""A decoder of which every layer slides, with the inputs that tools for generation feed, and no counter among them.
+
+.. code-block:: text
+
+    the model     input_ids, attention_mask, position_ids, DynamicCache: keys, values, how many tokens were seen
+    this module   input_ids, attention_mask, position_ids, keys and values of each layer
+
+How many tokens were seen is the length of the mask without the new tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+from .builders import make_dynamic_cache
+from .layers import code_of
+
+__all__ = ["SlidingDecoder", "counts_by_itself", "why_not_sliding"]
+
+_FED = ("input_ids", "attention_mask", "position_ids", "past_key_values")
+
+
+def counts_by_itself(cache: Any) -> bool:
+    """Tell whether a cache has a counter among its leaves: all of its layers slide, and hold something."""
+    layers: Any = getattr(cache, "layers", None)
+    return (
+        type(cache).__name__ == "DynamicCache"
+        and bool(layers)
+        and all(code_of(layer).startswith("W") and isinstance(layer.keys, torch.Tensor) for layer in layers)
+    )
+
+
+def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> str | None:
+    """Tell why a model whose cache has a counter cannot be fed without it; ``None`` when it can.
+
+    Args:
+        model: the module that is exported.
+        kwargs: its example keyword arguments, with a cache that :func:`counts_by_itself`.
+    """
+    lacking = [name for name in _FED if name not in inspect.signature(model.forward).parameters]
+    if lacking:
+        return f"the model takes no {' and no '.join(lacking)}"
+    others = [name for name, value in kwargs.items() if name not in _FED and isinstance(value, torch.Tensor)]
+    if others or not isinstance(kwargs.get("input_ids"), torch.Tensor):
+        return f"there is {' and '.join(others)} among the inputs" if others else "there are no input_ids"
+    mask = kwargs.get("attention_mask")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
+        return "the mask is not one of (batch, length)"
+    return None
+
+
+class SlidingDecoder(torch.nn.Module):
+    """A decoder of which every layer slides, without the counter among its inputs that no other tool feeds.
+
+    Args:
+        model: of transformers.
+        kwargs: example keyword arguments of it. The classes and windows of the cache's layers are kept, and what is no
+            tensor is handed to the model at each call.
+    """
+
+    def __init__(self, model: Any, kwargs: Mapping[str, Any]) -> None:
+        super().__init__()
+        layers = kwargs["past_key_values"].layers
+        self.model = model
+        self.classes = [type(layer) for layer in layers]
+        self.windows = [{"sliding_window": layer.sliding_window} for layer in layers]
+        self.made = [name for name in _FED[1:3] if not isinstance(kwargs.get(name), torch.Tensor)]
+        self.constants = {name: value for name, value in kwargs.items() if name not in _FED and value is not None}
+
+    def inputs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Make inputs of this module from those of the model.
+
+        Args:
+            kwargs: of the model. Without a mask nothing is padded; without positions they are counted as the model
+                counts them, from the number of tokens seen on.
+        """
+        ids, cache = kwargs["input_ids"], kwargs["past_key_values"]
+        batch, new = ids.shape
+        past = cache.layers[0].cumulative_length
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if mask is None:
+            mask = ids.new_ones(batch, past + new)
+        if positions is None:
+            positions = torch.arange(past, past + new, device=ids.device).expand(batch, new).contiguous()
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": positions,
+            "past_key_values": [_pair(layer) for layer in cache.layers],
+        }
+
+    def shapes(self, given: Any) -> Any:
+        """Make the dynamic shapes of this module from those of the model."""
+        if given is None:
+            return None
+        leaves = given["past_key_values"] or [None] * (2 * len(self.classes))
+        return {
+            "input_ids": given["input_ids"],
+            **{name: {0: Dim.AUTO, 1: Dim.AUTO} if name in self.made else given[name] for name in _FED[1:3]},
+            "past_key_values": [
+                {"key": leaves[2 * layer], "value": leaves[2 * layer + 1]} for layer in range(len(self.classes))
+            ],
+        }
+
+    def forward(self, input_ids: Any, attention_mask: Any, position_ids: Any, past_key_values: Any) -> dict[str, Any]:
+        """Return the scores, what else the model returns, and the keys and values that are kept."""
+        pairs = [(layer["key"], layer["value"]) for layer in past_key_values]
+        cache = make_dynamic_cache(pairs, self.classes, self.windows)
+        for layer in cache.layers:
+            layer.cumulative_length = attention_mask.shape[1] - input_ids.shape[1]
+        found = self.model(
+            **{
+                **self.constants,
+                "input_ids": input_ids,
+                "attention_mask": attention_mask,
+                "position_ids": position_ids,
+                "past_key_values": cache,
+                "use_cache": True,
+                "return_dict": True,
+            }
+        )
+        kept = [_pair(layer) for layer in found.past_key_values.layers]
+        others = {name: value for name, value in found.items() if name != "past_key_values" and value is not None}
+        return {**others, "present": kept}
+
+    def next_inputs(self, kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[str, Any]:
+        """Make the inputs of the next call: what was kept, as many random tokens, a longer mask."""
+        ids, mask, vocabulary = kwargs["input_ids"], kwargs["attention_mask"], outputs["logits"].shape[-1]
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            "input_ids": torch.randint(0, vocabulary, ids.shape, generator=generator).to(ids.device),
+            "attention_mask": torch.cat([mask, mask.new_ones(ids.shape)], dim=1),
+            "position_ids": kwargs["position_ids"] + ids.shape[1],
+            "past_key_values": outputs["present"],
+        }
+
+
+def _pair(layer: Any) -> dict[str, Any]:
+    return {"key": layer.keys, "value": layer.values}

@@ -141,4 +141,4 @@ def _rule(mark: Any, path: str, error: type[RoundPipeError]) -> Rule:
 
 
 def _is_torchs(kind: type, name: str) -> bool:
-    return kind.__name__ == name and kind.__module__.startswith("torch.distributed.pipelining.")
+    return any(c.__name__ == name and c.__module__.startswith("torch.distributed.pipelining.") for c in kind.__mro__)

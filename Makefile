@@ -7,8 +7,9 @@ PYTEST_ARGS ?=
 MATRIX_ARGS ?=
 # What `make compat` runs, and with which versions of transformers.
 VERSIONS ?= 4.56.2 4.57.6 5.0.0 5.17.0 5.23.0
-COMPAT_TESTS ?= tests/flatten --ignore=tests/flatten/test_demo.py \
-	$(patsubst %,tests/runtime/test_huggingface_%.py,capture losses trainer_scripts trainer_checkpoints wrap wrap_as_model)
+COMPAT_TESTS ?= tests/flatten --ignore=tests/flatten/cli/test_demo.py \
+	$(patsubst %,tests/runtime/huggingface/%.py,cutting/test_capture loss/test_weights trainer/test_scripts \
+	trainer/test_checkpoints test_wrap test_wrap_as_model)
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -40,13 +41,14 @@ test: $(VENV)/.has-test  ## run the tests (PYTEST_ARGS="-k cache -n 2" and the l
 compat:  ## run the tests of caches and of the Trainer with older transformers, too (VERSIONS="4.56.2 5.23.0" for some of them)
 	@PYTHON="$(PYTHON)" .ci/compat "$(VERSIONS)" $(COMPAT_TESTS) $(PYTEST_ARGS)
 
-lint: $(VENV)/.has-lint  ## check style and formatting
+lint: $(VENV)/.has-lint  ## check style, formatting, and which folder imports which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 kills: $(VENV)/.has-test  ## kill a training 30 times, resume it each time, and compare every bit with one that was not killed
-	ROUNDPIPE_KILLS=30 $(BIN)/python -m pytest tests/runtime/test_checkpoint_killed.py \
-		tests/runtime/test_huggingface_trainer_checkpoints.py::test_kills_change_no_bit $(PYTEST_ARGS)
+	ROUNDPIPE_KILLS=30 $(BIN)/python -m pytest tests/runtime/checkpoint/test_killed.py \
+		tests/runtime/huggingface/trainer/test_checkpoints.py::test_kills_change_no_bit $(PYTEST_ARGS)
 
 format: $(VENV)/.has-lint  ## repair what lint can repair
 	$(BIN)/ruff check --fix .

@@ -64,7 +64,7 @@ MIXED = {
 def make_cache(names: list[str]) -> Any:
     from transformers.cache_utils import DynamicCache
 
-    from tests.flatten.every_cache import layer_of
+    from tests.flatten.huggingface.caches.every_cache import layer_of
 
     cache = DynamicCache()
     cache.layers = [layer_of(names[index % len(names)], PAST) for index in range(LAYERS)]
@@ -91,7 +91,7 @@ class Least:
     """
 
     def __init__(self, layers: list[Any], *, length: int | None) -> None:
-        from yobx_flatten.huggingface.state import leaf_paths, read_state
+        from yobx_flatten.huggingface.caches.state import leaf_paths, read_state
 
         self.scope: dict[str, Any] = {"new": object.__new__, "Cache": type("Cache", (), {})}
         self.layers, self.length = layers, length
@@ -272,7 +272,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=5, help="how many to measure in; the least counts")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # what is measured is time
-    from tests.flatten.every_cache import LAYERS as CLASSES
+    from tests.flatten.huggingface.caches.every_cache import LAYERS as CLASSES
 
     rows = {**{name: [name] for name in CLASSES}, **MIXED}
     rows = {name: rows[name] for name in options.names or rows}

@@ -27,7 +27,7 @@ from bench_flatten import machine
 import yobx_flatten
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.flatten.storage_values import TORCH_TYPES, Mode, Pair, State, random_tensor, same
+from tests.flatten.storage.storage_values import TORCH_TYPES, Mode, Pair, State, random_tensor, same
 
 SAME = "the same"
 

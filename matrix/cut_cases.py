@@ -242,8 +242,8 @@ def _double(trial: CutTrial) -> Any:
 
 def _refuse_dependent_rows(plain: Any, batch: dict[str, Any], expected: Any) -> None:
     """Do not blame the pipeline where the plain model answers otherwise to a part of the batch."""
+    from roundpipe_runtime.batch.splitting import split
     from roundpipe_runtime.huggingface.batches import split_pictures
-    from roundpipe_runtime.microbatch import split
 
     cut = split_pictures(plain.config, batch)
     with torch.no_grad():
@@ -273,7 +273,7 @@ def _rounding(plain: Any, batch: dict[str, Any]) -> float:
 
 
 def _no_cache(model: Any) -> dict[str, Any]:
-    from roundpipe_runtime.huggingface.example import without_cache
+    from roundpipe_runtime.huggingface.cutting.example import without_cache
 
     return without_cache(model, {})
 

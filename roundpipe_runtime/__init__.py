@@ -22,6 +22,13 @@ from yobx_flatten import MissingDependencyError
 
 from . import optim
 
+# a loss that is exact in microbatches
+from .batch.loss import WeightedLoss
+from .batch.packed import RoundPipePackedData
+
+# say how a batch is cut and joined
+from .batch.spec import Replicate, TensorChunkSpec
+
 # save a training and go on with it
 from .checkpoint import (
     Checkpoint,
@@ -33,15 +40,14 @@ from .checkpoint import (
     save_checkpoint,
 )
 
-# say how a batch is cut and joined
-from .chunks import Replicate, TensorChunkSpec
+# where it runs
+from .device.virtual import Device, VirtualDevice, parse_devices
 
 # configure a call, and which layers form a stage
-from .config import RoundPipeRunConfig
-from .costs import LayerCost
+from .engine.config import RoundPipeRunConfig
 
-# where it runs
-from .device import Device, VirtualDevice, parse_devices
+# inside a layer
+from .engine.recompute import doing_recompute, get_recompute_data, save_for_recompute
 
 # what can go wrong
 from .errors import (
@@ -72,29 +78,23 @@ from .huggingface import (
     cut,
     wrap_model_to_roundpipe,
 )
-
-# a loss that is exact in microbatches
-from .loss import WeightedLoss
+from .optim.scaler import GradScaler
 
 # the optimizer's side
-from .optimizer import OptimizerCtx
-from .packed import RoundPipePackedData
+from .optim.step import OptimizerCtx
 
 # wrap a model
 from .pipeline import RoundPipe
-from .plan import ModelExecutePlan
-
-# inside a layer
-from .recompute import doing_recompute, get_recompute_data, save_for_recompute
-from .scaler import GradScaler
+from .schedule.costs import LayerCost
+from .schedule.plan import ModelExecutePlan
 
 # see what ran
-from .timeline import Record, Timeline
+from .timeline.record import Record, Timeline
 
 # train with the Trainer of transformers
 if TYPE_CHECKING:
-    from .huggingface.trainer import RoundPipeSeq2SeqTrainer as RoundPipeSeq2SeqTrainer
-    from .huggingface.trainer import RoundPipeTrainer as RoundPipeTrainer
+    from .huggingface.trainer.classes import RoundPipeSeq2SeqTrainer as RoundPipeSeq2SeqTrainer
+    from .huggingface.trainer.classes import RoundPipeTrainer as RoundPipeTrainer
 
 __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     # wrap a model
@@ -170,7 +170,7 @@ def __getattr__(name: str) -> Any:
             f"{name} is a Trainer of transformers, which needs {missing}, and that is not installed:\n"
             "    pip install 'yobx-flatten[transformers,train]'"
         )
-    from .huggingface import trainer
+    from .huggingface.trainer import classes as trainer
 
     return getattr(trainer, name)
 

@@ -10,16 +10,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .accelerator import AcceleratorDevice
-from .arguments import checked_call, refuse_loss, refuse_trained_labels
-from .config import RoundPipeRunConfig
-from .costs import LayerCost
-from .device import Device, DeviceSpec, parse_devices
-from .engine import Engine
+from .batch.arguments import checked_call, refuse_loss, refuse_trained_labels
+from .device.accelerator import AcceleratorDevice
+from .device.pinning import pin_parameters
+from .device.virtual import Device, DeviceSpec, parse_devices
+from .engine.config import RoundPipeRunConfig
+from .engine.driver import Engine
 from .errors import ConfigError, StageError
-from .optimizer import in_optimizer_ctx
-from .parameters import scan
-from .pinning import pin_parameters
+from .optim.parameters import scan
+from .optim.step import in_optimizer_ctx
+from .schedule.costs import LayerCost
 
 __all__ = ["RoundPipe"]
 

@@ -121,7 +121,7 @@ def _optree_entries() -> Iterable[Entry]:
 
 
 def _recipes(library: str, held: Callable[[Any], Mapping[type, Any]]) -> Iterable[Entry]:
-    registry = sys.modules.get("yobx_flatten.registry")
+    registry = sys.modules.get("yobx_flatten.registry.claims")
     if registry is not None:
         (backend,) = registry.REGISTRY._libraries[library]
         yield from (Entry(cls, cls, (recipe,)) for cls, recipe in held(backend).items())

@@ -96,7 +96,7 @@ def type_command(typed: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> str
     main = importlib.import_module(f"{module}.__main__").main
     monkeypatch.setenv("COLUMNS", "80")
     # the one number of this machine that decides what is said
-    monkeypatch.setattr("roundpipe_runtime.planning.hardware.host_memory_available", lambda: 23_600_000_000)
+    monkeypatch.setattr("roundpipe_runtime.estimate.hardware.host_memory_available", lambda: 23_600_000_000)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()) as errors:
         status = main(words)

@@ -4,9 +4,9 @@ import pytest
 from transformers import cache_utils
 
 from yobx_flatten import flattening_list, register_flattening_functions
-from yobx_flatten.huggingface.known import transformers_recipes
-from yobx_flatten.huggingface.layers import LETTERS, OTHER_LETTERS, kind_of_code
-from yobx_flatten.huggingface.layouts import flatten_layers
+from yobx_flatten.huggingface.caches.layers import LETTERS, OTHER_LETTERS, kind_of_code
+from yobx_flatten.huggingface.caches.layouts import flatten_layers
+from yobx_flatten.huggingface.recipes import transformers_recipes
 
 
 def rows(kind):

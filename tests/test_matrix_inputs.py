@@ -6,7 +6,7 @@ import torch
 from matrix.inputs import NoCacheError, decode, go_on, loop
 from matrix.media import IMAGE_TOKEN, picture_of
 from matrix.models import make_model
-from tests.runtime.hf_small import known_model
+from tests.runtime.huggingface.hf_small import known_model
 from yobx_flatten import DecodeSizes
 
 SIZES = DecodeSizes(2, 5, 3)

@@ -275,7 +275,7 @@ def test_what_a_fixture_undoes_is_no_leak(keep):
 
 
 OUR_LEAK = "yobx_flatten.register_class_flattening(Point, flatten, unflatten, None, backends=('optree', 'jax'))"
-OURS = "import yobx_flatten, yobx_flatten.registry"
+OURS = "import yobx_flatten, yobx_flatten.registry.claims"
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,8 @@ caches of transformers, too, and one program serves all lengths::
 
 from __future__ import annotations
 
-# flatten functions from the names of attributes
-from .codegen import functions_from_fields
-
 # write a node the way JAX does
-from .decorators import (
+from .declare.decorators import (
     pytree_dataclass,
     register,
     register_pytree_node,
@@ -25,8 +22,22 @@ from .decorators import (
     static_field,
 )
 
-# what a thing is made of, in one line
-from .describe import string_type
+# the Flattening List
+from .declare.listing import FlatteningRow, flattening_list
+
+# classes that another library knows
+from .declare.mirror import mirror
+
+# register classes, and the block to export in
+from .declare.scopes import (
+    Undo,
+    make_flattening_function_for_dataclass,
+    register_cache_flattening,
+    register_class_flattening,
+    register_flattening_functions,
+    unregister_cache_flattening,
+    unregister_class_flattening,
+)
 
 # what is wrong with an object, an example, an error, a recipe
 from .diagnose.conformance import check_recipe
@@ -60,9 +71,12 @@ from .errors import (
     UnsetFieldError,
     UnsupportedLayerError,
 )
+from .export.onnx_export import export_onnx
 
 # export with proof
-from .export import ExportedModel, export_program
+from .export.program import ExportedModel, export_program
+from .export.replay import Case, CaseResult
+from .export.report import ExportReport
 
 # generate with what was exported
 from .generate.onnx_generator import OnnxGenerator
@@ -72,7 +86,7 @@ from .generate.settings import GenerationSettings
 
 # caches and outputs of transformers: build them, take them apart, put them together
 from .huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
-from .huggingface.caches import (
+from .huggingface.caches.functions import (
     flatten_dynamic_cache,
     flatten_encoder_decoder_cache,
     flatten_static_cache,
@@ -84,49 +98,26 @@ from .huggingface.caches import (
     unflatten_static_cache,
 )
 from .huggingface.cases import DecodeSizes, decode_inputs
-from .huggingface.known import WRONG_REGISTRATIONS
 from .huggingface.outputs import (
     flatten_base_model_output,
     flatten_with_keys_base_model_output,
     unflatten_base_model_output,
 )
-
-# the leaves of a thing, with what its axes mean
-from .leaf import Leaf, leaves
-
-# the Flattening List
-from .listing import FlatteningRow, flattening_list
-
-# classes that another library knows
-from .mirror import mirror
+from .huggingface.recipes import WRONG_REGISTRATIONS
 
 # a model as a folder that generation tools open
 from .model_folder.manifest import FolderManifest
 from .model_folder.verify import FolderCheck, FolderReport, verify_folder
 from .model_folder.write import ExportedFolder, export_folder
-from .onnx_export import export_onnx
+
+# flatten functions from the names of attributes
+from .recipe.codegen import functions_from_fields
 
 # record the calls of a running model
 from .record.call import Call
 from .record.calls import RecordedCalls
 from .record.recorder import record_calls
 from .record.replays import RecordReplay
-from .replay import Case, CaseResult
-from .report import ExportReport
-
-# register classes, and the block to export in
-from .scopes import (
-    Undo,
-    make_flattening_function_for_dataclass,
-    register_cache_flattening,
-    register_class_flattening,
-    register_flattening_functions,
-    unregister_cache_flattening,
-    unregister_class_flattening,
-)
-
-# which sizes vary
-from .shapes import check_dynamic_shapes, dynamic_shapes, make_dynamic_shapes_kv_cache
 
 # store nested values, and replay them
 from .storage.builder import (
@@ -137,6 +128,15 @@ from .storage.builder import (
 from .storage.cases import StoredCase, load_case, save_case
 from .storage.nested import load_nested, save_nested
 from .storage.replay import CaseReport, OutputDifference, replay_case
+
+# what a thing is made of, in one line
+from .trees.describe import string_type
+
+# the leaves of a thing, with what its axes mean
+from .trees.leaf import Leaf, leaves
+
+# which sizes vary
+from .trees.shapes import check_dynamic_shapes, dynamic_shapes, make_dynamic_shapes_kv_cache
 
 __version__ = "0.1.0"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from .cli.running import has_libraries
+from .terminal.running import has_libraries
 
 __all__ = ["main"]
 

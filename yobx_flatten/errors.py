@@ -83,7 +83,7 @@ class ReplayError(FlattenError, ValueError):
     """An exported program does not do what the eager model does. ``report`` holds every case.
 
     Attributes:
-        report: the :class:`~yobx_flatten.report.ExportReport` of the export, or ``None``.
+        report: the :class:`~yobx_flatten.export.report.ExportReport` of the export, or ``None``.
     """
 
     def __init__(self, message: str, report: object = None) -> None:

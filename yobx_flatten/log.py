@@ -8,7 +8,10 @@ import logging
 import sys
 from collections.abc import Iterator
 
-__all__ = ["say", "verbosity"]
+__all__ = ["STEP", "say", "verbosity"]
+
+# `extra=` of a record that begins a step of a long call, which progress bars show.
+STEP = {"step": True}
 
 _LOGGER = logging.getLogger("yobx_flatten")
 # The level from which the caller wants to hear, whatever that of the logger is: all threads share the logger.

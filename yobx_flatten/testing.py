@@ -17,7 +17,7 @@ from typing import Any
 
 from .diagnose.conformance import check_recipe, recipe_of
 from .errors import MissingDependencyError
-from .roundtrip import CHECKS
+from .recipe.roundtrip import CHECKS
 
 __all__ = ["check_recipe", "recipe_tests"]
 

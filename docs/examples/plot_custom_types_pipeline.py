@@ -23,7 +23,7 @@ from torch.utils._pytree import register_pytree_node
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from roundpipe_runtime import Replicate, RoundPipe, RoundPipeRunConfig
-from roundpipe_runtime.microbatch import join, split
+from roundpipe_runtime.batch import join, split
 from yobx_flatten import (
     leaves,
     make_dynamic_cache,

@@ -17,8 +17,7 @@ stage on which microbatch, and when. This page draws it; nothing is trained here
 import matplotlib.pyplot as plt
 
 from roundpipe_runtime import ModelExecutePlan
-from roundpipe_runtime.schedule import RoundRobin, steps_in_order
-from roundpipe_runtime.simulate import Machine, StageLoad, simulate
+from roundpipe_runtime.schedule import Machine, RoundRobin, StageLoad, simulate, steps_in_order
 
 # sphinx_gallery_thumbnail_number = 1
 FORWARD, BACKWARD = 1.0, 3.0

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
+from ..device.forking import free_after_fork
+from ..device.interrupts import Uninterrupted, wait_for
+from ..device.worker import Worker, add_note_once
 from ..errors import ConfigError
-from ..forking import free_after_fork
-from ..uninterrupted import Uninterrupted, wait_for
-from ..worker import Worker, add_note_once
 from .folder import appearing, checkpoints_in, make_folder, next_path, remove_leftovers, remove_old
 from .snapshot import Parts, Snapshot, read_training, take
 from .tensor_files import need_safetensors

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from yobx_flatten import FlattenError
-from yobx_flatten.cli.output import say
-from yobx_flatten.cli.running import run_app
+from yobx_flatten.terminal.output import say
+from yobx_flatten.terminal.running import run_app
 
 from ..errors import RoundPipeError
 from .demo_command import demo

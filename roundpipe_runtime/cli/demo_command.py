@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..demo import STEPS, run_demo
+from .demo import STEPS, run_demo
 
 __all__ = ["demo"]
 

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from yobx_flatten.cli.failures import CHECK_FAILED
-from yobx_flatten.cli.output import console, progress, say, say_json
+from yobx_flatten.terminal.failures import CHECK_FAILED
+from yobx_flatten.terminal.output import console, progress, say, say_json
 
-from ..doctor import Finding, examine
+from .doctor import Finding, examine
 
 __all__ = ["doctor"]
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from yobx_flatten.cli.failures import CHECK_FAILED, UserError
-from yobx_flatten.cli.output import progress, say, say_json
 from yobx_flatten.model_folder.source import MODEL_NAMES
+from yobx_flatten.terminal.failures import CHECK_FAILED, UserError
+from yobx_flatten.terminal.output import progress, say, say_json
 
 from . import train_options as given
 from .models import source_of
@@ -119,9 +119,9 @@ def _training(
     """The model on meta, cut, and the hardware."""
     import torch
 
+    from ..estimate.hardware import describe_hardware
     from ..fine_tune import Lora, add_lora
     from ..huggingface.plan_training import PlannedTraining, model_on_meta
-    from ..planning.hardware import describe_hardware
 
     adapters = None if lora is None else Lora.parse(lora)
     made = model_on_meta(source.config, dtype=_dtype(dtype))

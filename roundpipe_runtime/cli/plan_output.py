@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import spell_bytes
-from ..planning.report import PlanReport
+from ..estimate.report import PlanReport
 from .quantities import spell_count, spell_seconds
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from yobx_flatten.cli.failures import UserError
+from yobx_flatten.terminal.failures import UserError
 
 __all__ = ["parse_bytes", "spell_count", "spell_seconds"]
 

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from yobx_flatten.cli.output import console, say, say_json
+from yobx_flatten.terminal.output import console, say, say_json
 
-from ..timeline_drawing import draw_on
-from ..timeline_file import load_timeline
-from ..timeline_picture import save_picture
-from ..timeline_totals import DeviceTotals, StageTotals, device_totals, stage_totals
+from ..timeline.drawing import draw_on
+from ..timeline.file import load_timeline
+from ..timeline.picture import save_picture
+from ..timeline.totals import DeviceTotals, StageTotals, device_totals, stage_totals
 from .quantities import spell_seconds
 
 __all__ = ["timeline"]

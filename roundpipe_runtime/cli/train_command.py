@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import typer
 
-from yobx_flatten.cli.failures import UserError
-from yobx_flatten.cli.output import say, say_json
+from yobx_flatten.terminal.failures import UserError
+from yobx_flatten.terminal.output import say, say_json
 
 from .. import fine_tune as tuning
 from ..checkpoint import list_checkpoints
-from ..device import Device, parse_devices
+from ..device.virtual import Device, parse_devices
 from ..errors import ConfigError, DeviceError
 from . import train_options as given
 from .models import source_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from yobx_flatten.cli.output import console, say
+from yobx_flatten.terminal.output import console, say
 
 from ..errors import spell_bytes
 from ..fine_tune import Blocks, EvalRecord, ModelSource, StepRecord, Tokenizer, Training

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from yobx_flatten.cli.failures import UserError
 from yobx_flatten.model_folder.source import MODEL_NAMES
+from yobx_flatten.terminal.failures import UserError
 
 _TEXT, _STEP, _RATE, _FILES = "Text", "A step", "Learning", "What is written"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..device import AcceleratorDevice, Device
+from ..device.virtual import AcceleratorDevice, Device
 
 __all__ = ["device_peak", "process_memory"]
 

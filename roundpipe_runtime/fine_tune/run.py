@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 
-from ..timeline import Timeline
+from ..timeline.record import Timeline
 from .interruption import Interruption
 from .records import EvalRecord, MetricsFile, StepRecord
 from .training import Training

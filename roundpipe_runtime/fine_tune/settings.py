@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..device import DeviceSpec
+from ..device.virtual import DeviceSpec
 from ..errors import ConfigError
 
 __all__ = ["Settings"]

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from ..checkpoint import CheckpointError, list_checkpoints, load_checkpoint, save_checkpoint
-from ..config import RoundPipeRunConfig
-from ..device import parse_devices
-from ..huggingface.losses import LOSS_ONLY, WEIGH
+from ..device.virtual import parse_devices
+from ..engine.config import RoundPipeRunConfig
+from ..huggingface.loss.weights import LOSS_ONLY, WEIGH
 from ..huggingface.wrap import WrappedModel, wrap_model_to_roundpipe
-from ..timeline import Timeline
+from ..timeline.record import Timeline
 from .blocks import Blocks
 from .errors import FineTuneError
 from .memory import device_peak, process_memory

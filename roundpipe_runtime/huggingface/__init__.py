@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .chunked_loss import chunked_cross_entropy
-from .cut import Cut, cut
+from .cutting.activations import PassedTensor, passed_tensors
+from .cutting.cut import Cut, cut
+from .cutting.report import CutReport, Equivalence
 from .errors import BatchStructureError, CutError, CutRefusedWarning
-from .passed import PassedTensor, passed_tensors
-from .report import CutReport, Equivalence
-from .smoothing import SmoothedLoss
+from .loss.chunked import chunked_cross_entropy
+from .loss.label_smoothing import SmoothedLoss
 from .wrap import WrappedModel, wrap_model_to_roundpipe
 
 __all__ = [

@@ -18,10 +18,10 @@ import torch
 
 from yobx_flatten import leaves
 
-from ..chunks import TensorChunkSpec, sizes
+from ..batch.joining import join
+from ..batch.spec import TensorChunkSpec, sizes
+from ..batch.splitting import split
 from ..errors import ConfigError, SplitError
-from ..join import join
-from ..microbatch import split
 
 __all__ = ["join_outputs", "refuse_rows_of_texts", "split_pictures"]
 

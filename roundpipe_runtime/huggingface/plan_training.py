@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..planning.hardware import Hardware
-from ..planning.layer_footprint import LayerFootprint, measure_layers
-from ..planning.meta_kernels import device_kernels
-from ..planning.report import PlanReport, plan_report
-from .cut import Cut, cut
+from ..estimate.hardware import Hardware
+from ..estimate.layer_footprint import LayerFootprint, measure_layers
+from ..estimate.meta_kernels import device_kernels
+from ..estimate.report import PlanReport, plan_report
+from .cutting.cut import Cut, cut
+from .cutting.example import without_cache
+from .cutting.pieces import Phase, Whole
 from .errors import CutError
-from .example import without_cache
-from .late_logits import loss_only
-from .pieces import Phase, Whole
+from .loss.lazy_logits import loss_only
 
 __all__ = ["PlannedTraining", "Remedy", "model_on_meta"]
 
@@ -51,7 +51,7 @@ class PlannedTraining:
         CutError: the model does not run there, as its forward depends on values.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> from roundpipe_runtime.planning.hardware import describe_hardware
+    >>> from roundpipe_runtime.estimate.hardware import describe_hardware
     >>> with torch.device("meta"):
     ...     model = LlamaForCausalLM(LlamaConfig(dtype="bfloat16"))  # of 6.7 billion parameters
     >>> cards = describe_hardware("cuda:0,cuda:1", memory=24 * 2**30, link=25e9, flops=150e12)

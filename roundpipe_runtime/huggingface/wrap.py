@@ -14,28 +14,22 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..config import RoundPipeRunConfig
+from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError, warn
 from ..pipeline import RoundPipe
 from .adapters import model_inside, refuse_mixed_adapters
-from .auxiliary import has_auxiliary_loss, has_router_logits, wants_tuple
 from .batches import refuse_rows_of_texts, split_pictures
-from .caches import CACHE, HeldCache, has_layers, home, split_held
-from .capture import asked_for, install_hooks, is_cache
-from .cut import Cut, cut, pieces_of, whole
-from .encoders import Route, routes_of, taking
+from .cutting.caches import CACHE, HeldCache, has_layers, home, split_held
+from .cutting.capture import asked_for, install_hooks, is_cache
+from .cutting.cut import Cut, cut, pieces_of, whole
+from .cutting.example import without_cache
 from .errors import REPLACED_FORWARD, CutError, CutRefusedWarning, moved_away, resized_late
-from .example import without_cache
-from .generation import forward_of, reason_for_host
-from .joined import (
-    as_tuple,
-    joined_as_wanted,
-    joined_with_cache,
-    joined_with_loss,
-    weighing,
-)
-from .losses import LOSS_ONLY, WEIGH, has_labels, own_loss, rows_of_call
-from .smoothing import SMOOTHED, SmoothedLoss, smoothed_call
+from .generate.encoders import Route, routes_of, taking
+from .generate.generation import forward_of, reason_for_host
+from .loss.label_smoothing import SMOOTHED, SmoothedLoss, smoothed_call
+from .loss.moe_aux_loss import has_auxiliary_loss, has_router_logits, wants_tuple
+from .loss.weights import LOSS_ONLY, WEIGH, has_labels, own_loss, rows_of_call
+from .merge_outputs import as_tuple, joined_as_wanted, joined_with_cache, joined_with_loss, weighing
 
 _LOG = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from roundpipe_runtime import (
     StageError,
     Timeline,
     VirtualDevice,
-    engine,
 )
+from roundpipe_runtime.engine import driver as engine
 from tests.runtime.small import batch, checked_devices, gradients, relative_error, same_bits, small_model, state
 
 F = nn.functional

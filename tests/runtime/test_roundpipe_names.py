@@ -16,7 +16,7 @@ from roundpipe_runtime import (
     RoundPipePackedData,
     RoundPipeRunConfig,
 )
-from roundpipe_runtime.optim import Adam
+from roundpipe_runtime.optim.adam import Adam
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "from_roundpipe.md").read_text(encoding="utf-8")
 

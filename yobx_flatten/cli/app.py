@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ..terminal.output import say
+from ..terminal.running import run_app
 from .check_command import check
 from .demo_command import demo
 from .env_command import env
@@ -15,9 +17,7 @@ from .explain_command import explain
 from .export_command import export
 from .generate_command import generate
 from .list_command import list_classes
-from .output import say
 from .repository import bench, is_installed_copy, matrix
-from .running import run_app
 from .verify_command import verify
 
 __all__ = ["app", "run"]

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
+from ..declare.scopes import register_flattening_functions
 from ..diagnose.inputs import Findings, check_inputs
 from ..model_folder.source import MODEL_NAMES, find_model
 from ..model_folder.tasks import pieces_for
-from ..scopes import register_flattening_functions
-from .failures import CHECK_FAILED, UserError
-from .output import say, say_json
+from ..terminal.failures import CHECK_FAILED, UserError
+from ..terminal.output import say, say_json
 from .targets import call_of, is_object_name, object_of
 
 __all__ = ["check"]

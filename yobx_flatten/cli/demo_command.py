@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ..demo import MODELS, run_demo
-from .failures import UserError
-from .output import say_json
+from ..terminal.failures import UserError
+from ..terminal.output import say_json
+from .demo import MODELS, run_demo
 
 __all__ = ["demo"]
 

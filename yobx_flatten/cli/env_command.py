@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from .output import say, say_json
+from ..terminal.output import say, say_json
 
 __all__ = ["env", "versions"]
 

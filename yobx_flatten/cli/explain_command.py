@@ -7,17 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
+from ..declare.scopes import register_flattening_functions
 from ..diagnose.drawing import explain as draw
 from ..errors import ForeignFileError
 from ..generate.onnx_runner import open_session
 from ..generate.program_runner import ProgramRunner, open_program
 from ..record.calls import RecordedCalls
 from ..record.files import call_files
-from ..scopes import register_flattening_functions
 from ..storage.cases import load_case
 from ..storage.nested import load_nested
-from .failures import UserError
-from .output import say, say_json
+from ..terminal.failures import UserError
+from ..terminal.output import say, say_json
 from .targets import call_of, is_object_name, object_of
 
 __all__ = ["explain"]

@@ -11,7 +11,7 @@ import typer
 from ..model_folder.source import MODEL_NAMES, FoundModel, find_model
 from ..model_folder.tasks import TASKS
 from ..model_folder.write import ExportedFolder, check_target, export_folder
-from .output import progress, say, say_json
+from ..terminal.output import progress, say, say_json
 
 __all__ = ["export"]
 

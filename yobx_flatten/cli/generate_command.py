@@ -13,8 +13,8 @@ import typer
 from ..generate.sampling import Sampling
 from ..model_folder.source import require_transformers
 from ..model_folder.verify import open_generator
-from .failures import UserError
-from .output import say, say_json
+from ..terminal.failures import UserError
+from ..terminal.output import say, say_json
 
 __all__ = ["generate"]
 

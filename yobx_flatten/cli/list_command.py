@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from ..listing import flattening_list
+from ..declare.listing import flattening_list
 from ..model_folder.source import require_transformers
-from .failures import UserError
-from .output import say, say_json, table
+from ..terminal.failures import UserError
+from ..terminal.output import say, say_json, table
 from .targets import import_module
 
 __all__ = ["list_classes"]

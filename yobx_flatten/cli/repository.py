@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from .failures import UserError
-from .output import say, say_json
+from ..terminal.failures import UserError
+from ..terminal.output import say, say_json
 
 __all__ = ["bench", "is_installed_copy", "matrix", "repository"]
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from .failures import UserError
+from ..terminal.failures import UserError
 
 __all__ = ["call_of", "import_module", "is_object_name", "object_of"]
 

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from ..model_folder.verify import verify_folder
-from .failures import CHECK_FAILED
-from .output import progress, say, say_json
+from ..terminal.failures import CHECK_FAILED
+from ..terminal.output import progress, say, say_json
 
 __all__ = ["verify"]
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch.utils._pytree as pytree
 
 from ..errors import InvalidArgumentError, NotRegisteredError, describe_class
-from ..recipe import Recipe, require_class
-from ..registry import REGISTRY
-from ..roundtrip import CHECKS
+from ..recipe.contract import Recipe, require_class
+from ..recipe.roundtrip import CHECKS
+from ..registry.claims import REGISTRY
 
 __all__ = ["check_recipe", "recipe_of"]
 

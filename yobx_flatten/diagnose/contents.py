@@ -26,14 +26,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Layout", "Layouts", "class_name", "is_known_base", "size_in_bytes", "spell_key"]
+from ..trees.walk import NUMBERS, spell_key
+
+__all__ = ["Layout", "Layouts", "is_known_base", "size_in_bytes"]
 
 _mro: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 _namespace: Callable[[type], Any] = type.__dict__["__dict__"].__get__
 
-_NUMBERS = (bool, int, float, complex, str, bytes, bytearray, type(None), type(...), range)
 _CLOSED = (
-    *_NUMBERS,
+    *NUMBERS,
     type,
     types.ModuleType,
     types.FunctionType,
@@ -163,16 +164,6 @@ def size_in_bytes(tensor: Any) -> int:
         return 0
 
 
-def class_name(cls: type) -> str:
-    """The full name of a class, read without asking its metaclass.
-
-    >>> class_name(collections.OrderedDict), class_name(dict)
-    ('collections.OrderedDict', 'dict')
-    """
-    module, name = _MODULE(cls), _QUALNAME(cls)
-    return name if module == "builtins" else f"{module}.{name}"
-
-
 _MODULE: Callable[[type], str] = type.__dict__["__module__"].__get__
 _QUALNAME: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 
@@ -180,20 +171,6 @@ _QUALNAME: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 def is_known_base(cls: type, names: Iterable[str]) -> bool:
     """Tell whether a class or one of its bases is defined in one of the packages."""
     return any(str(_MODULE(base)).partition(".")[0] in names for base in _mro(cls))
-
-
-def spell_key(key: Any) -> str:
-    """Spell the key of a dict; an object whose ``__repr__`` is its own business by its class.
-
-    >>> spell_key("a"), spell_key((1, "b")), spell_key(collections.OrderedDict())
-    ("'a'", "(1, 'b')", '<OrderedDict>')
-    """
-    if any(type(key) is kind for kind in _NUMBERS):
-        return repr(key)
-    if type(key) is tuple:
-        inner = [spell_key(item) for item in key]
-        return f"({', '.join(inner)}{',' if len(inner) == 1 else ''})"
-    return f"<{_QUALNAME(type(key)) if not issubclass(type(key), type) else _QUALNAME(key)}>"
 
 
 def _spell_attribute(name: Any) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from .contents import Layouts, class_name
-from .opaque import Unregistered, children_of, find_unregistered, spell_bytes, spell_count, spell_entry
+from ..trees.walk import children_of, class_name, spell_entry
+from .contents import Layouts
+from .opaque import Unregistered, find_unregistered, spell_bytes, spell_count
 
 __all__ = ["Drawing", "DrawingRow", "explain"]
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from ..arguments import inputs_by_name
 from ..errors import DynamicShapesError, FlattenError
-from ..shapes import check_dynamic_shapes
-from .contents import Layouts, class_name
-from .opaque import torch_leaves
+from ..trees.arguments import inputs_by_name
+from ..trees.shapes import check_dynamic_shapes
+from ..trees.walk import class_name, torch_leaves
+from .contents import Layouts
 from .other_messages import meaning_of
 from .remedies import Remedy, remedy_for
 from .spec_diff import Difference, compare_spec_texts, compare_specs

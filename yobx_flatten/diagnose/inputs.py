@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from ..arguments import check_arguments, did_you_mean, inputs_by_name, shapes_by_name
 from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
-from ..export_hook import EXPORT_HOOK
-from ..shapes import check_dynamic_shapes
-from ..shapes import dynamic_shapes as write_dynamic_shapes
-from ..tree import find_cycle, spell_cycle
-from ..weights import about_devices, on_other_devices, refuse_offloaded
-from .contents import Layouts, class_name
-from .opaque import find_unregistered, torch_leaves
+from ..trace.hook import EXPORT_HOOK
+from ..trees.arguments import check_arguments, did_you_mean, inputs_by_name, shapes_by_name
+from ..trees.node import find_cycle, spell_cycle
+from ..trees.shapes import check_dynamic_shapes
+from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
+from ..trees.walk import class_name, torch_leaves
+from ..trees.weights import about_devices, on_other_devices, refuse_offloaded
+from .contents import Layouts
+from .opaque import find_unregistered
 from .remedies import remedy_for
 from .varying import Axis, varying_axes
 

@@ -12,24 +12,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
-import torch.utils._pytree as pytree
-
-from ..errors import describe_class
-from .contents import Layouts, class_name, spell_key
+from ..trees.walk import class_name, torch_leaves
+from .contents import Layouts
 from .inside import Holder, holders_in
 from .remedies import Remedy, registers_what_is_inside, remedy_for
 
 __all__ = [
     "Unregistered",
-    "children_of",
     "find_unregistered",
     "spell_bytes",
     "spell_count",
-    "spell_entry",
-    "torch_leaves",
 ]
 
 
@@ -114,47 +108,6 @@ def find_unregistered(tree: Any, *, name: str = "tree") -> list[Unregistered]:
             inside = None if holder.obj is leaf else path
             found.append(Unregistered(path + holder.path, cls, holder.tensors, holder.nbytes, line, advice, inside))
     return found
-
-
-def torch_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves that torch's pytree sees, with the way to each; an object that holds itself ends the way."""
-    inside: set[int] = set()
-    # an entry without a path says that its object has been left; it also keeps the object, and so its id, alive
-    stack: list[tuple[str | None, Any]] = [(name, tree)]
-    while stack:
-        path, obj = stack.pop()
-        if path is None:
-            inside.discard(id(obj))
-            continue
-        node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(obj))
-        if node is None:
-            yield path, obj
-        elif id(obj) not in inside:
-            inside.add(id(obj))
-            stack.append((None, obj))
-            stack += [(path + spell_entry(key), child) for key, child in reversed(children_of(node, obj, path))]
-
-
-def children_of(node: Any, obj: Any, path: str) -> list[tuple[Any, Any]]:
-    """The children of a registered object with their keys."""
-    try:
-        if node.flatten_with_keys_fn is not None:
-            return list(node.flatten_with_keys_fn(obj)[0])
-        return [(pytree.SequenceKey(index), child) for index, child in enumerate(node.flatten_fn(obj)[0])]
-    except Exception as error:
-        error.add_note(f"while {path}, {describe_class(type(obj))}, was taken apart")
-        raise
-
-
-def spell_entry(key: Any) -> str:
-    """Spell one step of a key path as Python.
-
-    >>> spell_entry(pytree.MappingKey("a")), spell_entry(pytree.SequenceKey(2)), spell_entry(pytree.GetAttrKey("x"))
-    ("['a']", '[2]', '.x')
-    """
-    if isinstance(key, pytree.MappingKey):
-        return f"[{spell_key(key.key)}]"
-    return str(key)
 
 
 def spell_count(tensors: int) -> str:

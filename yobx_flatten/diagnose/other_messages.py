@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .contents import class_name
-from .opaque import find_unregistered, torch_leaves
+from ..trees.walk import class_name, torch_leaves
+from .opaque import find_unregistered
 
 __all__ = ["Meaning", "meaning_of"]
 

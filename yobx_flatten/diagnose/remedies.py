@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..codegen import builtin_base
 from ..errors import InvalidRegistrationError
-from ..fields import functions_of
-from ..mappings import is_mapping
-from ..recipe import is_constant_class
-from ..registry import REGISTRY
+from ..recipe.codegen import builtin_base
+from ..recipe.contract import is_constant_class
+from ..recipe.fields import functions_of
+from ..recipe.mappings import is_mapping
+from ..registry.claims import REGISTRY
 from .contents import Layouts, is_known_base
 
 __all__ = ["Remedy", "registers_what_is_inside", "remedy_for"]
@@ -84,7 +84,7 @@ def _block(cls: type) -> str | None:
     if remedy is not None and remedy.startswith("with "):
         return remedy
     if "transformers.cache_utils" in sys.modules and is_known_base(cls, ("transformers",)):
-        from ..huggingface.known import transformers_recipes
+        from ..huggingface.recipes import transformers_recipes
 
         recipe = transformers_recipes().get(cls)
         return None if recipe is None else recipe.remedy

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 
 from ..errors import InvalidArgumentError, describe_class
-from ..fields import is_mapping_like
+from ..recipe.fields import is_mapping_like
 
 __all__ = ["Difference", "compare_spec_texts", "compare_specs"]
 

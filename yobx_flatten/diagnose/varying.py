@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.export import Dim
 
-from ..tree import node_of
-from .opaque import spell_entry
+from ..trees.node import node_of
+from ..trees.walk import spell_entry
 
 __all__ = ["Axis", "varying_axes"]
 

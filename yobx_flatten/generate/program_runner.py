@@ -12,9 +12,9 @@ import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 
+from ..declare.scopes import register_flattening_functions
 from ..errors import GenerationError
-from ..naming import leaf_names, output_names
-from ..scopes import register_flattening_functions
+from ..trees.naming import leaf_names, output_names
 from .slots import CacheSlot, Port, cache_slots, empty_cache, is_present
 
 __all__ = ["ProgramRunner", "open_program"]

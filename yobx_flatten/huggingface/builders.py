@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..errors import CacheStructureError, describe_class
-from .layers import LETTERS
+from .caches.layers import LETTERS
 
 __all__ = ["make_dynamic_cache", "make_encoder_decoder_cache", "make_static_cache"]
 

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ..fields import functions_of
-from ..onnx_operators import Translation
-from ..recipe import Recipe
+from ..recipe.contract import Recipe
+from ..recipe.fields import functions_of
+from ..trace.onnx_operators import Translation
 from .loaded import subclasses_of
 
 __all__ = ["DIFFUSERS", "DiffusersSupport", "diffusers_recipes"]

@@ -22,7 +22,7 @@ for part of the program, and refuses arrays of numpy. Pass ``return_tensors="pt"
 
 transformers registers every ``ModelOutput`` itself, once, when the class is made; taken away it would be gone for the
 rest of the process. Where its registration is right (it names the fields), it is left in force; versions before
-5.17 register without keys, and there :mod:`yobx_flatten.huggingface.tracing` adds them for the length of the block.
+5.17 register without keys, and there :mod:`.support` adds them for the length of the block.
 Only ``BaseModelOutput`` gets a recipe of ours then: a recipe has a stored name of its own, and a fresh process that
 loads a program would not find the class behind it.
 """
@@ -39,8 +39,8 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch.utils._pytree import MappingKey
 
-from ..fields import functions_of, is_mapping_like
-from ..recipe import Recipe
+from ..recipe.contract import Recipe
+from ..recipe.fields import functions_of, is_mapping_like
 from .loaded import ModelClasses, classes_of, subclasses_of
 
 __all__ = [

@@ -18,7 +18,7 @@ import torch
 from torch.export import Dim
 
 from .builders import make_dynamic_cache
-from .layers import code_of
+from .caches.layers import code_of
 
 __all__ = ["SlidingDecoder", "counts_by_itself", "why_not_sliding"]
 

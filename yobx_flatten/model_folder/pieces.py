@@ -20,11 +20,11 @@ import torch.utils._pytree as pytree
 from torch.export import Dim
 
 from ..errors import GenerationError
+from ..export.replay import Case
 from ..huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes
 from ..huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
-from ..replay import Case
-from ..shapes import dynamic_shapes
+from ..trees.shapes import dynamic_shapes
 
 __all__ = [
     "Piece",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import GenerationError
-from ..replay import Case
+from ..export.replay import Case
 from .pieces import Piece, random_tokens
 
 __all__ = ["plain_pieces"]

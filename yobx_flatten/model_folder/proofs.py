@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from ..naming import leaf_names, output_names
-from ..replay import Case, clone
-from ..scopes import register_flattening_functions
+from ..declare.scopes import register_flattening_functions
+from ..export.replay import Case, clone
+from ..trees.naming import leaf_names, output_names
 from .pieces import Piece
 
 __all__ = ["GenerationCase", "generation_case", "stored_calls"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import MissingDependencyError, ModelSourceError
 from .classes import class_for
-from .small import small_config
+from .tiny_models import small_config
 
 __all__ = ["MODEL_NAMES", "FoundModel", "find_model", "load_model", "require_transformers"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..compare import largest_difference
+from ..diagnose.compare import largest_difference
 from ..errors import FlattenError, ForeignFileError
 from ..generate.generator import Generator
 from ..generate.onnx_generator import OnnxGenerator

@@ -20,19 +20,20 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from ..errors import FolderExistsError, InvalidArgumentError, MissingDependencyError, ReplayError
-from ..export import ExportedModel, export_program
-from ..onnx_export import export_onnx
-from ..report import TOLERANCES, ExportReport
-from ..shapes import dynamic_shapes
+from ..export.onnx_export import export_onnx
+from ..export.program import ExportedModel, export_program
+from ..export.report import TOLERANCES, ExportReport
+from ..log import STEP
 from ..storage.cases import save_case
-from ..writable import check_writable
-from .companions import genai_config, write_companions, write_genai_config
+from ..trees.shapes import dynamic_shapes
 from .manifest import FolderManifest, write_manifest
 from .pieces import Piece
 from .proofs import generation_case, stored_calls
+from .sidecar_files import genai_config, write_companions, write_genai_config
 from .source import require_transformers
 from .tasks import GENERATES, pieces_for
 from .verify import FolderReport, verify_folder
+from .writable import check_writable
 
 __all__ = ["ExportedFolder", "export_folder"]
 
@@ -120,7 +121,7 @@ def export_folder(
             reports[name] = _export(piece, work / name, batch, opset_version, TOLERANCES[dtype]).report
             cases[name] = _store_calls(piece, work)
         if task in GENERATES:
-            logger.info("generating with %s", type(model).__qualname__)
+            logger.info("generating with %s", type(model).__qualname__, extra=STEP)
             cases[""] = [_store_generation(model, task, batch, work)]
         write_companions(work, model, None if source is None else pathlib.Path(source))
         if task == "text-generation" and to == "onnx":
@@ -157,7 +158,7 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
 def _export(
     piece: Piece, path: pathlib.Path, batch: int | None, opset_version: int | None, tolerance: float
 ) -> ExportedModel:
-    logger.info("exporting %s", path.name)
+    logger.info("exporting %s", path.name, extra=STEP)
     shapes: Any = piece.dynamic_shapes
     if batch is not None and shapes is not None:
         shapes = _with_fixed_batch(dynamic_shapes(dict(piece.kwargs)) if shapes == "auto" else shapes)

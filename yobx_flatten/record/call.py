@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import RecordError
-from ..static_codec import dump_static
+from ..recipe.static_codec import dump_static
 from .callee import Callee
 from .snapshot import Fact, Snapshot
 

@@ -12,7 +12,7 @@ from typing import Any, overload
 import torch
 
 from ..errors import RecordError
-from ..static_codec import load_static
+from ..recipe.static_codec import load_static
 from .axes import Axes, read_axes
 from .call import Call
 from .callee import Callee, callee_of, module_of

@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch.export import Dim
 
 from ..errors import RecordError
-from ..shapes import dynamic_shapes
+from ..trees.shapes import dynamic_shapes
 from .axes import Axes, Place
 from .call import Call
 from .snapshot import Fact, same_value

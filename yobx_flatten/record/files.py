@@ -21,7 +21,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..errors import MissingDependencyError, RecordError
-from ..static_codec import dump_static, load_static
+from ..recipe.static_codec import dump_static, load_static
 from .snapshot import Fact, Snapshot, libraries_in_use
 
 __all__ = ["call_files", "prepare_folder", "read_call", "write_call"]

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import InvalidArgumentError, describe_class
-from ..locking import LOCK
-from ..patches import AttributePatch
+from ..registry.locking import LOCK
+from ..registry.patches import AttributePatch
 
 __all__ = ["Watcher", "watching"]
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..errors import InvalidArgumentError, describe_class
-from ..locking import LOCK
-from ..tree import key_name, node_of
+from ..registry.locking import LOCK
+from ..trees.node import key_name, node_of
 from .call import Call, about_call
 from .callee import Callee, callee_of
 from .calls import RecordedCalls

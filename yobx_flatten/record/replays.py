@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from ..compare import compare_outputs
+from ..diagnose.compare import compare_outputs
 from ..diagnose.spec_diff import compare_specs
 from ..errors import SpecMismatchError
-from ..naming import output_names
-from ..replay import CaseResult
+from ..export.replay import CaseResult
+from ..trees.naming import output_names
 from .call import Call
 from .snapshot import libraries_in_use
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 
+from ..declare.scopes import options_in_use, register_flattening_functions
 from ..diagnose.contents import Layouts
 from ..diagnose.opaque import find_unregistered
 from ..errors import NotRegisteredError
-from ..scopes import options_in_use, register_flattening_functions
-from ..tree import key_name, node_of, refuse_cycles
+from ..trees.node import key_name, node_of, refuse_cycles
 
 __all__ = ["Fact", "Snapshot", "libraries_in_use", "same_value"]
 

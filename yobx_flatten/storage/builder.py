@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidArgumentError, describe_class
-from ..static_codec import is_array
+from ..recipe.static_codec import is_array
 from .elements import ELEMENTS, STRING
 from .nested import read
 from .onnx_read import open_model, structure_of

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ..tree import key_name, node_of
+from ..trees.node import key_name, node_of
 
 __all__ = ["leaves_of", "match", "plain_names"]
 

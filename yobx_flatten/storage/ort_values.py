@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..compare import is_text
+from ..diagnose.compare import is_text
 from ..errors import ReplayError
 from .elements import ELEMENTS
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..compare import largest_difference
+from ..diagnose.compare import largest_difference
 from ..errors import InvalidArgumentError, ReplayError, describe_class
-from ..naming import leaf_names, output_names
+from ..trees.naming import leaf_names, output_names
 from .cases import StoredCase
 from .matching import leaves_of, match, plain_names
 from .ort_values import first_line, run_session, to_onnxruntime

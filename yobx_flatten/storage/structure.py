@@ -16,10 +16,10 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..errors import DamagedFileError, FlattenError, NotRegisteredError, StaticDataError
-from ..naming import leaf_names
-from ..static_codec import dump_static
-from ..tree import recipe_for, refuse_cycles
-from .trusted import import_served, load_trusted
+from ..recipe.static_codec import dump_static
+from ..trees.naming import leaf_names
+from ..trees.node import recipe_for, refuse_cycles
+from .safe_static import import_served, load_trusted
 from .values import Payload, Source, read_leaf, write_leaf
 
 __all__ = ["Structure", "put_together", "take_apart", "unique"]

@@ -17,10 +17,10 @@ import torch
 
 from ..diagnose.opaque import find_unregistered
 from ..errors import DamagedFileError, InvalidArgumentError, NotRegisteredError, StaticDataError
-from ..static_codec import dump_static
+from ..recipe.static_codec import dump_static
 from .elements import BOOL, DOUBLE, ELEMENTS, INT64, STRING, UINT8, Element, pack, unpack
 from .plain import obstacle_of
-from .trusted import load_trusted
+from .safe_static import load_trusted
 
 __all__ = ["Payload", "Source", "read_leaf", "write_leaf"]
 

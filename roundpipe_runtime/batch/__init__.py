@@ -1,0 +1,23 @@
+"""A batch as a whole: split into microbatches, joined again, with one loss."""
+
+from __future__ import annotations
+
+from .joining import join
+from .loss import LossContract, WeightedLoss, read_loss
+from .packed import RoundPipePackedData
+from .spec import Replicate, TensorChunkSpec, sizes
+from .splitting import Microbatch, infer_batch_size, split
+
+__all__ = [
+    "LossContract",
+    "Microbatch",
+    "Replicate",
+    "RoundPipePackedData",
+    "TensorChunkSpec",
+    "WeightedLoss",
+    "infer_batch_size",
+    "join",
+    "read_loss",
+    "sizes",
+    "split",
+]

@@ -1,0 +1,76 @@
+"""The arguments of ``forward_backward``, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from yobx_flatten import leaves
+
+from ..errors import ConfigError
+from .packed import RoundPipePackedData
+
+__all__ = ["checked_call", "refuse_loss", "refuse_trained_labels"]
+
+
+def checked_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments of the model.
+
+    Args:
+        input_args: a tuple or list with one entry per argument.
+        input_kwargs: a mapping, or ``None``.
+
+    Raises:
+        ConfigError: it is something else. A tensor, above all, is not taken for a tuple of its rows.
+
+    >>> checked_call([1, 2], None)
+    ((1, 2), {})
+    """
+    if not isinstance(input_args, (tuple, list)) or isinstance(input_args, RoundPipePackedData):
+        raise ConfigError(
+            "input_args must be a tuple with the positional arguments of the model, found "
+            f"{type(input_args).__qualname__}. A model of one argument:\n"
+            "    forward_backward((x,), label=labels, loss_fn=loss_fn)"
+        )
+    if input_kwargs is not None and not isinstance(input_kwargs, Mapping):
+        raise ConfigError(
+            f"input_kwargs must be a mapping from names to arguments, found {type(input_kwargs).__qualname__}:\n"
+            "    forward_backward(input_kwargs={'mask': mask}, label=labels, loss_fn=loss_fn)"
+        )
+    return tuple(input_args), dict(input_kwargs or {})
+
+
+def refuse_loss(loss_fn: Any) -> None:
+    """Refuse what cannot be called as a loss.
+
+    Raises:
+        ConfigError: saying what a loss function is.
+    """
+    if not callable(loss_fn):
+        raise ConfigError(
+            f"loss_fn must be a function of the outputs and labels of a microbatch, found {loss_fn!r}. Where the "
+            "outputs of the model are the loss, leave it out."
+        )
+
+
+def refuse_trained_labels(label: Any) -> None:
+    """Refuse labels that want a gradient, as none comes back to them: devices have copies.
+
+    Raises:
+        ConfigError: naming the key path.
+    """
+    for leaf in leaves(label, name="label"):
+        is_packed = isinstance(leaf.value, RoundPipePackedData)
+        tensors = leaf.value if is_packed else [leaf.value]
+        if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
+            line = "forward_backward(..., label=label.detach())"
+            if is_packed:
+                line = "with torch.no_grad(): label = teacher(x)"
+            raise ConfigError(
+                f"{leaf.path} requires a gradient, and none flows back into labels. If none is wanted, as for the "
+                "outputs of a teacher:\n"
+                f"    {line}\n"
+                "Else give it to the model as an argument, whose gradient comes back, and let the last layer return it."
+            )

@@ -1,0 +1,224 @@
+"""The outputs of the microbatches as the output of the whole batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from yobx_flatten import Leaf, compare_specs, leaves
+
+from ..errors import JoinError
+from .spec import Rule, Rules, is_below, read_rules, rule_for
+
+__all__ = ["common_spec", "join"]
+
+
+def join(
+    outputs: Sequence[Any],
+    weights: Sequence[float | None],
+    *,
+    rows: Sequence[int | None] | None = None,
+    merge: Any = None,
+) -> Any:
+    """Put the outputs of the microbatches together.
+
+    Tensors are concatenated along the batch axis: the one that their class declares, else axis 0. A tensor that is the
+    same in all microbatches and has no axis with their rows was not cut, and stays as it is. Tensors without axes are
+    averaged by weight. Everything else must be equal.
+
+    Args:
+        outputs: one nested output per microbatch, at least one.
+        weights: what each microbatch counts in an average: its rows, or what its loss reports. ``None`` where that is
+            not known: then nothing can be averaged.
+        rows: rows of each microbatch, which tell a tensor with a batch axis from others. Default: ``weights``.
+        merge: ``None`` or ``True``; or a tree of :class:`TensorChunkSpec` and :class:`Replicate`, where a mark stands
+            for all that is below it; or a mapping from key paths (``"outputs['logits']"``) to marks; or a function
+            ``list of outputs -> output``.
+
+    Returns:
+        One output. With one microbatch and no ``merge`` its output itself.
+
+    Raises:
+        JoinError: naming the key path at which the microbatches differ.
+
+    >>> first = {"y": torch.tensor([1, 2]), "n": torch.tensor(1.0)}
+    >>> join([first, {"y": torch.tensor([3]), "n": torch.tensor(4.0)}], [2, 1])
+    {'y': tensor([1, 2, 3]), 'n': tensor(2.)}
+    """
+    if not outputs:
+        raise JoinError("There are no outputs to join.")
+    if merge is not None and not isinstance(merge, (bool, type)) and callable(merge):
+        return merge(list(outputs))
+    if len(outputs) != len(weights):
+        raise JoinError(f"{len(outputs)} outputs cannot be joined with {len(weights)} weights.")
+    rules = _rules(merge)
+    if len(outputs) == 1 and not rules:
+        return outputs[0]
+    spec = common_spec(outputs)
+    columns = list(zip(*(leaves(output, name="outputs") for output in outputs), strict=True))
+    _refuse_unknown_paths([column[0].path for column in columns], rules)
+    parts = _Parts(
+        weights=[None if weight is None else float(weight) for weight in weights],
+        rows=list(weights if rows is None else rows),
+    )
+    joined = [_join_leaf(column, parts, rule_for(column[0].path, rules)) for column in columns]
+    return pytree.tree_unflatten(joined, spec)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Parts:
+    """What is known of the microbatches."""
+
+    weights: list[float | None]
+    rows: list[float | None]
+
+
+def _rules(merge: Any) -> Rules:
+    if merge is None or merge is True:
+        return {}
+    if isinstance(merge, Mapping) and all(isinstance(key, str) and is_below(key, "outputs") for key in merge):
+        return read_rules(merge, "", JoinError)
+    return read_rules(merge, "outputs", JoinError)
+
+
+def common_spec(outputs: Sequence[Any]) -> pytree.TreeSpec:
+    """Return the structure that the outputs of all microbatches have.
+
+    Raises:
+        JoinError: naming the key path at which one of them has another.
+    """
+    specs = [pytree.tree_structure(output) for output in outputs]
+    for index, spec in enumerate(specs):
+        if spec != specs[0]:
+            found = compare_specs(specs[0], spec, name="outputs", names=("microbatch 0", f"microbatch {index}"))
+            text = "\n".join(map(str, found)) or f"{specs[0]}\n{spec}"
+            raise JoinError(f"The outputs of microbatches 0 and {index} have different structures:\n{text}")
+    return specs[0]
+
+
+def _refuse_unknown_paths(paths: Sequence[str], rules: Rules) -> None:
+    for written in rules:
+        if not any(is_below(path, written) for path in paths):
+            raise JoinError(f"merge_output: {written!r} is not among the outputs. Their key paths are:\n    {paths}")
+
+
+def _join_leaf(column: Sequence[Leaf], parts: _Parts, rule: Rule | None) -> Any:
+    path, values = column[0].path, [leaf.value for leaf in column]
+    if rule is not None and rule.reduce is not None:
+        total = rule.init
+        for value in values:
+            total = rule.reduce(total, value)
+        return total
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if len(tensors) != len(values) or (rule is not None and rule.dim is None):
+        return _the_same(path, values)
+    # the split hands on tensors without a batch axis as they are
+    if rule is None and all(value is values[0] for value in values):
+        return values[0]
+    if rule is not None and rule.dim is not None:
+        return _cat(path, tensors, rule.dim)
+    if column[0].axes is not None:
+        return _join_declared(path, tensors, column[0].axes)
+    if tensors[0].dim() == 0:
+        return _mean(path, tensors, parts.weights)
+    return _join_by_rows(path, tensors, parts.rows)
+
+
+def _join_declared(path: str, tensors: Sequence[torch.Tensor], axes: Mapping[int, str]) -> Any:
+    for axis, meaning in axes.items():
+        if meaning == "batch":
+            return _cat(path, tensors, axis)
+    return _the_same(path, tensors)
+
+
+def _join_by_rows(path: str, tensors: Sequence[torch.Tensor], rows: Sequence[float | None]) -> Any:
+    if None in rows and all(_equal(t, tensors[0]) for t in tensors):
+        raise JoinError(
+            f"{path} is the same in all microbatches, whose rows are not known: it may be rows that are equal, or what "
+            "is not cut. Say which, one of\n"
+            f"    RoundPipeRunConfig(merge_output={{{path!r}: TensorChunkSpec(0)}})\n"
+            f"    RoundPipeRunConfig(merge_output={{{path!r}: Replicate}})"
+        )
+    if all(t.dim() > 0 and count in (None, t.shape[0]) for t, count in zip(tensors, rows, strict=True)):
+        return _cat(path, tensors, 0)
+    if all(_equal(t, tensors[0]) for t in tensors):
+        return tensors[0]
+    shapes = [tuple(t.shape) for t in tensors]
+    axis = next((axis for axis, size in enumerate(shapes[0]) if size == rows[0]), 0)
+    raise JoinError(
+        f"{path}: axis 0 of the shapes {shapes} is not the {list(rows)} rows of the microbatches, and the values "
+        "differ. Say along which axis they are joined, or how:\n"
+        f"    RoundPipeRunConfig(merge_output={{{path!r}: TensorChunkSpec({axis})}})\n"
+        "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
+    )
+
+
+def _cat(path: str, tensors: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+    try:
+        return torch.cat(list(tensors), dim=axis)
+    except (RuntimeError, IndexError, TypeError) as error:
+        raise JoinError(
+            f"{path}: shapes {[tuple(t.shape) for t in tensors]} cannot be concatenated along axis {axis}: {error}"
+        ) from error
+
+
+def _mean(path: str, tensors: Sequence[torch.Tensor], given: Sequence[float | None]) -> torch.Tensor:
+    """Average by weight; what has no weight counts nothing, were it NaN."""
+    if not (tensors[0].is_floating_point() or tensors[0].is_complex()):
+        value: torch.Tensor = _the_same(path, tensors)
+        return value
+    weights = [weight for weight in given if weight is not None]
+    if len(weights) != len(tensors):
+        if all(_equal(tensor, tensors[0]) and not tensor.requires_grad for tensor in tensors):
+            return tensors[0]
+        raise JoinError(
+            f"{path} has no axes, and the rows of the microbatches, by which it would be averaged, are not "
+            "known. Say how it is joined:\n"
+            "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
+        )
+    total = math.fsum(weights)
+    if total == 0:
+        return torch.zeros_like(tensors[0])
+    wide = torch.complex128 if tensors[0].is_complex() else torch.float64
+    wide = tensors[0].dtype if tensors[0].device.type == "mps" else wide  # which has no float64
+    terms = [t.to(wide) * (weight / total) for t, weight in zip(tensors, weights, strict=True) if weight]
+    return torch.stack(terms).sum().to(tensors[0].dtype)
+
+
+def _the_same(path: str, values: Sequence[Any]) -> Any:
+    for index, value in enumerate(values):
+        if not _equal(value, values[0]):
+            raise JoinError(
+                f"{path} differs: {_short(values[0])} in microbatch 0, {_short(value)} in microbatch {index}. What "
+                "is not cut must be the same in all microbatches. Say how to join it:\n"
+                "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
+            )
+    return values[0]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+    if isinstance(one, float) and math.isnan(one):
+        return math.isnan(other)
+    try:
+        same = one == other
+        return bool(same.all()) if hasattr(same, "all") else bool(same)
+    except (ValueError, TypeError, RuntimeError):
+        return False
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}" if value.numel() > 4 else str(value.tolist())
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."

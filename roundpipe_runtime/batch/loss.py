@@ -1,0 +1,329 @@
+"""The loss of a batch that is computed in microbatches, and what each microbatch contributes to the gradient.
+
+::
+
+    loss_fn returns        total loss                       seed of microbatch i     scale of the gradient afterwards
+    tensor(s), "sum"       sum of values                    1                        1
+    tensor(s), "mean"      sum of rows_i / rows * value_i   rows_i / rows            1
+      of 16 bits           the same                         rows_i / c               c / rows
+    (sum, weight)          sum of sums / sum of weights     1 / c                    c / sum of weights
+
+The seed is known when the backward of a microbatch starts, so for sums and means the gradient is right as it is
+accumulated. The weights of pairs are another matter: a microbatch goes back as soon as its own loss is there, while the
+losses of those behind it, and their weights, are not. So pairs go back unscaled, and the gradient that this call
+accumulated is multiplied once, when the last weight is known. That is exact, and costs one pass over the gradients; the
+engine must keep the gradient of a call apart from what was there before it, which it does anyway to be able to discard
+it. c is the power of two next to the number of rows: it keeps sums over long batches in the range of half precision,
+and multiplying with a power of two does not round. A loss of 16 bits has a seed of 16 bits, in which a third is
+wrong by up to 0.4 %, so its mean is scaled late, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import threading
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from ..errors import ConfigError, LossError, UnevenSplitWarning, warn
+
+__all__ = ["BackwardTerm", "LossContract", "LossValue", "WeightedLoss", "read_loss", "warn_if_uneven"]
+
+Reduction: TypeAlias = Literal["sum", "mean"]
+
+
+class WeightedLoss(NamedTuple):
+    """A sum over what counts in a microbatch, and how much counted.
+
+    Attributes:
+        sum: the sum, without axes.
+        weight: the number of tokens, rows or whatever the sum is over. It must not require grad.
+    """
+
+    sum: torch.Tensor | float
+    weight: torch.Tensor | float
+
+
+class BackwardTerm(NamedTuple):
+    """What to go back from: ``torch.autograd.backward(term.tensor, term.seed)``.
+
+    Attributes:
+        tensor: a loss.
+        seed: the gradient to start with, of the same dtype and device.
+    """
+
+    tensor: torch.Tensor
+    seed: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LossValue:
+    """What a loss function returned, understood.
+
+    Attributes:
+        kind: ``"tensor"``, ``"sequence"`` or ``"pair"``.
+        tensors: the loss, the losses, or the sum.
+        weight: of a pair, as a number.
+    """
+
+    kind: Literal["tensor", "sequence", "pair"]
+    tensors: tuple[torch.Tensor, ...]
+    weight: float | None = None
+
+
+def read_loss(value: Any) -> LossValue:
+    """Understand what a loss function returned for one microbatch.
+
+    A pair is a :class:`WeightedLoss`, or a plain tuple of two whose second item is a number, or a tensor that does not
+    require grad beside a sum that does. Two losses both require grad. A list is a sequence always. A plain tuple of two
+    tensors none of which requires grad could be either, and is refused.
+
+    Args:
+        value: what ``loss_fn(outputs, labels)`` returned.
+
+    Raises:
+        LossError: when it is neither a tensor, nor a sequence of tensors, nor a pair.
+
+    >>> read_loss((torch.tensor(6.0, requires_grad=True), 3)).weight
+    3.0
+    """
+    if isinstance(value, torch.Tensor):
+        return LossValue("tensor", (_scalar(value, "the loss"),))
+    if isinstance(value, WeightedLoss) or _is_pair(value):
+        return _read_pair(*value)
+    if isinstance(value, (list, tuple)) and value and all(isinstance(item, torch.Tensor) for item in value):
+        return LossValue("sequence", tuple(_scalar(item, f"loss {i}") for i, item in enumerate(value)))
+    found = (
+        f"{type(value).__qualname__} of {[type(item).__qualname__ for item in value]}"
+        if isinstance(value, (list, tuple))
+        else type(value).__qualname__
+    )
+    raise LossError(
+        f"loss_fn must return a tensor, a sequence of tensors or a pair (sum, weight), found {found}. For a mean over "
+        "tokens that is exact in microbatches:\n"
+        "    return WeightedLoss(per_token.sum(), number_of_tokens)"
+    )
+
+
+class LossContract:
+    """Collects the losses of one batch, says what goes back, and what the total is.
+
+    The thread that runs the fused stage calls :meth:`add` for each microbatch, in their order; afterwards anybody reads
+    the rest. One instance per call of ``forward_backward``.
+
+    Args:
+        reduction: ``"sum"`` or ``"mean"``, of losses that are no pairs.
+        rows: rows of each microbatch; ``None`` where not known.
+
+    >>> contract = LossContract("mean", [2, 1])
+    >>> [term.seed for term in contract.add(0, torch.tensor(3.0, requires_grad=True))]
+    [tensor(0.6667)]
+    >>> [term.seed for term in contract.add(1, torch.tensor(6.0, requires_grad=True))]
+    [tensor(0.3333)]
+    >>> contract.total(), contract.gradient_scale()
+    (tensor(4.), 1.0)
+    """
+
+    def __init__(self, reduction: Reduction, rows: Sequence[int | None]) -> None:
+        if reduction not in ("sum", "mean"):
+            raise ConfigError(f'loss_reduction must be "sum" or "mean", found {reduction!r}.')
+        self.reduction = reduction
+        self.rows = tuple(rows)
+        self._values: dict[int, LossValue] = {}
+        self._is_late = False
+        self._lock = threading.Lock()
+
+    def add(self, index: int, value: Any) -> list[BackwardTerm]:
+        """Take the loss of one microbatch.
+
+        Args:
+            index: the microbatch.
+            value: what ``loss_fn`` returned. The weight of a pair is read here, which waits for it on an accelerator.
+
+        Returns:
+            What to go back from. Nothing, if the microbatch has no weight: its gradient is zero even where its loss is
+            NaN. Losses that do not require grad are left out.
+
+        Raises:
+            LossError: when the value is no loss, or of another kind than that of another microbatch.
+        """
+        try:
+            read = read_loss(value)
+        except LossError as error:
+            raise LossError(f"microbatch {index}: {error}") from None
+        with self._lock:
+            for other, before in self._values.items():
+                if (before.kind, len(before.tensors)) != (read.kind, len(read.tensors)):
+                    raise LossError(
+                        f"loss_fn returned {_spell(read)} for microbatch {index}, and {_spell(before)} for microbatch "
+                        f"{other}. It must return the same for all."
+                    )
+            if not self._values:
+                is_short = read.tensors[0].dtype in (torch.float16, torch.bfloat16)
+                self._is_late = read.kind == "pair" or (self.reduction == "mean" and is_short)
+            self._values[index] = dataclasses.replace(read, tensors=tuple(t.detach() for t in read.tensors))
+        seed = self._seed(index)
+        if read.weight == 0 or seed == 0:
+            return []
+        return [BackwardTerm(t, torch.full_like(t, seed)) for t in read.tensors if t.requires_grad]
+
+    @property
+    def kind(self) -> str | None:
+        """What the loss function returns; ``None`` before the first loss."""
+        return next((value.kind for value in self._values.values()), None)
+
+    @property
+    def weights(self) -> list[float]:
+        """The weight of each microbatch, to average outputs by: what the pairs report, else the rows."""
+        return [self._weight(index) for index in range(len(self.rows))]
+
+    def gradient_scale(self) -> float:
+        """Return what the gradient that this call accumulated is multiplied with, after the last microbatch.
+
+        ``1.0``: nothing is to be done. ``0.0``: no microbatch had a weight, and the gradient is zero: nothing went
+        back, so there is nothing to multiply.
+        """
+        if not self._is_late:
+            return 1.0
+        total = math.fsum(self.weights)
+        return self._unit() / total if total else 0.0
+
+    def total(self) -> torch.Tensor | list[torch.Tensor]:
+        """Return the loss of the whole batch, detached: a list for a sequence, a tensor else.
+
+        Raises:
+            LossError: when a microbatch has not been added.
+        """
+        missing = [index for index in range(len(self.rows)) if index not in self._values]
+        if missing:
+            raise LossError(f"The loss of microbatches {missing} is missing.")
+        values = [self._values[index] for index in range(len(self.rows))]
+        totals = [self._total(values, position) for position in range(len(values[0].tensors))]
+        return totals if self.kind == "sequence" else totals[0]
+
+    def _total(self, values: Sequence[LossValue], position: int) -> torch.Tensor:
+        # where a number stands for the sum of nothing, another microbatch tells dtype and device
+        first = next((value for value in values if value.weight != 0), values[0]).tensors[position]
+        weights = [self._factor(index) for index in range(len(values))]
+        # float64 where the device has it: the sum is then as exact as that of the whole batch
+        wide = torch.float32 if first.device.type == "mps" else torch.float64
+        terms = [
+            value.tensors[position].to(first.device, wide) * weight
+            for value, weight in zip(values, weights, strict=True)
+            if weight
+        ]
+        return torch.stack(terms).sum().to(first.dtype) if terms else torch.zeros_like(first)
+
+    def _factor(self, index: int) -> float:
+        """What the value of a microbatch counts in the total."""
+        if self.kind != "pair" and self.reduction == "sum":
+            return 1.0
+        total = math.fsum(self.weights)
+        share = 1.0 if self.kind == "pair" else self._known_rows()[index]
+        return share / total if self._weight(index) else 0.0
+
+    def _seed(self, index: int) -> float:
+        if self.kind == "pair":
+            return 1 / self._unit()
+        if self.reduction == "sum":
+            return 1.0
+        rows = self._known_rows()
+        return rows[index] / (self._unit() if self._is_late else max(sum(rows), 1))
+
+    def _known_rows(self) -> list[int]:
+        rows = [count for count in self.rows if count is not None]
+        if len(rows) != len(self.rows):
+            raise LossError(
+                'loss_reduction="mean" weights microbatches by their rows, but the split function made parts whose '
+                "rows are not known. Return a pair instead:\n"
+                "    return WeightedLoss(per_row.sum(), number_of_rows)"
+            )
+        return rows
+
+    def _weight(self, index: int) -> float:
+        value = self._values.get(index)
+        if value is not None and value.weight is not None:
+            return value.weight
+        rows = self.rows[index]
+        return 1.0 if rows is None else float(rows)
+
+    def _unit(self) -> float:
+        rows = sum(count or 1 for count in self.rows)
+        return 2.0 ** round(math.log2(max(rows, 1)))
+
+
+def warn_if_uneven(rows: Sequence[int | None], num_microbatch: int) -> bool:
+    """Warn that a loss divided by the number of microbatches is not the mean of this batch.
+
+    The caller asks for losses that are no pairs with ``loss_reduction="sum"``, and only until the first ``True``.
+
+    Args:
+        rows: rows of each microbatch.
+        num_microbatch: the number asked for, which a script would divide by.
+
+    Returns:
+        Whether a warning was given.
+    """
+    if len(set(rows)) <= 1 and len(rows) == num_microbatch:
+        return False
+    warn(
+        f"The batch was split unevenly: microbatches of {list(rows)} rows, {num_microbatch} asked for. With "
+        'loss_reduction="sum" the total is the sum of their losses, and a mean divided by the number of microbatches '
+        "is not the mean of the batch. Either is exact:\n"
+        '    RoundPipeRunConfig(loss_reduction="mean")  # loss_fn returns the mean over its rows\n'
+        "    return WeightedLoss(total, weight)  # from loss_fn",
+        UnevenSplitWarning,
+    )
+    return True
+
+
+def _is_pair(value: Any) -> bool:
+    if type(value) is not tuple or len(value) != 2:
+        return False
+    first, second = value
+    if not isinstance(first, (torch.Tensor, numbers.Real)):
+        return False
+    if not isinstance(second, torch.Tensor):
+        return isinstance(second, numbers.Real)  # numpy's numbers are such
+    if second.requires_grad:
+        return False
+    if not isinstance(first, torch.Tensor) or first.requires_grad or not second.is_floating_point():
+        return True
+    raise LossError(
+        "loss_fn returned a tuple of two tensors, none of which requires grad. It could be two losses or a sum with "
+        "its weight. Write one of\n"
+        "    return WeightedLoss(total, weight)\n"
+        "    return [loss, other_loss]"
+    )
+
+
+def _read_pair(total: Any, weight: Any) -> LossValue:
+    if isinstance(weight, torch.Tensor) and weight.requires_grad:
+        raise LossError("the weight of a pair (sum, weight) requires grad. It counts, it does not learn:\n"
+                        "    return WeightedLoss(total, weight.detach())")  # fmt: skip
+    if isinstance(weight, torch.Tensor):
+        weight = _scalar(weight, "the weight").item()
+    if not isinstance(weight, numbers.Real) or not math.isfinite(weight) or weight < 0:
+        raise LossError(f"the weight of a pair (sum, weight) must be a finite number from 0 on, found {weight!r}.")
+    if not isinstance(total, torch.Tensor):
+        total = torch.tensor(float(total))
+    return LossValue("pair", (_scalar(total, "the sum"),), float(weight))
+
+
+def _scalar(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    if tensor.numel() != 1:
+        raise LossError(
+            f"{what} has shape {tuple(tensor.shape)}; it must be one number. Reduce it in loss_fn:\n"
+            "    return loss.sum()"
+        )
+    return tensor.reshape(())
+
+
+def _spell(value: LossValue) -> str:
+    return {"tensor": "a tensor", "sequence": f"{len(value.tensors)} tensors", "pair": "a pair (sum, weight)"}[
+        value.kind
+    ]

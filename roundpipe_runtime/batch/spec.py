@@ -1,0 +1,144 @@
+"""What a user may say about a leaf, cut it here or hand it on whole, and the rules that come of it by key path."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+from yobx_flatten import leaves, string_type
+
+from ..errors import ConfigError, RoundPipeError, SplitError
+
+__all__ = ["Replicate", "Rule", "Rules", "TensorChunkSpec", "is_below", "read_rules", "rule_for", "sizes", "spell"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorChunkSpec:
+    """Cut a tensor along an axis; joined outputs are concatenated along it.
+
+    Attributes:
+        dim: the axis. Negative ones count from the end.
+    """
+
+    dim: int
+
+    @property
+    def split_dim(self) -> int:
+        """The axis, under the name it has in ``torch.distributed.pipelining``."""
+        return self.dim
+
+
+class Replicate:
+    """Hand a leaf whole to every microbatch; as an output it must be the same in all of them.
+
+    The class itself is the mark: ``(TensorChunkSpec(0), Replicate)``. An instance means the same.
+    """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """What was said about a leaf and all that is below it.
+
+    Attributes:
+        dim: the axis to cut along; ``None`` hands it on whole.
+        reduce: joins outputs two by two, from ``init`` on, instead of either.
+        init: what ``reduce`` starts with.
+    """
+
+    dim: int | None
+    reduce: Callable[[Any, Any], Any] | None = None
+    init: Any = None
+
+
+Rules: TypeAlias = dict[str, Rule]
+
+
+def sizes(batch: int, num_microbatch: int) -> list[int]:
+    """Return how many rows each microbatch gets: as even as possible, the larger ones first, as ``torch.tensor_split``.
+
+    Args:
+        batch: number of rows.
+        num_microbatch: number of microbatches asked for.
+
+    Returns:
+        One number per microbatch. Fewer rows than microbatches give one microbatch per row: an empty one would have no
+        mean, and nothing to compute. A batch without rows is one microbatch without rows.
+
+    >>> sizes(10, 4), sizes(2, 4), sizes(0, 4)
+    ([3, 3, 2, 2], [1, 1], [0])
+    """
+    if type(num_microbatch) is not int or num_microbatch < 1:
+        raise ConfigError(f"num_microbatch must be a number from 1 on, found {num_microbatch!r}.")
+    count = max(1, min(batch, num_microbatch))
+    rows, larger = divmod(batch, count)
+    return [rows + (index < larger) for index in range(count)]
+
+
+def read_rules(spec: Any, name: str, error: type[RoundPipeError] = SplitError) -> Rules:
+    """Read what a user wrote about a tree into rules by key path.
+
+    Args:
+        spec: marks in the structure of the tree they are about; a mark stands for all that is below it, and ``None``
+            says nothing. Or a mapping from key paths, as errors spell them, to marks, if ``name`` is empty.
+        name: what the tree is called in key paths.
+        error: the class of the error.
+
+    Raises:
+        SplitError: (or ``error``) when something else than a mark stands there.
+
+    >>> read_rules(({"x": TensorChunkSpec(1)}, Replicate), "args")
+    {"args[0]['x']": Rule(dim=1, reduce=None, init=None), 'args[1]': Rule(dim=None, reduce=None, init=None)}
+    """
+    if spec is None:
+        return {}
+    if name:
+        marks: Iterable[tuple[str, Any]] = [(leaf.path, leaf.value) for leaf in leaves(spec, name=name)]
+    else:
+        marks = spec.items()
+    return {path: _rule(mark, path, error) for path, mark in marks if mark is not None}
+
+
+def rule_for(path: str, rules: Mapping[str, Rule]) -> Rule | None:
+    """Return what was said about a leaf: by its own path, else by the longest path above it."""
+    above = [written for written in rules if is_below(path, written)]
+    return rules[max(above, key=len)] if above else None
+
+
+def is_below(path: str, above: str) -> bool:
+    """Tell whether a path is another one or goes on from it.
+
+    >>> is_below("args[0]['x']", "args[0]"), is_below("args[10]", "args[1]"), is_below("label", "label")
+    (True, False, True)
+    """
+    return path == above or (path.startswith(above) and path[len(above)] in ".[")
+
+
+def spell(value: Any) -> str:
+    """Spell what a user gave in the place of something else: data by its type and shape, and not its numbers.
+
+    >>> import torch
+    >>> spell(5), spell([torch.zeros(2, 3)])
+    ('5', '#1[T1s2x3]')
+    """
+    return repr(value) if isinstance(value, int | float | str | type | None) else string_type(value, with_shape=True)
+
+
+def _rule(mark: Any, path: str, error: type[RoundPipeError]) -> Rule:
+    kind = mark if isinstance(mark, type) else type(mark)
+    # those of torch mean the same; importing their module costs half a second, so they are known by name
+    if kind is Replicate or _is_torchs(kind, "_Replicate"):
+        return Rule(None)
+    if isinstance(mark, TensorChunkSpec) or _is_torchs(kind, "TensorChunkSpec"):
+        return Rule(mark.split_dim)
+    if _is_torchs(kind, "_CustomReducer"):
+        return Rule(None, mark.reduce_fn, mark.init_value)
+    raise error(
+        f"{path}: expected TensorChunkSpec(dim), Replicate or None, found {spell(mark)}. A rule looks like "
+        "this:\n"
+        f"    {{{path!r}: TensorChunkSpec(0)}}"
+    )
+
+
+def _is_torchs(kind: type, name: str) -> bool:
+    return any(c.__name__ == name and c.__module__.startswith("torch.distributed.pipelining.") for c in kind.__mro__)

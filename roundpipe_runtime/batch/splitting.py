@@ -1,0 +1,290 @@
+"""Inputs and labels cut into microbatches, and outputs joined again, by the registrations of ``yobx_flatten``."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.utils._pytree as pytree
+
+from ..device.block_masks import HeldMask, cut_mask, held
+from ..errors import SplitError
+from .axes import BatchAxes, batch_axes
+from .entries import Entry, entries_of, refuse_unregistered
+from .joining import join
+from .packed import RoundPipePackedData
+from .part_rows import refuse_other_rows, refuse_unlike_packed, rows_beside_packed, rows_of_parts
+from .spec import Replicate, Rules, TensorChunkSpec, read_rules, sizes, spell
+
+__all__ = [
+    "Microbatch",
+    "Replicate",
+    "RoundPipePackedData",
+    "TensorChunkSpec",
+    "infer_batch_size",
+    "join",
+    "sizes",
+    "split",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Microbatch:
+    """What one pass through the layers is called with.
+
+    Attributes:
+        index: its number, from 0.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        label: labels, for the loss.
+        rows: how many rows of the batch it holds; ``None`` if that is not known: of a split function whose parts have
+            no clear batch axis, of packed data without tensors, of leaves that rules cut each for itself.
+    """
+
+    index: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    label: Any
+    rows: int | None
+
+
+def infer_batch_size(*trees: Any) -> int | None:
+    """Return how many rows nested inputs have; ``None`` if no tensor has a batch axis.
+
+    Raises:
+        SplitError: when several sizes could be it.
+
+    >>> import torch
+    >>> infer_batch_size({"x": torch.zeros(8, 3), "mask": torch.zeros(1, 3)}, torch.zeros(8))
+    8
+    """
+    inputs = [entry for index, tree in enumerate(trees) for entry in entries_of(tree, f"trees[{index}]", {})]
+    return batch_axes(inputs, [], {}).batch
+
+
+def split(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    label: Any,
+    num_microbatch: int,
+    *,
+    split_input: Any = None,
+    split_label: Any = None,
+) -> list[Microbatch]:
+    """Cut arguments and labels into microbatches.
+
+    Tensors with the batch axis are cut along it, with the sizes of ``torch.tensor_split``, as views. Everything else
+    goes to every microbatch: tensors without axes, tensors of size 1 along axis 0, tensors without an axis of the
+    batch's size, numbers, strings, ``None``.
+
+    Args:
+        args: positional arguments, nested at will.
+        kwargs: keyword arguments, nested at will.
+        label: labels, nested at will.
+        num_microbatch: number of microbatches to make. There are fewer when there are fewer rows.
+        split_input: ``None``; or ``(spec of args, spec of kwargs)``, each ``None`` or a tree of
+            :class:`TensorChunkSpec` and :class:`Replicate`, where a mark stands for all that is below it; or a mapping
+            from key paths to marks, labels included (``{"kwargs['mask']": Replicate, "label[1]": Replicate}``); or a
+            function ``(args, kwargs, num_microbatch) -> (list of args, list of kwargs)``.
+        split_label: ``None``, a tree of marks, or a function ``(label, num_microbatch) -> list of labels``.
+
+    Returns:
+        The microbatches, in the order of the rows.
+
+    Raises:
+        SplitError: when it is not clear what to cut, naming the key paths and the line to type.
+        UnregisteredObjectError: when an object holds tensors but does not come apart.
+
+    >>> import torch
+    >>> parts = split((torch.arange(5), torch.zeros(1, 3)), {"scale": 2.0}, torch.arange(5), 2)
+    >>> [(m.args[0].tolist(), m.args[1].shape[0], m.kwargs, m.label.tolist(), m.rows) for m in parts]
+    [([0, 1, 2], 1, {'scale': 2.0}, [0, 1, 2], 3), ([3, 4], 1, {'scale': 2.0}, [3, 4], 2)]
+    """
+    kwargs = dict(kwargs)
+    sizes(1, num_microbatch)  # refuses a wrong number
+    rules = _input_rules(split_input) | ({} if _is_function(split_label) else read_rules(split_label, "label"))
+    for tree, name in ((args, "args"), (kwargs, "kwargs"), (label, "label")):
+        refuse_unregistered(tree, name, rules)
+    if _is_function(split_input) or _is_function(split_label):
+        return _split_by_functions(args, kwargs, label, num_microbatch, split_input, split_label, rules)
+    inputs = [*entries_of(args, "args", rules), *entries_of(kwargs, "kwargs", rules)]
+    labels = entries_of(label, "label", rules)
+    refuse_unlike_packed([*inputs, *labels])
+    decided = batch_axes(inputs, labels, rules)
+    rows = _rows(inputs, labels, decided, num_microbatch)
+    call = _cut((args, kwargs), decided.axes, rows)
+    return [
+        Microbatch(index, part[0], part[1], part_label, count)
+        for index, (part, part_label, count) in enumerate(
+            zip(call, _cut(label, decided.label_axes, rows), rows, strict=True)
+        )
+    ]
+
+
+def _input_rules(split_input: Any) -> Rules:
+    if split_input is None or _is_function(split_input):
+        return {}
+    if isinstance(split_input, Mapping):
+        return read_rules(split_input, "")
+    if isinstance(split_input, (tuple, list)) and len(split_input) == 2:
+        return read_rules(split_input[0], "args") | read_rules(split_input[1], "kwargs")
+    raise SplitError(
+        f"split_input must be (spec of args, spec of kwargs), a mapping from key paths or a function, found "
+        f"{spell(split_input)}. For one argument, cut along axis 0:\n"
+        "    RoundPipeRunConfig(split_input=((TensorChunkSpec(0),), None))"
+    )
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+def _rows(
+    inputs: Sequence[Entry], labels: Sequence[Entry], decided: BatchAxes, num_microbatch: int
+) -> list[int | None]:
+    """The rows of each microbatch: where another pipeline cut them, else as even as possible."""
+    axes = zip([*inputs, *labels], [*decided.axes, *decided.label_axes], strict=True)
+    cut = {entry.path: entry.shape[axis] for entry, axis in axes if axis is not None}
+    rows = rows_beside_packed([*inputs, *labels], decided.batch, list(cut), apart=decided.apart)
+    if rows is None and decided.apart and decided.batch is None:
+        return [None] * min(num_microbatch, *cut.values())
+    if rows is None:
+        return list(sizes(decided.batch if decided.batch is not None else 1, num_microbatch))
+    for path, size in cut.items():
+        if size < len(rows):
+            raise SplitError(f"{path} has only {size} rows for the {len(rows)} microbatches that are given packed.")
+    return rows
+
+
+def _cut(tree: Any, axes: Sequence[int | None], rows: Sequence[int | None]) -> list[Any]:
+    """One tree per microbatch: leaves with an axis are cut along it, the others are the same objects in all trees."""
+    values, spec = pytree.tree_flatten(held(tree))
+    columns = [_parts(value, axis, rows) for value, axis in zip(values, axes, strict=True)]
+    return [pytree.tree_unflatten([column[index] for column in columns], spec) for index in range(len(rows))]
+
+
+def _parts(value: Any, axis: int | None, rows: Sequence[int | None]) -> Sequence[Any]:
+    if isinstance(value, RoundPipePackedData):
+        return value
+    whole = value.mask if isinstance(value, HeldMask) else value
+    if axis is None or len(rows) == 1:
+        return [whole] * len(rows)
+    size = value.shape[axis]
+    counts = [count for count in rows if count is not None]
+    if len(counts) != len(rows) or sum(counts) != size:
+        counts = sizes(size, len(rows))  # a leaf that its rule cuts for itself
+    stops = list(itertools.accumulate(counts))
+    if isinstance(value, HeldMask):
+        return [cut_mask(whole, stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+    return [value.narrow(axis, stop - count, count) for stop, count in zip(stops, counts, strict=True)]
+
+
+# -- functions of the user -------------------------------------------------------------------------------------------
+
+
+def _split_by_functions(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    label: Any,
+    num_microbatch: int,
+    split_input: Any,
+    split_label: Any,
+    rules: Rules,
+) -> list[Microbatch]:
+    """One side, or both, is cut by a function; the other side follows its sizes."""
+    calls: list[tuple[Any, Any]] | None = None
+    labels: list[Any] | None = None
+    given, given_label = {"args": args, "kwargs": kwargs}, {"label": label}
+    inputs = _entries(given, rules)
+    if _is_function(split_input):
+        calls = _checked_calls(split_input(args, kwargs, num_microbatch))
+    else:
+        num_microbatch = next(
+            (len(e.value) for e in inputs if isinstance(e.value, RoundPipePackedData)), num_microbatch
+        )
+    if _is_function(split_label):
+        labels = _checked_labels(split_label(label, num_microbatch if calls is None else len(calls)))
+    if calls is not None and labels is not None and len(calls) != len(labels):
+        raise SplitError(
+            f"split_input made {len(calls)} microbatches and split_label {len(labels)}. Both must make the same number."
+        )
+    named_calls = [{"args": call[0], "kwargs": call[1]} for call in calls or []]
+    named_labels = [{"label": one} for one in labels or []]
+    if calls is None:
+        rows = rows_of_parts(named_labels, given_label)
+        calls = _follow(given, rows, rules, "split_label")
+    else:
+        rows = rows_of_parts(named_calls, given, named_labels)
+    if labels is None:
+        labels = _follow(given_label, rows, rules, "split_input")
+    made = [
+        _entry_by_entry((tuple(call[0]), dict(call[1]), one), index, len(rows))
+        for index, (call, one) in enumerate(zip(calls, labels, strict=True))
+    ]
+    return [Microbatch(index, *part, count) for index, (part, count) in enumerate(zip(made, rows, strict=True))]
+
+
+def _entries(trees: Mapping[str, Any], rules: Rules) -> list[Entry]:
+    return [entry for name, tree in trees.items() for entry in entries_of(tree, name, rules)]
+
+
+def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whose: str) -> list[Any]:
+    """Cut one side into the sizes that the user's function gave the other; ``rows`` learns what this side tells."""
+    entries = _entries(trees, rules)
+    told = next((entry.told for entry in entries if entry.told is not None), None)
+    if None in rows and told is not None and len(told) == len(rows):
+        rows[:] = told
+    refuse_other_rows(entries, rows, whose)
+    decided = batch_axes(entries, [], {path: rule for path, rule in rules.items() if path.startswith(tuple(trees))})
+    axes = decided.axes
+    if decided.batch in (None, 1) and not decided.apart:
+        axes = [None] * len(entries)
+    elif not decided.apart and (None in rows or sum(count or 0 for count in rows) != decided.batch):
+        raise SplitError(
+            f"{', '.join(trees)}: {decided.batch} rows are to follow the sizes {list(rows)} that the split function "
+            "made of the other side. Give a function for both sides:\n"
+            "    RoundPipeRunConfig(split_input=..., split_label=...)"
+        )
+    parts = _cut(tuple(trees.values()), axes, rows)
+    return parts if len(trees) > 1 else [part[0] for part in parts]
+
+
+def _entry_by_entry(
+    part: tuple[tuple[Any, ...], dict[str, Any], Any], index: int, count: int
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """A part of a split function with the entry of this microbatch in the place of packed data that it handed on."""
+
+    def entry(value: Any) -> Any:
+        if not isinstance(value, RoundPipePackedData):
+            return value
+        if len(value) != count:
+            raise SplitError(
+                f"The split function made {count} microbatches, and handed on packed data of {len(value)}. It must "
+                "make as many, or hand on one entry each."
+            )
+        return value[index]
+
+    if not any(isinstance(leaf, RoundPipePackedData) for leaf in pytree.tree_leaves(part)):
+        return part  # as the function made it, to the object
+    call: tuple[tuple[Any, ...], dict[str, Any], Any] = pytree.tree_map(entry, part)
+    return call
+
+
+def _checked_calls(made: Any) -> list[tuple[Any, Any]]:
+    if not (isinstance(made, tuple) and len(made) == 2 and len(made[0]) == len(made[1]) > 0):
+        raise SplitError(
+            "split_input: the function must return two lists of the same length, one of args and one of kwargs, found "
+            f"{type(made).__qualname__}.\n"
+            "    return [(x,) for x in chunks], [{} for x in chunks]"
+        )
+    return list(zip(*made, strict=True))
+
+
+def _checked_labels(made: Any) -> list[Any]:
+    if not isinstance(made, (list, tuple)) or not made:
+        raise SplitError(
+            f"split_label: the function must return a list with the labels of each microbatch, found {spell(made)}."
+        )
+    return list(made)

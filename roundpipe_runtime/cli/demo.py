@@ -1,0 +1,239 @@
+"""The demo: a transformer that is larger than its devices reads real text, beside plain training where there is room.
+
+.. code-block:: text
+
+    help pages of Python --> bytes --> batch --+--> plain, on a device of 4 MB: refused
+                                               +--> plain, on the host -> loss, ms -----+
+                                               |                                        +--> one row of the table
+                                               +--> 2 devices of 4 MB --> loss, ms -----+--> who ran what when, drawn
+
+Both models start from the same weights and see the same batches, of 10 rows, which 3 microbatches cannot share evenly.
+What a device holds at most is counted before, in steps of their own, as counting takes time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from yobx_flatten import MissingDependencyError
+
+from ..device.virtual import VirtualDevice
+from ..engine.config import RoundPipeRunConfig
+from ..errors import spell_bytes
+from ..optim.adam import Adam
+from ..optim.step import OptimizerCtx
+from ..pipeline import RoundPipe
+from ..timeline.drawing import draw_on
+from ..timeline.record import Timeline
+from .demo_memory import Needs, measure_needs
+
+__all__ = ["run_demo"]
+
+STEPS, SHOWN_EVERY, COUNTED_STEPS = 24, 4, 2
+ROWS, LENGTH, WIDTH, BLOCKS = 10, 32, 96, 12
+DEVICES, LIMIT = 2, 4_000_000  # bytes of each: less than the weights
+TOLERANCE = 1e-4  # Adam divides by the size of a gradient, so rounding grows from step to step
+
+_Step = Callable[[torch.Tensor, torch.Tensor], float]
+
+
+class _Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.byte, self.place = nn.Embedding(256, WIDTH), nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.byte(ids)
+        return embedded + self.place
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.feed = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        future = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=x.device).triu(1)
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, attn_mask=future, need_weights=False)[0]
+        fed: torch.Tensor = self.feed(x)
+        return x + fed
+
+
+def run_demo(steps: int = STEPS) -> int:
+    """Show what a device needs either way, train both ways, and draw one step of the pipeline.
+
+    Args:
+        steps: how many batches are learnt.
+
+    Returns:
+        0, or 1 when the losses differ by more than rounding.
+
+    Raises:
+        MissingDependencyError: when rich is not installed.
+    """
+    if importlib.util.find_spec("rich") is None:
+        raise MissingDependencyError("the demo needs rich: pip install 'yobx-flatten[cli]' (or '.[cli]' in a clone)")
+    console = _console()
+    with _one_thread(), contextlib.closing(_pipeline()) as pipeline:
+        plain = _build()
+        _introduce(console, plain)
+        _compare(console, measure_needs(plain, list(_batches(COUNTED_STEPS)), _loss_fn, LIMIT, DEVICES))
+        losses, seconds, timeline = _train(console, plain, pipeline, steps)
+    largest = max(abs(one - other) for one, other in losses)
+    _conclude(console, largest, seconds, timeline)
+    return int(not largest < TOLERANCE)  # NaN is a difference, too
+
+
+# -- both ways to train ----------------------------------------------------------------------------------------------
+
+
+def _build() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        blocks = [_Block() for _ in range(BLOCKS)]
+        return nn.Sequential(_Embedding(), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
+
+
+def _pipeline() -> RoundPipe:
+    devices = [VirtualDevice(f"virtual:{index}", memory_limit=LIMIT) for index in range(DEVICES)]
+    return RoundPipe(_build(), devices=devices, model_run_config=RoundPipeRunConfig(loss_reduction="mean"))
+
+
+def _batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Inputs and labels of shape (rows, length); a label is the byte that follows."""
+    from pydoc_data.topics import topics
+
+    text = torch.tensor(list("\n".join(topics[name] for name in sorted(topics)).encode()))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        starts = torch.randint(len(text) - LENGTH, (ROWS,), generator=generator)
+        rows = torch.stack([text[start : start + LENGTH + 1] for start in starts.tolist()])
+        yield rows[:, :-1], rows[:, 1:]
+
+
+def _loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+
+def _train(
+    console: Any, plain: nn.Module, pipeline: RoundPipe, steps: int
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]], Timeline]:
+    """The losses and the seconds of each step, plain and pipeline, and what happened in the pipeline's fastest step."""
+    plain_optimizer = torch.optim.Adam(plain.parameters(), lr=2e-3, fused=True)
+    with OptimizerCtx():
+        optimizer = Adam(pipeline.parameters(), lr=2e-3)
+
+    def plain_step(inputs: torch.Tensor, labels: torch.Tensor) -> float:
+        loss = _loss_fn(plain(inputs), labels)
+        loss.backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        return loss.item()
+
+    def pipeline_step(inputs: torch.Tensor, labels: torch.Tensor) -> float:
+        loss = pipeline.forward_backward((inputs,), label=labels, loss_fn=_loss_fn)
+        pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+        return float(loss)
+
+    losses: list[tuple[float, float]] = []
+    seconds: list[tuple[float, float]] = []
+    fastest = Timeline()
+    for step, batch in enumerate(_batches(steps)):
+        one, plain_seconds = _timed(plain_step, *batch)
+        with Timeline() as timeline:
+            other, pipeline_seconds = _timed(pipeline_step, *batch)
+        if all(pipeline_seconds < before for _, before in seconds):
+            fastest = timeline
+        losses.append((one, other))
+        seconds.append((plain_seconds, pipeline_seconds))
+        if step % SHOWN_EVERY == 0 or step == steps - 1:
+            _row(console, step, one, other, scale=losses[0][0])
+    return losses, seconds, fastest
+
+
+def _timed(step: _Step, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+    start = time.perf_counter()
+    loss = step(inputs, labels)
+    return loss, time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Operations run in one thread each: what is this small loses more by being shared out than it gains."""
+    found = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(found)
+
+
+# -- what the terminal shows -----------------------------------------------------------------------------------------
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(highlight=False, width=120)  # a log has no width; rich takes 80 for it
+    return console
+
+
+def _introduce(console: Any, model: nn.Module) -> None:
+    count = sum(parameter.numel() for parameter in model.parameters())
+    console.print("A model that is larger than its device", style="bold")
+    console.print(
+        f"Text: the help pages of Python, a token per byte. Model: a transformer of {BLOCKS} blocks, {count:,} "
+        f"parameters, random weights, {ROWS} rows a step. There are {DEVICES} devices, made of the CPU, with memory "
+        f"for {spell_bytes(LIMIT)} each."
+    )
+
+
+def _compare(console: Any, needs: Needs) -> None:
+    console.print(f"\n{'':<20}{'weights':>9}{'most on a device':>19}  device of {spell_bytes(LIMIT)}", style="bold")
+    for name, most, verdict in (
+        ("plain PyTorch", needs.plain, "too small"),
+        ("through a pipeline", needs.pipeline, "large enough"),
+    ):
+        console.print(f"{name:<20}{spell_bytes(needs.weights):>9}{spell_bytes(most):>19}  {verdict}")
+    console.print(
+        "\nPlain PyTorch has weights, gradients, what Adam remembers and all activations on the device, which refuses: "
+        f"{needs.refusal} The pipeline has them on the host, and brings a few layers at a time.\n\n"
+        "To compare with, plain training has the memory of the host from here on. The pipeline cuts the rows into "
+        "microbatches of 4, 3 and 3:"
+    )
+    console.print(f"\n{'step':>4}  {'plain':>9}  {'pipeline':>9}  {'difference':>10}  loss", style="bold")
+
+
+def _row(console: Any, step: int, one: float, other: float, *, scale: float) -> None:
+    room = min(console.width, 120) - 45
+    bar = "━" * max(1, round(room * other / scale)) if other < 2 * scale else ""
+    differs = abs(one - other)
+    console.print(f"{step:>4}  {one:>9.6f}  {other:>9.6f}  {differs:>10.1e}  [cyan]{bar}[/]", soft_wrap=True)
+
+
+def _conclude(console: Any, largest: float, seconds: list[tuple[float, float]], timeline: Timeline) -> None:
+    plain, piped = (1000 * statistics.median(column) for column in zip(*seconds, strict=True))
+    verdict = "which is rounding." if largest < TOLERANCE else "[bold red]THE LOSSES DIFFER.[/]"
+    console.print(f"\nLargest difference of {len(seconds)} steps: {largest:.1e}, {verdict}")
+    console.print(
+        f"Time of a step: {plain:.0f} ms plain in one thread, {piped:.0f} ms in the pipeline with one per device, "
+        "which copies layers in and computes most of the forward twice instead of keeping it. That is what training on "
+        "a device that is too small costs; where a model fits, plain PyTorch is quicker.\n"
+    )
+    console.print("The fastest step, from left to right:", style="bold")
+    draw_on(console, timeline)

@@ -1,0 +1,299 @@
+"""Looks over an installation: what is here, whether it is fast, and whether it computes the right thing."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.metadata
+import os
+import pathlib
+import platform
+import shutil
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..device.virtual import DeviceSpec
+from ..engine.config import RoundPipeRunConfig
+from ..errors import spell_bytes
+from ..estimate.hardware import copy_rate, cores, host_memory_available, host_memory_rate
+from ..optim.step import OptimizerCtx
+from ..pipeline import RoundPipe
+
+__all__ = ["Finding", "Status", "accelerators", "examine", "train_difference"]
+
+Status = Literal["ok", "warning", "fail"]
+
+_PACKAGE = "yobx-flatten"
+
+# Libraries that a training may use, with what is left out without them.
+_LIBRARIES = {
+    "torch": "nothing works",
+    "transformers": "models of transformers cannot be trained",
+    "safetensors": "no checkpoint can be saved",
+    "accelerate": "RoundPipeTrainer cannot run",
+    "peft": "adapters (LoRA) cannot be trained",
+}
+
+_LITTLE_MEMORY, _LITTLE_DISK, _NO_DISK = 4e9, 20e9, 500e6
+# A link below this keeps any device waiting: PCIe 3 with 8 lanes.
+_SLOW_LINK = 6e9
+# Sums in another order: float32, of one device and of another.
+_ROUNDING = 1e-4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found out about one thing.
+
+    Attributes:
+        name: what was looked at.
+        status: ``"ok"``; ``"warning"``, something is missing or slow; ``"fail"``, it does not work.
+        found: in words.
+        remedy: what to do about it; empty where there is nothing to do.
+    """
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Return what was found, in the order of the checks; a check that breaks is a finding, too.
+
+    Two steps of a small training run on every kind of device that is here; it takes seconds.
+    """
+    checks: list[tuple[str, Callable[[], list[Finding]]]] = [
+        ("versions", _versions),
+        ("accelerators", _accelerators),
+        ("memory", _memory),
+        ("pinned memory", _pinned),
+        ("threads", _threads),
+        ("disk", _disk),
+        ("link", _links),
+        ("training", _training),
+    ]
+    found = []
+    for name, check in checks:
+        try:
+            found += check()
+        except Exception as error:  # whatever is broken here is what the user wants to know
+            found.append(Finding(name, "fail", f"{type(error).__name__}: {_first_line(error)}", "Report this."))
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+
+
+# -- what is installed -----------------------------------------------------------------------------------------------
+
+
+def _versions() -> list[Finding]:
+    ranges = _declared()
+    found = [Finding("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.machine()}")]
+    return found + [_version(name, lost, ranges.get(name, "")) for name, lost in _LIBRARIES.items()]
+
+
+def _version(name: str, lost: str, wanted: str) -> Finding:
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        line = f"pip install '{name}{wanted}'"
+        return Finding(name, "fail" if name == "torch" else "warning", f"not installed, so {lost}", line)
+    if wanted and not _is_within(version, wanted):
+        return Finding(name, "fail", f"{version}, and {wanted} is needed", f"pip install '{name}{wanted}'")
+    return Finding(name, "ok", version)
+
+
+def _declared() -> dict[str, str]:
+    """The versions that this package asks for."""
+    try:
+        lines = importlib.metadata.requires(_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:  # a clone that is on the path and not installed
+        return {}
+    found = {}
+    for line in lines:
+        requirement = line.partition(";")[0].strip()
+        name = next((name for name in _LIBRARIES if requirement.startswith(name)), None)
+        rest = "" if name is None else requirement[len(name) :].strip()
+        if name is not None and (not rest or rest[0] in "<>=!~"):
+            found[name] = rest
+    return found
+
+
+def _is_within(version: str, wanted: str) -> bool:
+    """Compare the numbers of a version with bounds such as ``>=4.56,<6``.
+
+    >>> _is_within("5.23.0", ">=4.56,<6"), _is_within("6.0", ">=4.56,<6"), _is_within("2.13.0+cpu", ">=2.11")
+    (True, False, True)
+    """
+    tests: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
+        ">=": lambda one, other: one >= other,
+        "<=": lambda one, other: one <= other,
+        "==": lambda one, other: one == other,
+        "<": lambda one, other: one < other,
+        ">": lambda one, other: one > other,
+    }
+    have = _numbers(version)
+    for bound in wanted.split(","):
+        sign = next((sign for sign in tests if bound.strip().startswith(sign)), None)
+        if sign is not None and not tests[sign](have, _numbers(bound.strip()[len(sign) :])):
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.strip().partition("+")[0].split(".")
+    numbers = [int("".join(c for c in part if c.isdecimal()) or 0) for part in parts[:3]]
+    return (*numbers, *([0] * (3 - len(numbers))))
+
+
+# -- the machine -----------------------------------------------------------------------------------------------------
+
+
+def accelerators() -> list[torch.device]:
+    """Return the accelerators that torch finds here."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return [] if kind is None else [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
+
+
+def _accelerators() -> list[Finding]:
+    found = accelerators()
+    if found:
+        return [Finding(str(device), "ok", _described(device)) for device in found]
+    driver = pathlib.Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    if driver:
+        return [
+            Finding(
+                "accelerators",
+                "fail",
+                f"there is a driver of NVIDIA, and torch {torch.__version__} finds no device",
+                "Install a torch with CUDA (pytorch.org/get-started), and look at nvidia-smi and CUDA_VISIBLE_DEVICES.",
+            )
+        ]
+    return [Finding("accelerators", "warning", "none, so training runs on virtual devices, made of the CPU")]
+
+
+def _described(device: torch.device) -> str:
+    library = torch.get_device_module(device)
+    name = library.get_device_name(device) if hasattr(library, "get_device_name") else device.type
+    if not hasattr(library, "mem_get_info"):
+        return str(name)
+    free, total = library.mem_get_info(device)
+    return f"{name}, {spell_bytes(free)} of {spell_bytes(total)} free"
+
+
+def _memory() -> list[Finding]:
+    free = host_memory_available()
+    rate = f"moves {spell_bytes(host_memory_rate())}/s"
+    if free is None:
+        return [Finding("host memory", "ok", f"the system does not say how much is free; it {rate}")]
+    remedy = "The host holds the model, its gradients and the optimizer: see roundpipe plan." if free < 4e9 else ""
+    status: Status = "warning" if free < _LITTLE_MEMORY else "ok"
+    return [Finding("host memory", status, f"{spell_bytes(free)} free; it {rate}", remedy)]
+
+
+def _pinned() -> list[Finding]:
+    if not accelerators():
+        return [Finding("pinned memory", "ok", "not needed without an accelerator")]
+    try:
+        torch.empty(64 * 2**20, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        line = "Raise the limit of locked memory (ulimit -l unlimited), or train with pin_model='off', which is slower."
+        return [Finding("pinned memory", "fail", _first_line(error), line)]
+    return [Finding("pinned memory", "ok", "64 MB were pinned")]
+
+
+def _threads() -> list[Finding]:
+    have, used = cores(), torch.get_num_threads()
+    setting = os.environ.get("OMP_NUM_THREADS")
+    said = f"{have} cores, of which torch uses {used} at a time" + (f", OMP_NUM_THREADS={setting}" if setting else "")
+    devices = 0 if accelerators() else 2
+    if used > have:
+        return [
+            Finding("threads", "warning", said, f"More threads than cores wait for each other: OMP_NUM_THREADS={have}")
+        ]
+    if devices and used * devices > have and have > 1:
+        line = f"{devices} virtual devices compute at the same time: OMP_NUM_THREADS={max(1, have // devices)}"
+        return [Finding("threads", "warning", said, line)]
+    if not devices and 2 * used < have:
+        return [Finding("threads", "warning", said, "AdamW runs on the host, slowly so: unset OMP_NUM_THREADS")]
+    return [Finding("threads", "ok", said)]
+
+
+def _disk() -> list[Finding]:
+    free = shutil.disk_usage(pathlib.Path.cwd()).free
+    status: Status = "fail" if free < _NO_DISK else "warning" if free < _LITTLE_DISK else "ok"
+    remedy = "" if status == "ok" else "Checkpoints take 12 bytes and more per parameter: choose another --checkpoint."
+    return [Finding("disk", status, f"{spell_bytes(free)} free in the current folder", remedy)]
+
+
+def _links() -> list[Finding]:
+    found = []
+    for device in accelerators():
+        rate = copy_rate(device)
+        slow = rate < _SLOW_LINK
+        line = "Transfers will not hide. Is the card in a slot with all lanes?" if slow else ""
+        found.append(Finding(f"link of {device}", "warning" if slow else "ok", f"{spell_bytes(rate)}/s", line))
+    return found
+
+
+# -- does it compute the right thing ---------------------------------------------------------------------------------
+
+
+def _training() -> list[Finding]:
+    found = [_trained("virtual:2", "2 virtual devices")]
+    here = accelerators()
+    return found + ([_trained([str(device) for device in here], ", ".join(map(str, here)))] if here else [])
+
+
+def _trained(devices: DeviceSpec, name: str) -> Finding:
+    title = f"training on {name}"
+    difference = train_difference(devices)
+    if not difference < _ROUNDING:  # NaN is a difference, too
+        return Finding(
+            title, "fail", f"differs from plain PyTorch by {difference:.1e}", "Report this, with these lines."
+        )
+    return Finding(title, "ok", f"two steps, as plain PyTorch does them but for {difference:.0e}")
+
+
+def train_difference(devices: DeviceSpec) -> float:
+    """Train a small model for two steps, through a pipeline and plainly, and return how far they are apart.
+
+    Args:
+        devices: as for :class:`RoundPipe`.
+
+    Returns:
+        The largest difference of a loss or a parameter, beside the largest number there.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 4))
+        batches = [(torch.randn(10, 16), torch.randn(10, 4)) for _ in range(2)]
+    loss_fn = nn.functional.mse_loss
+    config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
+    pipeline = RoundPipe(copy.deepcopy(plain), devices=devices, model_run_config=config)
+    try:
+        with OptimizerCtx():
+            optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
+        other = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+        pairs = []
+        for inputs, labels in batches:
+            loss = pipeline.forward_backward((inputs,), label=labels, loss_fn=loss_fn)
+            pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+            expected = loss_fn(plain(inputs), labels)
+            expected.backward()
+            other.step()
+            other.zero_grad()
+            pairs.append((loss, expected.detach()))
+        pairs += [
+            (one.detach(), two.detach()) for one, two in zip(pipeline.parameters(), plain.parameters(), strict=True)
+        ]
+    finally:
+        pipeline.close()
+    scale = max(float(expected.abs().max()) for _, expected in pairs)
+    return max(float((one - expected).abs().max()) for one, expected in pairs) / scale

@@ -1,0 +1,160 @@
+"""A nested value as a skeleton and the tensors in it, and those tensors on their way to a device and back.
+
+Flattening follows the registrations of `yobx_flatten` (and of torch). A tensor that occurs twice in a value travels
+once, and is one tensor again at the other end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from yobx_flatten import find_unregistered
+
+from ..errors import UnregisteredObjectError
+from .block_masks import is_block_mask, leaf_test, parts_of_mask
+from .events import Event
+from .virtual import Device
+
+__all__ = ["Parcel", "Skeleton", "Static", "fetch", "send", "shapes_of", "take_apart"]
+
+
+class Static:
+    """Base of classes that promise to hold no tensor: their objects travel as they are."""
+
+    __slots__ = ()
+
+
+# What cannot hold a tensor, so that nobody has to look inside.
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Static)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A nested value without its tensors.
+
+    Attributes:
+        spec: the structure.
+        leaves: for every leaf the number of its tensor, or ``None``; the numbers of all of them for a mask of flex
+            attention.
+        constants: the leaves that are no tensors, ``None`` in the places of those that are, and for a mask what puts it
+            together.
+    """
+
+    spec: pytree.TreeSpec
+    leaves: tuple[int | tuple[int, ...] | None, ...]
+    constants: tuple[Any, ...]
+
+    def rebuild(self, tensors: Sequence[Any]) -> Any:
+        """Return the value, with these tensors in it."""
+        if self is _ONE_TENSOR:
+            return tensors[0]
+        leaves = []
+        for number, constant in zip(self.leaves, self.constants, strict=True):
+            if isinstance(number, tuple):
+                leaves.append(constant([tensors[one] for one in number]))
+            else:
+                leaves.append(constant if number is None else tensors[number])
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+# Most layers take and return one tensor, and they are called often.
+_ONE_TENSOR = Skeleton(pytree.tree_structure(0), (0,), (None,))
+
+
+def take_apart(value: Any, *, what: str = "value") -> tuple[Skeleton, list[torch.Tensor]]:
+    """Return the skeleton of a value and its tensors, each once.
+
+    Args:
+        value: anything.
+        what: what to call it in an error.
+
+    Raises:
+        UnregisteredObjectError: an object in it holds tensors, and nobody registered how it comes apart.
+
+    >>> skeleton, tensors = take_apart({"a": torch.ones(1), "b": 3})
+    >>> skeleton.rebuild(["here"])
+    {'a': 'here', 'b': 3}
+    """
+    if type(value) is torch.Tensor:
+        return _ONE_TENSOR, [value]
+    leaves, spec = pytree.tree_flatten(value, is_leaf=leaf_test())
+    numbers: list[int | tuple[int, ...] | None] = []
+    constants: list[Any] = []
+    tensors: list[torch.Tensor] = []
+    seen: dict[int, int] = {}
+
+    def number(tensor: torch.Tensor) -> int:
+        if id(tensor) not in seen:
+            seen[id(tensor)] = len(tensors)
+            tensors.append(tensor)
+        return seen[id(tensor)]
+
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            numbers.append(number(leaf))
+            constants.append(None)
+        elif is_block_mask(leaf):
+            inside, together = parts_of_mask(leaf)
+            numbers.append(tuple(map(number, inside)))
+            constants.append(together)
+        else:
+            if not isinstance(leaf, _PLAIN):
+                _refuse_opaque(leaf, what)
+            numbers.append(None)
+            constants.append(leaf)
+    return Skeleton(spec, tuple(numbers), tuple(constants)), tensors
+
+
+def _refuse_opaque(leaf: Any, what: str) -> None:
+    found = find_unregistered(leaf)
+    if found:
+        raise UnregisteredObjectError(f"{what}: " + "\n".join(str(problem) for problem in found))
+
+
+@dataclasses.dataclass(slots=True)
+class Parcel:
+    """A nested value on the host, between two stages.
+
+    Attributes:
+        skeleton: the value without its tensors.
+        tensors: host copies, each once.
+        needs_grad: for each tensor, whether a gradient flows back through it.
+        ready: for each tensor, when its copy is complete.
+    """
+
+    skeleton: Skeleton
+    tensors: list[torch.Tensor]
+    needs_grad: list[bool]
+    ready: list[Event | None]
+
+    def wait(self) -> Any:
+        """Wait for the copies and return the value."""
+        for event in self.ready:
+            if event is not None:
+                event.result()
+        return self.skeleton.rebuild(self.tensors)
+
+
+def send(device: Device, skeleton: Skeleton, tensors: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> Parcel:
+    """Copy tensors of a device to the host, as a parcel that can be opened when the copies are complete."""
+    copies = [device.copy_out(tensor) for tensor in tensors]
+    return Parcel(skeleton, [copy for copy, _ in copies], list(needs_grad), [event for _, event in copies])
+
+
+def fetch(device: Device, parcel: Parcel) -> list[torch.Tensor]:
+    """Return copies of a parcel's tensors in the memory of a device."""
+    return [device.copy_in(tensor, ready) for tensor, ready in zip(parcel.tensors, parcel.ready, strict=True)]
+
+
+def shapes_of(tensors: Sequence[torch.Tensor]) -> str:
+    """Describe tensors by dtype and shape, for a note.
+
+    >>> shapes_of([torch.ones(2, 3)])
+    'float32(2, 3)'
+    """
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}" for t in tensors) or "no tensors"

@@ -1,0 +1,323 @@
+"""Devices: memory of their own, a thread of their own, and events that say when a copy is there.
+
+Two implementations behind one protocol, so that one scheduler drives both:
+
+- :class:`VirtualDevice` lives on the CPU. Its memory is real copies, its thread is real, its events have passed. It can
+  *check* that nobody reads memory after its release, on another device, or before its event.
+- :class:`AcceleratorDevice` is any device of ``torch.accelerator``, with one stream each for parameters, activations,
+  compute and downloads. It is in a file of its own.
+
+Importing this file touches no accelerator and starts no thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+
+from ..errors import ConfigError, DeviceError, DeviceMemoryError, UseAfterReleaseError
+from .accelerator import AcceleratorDevice
+from .events import NOW, Event
+from .worker import Worker
+
+__all__ = ["AcceleratorDevice", "Device", "DeviceSpec", "VirtualDevice", "parse_devices"]
+
+
+@runtime_checkable
+class Device(Protocol):
+    """What the scheduler asks of a device. Tensors that come out of ``copy_in`` and ``allocate`` belong to it."""
+
+    name: str
+    torch_device: torch.device
+    worker: Worker
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes of memory that the device has; ``None`` if there is no limit that it knows of."""
+
+    def allocate(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory of the device of this shape, dtype and layout, not initialised."""
+
+    def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
+        """Return a copy of a host tensor in the memory of the device; the copy waits for ``ready``.
+
+        Args:
+            tensor: the host tensor.
+            ready: when the host tensor is complete.
+            parameter: the copy is large and not urgent: it must not hold up activations.
+        """
+
+    def copy_out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        """Return a copy on the host, and the event after which it is complete."""
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Make this device current for the code of a layer, behind the copies given so far."""
+
+    def visit(self) -> contextlib.AbstractContextManager[None]:
+        """Hold a stage, from its upload on; where the host runs ahead of the device, wait until there is room."""
+
+    def synchronize(self) -> None:
+        """Wait until all copies and computations given so far have ended."""
+
+    def use(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Check that these tensors can be read here and now, where the device checks at all."""
+
+    def release(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Say that these tensors will not be read again."""
+
+    def close(self) -> None:
+        """End the thread of the device."""
+
+
+DeviceSpec: TypeAlias = "str | torch.device | Sequence[torch.device | str | Device] | None"
+
+_POISON_INTEGER = 0x5A
+
+# It keeps no state, so all threads may be in it at once.
+_ALWAYS = contextlib.nullcontext()
+
+
+class _Ledger:
+    """Which virtual device owns which memory, and whether it may be read. One per process: pointers are unique."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owners: dict[int, tuple[str, str]] = {}
+
+    def write(self, tensor: torch.Tensor, owner: str, state: str) -> None:
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer:  # tensors without elements share the null pointer
+            with self._lock:
+                self._owners[pointer] = (owner, state)
+            weakref.finalize(tensor, self._forget, pointer).atexit = False
+
+    def read(self, tensor: torch.Tensor) -> tuple[str, str] | None:
+        if tensor.layout != torch.strided:  # a sparse tensor has no memory of one piece, and is not watched
+            return None
+        with self._lock:
+            return self._owners.get(tensor.untyped_storage().data_ptr())
+
+    def _forget(self, pointer: int) -> None:
+        with self._lock:
+            self._owners.pop(pointer, None)
+
+
+_LEDGER = _Ledger()
+
+
+class VirtualDevice:
+    """A device made of the CPU: what it computes with are its own copies, on its own thread.
+
+    Args:
+        name: what errors and timelines call it.
+        check: poison memory on release, and refuse to read what is not there, not here, or not any more.
+        memory_limit: bytes of copies that it holds at most; ``None``, as many as there are.
+
+    Attributes:
+        peak: the most bytes of copies that it held; counted only where there is a limit.
+
+    >>> device = VirtualDevice("virtual:0", check=True)
+    >>> copy = device.copy_in(torch.ones(2))
+    >>> device.release([copy])
+    >>> copy
+    tensor([nan, nan])
+    >>> device.close()
+    """
+
+    def __init__(self, name: str = "virtual:0", *, check: bool = False, memory_limit: int | None = None) -> None:
+        self.name = name
+        self.torch_device = torch.device("cpu")
+        self.worker = Worker(name)
+        self.check = check
+        self.memory_limit = memory_limit
+        self.peak = 0
+        # Of every copy that is alive: its size, and what tells that it is not any more.
+        self._held: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"VirtualDevice({self.name!r})"
+
+    @property
+    def memory(self) -> int | None:
+        """The limit that it was given."""
+        return self.memory_limit
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of copies that it holds now."""
+        with self._lock:
+            return sum(size for size, _ in list(self._held.values()))
+
+    def allocate(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory of this shape, dtype and layout; in check mode it is poisoned."""
+        size = like.element_size() * like.numel()
+        if self.memory_limit is not None:
+            before = self.allocated
+            if before + size > self.memory_limit:
+                raise DeviceMemoryError(
+                    f"{self.name} is out of memory: it holds {before} of {self.memory_limit} bytes, "
+                    f"and {size} more were asked for ({tuple(like.shape)}, {like.dtype})."
+                )
+            self.peak = max(self.peak, before + size)
+        tensor = torch.empty_like(like, requires_grad=False)
+        key = id(tensor)
+        # The callback must not keep the device alive.
+        held = weakref.ref(tensor, functools.partial(_drop, self._held, key))
+        with self._lock:
+            self._held[key] = size, held
+        if self.check and tensor.layout == torch.strided:
+            _poison(tensor)
+            _LEDGER.write(tensor, self.name, "ready")
+        return tensor
+
+    def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
+        """Return a copy of a host tensor. An event that has not passed is waited for, or refused in check mode."""
+        if ready is not None and not ready.done():
+            if self.check:
+                raise UseAfterReleaseError(f"{self.name}: copy_in of a {_drawn(tensor)} before its event has passed.")
+            ready.result()
+        if self.check and (found := _LEDGER.read(tensor)) is not None:
+            raise UseAfterReleaseError(
+                f"{self.name}: copy_in of a {_drawn(tensor)} that is memory of {found[0]}. Copy it out first."
+            )
+        with torch.no_grad():
+            return self.allocate(tensor).copy_(tensor)
+
+    def copy_out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        """Return a copy on the host, complete at once."""
+        self.use([tensor])
+        return tensor.detach().clone(), NOW
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: the CPU is always current."""
+        return _ALWAYS
+
+    def visit(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: a stage has ended before the next one begins."""
+        return _ALWAYS
+
+    def synchronize(self) -> None:
+        """Do nothing: what was computed is there."""
+
+    def use(self, tensors: Iterable[torch.Tensor]) -> None:
+        """In check mode, refuse tensors that were released or that another device owns."""
+        if not self.check:
+            return
+        for tensor in tensors:
+            owner, state = _LEDGER.read(tensor) or (self.name, "ready")
+            if owner != self.name:
+                raise UseAfterReleaseError(f"{self.name}: a {_drawn(tensor)} that is read here is memory of {owner}.")
+            if state != "ready":
+                raise UseAfterReleaseError(f"{self.name}: a {_drawn(tensor)} is read after its release.")
+
+    def release(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give memory back; in check mode its contents become NaN (or nonsense, for integers)."""
+        for tensor in tensors:
+            _drop(self._held, id(tensor))
+            if self.check and _LEDGER.read(tensor) == (self.name, "ready"):
+                _poison(tensor)
+                _LEDGER.write(tensor, self.name, "released")
+
+    def close(self) -> None:
+        """End the thread."""
+        self.worker.close()
+
+
+def _drop(held: dict[int, Any], key: int, _: object = None) -> None:
+    held.pop(key, None)  # one operation, so it needs no lock
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    raw = tensor.detach()
+    if raw.is_floating_point() or raw.is_complex():
+        raw.fill_(float("nan"))
+    else:
+        raw.fill_(raw.dtype == torch.bool or _POISON_INTEGER)
+
+
+def _drawn(tensor: torch.Tensor) -> str:
+    return f"tensor of shape {tuple(tensor.shape)}"
+
+
+# One object, so one thread, per accelerator and process, for as long as a pipeline holds it.
+_ACCELERATORS: weakref.WeakValueDictionary[torch.device, AcceleratorDevice] = weakref.WeakValueDictionary()
+
+
+def parse_devices(devices: DeviceSpec = None) -> list[Device]:
+    """Return the devices that an argument ``devices=`` stands for.
+
+    Args:
+        devices: ``"virtual:N"`` for N devices made of the CPU, ``"virtual:N:check"`` for N that check every access; a
+            list of torch devices, or of :class:`Device` objects to share between pipelines; ``None`` for all
+            accelerators of the machine, or two virtual devices where there is none.
+
+    Raises:
+        ConfigError: it stands for no device.
+
+    >>> parse_devices("virtual:2")
+    [VirtualDevice('virtual:0'), VirtualDevice('virtual:1')]
+    """
+    if devices is None:
+        devices = _all_accelerators() or "virtual:2"
+    if isinstance(devices, torch.device):
+        return [_accelerator(devices)]
+    if isinstance(devices, str):
+        if not devices.startswith("virtual"):
+            return [_accelerator(devices)]
+        return _virtual(devices)
+    try:
+        named = list(devices)
+    except TypeError as error:
+        raise ConfigError(
+            f"devices={devices!r} names no device. Use 'virtual:2', or a list of torch devices."
+        ) from error
+    found = [_one(device) for device in named]
+    if not found:
+        raise ConfigError("devices=[] names no device. Use 'virtual:2', or a list of torch devices.")
+    names = [device.name for device in found]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"devices={names} names a device twice.")
+    return found
+
+
+def _virtual(text: str) -> list[Device]:
+    _, _, rest = text.partition(":")
+    number, _, option = rest.partition(":")
+    if not number.isdecimal() or int(number) < 1 or option not in ("", "check"):
+        raise ConfigError(f"devices={text!r} names no device. Use 'virtual:N' or 'virtual:N:check', N at least 1.")
+    return [VirtualDevice(f"virtual:{index}", check=option == "check") for index in range(int(number))]
+
+
+def _one(device: torch.device | str | Device) -> Device:
+    return device if isinstance(device, Device) else _accelerator(device)
+
+
+def _accelerator(device: torch.device | str) -> Device:
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"{device!r} names no device. Use 'virtual:2', or a list of torch devices.") from error
+    if device.type in ("cpu", "meta"):
+        raise ConfigError(f"{str(device)!r} is no accelerator. To run on the CPU, use devices='virtual:2'.")
+    if not torch.accelerator.is_available():
+        raise DeviceError(f"{str(device)!r} was asked for, but torch finds no accelerator here.")
+    index: int | None = device.index  # torch's stubs know no device without one
+    if index is None:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    found = _ACCELERATORS.get(device)
+    if found is None or found.worker.is_closed:
+        found = _ACCELERATORS[device] = AcceleratorDevice(device)
+    return found
+
+
+def _all_accelerators() -> list[torch.device]:
+    kind: Callable[[], torch.device | None] = torch.accelerator.current_accelerator
+    found = kind() if torch.accelerator.is_available() else None
+    return [] if found is None else [torch.device(found.type, i) for i in range(torch.accelerator.device_count())]

@@ -1,0 +1,164 @@
+"""``forward()`` and then ``loss.backward()``: a run as a node of the caller's graph, whose backward is a second run.
+
+Inputs and parameters are inputs of the node, so torch does with their gradients what it always does: it sums them in
+``grad``, runs hooks, hands them to ``torch.autograd.grad``. Only what an optimizer in another dtype waits for is
+committed by the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+
+from ..device.events import NOW
+from ..device.transfer import Parcel
+from ..errors import StageError
+from ..schedule.round_robin import Stage
+from .run import Run
+
+__all__ = ["Executor", "call"]
+
+
+class Executor(Protocol):
+    """What runs stages, and knows of optimizer steps."""
+
+    @property
+    def lock(self) -> contextlib.AbstractContextManager[Any]:
+        """Held by whoever runs something: one run at a time."""
+
+    def execute(self, run: Run, stages: Sequence[Stage]) -> None:
+        """Run stages to their end."""
+
+    def commit_forward(self, run: Run) -> None:
+        """Give the model what the forward of a run computed."""
+
+    def commit_backward(self, run: Run) -> None:
+        """Give the model what the backward of a run computed."""
+
+    def version(self) -> int:
+        """Return the version of the parameters to read now."""
+
+
+def call(engine: Executor, run: Run, stages: Sequence[Stage], parcels: Sequence[Parcel]) -> list[Any]:
+    """Run forward now and, when the caller goes backward through the outputs, backward.
+
+    Args:
+        engine: runs the stages.
+        run: of kind ``"train"``.
+        stages: all of them.
+        parcels: the inputs of each microbatch.
+
+    Returns:
+        The output of each microbatch; its tensors are part of the caller's graph.
+    """
+    inputs = [t for parcel in parcels for t, flag in zip(parcel.tensors, parcel.needs_grad, strict=True) if flag]
+    # A node has a backward only if an input requires a gradient, and layers may have parameters in another dtype only.
+    anchor = torch.empty(0, requires_grad=True)
+    learned = _learned(run)
+    results = iter(_apply(engine, run, stages, parcels, learned, anchor, *inputs, *learned))
+    outputs = []
+    for number in range(run.num_microbatch):
+        parcel = run.outputs.pop(number)
+        outputs.append(parcel.skeleton.rebuild([next(results) for _ in parcel.tensors]))
+    return outputs
+
+
+class _Pipeline(torch.autograd.Function):
+    """The graph node."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        engine: Executor,
+        run: Run,
+        stages: Sequence[Stage],
+        parcels: Sequence[Parcel],
+        learned: Sequence[torch.Tensor],
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        for number, parcel in enumerate(parcels):
+            run.start(number, parcel)
+        engine.execute(run, [stage for stage in stages if stage.kind == "forward"])
+        ctx.engine, ctx.run, ctx.learned = engine, run, learned
+        ctx.backward_stages = [stage for stage in stages if stage.kind == "backward"]
+        ctx.flags = [parcel.needs_grad for parcel in parcels]
+        ctx.sizes = [len(run.outputs[number].tensors) for number in range(run.num_microbatch)]
+        ctx.set_materialize_grads(False)
+        run.remember_versions()
+        engine.commit_forward(run)
+        tensors, fixed = [], []
+        for number in range(run.num_microbatch):
+            parcel = run.outputs[number]
+            parcel.wait()
+            tensors += parcel.tensors
+            fixed += [t for t, flag in zip(parcel.tensors, parcel.needs_grad, strict=True) if not flag]
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        engine, run = ctx.engine, ctx.run
+        if torch.is_grad_enabled():
+            raise StageError(
+                "create_graph=True asks for gradients of gradients, and a pipeline goes backward once. Compute them "
+                "with the model itself:\n"
+                "    model = pipeline.model"
+            )
+        if run is None:
+            raise StageError(
+                "This pipeline's forward was gone through backward before, and what it saved is freed. Call forward "
+                "again; retain_graph has no effect on it."
+            )
+        ctx.run = None
+        run.refuse_changed()
+        run.version = engine.version()
+        copies = iter([None if gradient is None else (gradient, NOW) for gradient in gradients])
+        for number, size in enumerate(ctx.sizes):
+            run.board.put(("gradient", len(run.contents), number), [next(copies) for _ in range(size)])
+        with engine.lock:
+            engine.execute(run, ctx.backward_stages)
+            found_here = _take_gradients(run, ctx.learned)
+            engine.commit_backward(run)
+        results: list[torch.Tensor | None] = []
+        for number, flags in enumerate(ctx.flags):
+            found = run.input_gradients[number]
+            for flag, copy in zip(flags, found, strict=True):
+                if flag:
+                    results.append(None if copy is None else _arrived(copy))
+        return (None, None, None, None, None, None, *results, *found_here)
+
+
+def _learned(run: Run) -> list[torch.Tensor]:
+    """The parameters that hold their own gradient, each once."""
+    held = [parameter for contents in run.contents for parameter in contents.parameters()]
+    own = {id(p): p for p in held if p.requires_grad and run.gradient_dtype(p) == p.dtype}
+    return list(own.values())
+
+
+def _take_gradients(run: Run, learned: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Take the gradients of these parameters out of a run, those of layers that share one summed, last layer first."""
+    totals: dict[int, torch.Tensor | None] = dict.fromkeys(map(id, learned))
+    for layer in sorted(run.gradients, reverse=True):
+        for parameter in [parameter for parameter in run.gradients[layer] if id(parameter) in totals]:
+            gradient = _arrived(run.gradients[layer].pop(parameter))
+            before = totals[id(parameter)]
+            totals[id(parameter)] = gradient if before is None else _sum(before, gradient)
+    return [totals[id(parameter)] for parameter in learned]
+
+
+def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    if one.layout != torch.strided and other.layout == torch.strided:
+        return other.add_(one)  # torch adds sparse to dense, and not the other way round
+    return one.add_(other)
+
+
+def _arrived(copy: tuple[torch.Tensor, Any]) -> torch.Tensor:
+    gradient, ready = copy
+    ready.result()
+    return gradient
+
+
+_apply = cast(Callable[..., tuple[torch.Tensor, ...]], _Pipeline.apply)

@@ -1,0 +1,126 @@
+"""How one call runs: the defaults of a model, and what a call wants otherwise."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from ..errors import ConfigError
+from ..schedule.plan import ModelExecutePlan
+
+__all__ = ["RoundPipeRunConfig"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RoundPipeRunConfig:
+    """How a pipeline runs. ``None`` leaves a field to the configuration of the model, and then to its default.
+
+    Attributes:
+        requires_grad: whether gradients are computed. Default: ``torch.is_grad_enabled()`` at the call.
+        output_device: where outputs are put. Default: the CPU.
+        preserve_rng_state: whether the recomputed forward draws the same random numbers (dropout). Default: ``True``.
+        recompute_grain: what a backward stage recomputes at a time, ``"stage"`` or ``"layer"``. Layer by layer needs
+            less memory on the device. Default: ``"stage"``.
+        num_microbatch: microbatches per batch. Default: number of devices + 1.
+        split_input: how arguments are cut, see :func:`roundpipe_runtime.batch.split`. Default: along the batch.
+        split_label: how labels are cut. Default: along the batch.
+        merge_output: how outputs are joined, see :func:`roundpipe_runtime.batch.join`. ``False``: not at all, each
+            leaf is a :class:`RoundPipePackedData`. Default: ``True``, concatenated along the batch.
+        execute_plan: which layers form a stage. Default: worked out, and adapted to measured times.
+        loss_reduction: what becomes of the losses of the microbatches. ``"sum"``: added. ``"mean"``: each is a mean
+            over its rows, and the total is the mean over all rows. Default: ``"sum"``.
+
+    Raises:
+        ConfigError: when a field has a value that it cannot have.
+    """
+
+    requires_grad: bool | None = None
+    output_device: torch.device | str | None = None
+    preserve_rng_state: bool | None = None
+    recompute_grain: Literal["stage", "layer"] | None = None
+    num_microbatch: int | None = None
+    split_input: Any = None
+    split_label: Any = None
+    merge_output: Any = None
+    execute_plan: ModelExecutePlan | None = None
+    loss_reduction: Literal["sum", "mean"] | None = None
+
+    def __post_init__(self) -> None:
+        for name, (is_right, expected) in _CHECKS.items():
+            value = getattr(self, name)
+            if value is not None and not is_right(value):
+                raise ConfigError(f"RoundPipeRunConfig: {name} must be {expected}, found {value!r}.")
+
+    def over(self, defaults: RoundPipeRunConfig) -> RoundPipeRunConfig:
+        """Return this configuration with its gaps filled from another one.
+
+        >>> model = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
+        >>> merged = RoundPipeRunConfig(num_microbatch=4).over(model)
+        >>> merged.num_microbatch, merged.loss_reduction
+        (4, 'mean')
+        """
+        if not isinstance(defaults, RoundPipeRunConfig):
+            raise ConfigError(f"Expected a RoundPipeRunConfig, found {type(defaults).__qualname__}.")
+        chosen = {
+            field.name: _first(getattr(self, field.name), getattr(defaults, field.name))
+            for field in dataclasses.fields(self)
+        }
+        return RoundPipeRunConfig(**chosen)
+
+    def resolved(self, num_devices: int) -> RoundPipeRunConfig:
+        """Return this configuration with its gaps filled by the defaults.
+
+        ``execute_plan``, ``split_input`` and ``split_label`` may stay ``None``, which says "worked out".
+
+        Args:
+            num_devices: number of devices that the pipeline runs on.
+        """
+        return self.over(
+            RoundPipeRunConfig(
+                requires_grad=torch.is_grad_enabled(),
+                output_device=torch.device("cpu"),
+                preserve_rng_state=True,
+                recompute_grain="stage",
+                num_microbatch=num_devices + 1,
+                merge_output=True,
+                loss_reduction="sum",
+            )
+        )
+
+
+def _first(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _is_device(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return True
+    try:
+        return isinstance(value, str) and torch.device(value) is not None
+    except RuntimeError:
+        return False
+
+
+def _is_spec(value: Any) -> bool:
+    return not isinstance(value, (bool, int, float, str))
+
+
+_Check = tuple[Callable[[Any], bool], str]
+_CHECKS: dict[str, _Check] = {
+    "requires_grad": (lambda v: type(v) is bool, "True, False or None"),
+    "output_device": (_is_device, 'a torch.device, like "cpu"'),
+    "preserve_rng_state": (lambda v: type(v) is bool, "True, False or None"),
+    "recompute_grain": (lambda v: v in ("stage", "layer"), '"stage" or "layer"'),
+    "num_microbatch": (lambda v: type(v) is int and v >= 1, "a number from 1 on"),
+    "split_input": (_is_spec, "(spec of args, spec of kwargs), a mapping from key paths or a function"),
+    "split_label": (_is_spec, "a tree of TensorChunkSpec and Replicate or a function"),
+    "merge_output": (
+        lambda v: type(v) is bool or _is_spec(v),
+        "True, False, a tree of TensorChunkSpec and Replicate, or a function",
+    ),
+    "execute_plan": (lambda v: isinstance(v, ModelExecutePlan), "a ModelExecutePlan"),
+    "loss_reduction": (lambda v: v in ("sum", "mean"), '"sum" or "mean"'),
+}

@@ -1,0 +1,408 @@
+"""Drives a run: cuts the batch, deals the stages out, waits, and brings the results together.
+
+Everything that a run computes is collected beside the model and reaches it in :meth:`Engine.commit`, when nothing can
+fail any more. A run that fails has changed nothing: not the gradients that were there, not a buffer, not a seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..batch.joining import common_spec, join
+from ..batch.loss import LossContract, warn_if_uneven
+from ..batch.packed import RoundPipePackedData
+from ..batch.splitting import Microbatch, split
+from ..device.forking import free_after_fork
+from ..device.interrupts import Uninterrupted
+from ..device.transfer import Parcel, take_apart
+from ..device.virtual import Device
+from ..device.worker import add_note_once, collect
+from ..errors import ConfigError, DeviceError, StageError
+from ..optim.parameters import ParameterStore, scan
+from ..optim.readiness import ReadinessTable
+from ..optim.step import StepRunner
+from ..schedule.costs import LayerCost, MeasuredCosts, analytic_cost
+from ..schedule.plan import ModelExecutePlan, RunType
+from ..schedule.round_robin import RoundRobin, Stage
+from ..timeline.record import current_timeline
+from .autograd import call
+from .config import RoundPipeRunConfig
+from .run import Run, Timer, captured_autocast
+from .stage import run_stage
+
+__all__ = ["FOR_PARAMETERS", "Engine"]
+
+# Pipelines may share devices. All stages of a run are handed out in one go: then every device has them in the same
+# order, and no two runs can wait for each other.
+_DISPATCH = free_after_fork(threading.Lock())
+
+# The pipelines that are open on a device: the last one that closes ends its thread.
+_USERS: weakref.WeakKeyDictionary[Device, weakref.WeakSet[Engine]] = weakref.WeakKeyDictionary()
+
+# Seconds of a forward on the CPU below which two threads are slower than one: torch gives the interpreter's lock away
+# at each operator, so they would take it from each other all the time.
+_BRIEF = 150e-6
+
+# The share of a device's memory for parameters and gradients; activations have the rest.
+FOR_PARAMETERS = 0.6
+
+
+class Engine:
+    """Runs the layers of one model on its devices.
+
+    Args:
+        model: whose parameters and buffers these are.
+        layers: the layers, in order.
+        devices: where they run.
+        optim_dtype: what the optimizer works in.
+        tag: tells pipelines apart that run in the same step, for the seeds of random layers.
+
+    Attributes:
+        take_gradient: is offered each parameter and its gradient as soon as a microbatch has gone back through a layer.
+            A gradient for which it returns true does not reach the parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        devices: Sequence[Device],
+        optim_dtype: torch.dtype | None,
+        tag: str,
+    ) -> None:
+        self.layers = list(layers)
+        self.devices = list(devices)
+        self.tag = tag
+        self.step = 0
+        self.store = ParameterStore(model, optim_dtype)
+        self.table = ReadinessTable(len(self.layers))
+        self.round_robin = RoundRobin(len(self.devices))
+        # apart, as a forward alone may be of another batch, and is not to be compared with a backward
+        guessed = [analytic_cost(layer) for layer in self.layers]
+        self._training, self._inference = MeasuredCosts(guessed), MeasuredCosts(guessed)
+        found = self.layers
+        self.steps = StepRunner(self.store, self.table, lambda: scan(found))
+        self.lock = threading.RLock()
+        self.take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
+        self._closed = False
+        with _DISPATCH:
+            for device in self.devices:
+                _USERS.setdefault(device, weakref.WeakSet()).add(self)
+        self._plans: dict[RunType, tuple[ModelExecutePlan, int]] = {}
+        self._warned = False
+
+    # -- what a user calls -------------------------------------------------------------------------------------------
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
+        """Run the layers forward; with gradients, the outputs are part of the caller's graph."""
+        self._refuse_call()
+        with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
+            microbatches = self.split(args, kwargs, None, config)
+            run, stages = self.prepare("train" if config.requires_grad else "infer", config, len(microbatches))
+            parcels = [self._parcel(microbatch, run) for microbatch in microbatches]
+            if run.kind == "train":
+                outputs = call(self, run, stages, parcels)
+            else:
+                self._start(run, parcels)
+                self.execute(run, stages)
+                outputs = [run.outputs[number].wait() for number in range(run.num_microbatch)]
+            rows = [microbatch.rows for microbatch in microbatches]
+            joined = self._join(outputs, rows, rows, config)
+            if run.kind == "infer":
+                self.commit(run)
+            return joined
+
+    def forward_backward(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        label: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        return_outputs: bool,
+        config: RoundPipeRunConfig,
+    ) -> Any:
+        """Run forward, loss and backward; return the loss of the batch, with the outputs if they are asked for."""
+        if not config.requires_grad:
+            raise ConfigError("forward_backward computes gradients, but they are switched off. Use forward.")
+        self._refuse_call()
+        with self.lock:
+            microbatches = self.split(args, kwargs, label, config)
+            run, stages = self.prepare("fused", config, len(microbatches))
+            rows = [microbatch.rows for microbatch in microbatches]
+            run.labels = [pytree.tree_map_only(torch.Tensor, _on_host, microbatch.label) for microbatch in microbatches]
+            run.loss_fn, run.keep_outputs = loss_fn, return_outputs
+            run.contract = LossContract(config.loss_reduction or "sum", rows)
+            parcels = [self._parcel(microbatch, run) for microbatch in microbatches]
+            self._start(run, parcels)
+            self.execute(run, stages)
+            outputs = None
+            if return_outputs:
+                parts = [run.outputs[number].wait() for number in range(run.num_microbatch)]
+                weights = run.contract.weights if run.contract.kind == "pair" else rows
+                outputs = self._join(parts, weights, rows, config)
+            total = pytree.tree_map(torch.Tensor.cpu, run.contract.total())
+            self._warn(run, rows, config)
+            run.check_buffers()
+            self._feed_inputs(run, parcels)
+            self.commit(run)
+            return (total, outputs) if return_outputs else total
+
+    # -- the parts of a run ------------------------------------------------------------------------------------------
+
+    def split(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: RoundPipeRunConfig
+    ) -> list[Microbatch]:
+        """Cut arguments and labels into microbatches."""
+        return split(
+            args,
+            kwargs,
+            label,
+            config.num_microbatch or 1,
+            split_input=config.split_input,
+            split_label=config.split_label,
+        )
+
+    def prepare(self, kind: RunType, config: RoundPipeRunConfig, num_microbatch: int) -> tuple[Run, list[Stage]]:
+        """Return a run that has not started, and its stages."""
+        plan = config.execute_plan or self._plan(kind)
+        stages = plan.stages(kind, len(self.layers))
+        self.steps.resume()
+        if not self.steps.pending:
+            self.store.publish()
+        kinds = sorted({"cpu"} | {device.torch_device.type for device in self.devices})
+        run = Run(
+            kind=kind,
+            stages=stages,
+            contents=scan(self.layers),
+            num_microbatch=num_microbatch,
+            store=self.store,
+            table=self.table,
+            version=self.version(),
+            timer=Timer(self._measured_in(kind), current_timeline()),
+            requires_grad=bool(config.requires_grad),
+            recompute_grain=config.recompute_grain or "stage",
+            preserve_rng_state=config.preserve_rng_state is not False,
+            base_seed=torch.initial_seed(),
+            tag=self.tag,
+            step=self.step,
+            autocast=captured_autocast(kinds),
+            stays=kind == "fused" and self._fits(),
+            one_thread=self._prefers_one_thread(kind),
+            take_gradient=self.take_gradient,
+        )
+        return run, stages
+
+    def execute(self, run: Run, stages: Sequence[Stage]) -> None:
+        """Run stages to their end.
+
+        Raises:
+            BaseException: the first error of any of them, when all have ended.
+        """
+        self._refuse_call()
+        with Uninterrupted(stop=run.board.fail):
+            self._execute(run, stages)
+
+    def _execute(self, run: Run, stages: Sequence[Stage]) -> None:
+        cursor = self.round_robin.cursor
+        run.table.hold(run.version)
+        try:
+            with _DISPATCH:
+                numbers = self.round_robin.assign(len(stages))
+                work = []
+                try:
+                    for stage, number in zip(stages, numbers, strict=True):
+                        device = self.devices[number]
+                        worker = self.devices[0].worker if run.one_thread else device.worker
+                        work.append(worker.submit(run_stage, run, stage, device))
+                except BaseException as refusal:  # of a device that was closed
+                    run.board.fail(refusal)
+            collect(run.board, work)
+            for device in self.devices:
+                device.synchronize()  # the caller may change what was copied from
+        except BaseException:
+            self.round_robin.cursor = cursor
+            run.discard()
+            raise
+        finally:
+            run.release()
+            run.table.let_go(run.version)
+
+    def commit(self, run: Run) -> None:
+        """Give the model what a run computed that is now complete."""
+        if run.kind != "fused":
+            self.commit_forward(run)
+            return
+        self._wait_step(run)
+        with Uninterrupted():
+            self.commit_forward(run)
+            self.commit_backward(run)
+
+    def commit_forward(self, run: Run) -> None:
+        """Give the model the buffers that a run wrote, and count the run."""
+        try:
+            run.check_buffers()
+        except BaseException:
+            run.discard()
+            raise
+        with Uninterrupted():
+            run.commit_buffers()
+            self.step += 1
+
+    def commit_backward(self, run: Run) -> None:
+        """Give the model the gradients of a run whose forward was committed before."""
+        self._wait_step(run)
+        with Uninterrupted():
+            self.steps.run_ended()
+            run.commit_gradients()
+
+    def _wait_step(self, run: Run) -> None:
+        """Wait for a step in the background: its error comes before anything of this run is written."""
+        try:
+            self.steps.wait_update()
+        except BaseException:
+            run.discard()
+            raise
+
+    def version(self) -> int:
+        """Return the version of the parameters that a run reads now."""
+        return self.steps.version()
+
+    def layer_costs(self, kind: RunType = "fused") -> list[LayerCost]:
+        """Return what each layer costs, as far as it is known, in runs of a kind; in the others if there was none."""
+        own, other = (self._inference, self._training) if kind == "infer" else (self._training, self._inference)
+        return (own if own.is_measured or not other.is_measured else other).costs()
+
+    def memory_limit(self) -> float | None:
+        """Return the GB of the smallest device that parameters and gradients may take, where it is known."""
+        known = [device.memory for device in self.devices if device.memory is not None]
+        return FOR_PARAMETERS * min(known) / 1e9 if known else None
+
+    def close(self) -> None:
+        """Finish what is under way and end the threads."""
+        try:
+            self.steps.close()
+        finally:
+            self._closed = True
+            with _DISPATCH:
+                alone = [device for device in self.devices if self._leaves(device)]
+            for device in alone:
+                device.close()
+
+    def _leaves(self, device: Device) -> bool:
+        """Stop to use a device; tell whether nobody else does."""
+        users = _USERS.get(device, weakref.WeakSet())
+        users.discard(self)
+        return not users
+
+    def _refuse_call(self) -> None:
+        if self._closed:
+            raise DeviceError(
+                f"{self.devices[0].name} was closed, by this pipeline. Make a new pipeline:\n"
+                "    RoundPipe(model, devices=...)"
+            )
+        if any(device.worker.is_here() for device in self.devices):
+            raise StageError(
+                "A pipeline was called from inside of a layer that runs on one of its own devices, which would wait "
+                "for itself. Give the inner pipeline devices of its own."
+            )
+
+    def _plan(self, kind: RunType) -> ModelExecutePlan:
+        """The plan in use; it is looked at again after 1, 2, 4, 8 ... runs, as more was measured."""
+        plan, due = self._plans.get(kind, (None, 0))
+        if plan is None or self.step >= due:
+            found = ModelExecutePlan.auto(
+                kind,
+                self.layer_costs(kind),
+                min_stages=len(self.devices),
+                model_memory_limit=self.memory_limit(),
+                previous=plan,
+            )
+            plan = cast(ModelExecutePlan, found)
+            self._plans[kind] = plan, max(1, 2 * self.step)
+        return plan
+
+    def _prefers_one_thread(self, kind: RunType) -> bool:
+        """Whether most of the time goes into brief layers; never on accelerators, where threads only launch."""
+        on_cpu = all(device.torch_device.type == "cpu" for device in self.devices)
+        return on_cpu and self._measured_in(kind).share_below(_BRIEF) > 0.5
+
+    def _measured_in(self, kind: RunType) -> MeasuredCosts:
+        return self._inference if kind == "infer" else self._training
+
+    def _fits(self) -> bool:
+        """Whether every device has room for all parameters and gradients at once."""
+        limit = self.memory_limit()
+        return limit is None or sum(c.param_bytes + c.grad_bytes for c in self.layer_costs()) <= limit * 1e9
+
+    def _parcel(self, microbatch: Microbatch, run: Run) -> Parcel:
+        skeleton, tensors = take_apart((microbatch.args, microbatch.kwargs), what="inputs")
+        tensors = [_on_host(tensor) for tensor in tensors]
+        flags = [run.requires_grad and tensor.requires_grad for tensor in tensors]
+        return Parcel(skeleton, tensors, flags, [None] * len(tensors))
+
+    def _start(self, run: Run, parcels: Sequence[Parcel]) -> None:
+        for number, parcel in enumerate(parcels):
+            run.start(number, parcel)
+
+    def _feed_inputs(self, run: Run, parcels: Sequence[Parcel]) -> None:
+        """Go on backward from the inputs, where they are part of a graph: another pipeline's, say."""
+        scale = run.contract.gradient_scale()
+        pairs = itertools.chain.from_iterable(
+            zip(parcel.tensors, run.input_gradients.get(number, []), strict=False)
+            for number, parcel in enumerate(parcels)
+        )
+        found = [(tensor, gradient) for tensor, gradient in _arrived(pairs) if tensor.requires_grad]
+        if found:
+            scaled = [gradient.mul_(scale) if scale != 1.0 else gradient for _, gradient in found]
+            torch.autograd.backward([tensor for tensor, _ in found], scaled)
+
+    def _join(
+        self,
+        outputs: list[Any],
+        weights: Sequence[float | None],
+        rows: Sequence[int | None],
+        config: RoundPipeRunConfig,
+    ) -> Any:
+        try:
+            if config.merge_output is False:
+                return _pack(outputs, rows)
+            joined = join(outputs, weights, rows=rows, merge=config.merge_output)
+        except BaseException as error:
+            add_note_once(error, f"While the outputs of {len(outputs)} microbatches were joined.")
+            raise
+        device = torch.device(config.output_device or "cpu")
+        if device.type == "cpu":
+            return joined
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), joined)
+
+    def _warn(self, run: Run, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
+        if not self._warned and config.loss_reduction == "sum" and run.contract.kind != "pair":
+            self._warned = warn_if_uneven(rows, config.num_microbatch or 1)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for what the caller computed on an accelerator, on a stream that no device of ours knows."""
+    return tensor if tensor.device.type in ("cpu", "meta") else tensor.cpu()
+
+
+def _arrived(pairs: Iterable[tuple[torch.Tensor, Any]]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    for tensor, copy in pairs:
+        if copy is not None:
+            gradient, ready = copy
+            ready.result()
+            yield tensor, gradient
+
+
+def _pack(outputs: Sequence[Any], rows: Sequence[int | None]) -> Any:
+    """Outputs as they are: the structure of one of them, with a list over the microbatches for each leaf."""
+    spec = common_spec(outputs)  # the structure of the first would name the leaves of the others otherwise
+    columns = zip(*map(pytree.tree_leaves, outputs), strict=True)
+    return pytree.tree_unflatten([RoundPipePackedData(column, rows=rows) for column in columns], spec)

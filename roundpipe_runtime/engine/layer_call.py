@@ -1,0 +1,141 @@
+"""One call of a layer in a stage: with its random numbers, its kept data, and what it does to its inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ..device.transfer import Skeleton
+from ..device.virtual import Device
+from ..errors import StageError
+from .piece import Values, enter, is_refused_write, leaves_inputs, note_inputs
+from .recompute import CALL, call_seed, run_seeded
+from .resident import Resident
+from .run import Run
+
+__all__ = ["CallKind", "CallResult", "call_layer"]
+
+CallKind = Literal["forward", "fused", "recompute"]
+
+
+@dataclasses.dataclass(slots=True)
+class CallResult:
+    """What came of a call.
+
+    Attributes:
+        entries: Leaves in which the gradients of the inputs end; ``None`` where none flow.
+        output: Whatever the layer returned.
+        kept: Data that the layer saved for its recomputation, ``None`` without any.
+    """
+
+    entries: list[torch.Tensor | None]
+    output: Any
+    kept: tuple[Any, ...] | None
+
+
+def call_layer(
+    run: Run,
+    device: Device,
+    resident: Resident,
+    microbatch: int,
+    values: Values,
+    kind: CallKind,
+    data: tuple[Any, ...] | None = None,
+) -> CallResult:
+    """Call a layer with a microbatch, once more if the first attempt showed how it has to be called.
+
+    A layer that never wrote its inputs in place gets the leaves themselves, which is quicker. torch refuses to write a
+    leaf; then the layer is called again with tensors that it may write, provided that nothing was written before.
+
+    Args:
+        run: the run that this call belongs to.
+        device: the device that the layer is on.
+        resident: the layer on the device.
+        microbatch: index of the microbatch.
+        values: the inputs, on the device.
+        kind: ``"forward"`` (a backward stage will call the layer again), ``"fused"`` or ``"recompute"``.
+        data: what the first forward kept, for a recomputation.
+
+    Raises:
+        StageError: when the layer would have to be called again, and has written an input or a buffer already.
+    """
+    call = _Call(run, device, resident, microbatch, values, kind, data)
+    as_leaves = leaves_inputs(resident.contents.module)
+    try:
+        return call.attempt(as_leaves=as_leaves)
+    except RuntimeError as error:
+        if not as_leaves or not is_refused_write(error):
+            raise
+        call.refuse_repeat("write its input in place")
+        note_inputs(resident.contents.module, written=True)
+        return call.attempt(as_leaves=False)
+
+
+class _Call:
+    """The attempts to make one call."""
+
+    def __init__(
+        self,
+        run: Run,
+        device: Device,
+        resident: Resident,
+        microbatch: int,
+        values: Values,
+        kind: CallKind,
+        data: tuple[Any, ...] | None,
+    ) -> None:
+        self.run, self.device, self.resident = run, device, resident
+        self.microbatch, self.values, self.kind, self.data = microbatch, values, kind, data
+        self.contents = resident.contents
+        self.versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        """What torch counts of writes in place, of every input and buffer."""
+        return [tensor._version for tensor in [*self.values.tensors, *self.resident.buffers()]]
+
+    def refuse_repeat(self, what: str) -> None:
+        if self.versions != self._versions():
+            raise StageError(
+                f"{self.contents.title} began to {what}, which it never did before, and wrote an input or a buffer in "
+                "place before that, so the call cannot be repeated. Call the pipeline again."
+            )
+
+    def attempt(self, *, as_leaves: bool) -> CallResult:
+        entries, entered = enter(self.values, as_leaves=as_leaves)
+        versions = [tensor._version for tensor in entered]
+        before = CALL.enter(self.kind, self.data)
+        try:
+            output = self.resident.call(partial(self._seeded, entered))
+            kept = CALL.data if self.kind == "forward" else None
+        finally:
+            CALL.enter(*before)
+        if not as_leaves:
+            note_inputs(self.contents.module, written=versions != [tensor._version for tensor in entered])
+        return CallResult(entries, output, kept)
+
+    def _seeded(self, entered: list[torch.Tensor]) -> Any:
+        module = self.contents.module
+        call = partial(_invoke, module, self.contents.index, self.values.skeleton, entered)
+        if not self.run.preserve_rng_state:
+            return call()
+
+        def again() -> Any:
+            self.refuse_repeat("draw random numbers")
+            return call()
+
+        run = self.run
+        seed = partial(call_seed, run.base_seed, run.tag, run.step, self.contents.index, self.microbatch)
+        return run_seeded(call, module, seed, self.device.torch_device, again)
+
+
+def _invoke(module: nn.Module, index: int, skeleton: Skeleton, tensors: Sequence[torch.Tensor]) -> Any:
+    value = skeleton.rebuild(tensors)
+    if index == 0:  # the first layer has the arguments of the model, the others what the layer before returned
+        args, kwargs = value
+        return module(*args, **kwargs)
+    return module(value)

@@ -1,0 +1,74 @@
+"""The loss of one microbatch, and the way back through it to the outputs of the last layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..batch.loss import BackwardTerm
+from ..device.events import NOW
+from ..device.virtual import Device
+from .nested_checkpoint import run_backward
+from .piece import Values, enter, leaves_beside
+from .recompute import call_seed, run_seeded
+from .resident import refuse_kept
+from .run import Run
+
+__all__ = ["MicrobatchLoss"]
+
+
+class MicrobatchLoss:
+    """The loss of one microbatch: :meth:`compute` it, then go :meth:`back`.
+
+    Args:
+        run: the run that it belongs to; it collects the gradients of parameters that the loss has of its own.
+        device: where the outputs of the last layer are.
+        microbatch: index of the microbatch.
+        outputs: what the last layer returned.
+    """
+
+    def __init__(self, run: Run, device: Device, microbatch: int, outputs: Values) -> None:
+        self._run, self._device, self._microbatch = run, device, microbatch
+        self._entries, entered = enter(outputs, as_leaves=False)
+        self._outputs = outputs.skeleton.rebuild(entered)
+        self._terms: Sequence[BackwardTerm] = ()
+
+    def compute(self, labels: Any) -> None:
+        """Call the loss function with labels on the device."""
+        run = self._run
+        call = partial(run.loss_fn, self._outputs, labels)
+        if run.preserve_rng_state:
+            seed = partial(call_seed, run.base_seed, run.tag, run.step, len(run.contents), self._microbatch)
+            result = run_seeded(call, run.loss_fn, seed, self._device.torch_device, call)
+        else:
+            result = call()
+        self._terms = run.contract.add(self._microbatch, result)
+
+    def back(self) -> list[torch.Tensor | None]:
+        """Go back; return the gradients of the last layer's outputs, ``None`` where none flows."""
+        if self._terms:
+            run_backward(self._back, self._run.loss_fn, self._device.torch_device)
+        return [None if entry is None else entry.grad for entry in self._entries]
+
+    def _back(self) -> None:
+        losses, seeds = [term.tensor for term in self._terms], [term.seed for term in self._terms]
+        outside = leaves_beside(losses, self._entries)
+        if not outside:
+            torch.autograd.backward(losses, seeds)
+            return
+        for leaf in outside:
+            refuse_kept(leaf)
+        wanted = [entry for entry in self._entries if entry is not None]
+        found = torch.autograd.grad(losses, [*wanted, *outside], seeds, allow_unused=True)
+        for entry, gradient in zip(wanted, found, strict=False):
+            entry.grad = gradient
+        # what the loss itself trains is collected like the gradients of a layer after the last
+        sums = self._run.gradients.setdefault(len(self._run.contents), {})
+        for leaf, gradient in zip(cast(list[nn.Parameter], outside), found[len(wanted) :], strict=True):
+            if gradient is not None:
+                before = sums.get(leaf)
+                sums[leaf] = (gradient if before is None else before[0] + gradient, NOW)

@@ -1,0 +1,165 @@
+"""A layer call as its own piece of the autograd graph: gradients end in its inputs and start from its outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..device.transfer import Skeleton
+
+__all__ = [
+    "Piece",
+    "Values",
+    "enter",
+    "is_refused_write",
+    "leaves_beside",
+    "leaves_inputs",
+    "note_inputs",
+    "plain",
+]
+
+
+@dataclasses.dataclass(slots=True)
+class Values:
+    """A nested value on the device: its tensors, detached, and which of them gradients flow through."""
+
+    skeleton: Skeleton
+    tensors: list[torch.Tensor]
+    needs_grad: list[bool]
+
+
+@dataclasses.dataclass(slots=True)
+class Piece:
+    """A layer call as a piece of graph: what gradients end in, and what they start from."""
+
+    layer: int
+    entries: list[torch.Tensor | None]
+    exits: list[torch.Tensor]
+
+    def backward(
+        self, gradients: Sequence[torch.Tensor | None], run: Callable[[Callable[[], None]], None] = lambda call: call()
+    ) -> list[torch.Tensor | None]:
+        """Go back through the layer; return the gradients of its inputs.
+
+        Args:
+            gradients: of the outputs, ``None`` where none flows.
+            run: calls its argument, which goes back; not called where no gradient flows at all.
+        """
+        starts = [
+            (exit_, gradient)
+            for exit_, gradient in zip(self.exits, gradients, strict=True)
+            if gradient is not None and exit_.requires_grad
+        ]
+        if starts:
+            run(partial(torch.autograd.backward, [s for s, _ in starts], [g for _, g in starts]))
+        return [None if entry is None else entry.grad for entry in self.entries]
+
+
+class _Enter(torch.autograd.Function):
+    """Hands a leaf to a layer as a tensor that the layer may also write in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+_enter_leaf = cast(Callable[[torch.Tensor], torch.Tensor], _Enter.apply)
+
+
+def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+    """Return the leaves in which gradients end, ``None`` where none flow, and the tensors for the layer.
+
+    Args:
+        values: what goes into the layer.
+        as_leaves: hand the leaves themselves to the layer. It is quicker, but torch lets nobody write a leaf in place.
+    """
+    entries: list[torch.Tensor | None] = []
+    entered = []
+    for tensor, flag in zip(values.tensors, values.needs_grad, strict=True):
+        leaf = tensor.detach().requires_grad_() if flag and torch.is_grad_enabled() else None
+        entries.append(leaf)
+        entered.append(tensor if leaf is None else leaf if as_leaves else _enter_leaf(leaf))
+    return entries, entered
+
+
+# -- what a loss learns beside the layers -----------------------------------------------------------------------------
+
+
+def leaves_beside(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Return the leaves in which the graph of a loss ends, other than the outputs that it was given.
+
+    They are parameters of the loss, or parameters that a penalty is on.
+
+    >>> weight, output = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    >>> leaves_beside([(weight * output).sum()], [output])
+    [tensor([1.], requires_grad=True)]
+    """
+    own = {id(entry) for entry in entries if entry is not None}
+    found: dict[int, torch.Tensor] = {}
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn for loss in losses]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in own:
+            found[id(node.variable)] = node.variable
+        waiting += [before for before, _ in node.next_functions]
+    return list(found.values())
+
+
+# -- who writes inputs in place --------------------------------------------------------------------------------------
+
+# The modes, training or not, in which a layer left its inputs as they were, in its first call at least.
+_LEFT: weakref.WeakKeyDictionary[nn.Module, set[bool]] = weakref.WeakKeyDictionary()
+
+
+def leaves_inputs(layer: nn.Module) -> bool:
+    """Tell whether a layer is known not to write its inputs in place."""
+    return layer.training in _LEFT.get(layer, ())
+
+
+def note_inputs(layer: nn.Module, *, written: bool) -> None:
+    """Remember whether a layer wrote its inputs in place."""
+    if written:
+        _LEFT.get(layer, set()).discard(layer.training)
+    else:
+        _LEFT.setdefault(layer, set()).add(layer.training)
+
+
+def is_refused_write(error: RuntimeError) -> bool:
+    """Tell whether torch refused to write a leaf, or a view of one, in place."""
+    return "leaf Variable that requires grad" in str(error)
+
+
+# -- what comes out --------------------------------------------------------------------------------------------------
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Detach; a layout that a copy would not keep is changed here, so that the next layer never sees another one."""
+    tensor = tensor.detach()
+    if tensor.layout == torch.strided and (tensor.storage_offset() or not _is_dense(tensor)):
+        return tensor.clone()
+    return tensor
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

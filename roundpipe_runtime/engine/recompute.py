@@ -1,0 +1,212 @@
+"""What makes a second forward equal to the first: seeds instead of saved random states, and data that a layer kept.
+
+A layer call draws its random numbers from a seed made of (base seed, step, layer, microbatch). Nothing of it depends
+on the device, on how many there are, or on the order of the work; so the recomputation needs no saved state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import hashlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..device.forking import free_after_fork
+from ..errors import StageError
+
+__all__ = [
+    "LayerCall",
+    "call_seed",
+    "doing_recompute",
+    "generator_alone",
+    "get_recompute_data",
+    "run_seeded",
+    "save_for_recompute",
+]
+
+T = TypeVar("T")
+
+
+def call_seed(base: int, tag: str, step: int, layer: int, microbatch: int) -> int:
+    """Return the seed of one layer call.
+
+    Args:
+        base: ``torch.initial_seed()``, what ``torch.manual_seed`` was last given.
+        tag: tells pipelines apart that run in the same step.
+        step: how many runs of the pipeline were completed before.
+        layer: index of the layer.
+        microbatch: index of the microbatch.
+
+    >>> call_seed(0, "", 0, 0, 0) == call_seed(0, "", 0, 0, 0) != call_seed(0, "", 0, 0, 1)
+    True
+    """
+    text = f"{base}|{tag}|{step}|{layer}|{microbatch}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+
+
+# The CPU has one default generator for all threads. A layer that draws from it has it for itself, with its own seed,
+# and leaves it as it was; a layer that does not draw needs no lock. Which is which is seen at the first call, and
+# checked at every other.
+#
+# A layer that has the generator may call another pipeline, and waits for its threads. They know by their context, and
+# take turns among themselves.
+_CPU_GENERATOR = free_after_fork(threading.RLock())
+_INSIDE: contextvars.ContextVar[Any] = contextvars.ContextVar("roundpipe_generator_inside", default=None)
+_DRAWS: weakref.WeakKeyDictionary[Any, dict[bool, bool]] = weakref.WeakKeyDictionary()
+
+
+def run_seeded(
+    call: Callable[[], T], code: Any, seed: Callable[[], int], device: torch.device, again: Callable[[], T]
+) -> T:
+    """Return ``call()``, run with this seed; the generators are left as they were found.
+
+    Args:
+        call: calls the layer, or the loss function.
+        code: the layer or the loss function.
+        seed: returns the seed of this call; it is asked only if it is needed.
+        device: where it runs; an accelerator has a generator of its own.
+        again: calls it a second time, after a first call that turned out to draw without its seed.
+    """
+    if device.type == "cpu":
+        return _run_on_cpu(call, code, seed, again)
+    with _device_generator(device, seed()):
+        return _run_on_cpu(call, code, seed, again)
+
+
+def _run_on_cpu(call: Callable[[], T], code: Any, seed: Callable[[], int], again: Callable[[], T]) -> T:
+    training = bool(getattr(code, "training", True))
+    if _known(code).get(training) is not False:
+        return _alone(call, code, training, seed())
+    with _generator():
+        before = _cpu_state()
+    result = call()
+    with _generator():
+        quiet = before.equal(_cpu_state())
+        if not quiet:
+            torch.set_rng_state(before.view(torch.uint8))
+    return result if quiet else _alone(again, code, training, seed())
+
+
+def _generator() -> Any:
+    """The lock of the generator, as far as this thread is concerned."""
+    return _INSIDE.get() or _CPU_GENERATOR
+
+
+def _cpu_state() -> torch.Tensor:
+    """The state of the generator; eight bytes at a time, it is compared in half the time."""
+    return torch.default_generator.get_state().view(torch.int64)
+
+
+@contextlib.contextmanager
+def generator_alone() -> Iterator[None]:
+    """Have the generator of the CPU for this thread, and for those of pipelines that it calls, during the block."""
+    with _generator():
+        inside = _INSIDE.set(threading.RLock())
+        try:
+            yield
+        finally:
+            _INSIDE.reset(inside)
+
+
+def _alone(call: Callable[[], T], code: Any, training: bool, seed: int) -> T:
+    with generator_alone():
+        outside = torch.get_rng_state()
+        torch.default_generator.manual_seed(seed)
+        seeded = _cpu_state()
+        try:
+            result = call()
+            drew = not seeded.equal(_cpu_state())
+            known = _known(code)
+            known[training] = known.get(training, False) or drew
+            return result
+        finally:
+            torch.set_rng_state(outside)
+
+
+def _known(code: Any) -> dict[bool, bool]:
+    try:
+        return _DRAWS.setdefault(code, {})
+    except TypeError:  # a built-in function, say, which cannot be referred to weakly: it is always run alone
+        return {}
+
+
+@contextlib.contextmanager
+def _device_generator(device: torch.device, seed: int) -> Iterator[None]:
+    library = torch.get_device_module(device)
+    outside = library.get_rng_state(device)
+    with torch.accelerator.device_index(device.index):
+        library.manual_seed(seed)
+    try:
+        yield
+    finally:
+        library.set_rng_state(outside, device)
+
+
+class LayerCall(threading.local):
+    """What the layer call of this thread is: a first forward, or a recomputation, and the data kept for it."""
+
+    kind: Literal["none", "forward", "fused", "recompute"] = "none"
+    data: tuple[Any, ...] | None = None
+
+    def enter(
+        self, kind: Literal["none", "forward", "fused", "recompute"], data: tuple[Any, ...] | None
+    ) -> tuple[Any, Any]:
+        """Make the layer call that follows one of this kind; return what there was, to be entered again behind it."""
+        before = self.kind, self.data
+        self.kind, self.data = kind, data
+        return before
+
+
+CALL = LayerCall()
+
+
+def save_for_recompute(*data: Any) -> None:
+    """Keep data of this layer call for its recomputation; called inside a layer's ``forward``, once at most.
+
+    It does nothing where nothing will be recomputed: without gradients, and outside of a pipeline.
+
+    Args:
+        *data: anything; tensors must not require gradients.
+
+    Raises:
+        StageError: it was called before in this layer call, or a tensor requires a gradient.
+    """
+    if CALL.kind != "forward" or not torch.is_grad_enabled():
+        return
+    if CALL.data is not None:
+        raise StageError("save_for_recompute was called before in this layer call. Keep everything in one call.")
+    for leaf in pytree.tree_leaves(data):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            raise StageError(
+                f"save_for_recompute: a tensor of shape {tuple(leaf.shape)} requires a gradient, which would not "
+                "flow through the recomputation. Keep tensor.detach()."
+            )
+    CALL.data = data
+
+
+def doing_recompute() -> bool:
+    """Tell whether this code runs for the second time, in a backward stage."""
+    return CALL.kind == "recompute"
+
+
+def get_recompute_data() -> tuple[Any, ...]:
+    """Return what :func:`save_for_recompute` was given in the first forward of this layer call.
+
+    Raises:
+        StageError: there is no recomputation under way, or the layer kept nothing.
+    """
+    if CALL.kind != "recompute":
+        raise StageError(
+            "get_recompute_data: no recomputation is under way. Ask doing_recompute() first:\n"
+            "    if doing_recompute():\n"
+            "        (mask,) = get_recompute_data()"
+        )
+    if CALL.data is None:
+        raise StageError("get_recompute_data: the first forward of this layer kept nothing with save_for_recompute.")
+    return CALL.data

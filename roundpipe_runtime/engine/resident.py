@@ -1,0 +1,194 @@
+"""A layer's parameters and buffers on a device, and the places of the module where they stand while the layer runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ..device.events import Event
+from ..device.virtual import Device
+from ..errors import StageError
+from ..optim.parameters import LayerContents
+
+__all__ = ["Buffers", "Gradients", "Resident", "refuse_kept"]
+
+T = TypeVar("T")
+
+# What came down from a device: copies on the host, and when they are complete.
+Gradients: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
+Buffers: TypeAlias = dict[int, tuple[torch.Tensor, Event]]
+
+
+# Stands on the copy of a parameter and says which layer it is of.
+_LAYER = "_roundpipe_layer"
+
+
+def refuse_kept(leaf: torch.Tensor) -> None:
+    """Refuse a loss that goes back into a layer past its outputs.
+
+    Raises:
+        StageError: naming the layer.
+    """
+    title = getattr(leaf, _LAYER, None)
+    if title is not None:
+        raise StageError(
+            f"The loss was computed of a tensor that {title} kept on itself. Its gradient would be lost: a layer goes "
+            "back from what it returned. Return the tensor, too, and hand it on to the loss:\n"
+            "    return outputs, auxiliary_loss"
+        )
+
+
+class Resident:
+    """A layer on a device.
+
+    Args:
+        contents: the layer on the host.
+        device: where it goes.
+        source: the tensor to copy for a parameter.
+        gradient_dtype: the dtype in which gradients of a parameter are summed. Default: its own.
+    """
+
+    def __init__(
+        self,
+        contents: LayerContents,
+        device: Device,
+        source: Callable[[nn.Parameter], torch.Tensor],
+        gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
+    ) -> None:
+        self.contents = contents
+        self.device = device
+        self._memory: list[torch.Tensor] = []
+        self._parameters: dict[int, nn.Parameter] = {}
+        self._wide: list[tuple[int, torch.dtype]] = []
+        self._sums: dict[int, torch.Tensor] = {}
+        for parameter in contents.parameters():
+            self._parameters[id(parameter)] = self._copy_parameter(parameter, source(parameter))
+            if gradient_dtype(parameter) != parameter.dtype:
+                self._wide.append((id(parameter), gradient_dtype(parameter)))
+        self._places = [
+            (slot.owner._parameters, slot.name, self._parameters[id(slot.parameter)], slot.parameter)
+            for slot in contents.slots
+        ]
+        self._buffers = [self._copy(buffer.tensor) for buffer in contents.buffers]
+        self._marks = [(buffer, buffer._version) for buffer in self._buffers]
+        self._written: set[int] = set()
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        copy = self.device.copy_in(tensor.detach(), parameter=True)
+        self._memory.append(copy)
+        return copy
+
+    def _copy_parameter(self, parameter: nn.Parameter, source: torch.Tensor) -> nn.Parameter:
+        copy = nn.Parameter(self._copy(source), requires_grad=parameter.requires_grad)
+        if isinstance(parameter, nn.Parameter):
+            copy.__class__ = type(parameter)  # a class of the user's
+        copy.__dict__.update(parameter.__dict__)  # attributes that users hang on parameters
+        copy.__dict__[_LAYER] = self.contents.title
+        return copy
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return ``function()``, called while the copies stand in the module; one thread at a time."""
+        buffers = self.contents.buffers
+        with self.contents.lock:
+            try:
+                for parameters, name, copy, _ in self._places:
+                    parameters[name] = copy
+                for number, buffer in enumerate(buffers):
+                    buffer.owner._buffers[buffer.name] = self._buffers[number]
+                return function()
+            finally:
+                for number, buffer in enumerate(buffers):
+                    found = buffer.owner._buffers.get(buffer.name)
+                    if found is not None and found is not self._buffers[number]:
+                        self._buffers[number] = found.detach()
+                    buffer.owner._buffers[buffer.name] = buffer.tensor
+                for parameters, name, _, parameter in self._places:
+                    parameters[name] = parameter
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def take_gradients(self) -> None:
+        """Add what the last backward left to the sums of this visit, one microbatch after the other.
+
+        Autograd sums in ``grad`` of the copy, in the same order. Only what is summed in another dtype is taken away.
+        """
+        for key, dtype in self._wide:
+            copy = self._parameters[key]
+            gradient, copy.grad = copy.grad, None
+            if gradient is not None:
+                total = self._sums.get(key)
+                self._sums[key] = gradient.to(dtype) if total is None else total.add_(gradient.to(dtype))
+
+    def hand_over(self, take: Callable[[nn.Parameter, torch.Tensor], bool]) -> None:
+        """Offer each gradient to a function; what it takes is forgotten.
+
+        Args:
+            take: gets a parameter of the host and its gradient on the device; returns whether it took it.
+        """
+        for parameter in self.contents.parameters():
+            copy = self._parameters[id(parameter)]
+            if copy.grad is not None and take(parameter, copy.grad):
+                copy.grad = None
+
+    def download_gradients(self) -> Gradients:
+        """Return the sums, on the host."""
+        found = {}
+        for parameter in self.contents.parameters():
+            total = self._sums.get(id(parameter), self._parameters[id(parameter)].grad)
+            if total is not None:
+                found[parameter] = self.device.copy_out(total)
+        return found
+
+    # -- buffers -----------------------------------------------------------------------------------------------------
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return the buffers as they are now, on the device."""
+        return list(self._buffers)
+
+    def changed_buffers(self) -> Buffers:
+        """Return copies of the buffers that changed since the last time this was asked, on the host."""
+        changed = self._find_changed()
+        return {number: self.device.copy_out(self._buffers[number]) for number in changed}
+
+    def set_buffers(self, values: Mapping[int, tuple[torch.Tensor, Event]]) -> None:
+        """Bring buffers to the values they had before another call."""
+        for number, (value, ready) in values.items():
+            self._buffers[number] = self.device.copy_in(value, ready)
+
+    def download_buffers(self) -> Buffers:
+        """Return the buffers that this visit wrote, as they are now, on the host."""
+        self._find_changed()
+        return {number: self.device.copy_out(self._buffers[number]) for number in sorted(self._written)}
+
+    def _find_changed(self) -> list[int]:
+        if not self._buffers:
+            return []
+        owners = [buffer.owner for buffer in self.contents.buffers]
+        touched = {
+            id(owner)
+            for owner, buffer, (seen, version) in zip(owners, self._buffers, self._marks, strict=True)
+            if buffer is not seen or buffer._version != version or _tracks_statistics(owner)
+        }
+        changed = [number for number, owner in enumerate(owners) if id(owner) in touched]
+        self._marks = [(buffer, buffer._version) for buffer in self._buffers]
+        self._written.update(changed)
+        return changed
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.device.release(self._memory)
+        self._memory.clear()
+        self._parameters.clear()
+        self._places.clear()
+        self._sums.clear()
+        self._buffers.clear()
+        self._marks.clear()
+
+
+def _tracks_statistics(module: nn.Module) -> bool:
+    """Whether a norm writes its running statistics: torch's kernels do so without counting a version."""
+    return isinstance(module, _NormBase) and module.training and module.track_running_stats

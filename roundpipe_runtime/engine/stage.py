@@ -1,0 +1,296 @@
+"""One stage on one device: parameters up, every microbatch through its layers, gradients down.
+
+Every layer is its own piece of the autograd graph, in whatever stage it is: its inputs are detached, and its backward
+starts from the gradients of its outputs. So sums of gradients are taken in the same order for any plan, and the result
+is the same to the last bit.
+
+::
+
+    # forward stage     take the activations of a microbatch, call the layers, hand on what comes out
+    # fused stage       the same, then the loss, then back through the layers; nothing is computed twice
+    # backward stage    take the saved input, call the layers again, take the gradients, go back through the layers
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..device.transfer import Parcel, fetch, send, shapes_of, take_apart
+from ..device.virtual import Device
+from ..device.worker import StoppedRun, add_note_once
+from ..schedule.round_robin import Stage
+from .layer_call import CallKind, call_layer
+from .loss_call import MicrobatchLoss
+from .nested_checkpoint import run_backward
+from .piece import Piece, Values, plain
+from .resident import Resident
+from .run import Copies, Run
+
+__all__ = ["run_stage"]
+
+_NO_MODES = contextlib.nullcontext()
+
+
+def run_stage(run: Run, stage: Stage, device: Device) -> None:
+    """Run a stage with all microbatches of its run. Results and errors go to the run; nothing is raised."""
+    visit = _Visit(run, stage, device)
+    try:
+        with device.visit():
+            visit.run_all()
+    except StoppedRun:
+        pass
+    except BaseException as error:  # it is raised where the user called
+        add_note_once(error, visit.describe())
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            add_note_once(error, visit.advice())
+        run.board.fail(error)
+    finally:
+        visit.leave()
+
+
+class _Visit:
+    """A stage on its device, from the upload of its parameters to the download of its gradients."""
+
+    def __init__(self, run: Run, stage: Stage, device: Device) -> None:
+        self.run = run
+        self.stage = stage
+        self.device = device
+        self.residents: dict[int, Resident] = {}
+        self._layer: int | None = None
+        self._microbatch: int | None = None
+        self._doing = "the upload of its parameters"
+        self._tensors: Sequence[torch.Tensor] | None = None
+
+    # -- the whole visit ---------------------------------------------------------------------------------------------
+
+    def run_all(self) -> None:
+        """Run every microbatch, in order."""
+        with torch.set_grad_enabled(self.run.requires_grad):
+            self._run_all()
+
+    def _run_all(self) -> None:
+        self.run.board.check()
+        for layer in self.stage.layers:
+            self._upload(layer)
+        work = {"forward": self._forward, "fused": self._fused, "backward": self._backward}[self.stage.kind]
+        for microbatch in range(self.run.num_microbatch):
+            self.run.board.check()
+            self._layer, self._microbatch, self._tensors = None, microbatch, None
+            work(microbatch)
+        self._layer, self._microbatch, self._tensors = None, None, None
+        self._download()
+
+    def leave(self) -> None:
+        """Give the memory of the device back, unless the backward of a layer finds it here and there is room."""
+        self._tensors = None
+        for layer, resident in self.residents.items():
+            if self.run.stays and self.stage.kind == "forward" and not resident.contents.buffers:
+                self.run.residents[self.device.name, layer] = resident
+            else:
+                resident.release()
+        self.residents.clear()
+
+    def _upload(self, layer: int) -> None:
+        self._layer = layer
+        contents = self.run.contents[layer]
+        here = self.run.residents.pop((self.device.name, layer), None)
+        if here is not None:
+            self.residents[layer] = here
+            return
+        with self._measure("upload", layer=layer), self.run.reading(layer):
+            self.residents[layer] = Resident(contents, self.device, self.run.source, self.run.gradient_dtype)
+
+    def _download(self) -> None:
+        self._doing = "the download of its gradients"
+        for layer, resident in self.residents.items():
+            self._layer = layer
+            with self._measure("download", layer=layer):
+                if self.stage.kind == "backward":
+                    self.run.gradients[layer] = resident.download_gradients()
+                elif self.stage.kind == "fused":
+                    self.run.gradients[layer] = resident.download_gradients()
+                    self.run.buffers[layer] = resident.download_buffers()
+                else:
+                    self.run.buffers[layer] = resident.download_buffers()
+
+    # -- one microbatch ----------------------------------------------------------------------------------------------
+
+    def _forward(self, microbatch: int) -> None:
+        parcel = self._take_input(microbatch)
+        values = self._open(parcel)
+        for layer in self.stage.layers:
+            if layer in self.run.restarts:
+                # What came in is kept as it is, but for the caller's own tensors: they may change before backward.
+                own = layer == self.stage.layers[0] and not (layer == 0 and self.run.kind == "train")
+                self.run.saved[layer, microbatch] = parcel if own else self._send(values)
+            values = self._call(layer, microbatch, values, "forward")[0]  # the graph of a layer goes away at once
+        self._hand_on(microbatch, self._send(values))
+
+    def _fused(self, microbatch: int) -> None:
+        values = self._open(self._take_input(microbatch))
+        pieces = []
+        for layer in self.stage.layers:
+            values, piece = self._call(layer, microbatch, values, "fused")
+            pieces.append(piece)
+        if self.run.keep_outputs:
+            self.run.outputs[microbatch] = self._send(values)
+        gradients = self._loss(microbatch, values)
+        self._go_back(microbatch, pieces, gradients)
+
+    def _backward(self, microbatch: int) -> None:
+        gradients = self._take_gradients(microbatch)
+        layers = self.stage.layers
+        if self.run.recompute_grain == "layer":
+            for layer in reversed(layers):
+                values = self._restart(layer, microbatch)
+                _, piece = self._call(layer, microbatch, values, "recompute")
+                gradients = self._back_through(microbatch, piece, gradients)
+            self._hand_back(microbatch, gradients)
+            return
+        values = self._restart(layers[0], microbatch)
+        pieces = []
+        for layer in layers:
+            values, piece = self._call(layer, microbatch, values, "recompute")
+            pieces.append(piece)
+        self._go_back(microbatch, pieces, gradients)
+
+    def _go_back(self, microbatch: int, pieces: list[Piece], gradients: list[torch.Tensor | None]) -> None:
+        while pieces:
+            gradients = self._back_through(microbatch, pieces.pop(), gradients)
+        self._hand_back(microbatch, gradients)
+
+    def _back_through(
+        self, microbatch: int, piece: Piece, gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        self._layer, self._doing, self._tensors = piece.layer, "backward", piece.exits
+        with self._measure("backward", microbatch, piece.layer), self.device.computing():
+            # with its copies in place: checkpoints inside of the layer call parts of it again
+            resident = self.residents[piece.layer]
+            back = partial(run_backward, code=resident.contents.module, device=self.device.torch_device)
+            results = resident.call(partial(piece.backward, gradients, back))
+            resident.take_gradients()
+            if self.run.take_gradient is not None:
+                resident.hand_over(self.run.take_gradient)
+        return results
+
+    def _loss(self, microbatch: int, values: Values) -> list[torch.Tensor | None]:
+        """Compute the loss of a microbatch and go back through it, to the outputs of the last layer."""
+        self._layer, self._doing, self._tensors = None, "loss", values.tensors
+        labels = self._to_device(self.run.labels[microbatch])
+        with self._measure("loss", microbatch), self.device.computing(), self._modes():
+            loss = MicrobatchLoss(self.run, self.device, microbatch, values)
+            loss.compute(labels)
+        with self._measure("backward", microbatch), self.device.computing():
+            return loss.back()
+
+    # -- one layer ---------------------------------------------------------------------------------------------------
+
+    def _call(self, layer: int, microbatch: int, values: Values, kind: CallKind) -> tuple[Values, Piece]:
+        run, resident, title = self.run, self.residents[layer], self.run.contents[layer].title
+        self._layer, self._doing, self._tensors = layer, kind, values.tensors
+        data = None
+        if kind == "recompute":
+            resident.set_buffers(run.buffers_before(layer, microbatch))
+            data = self._kept(layer, microbatch)
+        measured = self._measure("recompute" if kind == "recompute" else "forward", microbatch, layer)
+        with measured, self.device.computing(), self._modes():
+            self.device.use(values.tensors)
+            result = call_layer(run, self.device, resident, microbatch, values, kind, data)
+            skeleton, exits = take_apart(result.output, what=f"the output of {title}")
+            results = [plain(tensor) for tensor in exits]
+        if result.kept is not None:
+            skeleton_kept, tensors = take_apart(result.kept, what=f"save_for_recompute in {title}")
+            run.kept[layer, microbatch] = send(self.device, skeleton_kept, tensors, [False] * len(tensors))
+        if kind == "forward" and run.has_backward:
+            run.buffer_trail.setdefault(layer, []).append(resident.changed_buffers())
+        flags = [tensor.requires_grad for tensor in exits]
+        return Values(skeleton, results, flags), Piece(layer, result.entries, exits)
+
+    def _modes(self) -> contextlib.AbstractContextManager[Any]:
+        """The caller's autocast modes, in this thread."""
+        if not self.run.autocast:
+            return _NO_MODES
+        with contextlib.ExitStack() as stack:
+            for mode in self.run.autocast:
+                stack.enter_context(torch.autocast(**mode))
+            return stack.pop_all()
+
+    # -- what comes and what goes ------------------------------------------------------------------------------------
+
+    def _take_input(self, microbatch: int) -> Parcel:
+        self._doing = "the upload of its input"
+        parcel: Parcel = self.run.board.take(("activation", self.stage.layers[0], microbatch))
+        return parcel
+
+    def _restart(self, layer: int, microbatch: int) -> Values:
+        return self._open(self.run.saved.pop((layer, microbatch)))
+
+    def _open(self, parcel: Parcel) -> Values:
+        return Values(parcel.skeleton, fetch(self.device, parcel), parcel.needs_grad)
+
+    def _send(self, values: Values) -> Parcel:
+        return send(self.device, values.skeleton, values.tensors, values.needs_grad)
+
+    def _hand_on(self, microbatch: int, parcel: Parcel) -> None:
+        stop = self.stage.layers[-1] + 1
+        if stop == len(self.run.contents):
+            self.run.outputs[microbatch] = parcel
+        else:
+            self.run.board.put(("activation", stop, microbatch), parcel)
+
+    def _take_gradients(self, microbatch: int) -> list[torch.Tensor | None]:
+        self._doing = "the upload of gradients"
+        found: Copies = self.run.board.take(("gradient", self.stage.layers[-1] + 1, microbatch))
+        return [None if pair is None else self.device.copy_in(*pair) for pair in found]
+
+    def _hand_back(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._doing = "the download of gradients"
+        copies = [None if gradient is None else self.device.copy_out(gradient) for gradient in gradients]
+        first = self.stage.layers[0]
+        if first == 0:
+            self.run.input_gradients[microbatch] = copies
+        else:
+            self.run.board.put(("gradient", first, microbatch), copies)
+
+    def _kept(self, layer: int, microbatch: int) -> tuple[Any, ...] | None:
+        parcel = self.run.kept.pop((layer, microbatch), None)
+        if parcel is None:
+            return None
+        kept: tuple[Any, ...] = parcel.skeleton.rebuild(fetch(self.device, parcel))
+        return kept
+
+    def _to_device(self, value: Any) -> Any:
+        skeleton, tensors = take_apart(value, what="label")
+        return skeleton.rebuild([self.device.copy_in(tensor) for tensor in tensors])
+
+    # -- where we are ------------------------------------------------------------------------------------------------
+
+    def _measure(self, kind: str, microbatch: int = -1, layer: int = -1) -> contextlib.AbstractContextManager[None]:
+        return self.run.timer.measure(kind, self.stage.index, self.device.name, microbatch, layer)
+
+    def describe(self) -> str:
+        """Say where the visit is, for the note of an error."""
+        layers = self.stage.layers
+        span = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+        where = [f"In stage {self.stage.index} ({self.stage.kind}, {span}) on {self.device.name}, {self._doing}"]
+        if self._layer is not None:
+            where.append(self.run.contents[self._layer].title)
+        if self._microbatch is not None:
+            where.append(f"microbatch {self._microbatch} of {self.run.num_microbatch}")
+        if self._tensors is not None:
+            where.append(f"tensors {shapes_of(self._tensors)}")
+        return where[0] + (": " + ", ".join(where[1:]) if where[1:] else "")
+
+    def advice(self) -> str:
+        """Say how large the stage is and what to change, for an error of memory."""
+        size = sum(self.run.contents[layer].nbytes() for layer in self.stage.layers)
+        return (
+            f"The parameters of this stage take {size} bytes, its gradients as much again. Give it fewer layers "
+            "(ModelExecutePlan, model_memory_limit), cut the batch into more microbatches (num_microbatch), or "
+            "recompute layer by layer (recompute_grain='layer')."
+        )

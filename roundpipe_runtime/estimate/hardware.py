@@ -1,0 +1,223 @@
+"""The devices and the host that a training runs on: what is here is measured, the rest is given or assumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Callable
+
+import torch
+
+from ..device.virtual import parse_devices
+from ..errors import ConfigError
+
+__all__ = [
+    "Hardware",
+    "copy_rate",
+    "cores",
+    "describe_hardware",
+    "host_memory_available",
+    "host_memory_rate",
+    "matmul_rate",
+]
+
+# What is assumed of a device that is not here, unless it is given: a card of a workstation over PCIe 4.
+_ASSUMED_FLOPS = 100e12
+_ASSUMED_LINK = 20e9
+
+_COPIED = 128 * 2**20  # bytes, more than caches hold
+_LONG_ENOUGH = 0.05  # seconds of one measurement
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a plan is made for.
+
+    Attributes:
+        names: of the devices.
+        kind: ``"cpu"`` for virtual devices, else the type of the accelerators.
+        flops: operations per second of one device, in matrix products.
+        link: bytes per second between the host and one device, in one direction.
+        memory: bytes of one device; ``None`` where nobody knows.
+        host: bytes of memory that the host has free; ``None`` where the system does not say.
+        host_rate: bytes per second that the host reads and writes.
+        origin: for ``flops``, ``link`` and ``memory``: ``"measured"``, ``"given"``, ``"assumed"`` or ``"unknown"``.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    flops: float
+    link: float
+    memory: int | None
+    host: int | None
+    host_rate: float
+    origin: dict[str, str]
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether the devices are made of the CPU: a stage is loaded when the one before it has ended."""
+        return self.kind == "cpu"
+
+
+def describe_hardware(
+    devices: str | None = None,
+    *,
+    memory: int | None = None,
+    link: float | None = None,
+    flops: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Hardware:
+    """Return the devices with what they can do: what is given, else what is measured, if they are here.
+
+    Args:
+        devices: ``"virtual:2"``, or names with commas, ``"cuda:0,cuda:1"``, which need not be here. Default: all
+            accelerators of the machine, else ``"virtual:2"``.
+        memory: bytes of one device.
+        link: bytes per second between host and device.
+        flops: operations per second of one device.
+        dtype: of the matrix products that are measured.
+
+    Raises:
+        ConfigError: a name stands for no device.
+    """
+    names = _names(devices)
+    kind = "cpu" if names[0].startswith("virtual") else torch.device(names[0]).type
+    here = kind == "cpu" or _is_here(names)
+    found_memory = _memory_of(names[0]) if here and kind != "cpu" else None
+    origin = {
+        "flops": "given" if flops else "measured" if here else "assumed",
+        "link": "given" if link else "measured" if here else "assumed",
+        "memory": "given" if memory else "measured" if found_memory else "unknown",
+    }
+    device = torch.device("cpu" if kind == "cpu" else names[0])
+    if not flops:
+        flops = matmul_rate(device, dtype) if here else _ASSUMED_FLOPS
+        if kind == "cpu":  # virtual devices share the cores, each with as many threads as torch uses
+            flops *= min(1.0, cores() / (len(names) * torch.get_num_threads()))
+    if not link:
+        link = copy_rate(device) if here else _ASSUMED_LINK
+    return Hardware(
+        names=names,
+        kind=kind,
+        flops=flops,
+        link=link,
+        memory=memory or found_memory,
+        host=host_memory_available(),
+        host_rate=host_memory_rate(),
+        origin=origin,
+    )
+
+
+def _names(devices: str | None) -> tuple[str, ...]:
+    if devices is None or devices.startswith("virtual"):
+        found = parse_devices(devices)
+        names = tuple(device.name for device in found)
+        for device in found:
+            device.close()
+        return names
+    names = tuple(name.strip() for name in devices.split(","))
+    for name in names:
+        if not re.fullmatch(r"[a-z]+(:\d+)?", name) or name.split(":")[0] in ("cpu", "meta"):
+            raise ConfigError(f"{name!r} names no device. Use 'virtual:2', or 'cuda:0,cuda:1'.")
+        try:
+            torch.device(name)
+        except RuntimeError as error:
+            raise ConfigError(f"{name!r} names no device. Use 'virtual:2', or 'cuda:0,cuda:1'.") from error
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{devices!r} names a device twice.")
+    return names
+
+
+def _is_here(names: tuple[str, ...]) -> bool:
+    if not torch.accelerator.is_available():
+        return False
+    kind = torch.accelerator.current_accelerator()
+    count = torch.accelerator.device_count()
+    return all(torch.device(n).type == (kind and kind.type) and (torch.device(n).index or 0) < count for n in names)
+
+
+def _memory_of(name: str) -> int | None:
+    library = torch.get_device_module(torch.device(name))
+    return int(library.mem_get_info(torch.device(name))[1]) if hasattr(library, "mem_get_info") else None
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+    """Return the operations per second of a matrix product; it takes a fraction of a second.
+
+    Args:
+        device: the CPU, or an accelerator.
+        dtype: of the matrices.
+    """
+    size = 512 if device.type == "cpu" else 8192
+    a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / _seconds(lambda: a @ b, device)
+
+
+def copy_rate(device: torch.device, nbytes: int = _COPIED) -> float:
+    """Return the bytes per second of copies from the host, from pinned memory where the device is an accelerator."""
+    source = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    target = torch.empty_like(source, device=device)
+    return nbytes / _seconds(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def host_memory_rate(nbytes: int = _COPIED) -> float:
+    """Return the bytes per second that the host reads and writes, all together."""
+    source = torch.zeros(nbytes, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * nbytes / _seconds(lambda: target.copy_(source), torch.device("cpu"))
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """The shortest of some calls, after one that does not count."""
+
+    def timed() -> float:
+        start = time.perf_counter()
+        work()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return time.perf_counter() - start
+
+    timed()
+    found = [timed()]
+    while sum(found) < _LONG_ENOUGH or len(found) < 3:
+        found.append(timed())
+    return min(found)
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_memory_available() -> int | None:
+    """Return the bytes of memory that processes may still take, limits of containers included; ``None`` if unknown."""
+    found = [value for value in (_mem_available(), _left_in_container()) if value is not None]
+    return min(found, default=None)
+
+
+def _mem_available() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # all of it: others may hold some
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _left_in_container() -> int | None:
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            most = int(file.read())
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+            return most - int(file.read())
+    except (OSError, ValueError):  # no such file, or "max"
+        return None

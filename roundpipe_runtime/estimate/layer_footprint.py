@@ -1,0 +1,164 @@
+"""What each layer of a pipeline holds, hands on and computes on one microbatch: measured, not guessed.
+
+The layers are called as a stage calls them, forward and backward, one after the other. Parameters and batch may be on
+``meta``: then nothing of it takes memory, and a layer of any size is measured in the same time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..device.transfer import take_apart
+from ..engine.piece import Values, enter, plain
+from ..optim.parameters import LayerContents, scan
+from .footprint import Footprint, storage_bytes
+from .meta_kernels import device_kernels
+
+__all__ = ["LayerFootprint", "measure_layers"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerFootprint:
+    """A layer, on one microbatch. All sizes are bytes on the device.
+
+    Attributes:
+        name: of the layer.
+        param_bytes: parameters and buffers, which are copied to the device.
+        grad_bytes: sums of the gradients of its parameters, which are copied back.
+        inputs: tensors that come in.
+        outputs: tensors that go out; those that come in and go out again count in both.
+        grads_in: gradients of the inputs.
+        grads_out: gradients of the outputs.
+        forward_peak: the most that its forward has beside the inputs, with its graph.
+        held: what there is beside the inputs after the forward: what its backward needs, and new outputs.
+        backward_peak: the most that there is while it goes back, beside its inputs, the gradients of its outputs and
+            the sums of its own gradients; what its forward left is part of it.
+        forward_flops: operations of a forward.
+        backward_flops: operations of a backward, without the forward that is computed again.
+    """
+
+    name: str
+    param_bytes: int
+    grad_bytes: int
+    inputs: int
+    outputs: int
+    grads_in: int
+    grads_out: int
+    forward_peak: int
+    held: int
+    backward_peak: int
+    forward_flops: int
+    backward_flops: int
+
+
+def measure_layers(
+    layers: Sequence[nn.Module],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    names: Sequence[str] | None = None,
+    gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
+    last_call: Callable[[nn.Module, Any], Any] | None = None,
+    kind: str = "cuda",
+) -> list[LayerFootprint]:
+    """Call layers forward and backward on one microbatch, and return what each of them takes.
+
+    Args:
+        layers: of a pipeline, in order, in the mode in which they are trained.
+        args: positional arguments of the first one; each other one is given what the one before returned.
+        kwargs: keyword arguments of the first one.
+        names: of the layers. Default: their numbers and classes.
+        gradient_dtype: the dtype in which gradients of a parameter are summed.
+        last_call: calls the last layer. Default: ``layer(value)``.
+        kind: of the devices that are planned for, ``"cpu"`` for virtual ones.
+
+    >>> big = nn.Sequential(nn.Linear(50_000, 50_000, device="meta"), nn.ReLU())
+    >>> first, second = measure_layers(list(big), (torch.empty(8, 50_000, device="meta"),))
+    >>> first.param_bytes, first.forward_flops, second.held
+    (10000200000, 40000000000, 1600000)
+    """
+    contents = scan(layers)
+    found = []
+    values: Any = (tuple(args), dict(kwargs or {}))
+    skeleton, tensors = take_apart(values, what="inputs")
+    given = Values(skeleton, tensors, [False] * len(tensors))
+    with device_kernels(kind), torch.enable_grad():
+        for index, one in enumerate(contents):
+            call: Callable[[Any], Any] = functools.partial(_invoke, one.module, index)
+            if last_call is not None and index == len(contents) - 1:
+                call = functools.partial(last_call, one.module)
+            name = names[index] if names is not None else one.title
+            footprint, given = _measure(name, one, call, given, gradient_dtype)
+            found.append(footprint)
+    return found
+
+
+def _invoke(module: nn.Module, index: int, value: Any) -> Any:
+    if index == 0:  # as in a stage: the first layer has the arguments of the model
+        args, kwargs = value
+        return module(*args, **kwargs)
+    return module(value)
+
+
+def _measure(
+    name: str,
+    contents: LayerContents,
+    call: Callable[[Any], Any],
+    given: Values,
+    gradient_dtype: Callable[[nn.Parameter], torch.dtype],
+) -> tuple[LayerFootprint, Values]:
+    """The layer on these inputs, and the inputs of the next one."""
+    trained = [parameter for parameter in contents.parameters() if parameter.requires_grad]
+    sums = _give_sums(trained, gradient_dtype)
+    held_before = [*given.tensors, *contents.parameters(), *(buffer.tensor for buffer in contents.buffers), *sums]
+    with Footprint() as found:
+        found.ignore(held_before)
+        entries, entered = enter(given, as_leaves=False)
+        out = call(given.skeleton.rebuild(entered))
+        skeleton, exits = take_apart(out, what=f"the output of {contents.title}")
+        results = [plain(tensor) for tensor in exits]
+    del out
+    forward_peak, held, forward_flops = found.peak, found.restart(), found.flops
+    starts = [(exit_, torch.empty_like(exit_)) for exit_ in exits if exit_.requires_grad]
+    with found:
+        found.ignore(gradient for _, gradient in starts)
+        if starts:
+            torch.autograd.backward([exit_ for exit_, _ in starts], [gradient for _, gradient in starts])
+        reached = [p for p in trained if p.grad is not None and (p.grad._version or p.grad.dtype != gradient_dtype(p))]
+        for parameter in reached:
+            gradient = parameter.grad
+            if gradient is not None and gradient.dtype != gradient_dtype(parameter):
+                parameter.grad = None
+                gradient = gradient.to(gradient_dtype(parameter))  # on its way into the sum
+    footprint = LayerFootprint(
+        name=name,
+        param_bytes=contents.nbytes(),
+        grad_bytes=sum(p.numel() * gradient_dtype(p).itemsize for p in reached),
+        inputs=storage_bytes(given.tensors),
+        outputs=storage_bytes(results),
+        grads_in=storage_bytes(e.grad for e in entries if e is not None and e.grad is not None),
+        grads_out=storage_bytes(gradient for _, gradient in starts),
+        forward_peak=forward_peak,
+        held=held,
+        backward_peak=found.peak,
+        forward_flops=forward_flops,
+        backward_flops=found.flops - forward_flops,
+    )
+    for parameter in trained:
+        parameter.grad = None
+    return footprint, Values(skeleton, results, [exit_.requires_grad for exit_ in exits])
+
+
+def _give_sums(
+    trained: Sequence[nn.Parameter], gradient_dtype: Callable[[nn.Parameter], torch.dtype]
+) -> list[torch.Tensor]:
+    """Gradients as they are from the second microbatch on: those of other dtypes are summed elsewhere."""
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter) if gradient_dtype(parameter) == parameter.dtype else None
+    return [parameter.grad for parameter in trained if parameter.grad is not None]

@@ -1,0 +1,198 @@
+"""How much memory a run needs: on each device, and on the host.
+
+::
+
+    # a device, while stage k computes                       the host
+    #   parameters of stage k                                  parameters and buffers
+    #   sums of their gradients          (backward, fused)     gradients, masters, what the optimizer keeps
+    #   a microbatch on its way through, at its highest        inputs of the stages that go back, all microbatches
+    #   an accelerator also:                                   what is on its way between stages
+    #     parameters of the next stage, which arrive meanwhile
+    #     copies of other microbatches, on their way
+
+What a layer allocates is measured (:mod:`roundpipe_runtime.estimate.layer_footprint`); here it is put together in the
+order in which a stage does it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from ..schedule.round_robin import Stage
+from .layer_footprint import LayerFootprint
+
+__all__ = ["DeviceMemory", "HostMemory", "device_memory", "host_memory", "visit_bytes"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The most that a device holds, and of what; all in bytes.
+
+    Attributes:
+        stage: index of the stage in which it is reached.
+        parameters: of the stage.
+        gradients: sums of the gradients of the stage.
+        activations: of the microbatch that is computed.
+        staying: layers of earlier stages, which stay on the device for their backward.
+        arriving: parameters of the next stage.
+        copies: tensors of other microbatches that may be on their way.
+    """
+
+    stage: int
+    parameters: int
+    gradients: int
+    activations: int
+    staying: int
+    arriving: int
+    copies: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.activations + self.staying + self.arriving + self.copies
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostMemory:
+    """What the host holds, in bytes.
+
+    Attributes:
+        parameters: of the model, with its buffers.
+        gradients: of the parameters that learn.
+        masters: copies of them in the dtype of the optimizer, if that is another one.
+        optimizer: two numbers per parameter, as Adam keeps.
+        activations: inputs of backward stages, and what is on its way.
+    """
+
+    parameters: int
+    gradients: int
+    masters: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.masters + self.optimizer + self.activations
+
+
+def visit_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
+    """Return the most that one microbatch has on the device while it is in a stage, beside parameters and their sums.
+
+    Args:
+        stage: the stage.
+        layers: all layers of the model.
+    """
+    mine = [layers[index] for index in stage.layers]
+    if stage.kind == "forward":
+        # the graph of a layer is gone before the next one begins
+        return max(layer.inputs + layer.forward_peak for layer in mine)
+    arrived = mine[0].inputs + (mine[-1].grads_out if stage.kind == "backward" else 0)
+    peak, held = 0, arrived
+    for layer in mine:
+        peak = max(peak, held + layer.forward_peak)
+        held += layer.held
+    for layer in reversed(mine):
+        held -= layer.held
+        peak = max(peak, held + layer.grads_out + layer.backward_peak)
+    return peak
+
+
+def device_memory(
+    stages: Sequence[Stage],
+    devices: Sequence[int],
+    layers: Sequence[LayerFootprint],
+    num_microbatch: int,
+    *,
+    stays: bool,
+    prefetches: bool,
+) -> list[DeviceMemory]:
+    """Return the most that each device holds in a run.
+
+    Args:
+        stages: in the order of dispatch.
+        devices: the device of each stage.
+        layers: all layers, as measured on one microbatch.
+        num_microbatch: number of microbatches.
+        stays: whether layers stay on a device from their forward to their backward, as there is room for all.
+        prefetches: whether a stage is loaded while the one before it computes; virtual devices do not.
+    """
+    found = []
+    for device in sorted(set(devices)):
+        own = [stage for stage, where in zip(stages, devices, strict=True) if where == device]
+        staying: set[int] = set()
+        moments = []
+        for stage, following in zip(own, [*own[1:], None], strict=True):
+            moments.append(_moment(stage, following, staying, layers, num_microbatch, prefetches))
+            staying = _after(stage, staying) if stays else staying
+        found.append(max(moments, key=lambda moment: moment.total))
+    return found
+
+
+def _after(stage: Stage, staying: set[int]) -> set[int]:
+    here = set(stage.layers)
+    return staying | here if stage.kind == "forward" else staying - here
+
+
+def _moment(
+    stage: Stage,
+    following: Stage | None,
+    staying: set[int],
+    layers: Sequence[LayerFootprint],
+    num_microbatch: int,
+    prefetches: bool,
+) -> DeviceMemory:
+    goes_back = stage.kind != "forward"
+    first, last = layers[stage.layers[0]], layers[stage.layers[-1]]
+    arriving = copies = 0
+    if prefetches:
+        if following is not None:
+            arriving = sum(layers[i].param_bytes for i in following.layers if i not in staying)
+        on_their_way = first.inputs + (last.grads_out + first.grads_in if goes_back else last.outputs)
+        copies = (num_microbatch - 1) * on_their_way
+    return DeviceMemory(
+        stage=stage.index,
+        parameters=sum(layers[i].param_bytes for i in stage.layers),
+        gradients=sum(layers[i].grad_bytes for i in stage.layers) if goes_back else 0,
+        activations=visit_bytes(stage, layers),
+        staying=sum(layers[i].param_bytes for i in staying.difference(stage.layers)),
+        arriving=arriving,
+        copies=copies,
+    )
+
+
+def host_memory(
+    parameters: Iterable[nn.Parameter],
+    buffers: Iterable[torch.Tensor],
+    stages: Sequence[Stage],
+    layers: Sequence[LayerFootprint],
+    num_microbatch: int,
+    *,
+    optim_dtype: torch.dtype | None = None,
+) -> HostMemory:
+    """Return what the host holds at most, in a run with its optimizer step.
+
+    Args:
+        parameters: of the model, each once.
+        buffers: of the model.
+        stages: in the order of dispatch.
+        layers: as measured on one microbatch.
+        num_microbatch: number of microbatches.
+        optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
+    """
+    params = list(parameters)
+    trained = [p for p in params if p.requires_grad]
+    wide = [(p, optim_dtype or p.dtype) for p in trained]
+    restarts = [stage.layers[0] for stage in stages if stage.kind == "backward"]
+    between = max((layers[stage.layers[-1]].outputs for stage in stages if stage.kind == "forward"), default=0)
+    return HostMemory(
+        parameters=sum(t.numel() * t.element_size() for t in [*params, *buffers]),
+        gradients=sum(p.numel() * dtype.itemsize for p, dtype in wide),
+        masters=sum(p.numel() * dtype.itemsize for p, dtype in wide if dtype != p.dtype),
+        optimizer=sum(2 * p.numel() * dtype.itemsize for p, dtype in wide),
+        activations=num_microbatch * (sum(layers[index].inputs for index in restarts) + between),
+    )

@@ -1,0 +1,214 @@
+"""What passes between the pieces of a cut: every tensor, who makes it and who reads it, found with an example."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .call_log import Book, BoxUse, CallSpec, State, Tree
+from .check import evaluating
+from .cut import Cut
+from .cut_plan import Program
+from .example import example_inputs, without_cache
+from .pieces import LayerCall
+from .placeholder import Key
+
+__all__ = ["PassedTensor", "passed_tensors"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PassedTensor:
+    """A tensor on its way through the pieces of a cut model.
+
+    Attributes:
+        name: the argument in which the first layer takes it, or what the model captures it as.
+        kind: ``"hidden"``, what a layer hands to the next one; ``"side"``, what the model's own code hands to layers
+            beside it; ``"carried"``, what a layer hands to later ones, or to the model's own code behind them;
+            ``"captured"``, what hooks take out of a layer for the output of the model.
+        shape: of it, for the example.
+        bytes: of it, for the example.
+        made: index of the piece that makes it.
+        read: indices of the pieces that get it, in order.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    bytes: int
+    made: int
+    read: tuple[int, ...]
+
+
+def passed_tensors(made: Cut, example: Mapping[str, Any] | None = None) -> list[PassedTensor]:
+    """Return the tensors that pass between the pieces of a cut model, in the order in which they are made.
+
+    The arguments of the model itself are not among them: every phase has those.
+
+    Args:
+        made: a cut model. Parameters on ``meta`` are enough.
+        example: keyword arguments of the model, of the kind that it was cut with. Default: a few tokens.
+
+    Returns:
+        Nothing for a model in one piece.
+
+    Raises:
+        BatchStructureError: the example takes another way through the model than the one that it was cut with.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from roundpipe_runtime import cut
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    ...                      vocab_size=64)
+    >>> for found in passed_tensors(cut(LlamaForCausalLM(config)))[:2]:
+    ...     print(found.kind, found.name, found.shape, found.made, found.read)
+    hidden hidden_states (2, 12, 16) 0 (1,)
+    side attention_mask (2, 1, 12, 12) 0 (1, 2)
+    """
+    if made.program is None:
+        return []
+    kwargs = without_cache(made.model, dict(example if example is not None else example_inputs(made.model)))
+    if any(p.is_meta for p in made.model.parameters()):
+        kwargs = {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
+    seen, book = _followed(made, kwargs)
+    words = _Words(made.program, book, made.layers)
+    return [
+        PassedTensor(
+            words.name(key),
+            words.kind(key, tuple(found.read), found.made),
+            tuple(found.tensor.shape),
+            found.tensor.nbytes,
+            found.made,
+            tuple(found.read),
+        )
+        for key, found in seen.items()
+        if found.read
+    ]
+
+
+@dataclasses.dataclass
+class _Seen:
+    """A tensor of the state, the piece that made it, and those that got it."""
+
+    tensor: torch.Tensor
+    made: int
+    read: list[int] = dataclasses.field(default_factory=list)
+
+
+def _followed(made: Cut, kwargs: dict[str, Any]) -> tuple[dict[Any, _Seen], Book]:
+    """Run the pieces one after the other, all but the last one; return what passed, and the book with all calls."""
+    seen: dict[Any, _Seen] = {}
+    state: State = {"values": {}, "boxes": {}}
+    last = len(made.pieces) - 1
+    with evaluating(made.model), torch.no_grad():
+        for number, piece in enumerate(made.pieces[:last]):
+            before = _contents(state)
+            state = piece(state) if number else piece(**kwargs)
+            for key in _taken(piece, state["book"], before):
+                seen[key].read.append(number)
+            for key, tensor in _contents(state).items():
+                seen.setdefault(key, _Seen(tensor, number))
+    for key in _contents(state):
+        seen[key].read.append(last)
+    return seen, state["book"]
+
+
+def _contents(state: State) -> dict[Any, torch.Tensor]:
+    """The tensors of a state: by their keys, and those in boxes by ``(number of the box, path)``."""
+    found: dict[Any, torch.Tensor] = dict(state["values"])
+    for number, content in state["boxes"].items():
+        for path, leaf in pytree.tree_flatten_with_path(content)[0]:
+            if isinstance(leaf, torch.Tensor):
+                found[number, pytree.keystr(path)] = leaf
+    return found
+
+
+def _taken(piece: nn.Module, book: Book, held: Mapping[Any, torch.Tensor]) -> list[Any]:
+    """Which of the tensors that are there a piece gets; a phase gets all that are left."""
+    if not isinstance(piece, LayerCall):
+        return list(held)
+    spec = book.calls.get(piece.place)
+    if spec is None:
+        return []
+    boxes = {use.number for use in spec.boxes()}
+    keys = spec.arguments.keys()
+    return [key for key in held if (key in keys if isinstance(key, Key) else key[0] in boxes)]
+
+
+class _Words:
+    """Names what passes, by the arguments of the layers that take it.
+
+    Args:
+        program: what was found out about the model.
+        book: of the example, with all calls in it.
+        layers: by name.
+    """
+
+    def __init__(self, program: Program, book: Book, layers: Mapping[str, nn.Module]) -> None:
+        self._program = program
+        self._names: dict[Any, str] = {}
+        self._hidden: set[str] = set()
+        self._captured = {
+            leaf: path for tree in book.captured.values() for path, leaf in _leaves(tree) if isinstance(leaf, Key)
+        }
+        for place, call in sorted(book.calls.items()):
+            for name, leaf in _arguments(call, layers[program.calls[place].layer]):
+                if isinstance(leaf, BoxUse):
+                    self._names.setdefault(leaf.number, name)
+                else:
+                    self._names.setdefault(leaf, name)
+                    if leaf.call == place - 1 and self._is_main(leaf):
+                        self._hidden.add(name)
+
+    def name(self, key: Any) -> str:
+        """Return what a tensor is called."""
+        if not isinstance(key, Key):
+            return f"{self._names.get(key[0], 'box')}{key[1]}"
+        if key in self._captured:
+            return self._captured[key].split("'")[1]
+        name = self._names.get(key)
+        return name or (f"output {key.leaf}" if self._program.is_extra(*key) else "hidden_states")
+
+    def kind(self, key: Any, read: tuple[int, ...], made: int) -> str:
+        """Return what kind of tensor it is."""
+        if key in self._captured:
+            return "captured"
+        if isinstance(key, Key) and key.call < 0:
+            is_first = self._names.get(key) in self._hidden and read == (made + 1,)
+            return "hidden" if is_first else "side"
+        return "hidden" if self._is_main(key) and read[0] == made + 1 else "carried"
+
+    def _is_main(self, key: Any) -> bool:
+        """Whether it is the first of the tensors that a layer returns as it got them: other ones pass by its side."""
+        if not isinstance(key, Key):
+            return False
+        leaves = self._program.calls[key.call].form.leaves
+        return key.leaf == next((i for i, leaf in enumerate(leaves) if isinstance(leaf, int) and leaf >= 0), None)
+
+
+def _leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree with their paths."""
+    numbered = pytree.tree_unflatten(list(range(len(tree.leaves))), tree.spec)
+    for path, number in pytree.tree_flatten_with_path(numbered)[0]:
+        yield pytree.keystr(path), tree.leaves[number]
+
+
+def _arguments(call: CallSpec, layer: nn.Module) -> Iterator[tuple[str, Key | BoxUse]]:
+    """The tensors and boxes among the arguments of a call, named as the layer's forward names them."""
+    parameters = list(inspect.signature(layer.forward).parameters)
+    arguments = call.arguments
+    numbered = pytree.tree_unflatten(list(range(len(arguments.leaves))), arguments.spec)
+    for path, number in pytree.tree_flatten_with_path(numbered)[0]:
+        leaf = arguments.leaves[number]
+        if not isinstance(leaf, (Key, BoxUse)):
+            continue
+        which, inner = path[1], pytree.keystr(path[2:])  # path[0] tells args from kwargs
+        if isinstance(which, pytree.MappingKey):
+            yield f"{which.key}{inner}", leaf
+        elif isinstance(which, pytree.SequenceKey):
+            name = parameters[which.idx] if which.idx < len(parameters) else f"args[{which.idx}]"
+            yield f"{name}{inner}", leaf

@@ -1,0 +1,248 @@
+"""Caches of keys and values behind a pipeline: at home on the host, and at a layer only for what the layer reads.
+
+::
+
+    forward     the cache is cut by its registration: a HeldCache for each microbatch
+    phase       runs with the cache as it was before this forward, so masks and positions are always the same
+    layer       reads its own entry: that goes to the device, is updated, comes back and is put aside
+    afterwards  what was put aside is joined and stands in the caller's cache; after an exception, nothing does
+
+No entry passes through a stage that does not read it, whatever the model calls its layers. The cache of an
+encoder-decoder is two of them, and a dictionary of the layers that have read the encoder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from yobx_flatten import register_flattening_functions
+
+from ...batch.joining import join
+from ...batch.spec import Replicate
+from ...batch.splitting import split
+from ...device.transfer import Static
+from ..configuration import text_config
+
+__all__ = ["CACHE", "HeldCache", "has_layers", "home", "is_held", "join_held", "split_held", "swapped"]
+
+# The argument and the output by which models take and return caches.
+CACHE = "past_key_values"
+
+
+class HeldCache(Static):
+    """The cache of a microbatch, on the host; it travels as it is, without its tensors.
+
+    Args:
+        cache: whose layers are left alone.
+    """
+
+    __slots__ = ("_held",)
+
+    def __init__(self, cache: Any) -> None:
+        changed: dict[tuple[int, int], Any] = {}
+        read: dict[int, bool] = {}
+        self._held: Callable[[], tuple[Any, dict[tuple[int, int], Any], dict[int, bool]]] = lambda: (
+            cache,
+            changed,
+            read,
+        )
+
+    def before(self) -> Any:
+        """Return a cache that is as this one was before the forward."""
+        cache, _, _ = self._held()
+        return _with_layers(cache, [[copy.copy(layer) for layer in part.layers] for part in _parts(cache)])
+
+    def after(self) -> Any:
+        """Return the cache that the forward has made."""
+        cache, changed, read = self._held()
+        lists = []
+        for side, part in enumerate(_parts(cache)):
+            count = max([len(part.layers), *(number + 1 for where, number in changed if where == side)])
+            lists.append([changed[side, n] if (side, n) in changed else part.layers[n] for n in range(count)])
+        return _with_layers(cache, lists, read)
+
+    @contextlib.contextmanager
+    def opened(self, device: torch.device) -> Iterator[Any]:
+        """Yield the cache for the block; entries come to the device when they are read, and what was read is kept.
+
+        Args:
+            device: where the layer runs.
+        """
+        cache, changed, read = self._held()
+        entries = [_Entries(part.layers, device) for part in _parts(self.after())]
+        view = _with_layers(cache, entries, read)
+        yield view
+        host = torch.device("cpu")
+        for side, held in enumerate(entries):
+            changed.update({(side, number): _moved(held.get(number), host) for number in held.here})
+        read.update(getattr(view, "is_updated", {}))
+
+
+class _Entries(list[Any]):
+    """Layers of a cache that come to the device when they are read."""
+
+    def __init__(self, layers: Sequence[Any], device: torch.device) -> None:
+        super().__init__(layers)
+        self.here: set[int] = set()
+        self._device = device
+
+    def get(self, number: int) -> Any:
+        return super().__getitem__(number)
+
+    def __getitem__(self, index: Any) -> Any:
+        for number in range(len(self))[index] if isinstance(index, slice) else [range(len(self))[index]]:
+            if number not in self.here:
+                self.here.add(number)
+                super().__setitem__(number, _moved(self.get(number), self._device))
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[number] for number in range(len(self)))
+
+    def append(self, layer: Any) -> None:
+        self.here.add(len(self))
+        super().append(layer)
+
+
+def _is_pair(cache: Any) -> bool:
+    return hasattr(cache, "cross_attention_cache")
+
+
+def _parts(cache: Any) -> list[Any]:
+    """The caches in a cache that hold layers: itself, or those for the decoder and for what it reads of the encoder."""
+    return [cache.self_attention_cache, cache.cross_attention_cache] if _is_pair(cache) else [cache]
+
+
+def _with_layers(cache: Any, lists: Sequence[Any], read: Mapping[int, bool] | None = None) -> Any:
+    made = copy.copy(cache)
+    if _is_pair(cache):
+        made.self_attention_cache, made.cross_attention_cache = (
+            _with_layers(part, [layers]) for part, layers in zip(_parts(cache), lists, strict=True)
+        )
+        made.is_updated = {**cache.is_updated, **(read or {})}
+    else:
+        (made.layers,) = lists
+    return made
+
+
+def has_layers(cache: Any) -> bool:
+    """Tell whether a cache is made of lists of layers."""
+    return all(hasattr(part, "layers") for part in _parts(cache))
+
+
+def _moved(layer: Any, device: torch.device) -> Any:
+    """A copy of an entry on a device."""
+    made = copy.copy(layer)
+    made.__dict__.update({name: _moved_value(value, device) for name, value in vars(layer).items()})
+    return made
+
+
+def _moved_value(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, copy=True)
+    if isinstance(value, torch.device):
+        return device
+    if type(value) in (list, tuple):
+        return type(value)(_moved_value(item, device) for item in value)
+    if type(value) is dict:
+        return {key: _moved_value(item, device) for key, item in value.items()}
+    return value
+
+
+def is_held(value: Any) -> bool:
+    """Tell whether this stands for a cache."""
+    return isinstance(value, HeldCache)
+
+
+def home(model: Any) -> Any:
+    """Return the empty cache that a model makes when it is called without one; ``None`` if it makes another kind."""
+    makes = getattr(model, "_supports_default_dynamic_cache", None)
+    if makes is None or not makes() or CACHE not in inspect.signature(model.forward).parameters:
+        return None
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return DynamicCache(config=model.config)
+    # what is read of the encoder has no window, whatever the configuration of the decoder says
+    return EncoderDecoderCache(DynamicCache(config=text_config(model)), DynamicCache())
+
+
+def swapped(values: Any, pairs: Mapping[int, Any]) -> Any:
+    """Return a tuple or a mapping in which some items are others.
+
+    Args:
+        values: the result of a model, or its arguments.
+        pairs: by the id of an item, what takes its place.
+    """
+    if type(values) is tuple:
+        return tuple(pairs.get(id(value), value) for value in values)
+    if isinstance(values, dict):
+        for name, value in list(values.items()):
+            if id(value) in pairs:
+                values[name] = pairs[id(value)]
+    return values
+
+
+# -- cut and joined --------------------------------------------------------------------------------------------------
+
+
+def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return a split function for a call with a held cache among its keyword arguments.
+
+    Args:
+        cut: how the other arguments are split; ``None`` for the common way.
+    """
+
+    def split_input(args: Any, kwargs: dict[str, Any], num_microbatch: int) -> tuple[list[Any], list[Any]]:
+        rest = {name: value for name, value in kwargs.items() if name != CACHE}
+        if cut is not None:
+            made_args, made = cut(args, rest, num_microbatch)
+        else:
+            # one for all rows, even where it is as long as there are rows
+            rules = {"kwargs['cache_position']": Replicate} if "cache_position" in rest else None
+            parts = split(args, rest, None, num_microbatch, split_input=rules)
+            made_args, made = [part.args for part in parts], [part.kwargs for part in parts]
+        caches = _cut_cache(kwargs[CACHE], [_rows(one, named) for one, named in zip(made_args, made, strict=True)])
+        return made_args, [{**named, CACHE: held} for named, held in zip(made, caches, strict=True)]
+
+    return split_input
+
+
+def _rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+    named = [kwargs.get(name) for name in names]
+    return next(value.shape[0] for value in [*named, *args] if isinstance(value, torch.Tensor))
+
+
+def _cut_cache(held: HeldCache, rows: Sequence[int]) -> list[HeldCache]:
+    if len(rows) == 1:
+        return [held]
+    # the rows say where to cut, and how many there are to a cache that is empty
+    batch = torch.zeros(sum(rows))
+    with register_flattening_functions(patch_transformers=True):
+        parts = split((), {CACHE: held.before(), "rows": batch}, None, len(rows))
+    return [HeldCache(part.kwargs[CACHE]) for part in parts]
+
+
+def join_held(cache: Any, parts: Sequence[HeldCache], rows: Sequence[int]) -> None:
+    """Put what the microbatches made of their caches into the caller's.
+
+    Args:
+        cache: it.
+        parts: of each microbatch.
+        rows: of each microbatch.
+    """
+    made = [part.after() for part in parts]
+    if len(made) > 1:
+        with register_flattening_functions(patch_transformers=True):
+            made = [join(made, [float(count) for count in rows], rows=rows)]
+    for part, other in zip(_parts(cache), _parts(made[0]), strict=True):
+        part.layers[:] = other.layers
+    if _is_pair(cache):
+        cache.is_updated.update(made[0].is_updated)

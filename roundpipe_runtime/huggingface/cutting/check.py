@@ -1,0 +1,128 @@
+"""Runs a cut model beside the plain one, on a small batch, and compares outputs and every gradient."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ...device.events import Event
+from ...device.virtual import VirtualDevice
+from ...engine.config import RoundPipeRunConfig
+from ...engine.driver import Engine
+from ..errors import CutError
+from .digest import digest, distance, typical
+from .gradients import own_gradients, untied
+from .report import Equivalence
+
+__all__ = ["check_equivalence", "evaluating", "objective", "tolerance"]
+
+# Gradients of what is used several times are summed in another order than in the plain model.
+_SUMS = 10
+
+
+def check_equivalence(
+    model: nn.Module, pieces: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Equivalence:
+    """Return how far the pieces, run by the engine on one device, are from the model.
+
+    It takes the memory of one piece's gradients: those of the plain model are digested one by one as they come, those
+    of the cut one piece by piece, and parameters are not copied. Gradients that the model holds are left alone.
+
+    Args:
+        model: the model, in evaluation mode.
+        pieces: what it was cut into.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Raises:
+        CutError: they differ by more than rounding.
+    """
+    with own_gradients(model) as plain, untied(model, plain), torch.enable_grad():
+        outputs = model(*args, **kwargs)
+        expected = objective(outputs, None)
+        torch.autograd.backward(expected)
+    engine = Engine(model, pieces, [_Host("check")], None, "check")
+    config = RoundPipeRunConfig(
+        num_microbatch=1, requires_grad=True, preserve_rng_state=False, split_input=_uncut
+    ).resolved(1)
+    try:
+        with own_gradients(model) as found, torch.enable_grad():
+            engine.take_gradient = found.offer
+            loss, cut = engine.forward_backward(args, kwargs, None, objective, True, config)
+    finally:
+        engine.close()
+    pairs = [*zip(_tensors(cut), _tensors(outputs), strict=True), (loss, expected)]
+    worst_output = max((_distance(one, other) for one, other in pairs), default=0.0)
+    least = 0.1 * max(map(typical, plain.digests.values()), default=0.0)
+    worst, name = 0.0, ""
+    for key in sorted({*plain.digests, *found.digests}):
+        apart = distance(found.digests.get(key), plain.digests.get(key), least)
+        if apart > worst:
+            worst, name = apart, key
+    result = Equivalence(worst_output, worst, name, len(plain.digests))
+    limit = tolerance(model)
+    if not (worst_output <= limit and worst <= _SUMS * limit):
+        raise CutError(
+            "values",
+            f"cut, outputs differ by {worst_output:.1e} and gradients by {worst:.1e} ({name or 'none'}); at most "
+            f"{limit:.0e} and {_SUMS * limit:.0e} are rounding",
+        )
+    return result
+
+
+class _Host(VirtualDevice):
+    """A device whose parameters are those of the host. No two pieces run on it at once, so they need no copies."""
+
+    def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
+        return tensor if parameter else super().copy_in(tensor, ready)
+
+
+def _uncut(args: Any, kwargs: Any, num_microbatch: int) -> tuple[list[Any], list[Any]]:
+    return [args], [kwargs]
+
+
+def tolerance(model: nn.Module) -> float:
+    """Return which difference is rounding, for the dtypes of a model's parameters."""
+    floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    coarsest = max((torch.finfo(dtype).eps for dtype in set(floats)), default=1e-7)
+    return max(1e-6, 8 * coarsest) if coarsest < 1e-6 else 4 * coarsest
+
+
+def objective(outputs: Any, labels: Any) -> torch.Tensor:
+    """Return one number in which every number of the outputs takes part: a loss that finds every gradient."""
+    total: torch.Tensor | None = None
+    for tensor in _tensors(outputs):
+        if tensor.requires_grad:
+            weights = torch.linspace(0.5, 1.5, tensor.numel()).to(tensor).reshape(tensor.shape)
+            finite = torch.where(tensor.isfinite(), tensor, 0.0)
+            part = (torch.tanh(finite) * weights).float().mean()
+            total = part if total is None else total + part
+    if total is None:
+        raise CutError("example", "Nothing that the model returns requires a gradient.")
+    return total
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch every module of a model to evaluation in the block, and back to what it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    one, other = (t if t.is_floating_point() or t.is_complex() else t.double() for t in (one, other))
+    return distance(digest(one), digest(other))

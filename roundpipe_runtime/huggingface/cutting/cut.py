@@ -1,0 +1,218 @@
+"""``cut``: a model of transformers as pieces of a pipeline, by record and replay. No line knows an architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CutError
+from .capture import asked_for, install_hooks
+from .check import check_equivalence, evaluating
+from .cut_plan import Program
+from .discover import discover
+from .example import example_inputs, without_cache
+from .layers import Candidate, candidates, observe
+from .pieces import LayerCall, Phase, Whole
+from .report import CutReport
+from .stub import copy_with_stubs, structure_around, sync
+
+__all__ = ["Cut", "cut", "pieces_of", "whole"]
+
+
+@dataclasses.dataclass
+class Cut:
+    """A model in pieces that a pipeline can run one after the other.
+
+    Attributes:
+        model: the model, whose parameters they are.
+        pieces: the modules of the pipeline. The first one takes the arguments of the model, the last one returns what
+            it returns; a model that could not be cut is the only piece.
+        program: what was found out about it; ``None`` for a model in one piece.
+        report: in words.
+        layers: the modules that were cut out, by name.
+    """
+
+    model: nn.Module
+    pieces: list[nn.Module]
+    program: Program | None
+    report: CutReport
+    layers: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
+    _structure: dict[str, type] | None = None
+
+    def sync(self) -> None:
+        """Bring the pieces up to date with the model: mode, parameters, attributes, and modules that PEFT put in."""
+        if self.program is not None:
+            structure = structure_around(self.model, self.layers.keys())
+            if self._structure is None:
+                self._structure = structure
+            elif self._structure != structure:
+                self._renew()
+                self._structure = structure
+        for piece in self.pieces:
+            piece.training = self.model.training
+            if isinstance(piece, Phase):
+                sync(piece.copy, self.model, piece.program.used[piece.number])
+
+    def _renew(self) -> None:
+        """Copy the model's own code again. Parameters that are new belong to every phase: nobody saw who reads them.
+
+        Nor whether what embeddings return is still handed to layers as it is.
+        """
+        assert self.program is not None
+        known = set().union(*(used or () for used in self.program.used))
+        inside = {id(p) for layer in self.layers.values() for p in layer.parameters()}
+        names = {name for name, p in self.model.named_parameters(remove_duplicate=False) if id(p) not in inside}
+        new = {name for name in names if name not in known or name.rpartition(".")[0] in self.program.embeddings}
+        used = [frozenset((found or names) & names | new) for found in self.program.used]
+        self.program = dataclasses.replace(self.program, used=used, embeddings=frozenset())
+        for piece in self.pieces:
+            if isinstance(piece, (Phase, LayerCall)):
+                piece.program = self.program
+            if isinstance(piece, Phase):
+                piece.copy = copy_with_stubs(self.model, self.layers)
+
+
+def cut(
+    model: nn.Module,
+    example: Mapping[str, Any] | None = None,
+    *,
+    check: bool = True,
+    skip_modules: Sequence[nn.Module] = (),
+) -> Cut:
+    """Cut a model into the pieces of a pipeline.
+
+    The layers are found, and the model's own code around them, by running its forward on an example. Then the pieces
+    are run beside the model, and every output and gradient is compared. Where something differs, fewer layers are cut,
+    down to none: then the model is one piece, and the report says why.
+
+    Args:
+        model: a model of transformers, or any module that keeps its layers in an ``nn.ModuleList``. Parameters on
+            ``meta`` are enough for a plan; nothing is compared then.
+        example: keyword arguments of its forward. Two rows are enough, but they must take the way that later batches
+            take: pictures, if those have pictures. Default: a few tokens, one row padded.
+        check: whether to compare. It costs a forward and a backward of the example on the host, twice.
+        skip_modules: lists of layers, or modules around them, that are not to be cut.
+
+    Returns:
+        The pieces and a report.
+
+    Raises:
+        CutError: the model does not run on the example.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    ...                      vocab_size=64)
+    >>> [type(piece).__name__ for piece in cut(LlamaForCausalLM(config)).pieces]
+    ['Phase', 'LayerCall', 'LayerCall', 'Phase']
+    """
+    kwargs = without_cache(model, dict(example if example is not None else example_inputs(model)))
+    if asked_for(model, kwargs) != "none":
+        install_hooks(model)
+    is_planned = any(p.is_meta for p in model.parameters())
+    if is_planned:
+        kwargs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+    refused: list[tuple[str, str]] = []
+    with evaluating(model), torch.autocast("cpu", enabled=False):  # which would round, and be compared with itself
+        called = _called(model, candidates(model), kwargs)
+        for chosen in _choices(called, skip_modules):
+            try:
+                return _try(model, chosen, kwargs, check and not is_planned, refused)
+            except CutError as error:
+                refused.append((error.reason, str(error)))
+            except Exception as error:  # whatever the code of a model does with stubs instead of layers
+                refused.append(("structure", f"{type(error).__name__}: {error}"))
+    if not refused:
+        refused.append(("layers", "There is no list of two or more modules with parameters."))
+    return whole(model, refused)
+
+
+def whole(model: nn.Module, refused: Sequence[tuple[str, str]] = ()) -> Cut:
+    """Return a model as one piece."""
+    report = CutReport(type(model).__name__, (), (type(model).__name__,), (_bytes(model),), None, tuple(refused))
+    return Cut(model, [Whole(model)], None, report)
+
+
+def _called(model: nn.Module, found: Sequence[Candidate], kwargs: dict[str, Any]) -> list[Candidate]:
+    """Those lists of which the forward calls an element at all."""
+    layers = {name: layer for one in found for name, layer in one.layers.items()}
+    try:
+        with torch.no_grad():
+            calls, _ = observe(layers, lambda: model(**kwargs))
+    except Exception as error:
+        raise CutError(
+            "example",
+            f"{type(model).__name__} does not run on the example ({', '.join(kwargs)}): {type(error).__name__}: {error}"
+            "\nGive it one:\n    cut(model, example=batch)",
+        ) from error
+    names = {call.layer for call in calls}
+    return [one for one in found if not names.isdisjoint(one.layers)]
+
+
+def _choices(found: Sequence[Candidate], skipped: Sequence[nn.Module]) -> list[list[Candidate]]:
+    """Which lists to cut: all that are worth it, then the largest alone."""
+    skip = {id(inner) for module in skipped for inner in module.modules()}
+    allowed = [one for one in found if not any(id(layer) in skip for layer in one.layers.values())]
+    worth = [one for one in allowed if one.size * 10 >= allowed[0].size]
+    choices = [worth, allowed[:1]] if len(worth) > 1 else [worth]
+    return [choice for choice in choices if choice]
+
+
+def _try(
+    model: nn.Module,
+    chosen: Sequence[Candidate],
+    kwargs: dict[str, Any],
+    check: bool,
+    refused: Sequence[tuple[str, str]],
+) -> Cut:
+    layers = {name: layer for candidate in chosen for name, layer in candidate.layers.items()}
+    program = discover(model, layers, (), kwargs)
+    pieces = pieces_of(model, layers, program)
+    made = Cut(model, pieces, program, _report(model, chosen, program, pieces, refused), layers)
+    made.sync()
+    if check:
+        equivalence = check_equivalence(model, pieces, (), kwargs)
+        made.report = dataclasses.replace(made.report, equivalence=equivalence)
+    return made
+
+
+def pieces_of(model: nn.Module, layers: Mapping[str, nn.Module], program: Program) -> list[nn.Module]:
+    """Return the modules of the pipeline for a program."""
+    pieces: list[nn.Module] = []
+    start = 0
+    for phase, end in enumerate(program.ends):
+        pieces.append(Phase(program, phase, copy_with_stubs(model, layers, program.embeddings)))
+        for place in range(start, end):
+            pieces.append(LayerCall(program, place, layers[program.calls[place].layer]))
+        start = end
+    return pieces
+
+
+def _report(
+    model: nn.Module,
+    chosen: Sequence[Candidate],
+    program: Program,
+    pieces: Sequence[nn.Module],
+    refused: Sequence[tuple[str, str]],
+) -> CutReport:
+    used = [frozenset(program.used[i] or ()) for i in range(program.phases)]
+    named = dict(model.named_parameters(remove_duplicate=False))
+    sizes = []
+    for piece in pieces:
+        held = [named[n] for n in used[piece.number]] if isinstance(piece, Phase) else list(piece.parameters())
+        sizes.append(sum(p.numel() * p.element_size() for p in {id(p): p for p in held}.values()))
+    return CutReport(
+        type(model).__name__,
+        tuple(one.path for one in chosen),
+        tuple(program.names()),
+        tuple(sizes),
+        None,
+        tuple(refused),
+    )
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())

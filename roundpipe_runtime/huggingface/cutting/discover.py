@@ -1,0 +1,135 @@
+"""Finds the program of a model: runs its forward on an example, and sees where it needs the value of a layer.
+
+The first forward is the plain one, which tells the order of the calls and what they return. In the second one layers
+are stubs that hand out placeholders. Where the model computes with one of them, a phase ends; the calls recorded so far
+are made, and the next phase starts, in which they are replayed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CutError, MissingEmbeddingError
+from .cut_plan import Program
+from .layers import observe
+from .pieces import LayerCall, MissingValueError, Phase, begin
+from .stub import copy_with_stubs
+
+__all__ = ["discover"]
+
+# A model whose own code stands between more calls than this is better left in one piece.
+_MOST_PHASES = 300
+
+
+def discover(
+    model: nn.Module, layers: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Program:
+    """Return the program of a model for these layers.
+
+    Args:
+        model: the model, in evaluation mode.
+        layers: by name.
+        args: positional arguments of the example.
+        kwargs: keyword arguments of the example.
+
+    Raises:
+        CutError: the layers are not called, or what passes between them cannot travel.
+    """
+    with torch.no_grad():
+        calls, _ = observe(dict(layers), lambda: model(*args, **kwargs))
+        if not calls:
+            raise CutError("layers", f"The forward of {type(model).__name__} calls none of {', '.join(layers)}.")
+        program = Program(calls, (), embeddings=frozenset(_embeddings(model, layers)))
+        copies: list[nn.Module] = []
+        tracks: list[_Tracks] = []
+        while True:
+            try:
+                return _run(program, model, layers, args, kwargs, copies, tracks)
+            except MissingEmbeddingError as missing:
+                program = dataclasses.replace(program, embeddings=program.embeddings - {missing.name}, ends=())
+                copies, tracks = [], []
+            except MissingValueError as missing:
+                if missing.key in program.keep:
+                    raise CutError("structure", f"{missing}") from missing
+                program = dataclasses.replace(program, keep=program.keep | {missing.key}, ends=())
+
+
+def _run(
+    program: Program,
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    copies: list[nn.Module],
+    tracks: list[_Tracks],
+) -> Program:
+    ends: list[int] = []
+    keep = set(program.keep)
+    state = begin(args, kwargs, model)
+    while True:
+        number = len(ends)
+        if number == len(copies):
+            copies.append(copy_with_stubs(model, layers, program.embeddings))
+            tracks.append(_Tracks(copies[-1]))
+        trial = dataclasses.replace(program, ends=[*ends, len(program.calls)], keep=frozenset(keep))
+        done, result = Phase(trial, number, copies[number]).advance(state)
+        if done:
+            ends.append(len(program.calls))
+            used = [track.used() for track in tracks[: len(ends)]]
+            return dataclasses.replace(program, ends=ends, keep=frozenset(keep), used=_completed(used, model, layers))
+        state, needed = result
+        keep.add(needed)
+        start, end = (ends[-1] if ends else 0), max(state["book"].calls) + 1
+        for place in range(start, end):
+            trial = dataclasses.replace(trial, keep=frozenset(keep))
+            state = LayerCall(trial, place, layers[program.calls[place].layer])(state)
+        ends.append(end)
+        if len(ends) > _MOST_PHASES:
+            raise CutError("structure", f"The code of the model stands between its layers {len(ends)} times and more.")
+
+
+def _embeddings(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Names of the tables that layers do not hold."""
+    inside = {id(module) for layer in layers.values() for module in layer.modules()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and id(module) not in inside:
+            yield name
+
+
+class _Tracks:
+    """Notes which parameters of a copy are read."""
+
+    def __init__(self, copied: nn.Module) -> None:
+        self._read: set[str] = set()
+        for path, module in copied.named_modules():
+            prefix = f"{path}." if path else ""
+            module.__dict__["_parameters"] = _Tracked(module._parameters, prefix, self._read)
+
+    def used(self) -> set[str]:
+        """Return the names of the parameters that were read."""
+        return set(self._read)
+
+
+class _Tracked(dict[str, Any]):
+    def __init__(self, held: dict[str, Any], prefix: str, read: set[str]) -> None:
+        super().__init__(held)
+        self._prefix, self._read = prefix, read
+
+    def __getitem__(self, name: str) -> Any:
+        found = super().__getitem__(name)
+        if found is not None:
+            self._read.add(self._prefix + name)
+        return found
+
+
+def _completed(used: list[set[str]], model: nn.Module, layers: Mapping[str, nn.Module]) -> list[frozenset[str]]:
+    """Parameters that the example did not reach belong to every phase: another batch may reach them."""
+    inside = {id(p) for layer in layers.values() for p in layer.parameters()}
+    names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in inside}
+    unread = names.difference(*used)
+    return [frozenset(found | unread) for found in used]

@@ -1,0 +1,52 @@
+"""A small batch for a model, where the user gives none: two rows of text, the first one padded."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..adapters import model_inside
+from ..configuration import text_config
+
+__all__ = ["example_inputs", "without_cache"]
+
+_LENGTH = 12
+_PADDING = 3
+_LARGEST_TOKEN = 100  # above are often tokens that stand for pictures
+
+
+def example_inputs(model: nn.Module) -> dict[str, Any]:
+    """Return keyword arguments of a model's forward: tokens, a mask, and labels where it takes them.
+
+    Args:
+        model: a model of transformers.
+    """
+    vocabulary = getattr(text_config(model), "vocab_size", None) or _LARGEST_TOKEN
+    generator = torch.Generator().manual_seed(0)
+    high = min(vocabulary, _LARGEST_TOKEN)
+    tokens = torch.randint(min(5, high - 1), high, (2, _LENGTH), generator=generator)
+    taken = inspect.signature(model_inside(model).forward).parameters
+    name = next((name for name in ("input_ids", "inputs") if name in taken), "input_ids")
+    made: dict[str, Any] = {name: tokens}
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if "attention_mask" in taken:
+        made["attention_mask"] = torch.ones_like(tokens)
+        made["attention_mask"][0, :_PADDING] = 0
+        if device.type == "meta":  # of a mask for all pairs of tokens, nobody asks whether it masks anything
+            made["attention_mask"] = torch.zeros(2, 1, _LENGTH, _LENGTH)
+    if "decoder_input_ids" in taken:
+        made["decoder_input_ids"] = tokens.flip(1)[:, : _LENGTH - 4]
+    return {key: value.to(device) for key, value in made.items()}
+
+
+def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments that ask a model for no cache, where it knows of caches."""
+    taken = inspect.signature(model_inside(model).forward).parameters
+    knows = "use_cache" in taken or (
+        any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        and (hasattr(getattr(model, "config", None), "use_cache") or hasattr(text_config(model), "use_cache"))
+    )
+    return {**kwargs, "use_cache": False} if knows and "use_cache" not in kwargs else dict(kwargs)

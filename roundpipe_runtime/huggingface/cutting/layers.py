@@ -1,0 +1,130 @@
+"""Which modules of a model are its layers: found by their place and by what a forward calls, not by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .call_log import is_box
+
+__all__ = ["Candidate", "Form", "Observed", "candidates", "observe"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A list of modules that could be layers.
+
+    Attributes:
+        path: name of the list in the model.
+        layers: by name in the model.
+        size: number of elements in their parameters.
+    """
+
+    path: str
+    layers: dict[str, nn.Module]
+    size: int
+
+
+def candidates(model: nn.Module) -> list[Candidate]:
+    """Return the lists of modules in a model that stand in no other such list, largest first.
+
+    A list counts when it has two elements or more, all with parameters.
+
+    >>> [found.path for found in candidates(nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2)] * 2)}))]
+    ['h']
+    """
+    found = list(_lists(model, ""))
+    return sorted(found, key=lambda candidate: -candidate.size)
+
+
+def _lists(module: nn.Module, path: str) -> Iterator[Candidate]:
+    for name, child in module.named_children():
+        inner = f"{path}.{name}" if path else name
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and _is_of_layers(child):
+            layers = {f"{inner}.{key}": layer for key, layer in child._modules.items()}
+            size = sum(p.numel() for p in {id(p): p for p in child.parameters()}.values())
+            yield Candidate(inner, layers, size)
+        else:
+            yield from _lists(child, inner)
+
+
+def _is_of_layers(module: nn.Module) -> bool:
+    # the same module may stand there several times, which children() would not tell
+    children = [child for child in module._modules.values() if child is not None]
+    if len(children) < 2 or not all(any(True for _ in child.parameters()) for child in children):
+        return False
+    # the matrices of a small network are no layers
+    alike = len({type(child) for child in children}) == 1 and all(list(child.children()) for child in children)
+    return isinstance(module, nn.ModuleList) or alike
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What a layer returned in a call.
+
+    Attributes:
+        spec: the structure.
+        leaves: for a tensor the place among the tensors of the arguments of one that has its shape and dtype, or
+            ``-1``; for all else, ``(value,)``.
+    """
+
+    spec: pytree.TreeSpec
+    leaves: tuple[int | tuple[Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """One call of a layer in a forward of the model.
+
+    Attributes:
+        layer: name of the layer.
+        form: what it returned.
+    """
+
+    layer: str
+    form: Form
+
+
+def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[list[Observed], Any]:
+    """Run a forward; return the calls of layers, in order, and its result."""
+    seen: list[Observed] = []
+    names: dict[int, str] = {}
+    for name, layer in layers.items():
+        names.setdefault(id(layer), name)
+    handles = []
+    for layer in {id(layer): layer for layer in layers.values()}.values():
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            seen.append(Observed(names[id(module)], _form_of(tensors_of((args, kwargs)), out)))
+
+        handles.append(layer.register_forward_hook(hook, with_kwargs=True))
+    try:
+        result = forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen, result
+
+
+def tensors_of(arguments: Any) -> list[torch.Tensor]:
+    """Return the tensors among arguments, in order; what is in boxes does not count."""
+    outside = id(arguments[1])  # a dictionary, too; held by this function it would stay until Python collects cycles
+    leaves = pytree.tree_leaves(arguments, is_leaf=lambda value: is_box(value) and id(value) != outside)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _form_of(inputs: list[torch.Tensor], out: Any) -> Form:
+    leaves, spec = pytree.tree_flatten(out)
+    found: list[int | tuple[Any]] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            alike = (i for i, t in enumerate(inputs) if (t.shape, t.dtype) == (leaf.shape, leaf.dtype))
+            found.append(next(alike, -1))
+        else:
+            found.append((leaf,))
+    return Form(spec, tuple(found))

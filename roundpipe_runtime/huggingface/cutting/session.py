@@ -1,0 +1,217 @@
+"""One run of a model's forward with stubs for its layers: calls that were made are replayed, new ones are recorded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from yobx_flatten import find_unregistered
+
+from ..errors import BatchStructureError, CutError, MissingEmbeddingError
+from .caches import HeldCache, swapped
+from .call_log import Book, BoxUse, CallSpec, Embedded, Fresh, State, Tree, box_content, fill_box, is_box
+from .capture import collect_recorded, collected_so_far, extend_collected, is_cache
+from .cut_plan import Program
+from .layers import tensors_of
+from .placeholder import Key, NeedsValue, Placeholder
+
+__all__ = ["PhaseSession"]
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, HeldCache)
+
+
+class PhaseSession:
+    """Answers the stubs in one phase of one microbatch.
+
+    Args:
+        program: what was found out about the model.
+        state: what there is so far.
+        phase: the number of the phase; places of calls from ``program.ends[phase]`` on belong to later ones.
+
+    Attributes:
+        values: the tensors of the state, with those that this phase hands to layers.
+        calls: what was recorded.
+        embedded: what embeddings returned in phase 0.
+    """
+
+    def __init__(self, program: Program, state: State, phase: int) -> None:
+        self.program = program
+        self.book: Book = state["book"]
+        self.values: dict[Key, torch.Tensor] = dict(state["values"])
+        self.boxes: Mapping[int, Any] = state["boxes"]
+        self.calls: dict[int, CallSpec] = {}
+        self._phase = phase
+        self._made = sorted(self.book.results)
+        self._asked = 0
+        self._place = self._made[-1] + 1 if self._made else 0
+        self._keys = {id(value): key for key, value in self.values.items()}
+        self._sides = 0
+        self._box_numbers: dict[int, int] = {}
+        self._box_seen: dict[int, list[int]] = {}
+        self._held: dict[int, HeldCache] = {}
+        self._embeds: dict[str, int] = {}
+        self.embedded: dict[str, list[Embedded]] = {}
+        self._alive: list[Any] = []  # what is known by its id must not go away
+
+    def hand_out(self, held: HeldCache) -> Any:
+        """Return the cache that the model's own code is to see in place of this one."""
+        view = held.before()
+        self._alive.append(view)
+        self._held[id(view)] = held
+        return view
+
+    def held_again(self, output: Any) -> Any:
+        """Return what the model returned, with caches that were handed out held again."""
+        return swapped(output, self._held)
+
+    def call(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a layer returns."""
+        self._asked += 1
+        if self._asked <= len(self._made):
+            return self._replay(self._made[self._asked - 1], layer, args, kwargs)
+        return self._record(self._next_place(layer), args, kwargs)
+
+    def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> Any:
+        """Return what an embedding computes in phase 0; later, what is known of it."""
+        if self._phase == 0:
+            out = run()
+            if type(out) is torch.Tensor:
+                self.embedded.setdefault(name, []).append(Embedded(self._side(out), out.shape, out.dtype))
+            return out
+        number = self._embeds.get(name, 0)
+        self._embeds[name] = number + 1
+        made = self.book.embedded.get(name, ())
+        if number >= len(made):
+            raise MissingEmbeddingError(name)
+        # while the program is found out, what is there counts for nothing: one token is, and several would not be
+        found = self.values.get(made[number].key) if self.program.used else None
+        if found is None:
+            form = torch.empty((), dtype=made[number].dtype, device=device).expand(made[number].shape)
+            found = Placeholder(made[number].key, form)
+            self._alive.append(found)
+        return found
+
+    # -- calls that were made ----------------------------------------------------------------------------------------
+
+    def _replay(self, place: int, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.program.calls[place].layer != layer:
+            raise BatchStructureError(
+                f"The model called {layer} where it called {self.program.calls[place].layer} a moment before: its "
+                "forward does not do the same twice."
+            )
+        for use, box in zip(self.book.calls[place].boxes(), _boxes_of(args, kwargs), strict=False):
+            self._box_numbers[id(box)] = use.number
+            self._alive.append(box)
+            if use.number in self.boxes:
+                fill_box(box, self.boxes[use.number])
+                self._box_seen[use.number] = _ids(box)
+        if place in self.book.captured:
+            extend_collected(self.book.captured[place].build(self.values, {}))
+        result = self.book.results[place]
+        leaves = [self._value(leaf) if isinstance(leaf, Key) else leaf for leaf in result.leaves]
+        return pytree.tree_unflatten(leaves, result.spec)
+
+    def _value(self, key: Key) -> torch.Tensor:
+        found = self.values.get(key)
+        if found is None:
+            found = Placeholder(key, None)
+            self._alive.append(found)
+        return found
+
+    # -- calls to be made --------------------------------------------------------------------------------------------
+
+    def _next_place(self, layer: str) -> int:
+        """The place of a call in the program; those that the batch leaves out stay out."""
+        places = range(self._place, self.program.ends[self._phase])
+        for place in places:
+            if self.program.calls[place].layer == layer:
+                self._place = place + 1
+                return place
+        expected = [self.program.calls[place].layer for place in places]
+        raise BatchStructureError(
+            f"This batch calls {layer} where the example that the model was cut with called "
+            f"{', '.join(expected[:3]) or 'no layer'}. Cut the model with an example of this kind:\n"
+            "    wrap_model_to_roundpipe(model, example=batch)"
+        )
+
+    def _record(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = swapped(args, self._held), swapped(kwargs, self._held)
+        self._alive.append((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_box_below(kwargs))
+        arguments = Tree(spec, tuple(self._named(leaf, place) for leaf in leaves))
+        self.calls[place] = CallSpec(arguments, collected_so_far())
+        form = self.program.calls[place].form
+        inputs = tensors_of((args, kwargs))
+        made = []
+        for number, leaf in enumerate(form.leaves):
+            if isinstance(leaf, tuple):
+                made.append(leaf[0])
+            else:
+                made.append(Placeholder(Key(place, number), inputs[leaf] if 0 <= leaf < len(inputs) else None))
+        self._alive += made
+        collect_recorded(next((one for one in made if isinstance(one, Placeholder)), None))
+        return pytree.tree_unflatten(made, form.spec)
+
+    def _named(self, leaf: Any, place: int) -> Any:
+        if isinstance(leaf, Placeholder):
+            if leaf.key.call < 0:  # an embedding that is not here
+                raise NeedsValue(leaf.key)
+            return leaf.key
+        if isinstance(leaf, torch.Tensor):
+            return self._side(leaf)
+        if is_box(leaf):
+            return self._box(leaf, place)
+        if is_cache(leaf) and find_unregistered(leaf):
+            raise CutError(
+                "structure",
+                f"{self.program.calls[place].layer} is handed a {type(leaf).__name__} that the model made and filled. "
+                "Keys and values of some layers do not travel to others, which training would have to go back through.",
+            )
+        if not isinstance(leaf, _PLAIN) and (found := find_unregistered(leaf)):
+            raise CutError(
+                "structure",
+                f"{self.program.calls[place].layer} is handed something that cannot travel: {found[0]}",
+            )
+        return Fresh(copy.deepcopy(leaf)) if is_cache(leaf) else leaf
+
+    def _side(self, tensor: torch.Tensor) -> Key:
+        key = self._keys.get(id(tensor))
+        if key is None:
+            key = Key(-1 - self._phase, self._sides)
+            self._sides += 1
+            self._keys[id(tensor)] = key
+            self.values[key] = tensor
+        return key
+
+    def _box(self, box: Any, place: int) -> BoxUse:
+        number = self._box_numbers.setdefault(id(box), len(self._box_numbers) + 1000 * self._phase)
+        held = _ids(box)
+        if self._box_seen.get(number) == held:
+            return BoxUse(number, type(box), None)
+        self._box_seen[number] = held
+        content = box_content(box)
+        self._alive.append(content)
+        leaves, spec = pytree.tree_flatten(content)
+        return BoxUse(number, type(box), Tree(spec, tuple(self._named(leaf, place) for leaf in leaves)))
+
+
+def _ids(box: Any) -> list[int]:
+    return [id(leaf) for leaf in pytree.tree_leaves(box_content(box))]
+
+
+def _box_below(kwargs: dict[str, Any]) -> Callable[[Any], bool]:
+    """Tell boxes from keyword arguments, which are a dictionary, too.
+
+    torch's flattening is a cycle that keeps this function until Python collects it, so it must not hold the tensors.
+    """
+    outside = id(kwargs)
+    return lambda value: id(value) != outside and is_box(value)
+
+
+def _boxes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    leaves = pytree.tree_leaves((args, kwargs), is_leaf=_box_below(kwargs))
+    return [leaf for leaf in leaves if is_box(leaf)]

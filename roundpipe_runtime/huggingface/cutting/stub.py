@@ -1,0 +1,192 @@
+"""A copy of a model in which layers are stubs: its own code runs, its layers do not.
+
+The copy shares parameters, buffers and configuration with the model, but has module objects of its own. So it can hold
+the copies of one device while the layers, and other copies, run elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..errors import CutError
+from .capture_old import collect_on_copy
+
+__all__ = ["Session", "copy_with_stubs", "running", "structure_around", "sync"]
+
+
+class Session(Protocol):
+    """Answers the calls of stubs."""
+
+    def call(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the layer of this name returns, or a placeholder."""
+
+    def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> Any:
+        """Return what the embedding of this name returns, or a placeholder."""
+
+
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+
+
+class _Running(threading.local):
+    session: Session | None = None
+
+
+_RUNNING = _Running()
+
+
+@contextlib.contextmanager
+def running(session: Session) -> Iterator[None]:
+    """Let a session answer the stubs that this thread calls in the block."""
+    before, _RUNNING.session = _RUNNING.session, session
+    try:
+        yield
+    finally:
+        _RUNNING.session = before
+
+
+def _answer(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    session = _RUNNING.session
+    if session is None:
+        raise RuntimeError(f"The stub of {self.__dict__['_rp_name']} was called outside of a phase.")
+    return session.call(self.__dict__["_rp_name"], args, kwargs)
+
+
+def _embed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    session, name = _RUNNING.session, self.__dict__["_rp_embedding"]
+    run = functools.partial(nn.Module.__call__, self, *args, **kwargs)
+    ids = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+    return run() if session is None or ids is None else session.embed(name, run, ids.device)
+
+
+@functools.cache
+def _embedding_class(kind: Any) -> type:
+    """A class whose objects ask the session before they compute."""
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": _embed})
+
+
+def _from_layer(self: nn.Module, name: str) -> Any:
+    return getattr(self.__dict__["_rp_layer"], name)
+
+
+@functools.cache
+def _stub_class(kind: Any) -> type:
+    """A class that passes for the layer's, with no module or parameter of its own."""
+    made = type(kind.__name__, (kind,), {"__module__": kind.__module__})
+    # behind the back of ``__init_subclass__``, which wraps forward
+    for name, function in (("__call__", _answer), ("forward", _answer), ("__getattr__", _from_layer)):
+        setattr(made, name, function)
+    return made
+
+
+def _stub(layer: nn.Module, name: str) -> nn.Module:
+    made = nn.Module()
+    made.__dict__.update(_rp_layer=layer, _rp_name=name, training=layer.training)
+    made.__class__ = _stub_class(type(layer))  # type: ignore[arg-type] # mypy takes __hash__ of the class for that of its objects
+    return made
+
+
+def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embeddings: Set[str] = frozenset()) -> nn.Module:
+    """Return a copy of a model in which layers are stubs.
+
+    Args:
+        model: the model.
+        layers: by name.
+        embeddings: names of modules that ask the session before they compute.
+
+    Raises:
+        CutError: the model cannot be copied.
+    """
+    memo: dict[int, Any] = {id(layer): _stub(layer, name) for name, layer in layers.items()}
+    inside = {id(module) for layer in layers.values() for module in layer.modules()}
+    for module in model.modules():
+        if id(module) not in inside:
+            memo.update((id(value), value) for value in _shared(module))
+    keep_alive = list(memo.values())  # deepcopy looks objects up by id
+    try:
+        made: nn.Module = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise CutError("copy", f"{type(model).__name__} cannot be copied: {error}") from error
+    del keep_alive
+    collect_on_copy(made)
+    for name in embeddings:
+        module = made.get_submodule(name)
+        module.__dict__["_rp_embedding"] = name
+        module.__class__ = _embedding_class(type(module))  # type: ignore[arg-type] # as above
+    return made
+
+
+def _shared(module: nn.Module) -> Iterator[Any]:
+    """What a copy of a module has in common with it."""
+    yield from (tensor for held in (module._parameters, module._buffers) for tensor in held.values())
+    for name, value in module.__dict__.items():
+        # hooks that come or go later count for the copy, too, and what a hook belongs to is not copied
+        if isinstance(value, torch.Tensor) or "config" in name or name.endswith(_HOOKS):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (item for item in value if isinstance(item, torch.Tensor))
+
+
+def structure_around(model: nn.Module, layers: Set[str]) -> dict[str, type]:
+    """Return the classes of the modules of a model by name, but for what is in its layers.
+
+    Args:
+        model: the model.
+        layers: names of the layers.
+    """
+    found: dict[str, type] = {}
+    waiting = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        found[path] = type(module)
+        inner = ((f"{path}.{name}" if path else name, child) for name, child in module.named_children())
+        waiting += [(name, child) for name, child in inner if name not in layers]
+    return found
+
+
+def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
+    """Bring a copy up to date with its model: parameters that were replaced, mode, attributes that are plain data.
+
+    Args:
+        copied: a result of `copy_with_stubs`.
+        model: what it was made of.
+        used: names of the parameters that the copy is to have; ``None`` for all.
+    """
+    for path, module in copied.named_modules():
+        if "_rp_name" in module.__dict__:
+            continue
+        original = model.get_submodule(path)
+        prefix = f"{path}." if path else ""
+        module._parameters.clear()
+        module._parameters.update(
+            (name, parameter)
+            for name, parameter in original._parameters.items()
+            if used is None or parameter is None or f"{prefix}{name}" in used
+        )
+        module._buffers.clear()
+        module._buffers.update(original._buffers)
+        for name, value in original.__dict__.items():
+            if _is_simple(value):
+                module.__dict__[name] = value
+            elif _is_plain(value) and module.__dict__.get(name) != value:  # like the adapters that are active
+                module.__dict__[name] = copy.deepcopy(value)
+
+
+def _is_simple(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether a value is made of numbers and texts."""
+    if type(value) is dict:
+        return all(_is_simple(key) and _is_plain(item) for key, item in value.items())
+    if type(value) in (list, tuple, set):
+        return all(_is_plain(item) for item in value)
+    return _is_simple(value)

@@ -1,0 +1,1 @@
+"""``generate`` of transformers through a pipeline."""

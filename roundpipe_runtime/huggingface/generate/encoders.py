@@ -1,0 +1,162 @@
+"""Generation of encoder-decoders: the encoder runs once, then the decoder alone, each as a pipeline of its own.
+
+::
+
+    training    phase, encoder layers, phase, decoder layers, phase     the pipeline of the model
+    encode      phase, encoder layers, phase                            a route: cut with the first prompt
+    each token          phase, decoder layers, phase                    a route: cut with its first call
+
+So no layer of the encoder goes to a device for a token. The parameters are the same; nothing is copied on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..adapters import model_inside
+from ..cutting.caches import CACHE
+from ..cutting.capture import is_cache
+from ..cutting.check import evaluating, tolerance
+from ..cutting.cut import Cut, cut
+from ..errors import CutError
+from .generation import forward_of, without_taken_forwards
+
+_LOG = logging.getLogger(__name__)
+
+__all__ = ["Route", "routes_of", "taking"]
+
+_ROWS = 2
+
+
+class Route:
+    """The forward of a model on a way that its pipeline does not take, as a pipeline that is made at the first call.
+
+    Where it cannot be made, or computes something else than the model, the model's own forward is called, on the host.
+
+    Args:
+        model: the encoder of a model, or the model, which is then given the encoder's output.
+        wrap: makes a pipeline of a cut.
+    """
+
+    def __init__(self, model: nn.Module, wrap: Callable[[Cut], Any]) -> None:
+        self.model = model
+        self._wrap = wrap
+        self._pipeline: Any = None
+        self._tried = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns."""
+        with without_taken_forwards(self.model):
+            bound = inspect.signature(self.model.forward).bind_partial(*args)
+            kwargs = {**bound.arguments, **kwargs}
+            if not self._tried:
+                self._tried = True
+                self._make(kwargs)
+            return self.model.forward(**kwargs) if self._pipeline is None else self._pipeline.forward(**kwargs)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether a pipeline was tried, and is not used."""
+        return self._tried and self._pipeline is None
+
+    def close(self) -> None:
+        """End the pipeline; its devices are those of the model's own, which ends their threads."""
+        if self._pipeline is not None:
+            self._pipeline.close()
+        self._pipeline = None
+
+    def _make(self, kwargs: dict[str, Any]) -> None:
+        try:
+            example = _without_cache(_first_rows(kwargs))
+            made = cut(self.model, example, check=False)
+            if made.report.is_whole:
+                raise CutError(*made.report.refused[-1])
+            self._pipeline = self._wrap(made)
+            with torch.no_grad(), evaluating(self.model):
+                reason = _difference(self.model, self._pipeline.forward, example, kwargs)
+        except Exception as error:  # whatever the code of a model does
+            reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
+            _LOG.info("%s runs on the host in generate: %s", type(self.model).__name__, reason)
+            self.close()
+
+
+def routes_of(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[Route]:
+    """Return the routes on which an encoder-decoder generates: its encoder, and itself behind it.
+
+    Args:
+        model: a model of transformers, or of PEFT around it; others have none.
+        wrap: makes a pipeline of a cut.
+    """
+    inner = model_inside(model)
+    find = getattr(inner, "get_encoder", None)
+    if find is None or not getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
+        return []
+    encoder = find()
+    apart = isinstance(encoder, nn.Module) and encoder is not inner
+    return [Route(part, wrap) for part in ([encoder] if apart else []) + [inner]]
+
+
+@contextlib.contextmanager
+def taking(routes: list[Route]) -> Iterator[None]:
+    """Let models go their routes in the block.
+
+    Args:
+        routes: a result of `routes_of`.
+    """
+    with contextlib.ExitStack() as stack:
+        for route in routes:
+            stack.enter_context(forward_of(route.model, route))
+        yield
+
+
+def _first_rows(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call for its first two rows, copied: there are models that write into them."""
+    tensors = [leaf for leaf in pytree.tree_leaves(_without_cache(kwargs)) if isinstance(leaf, torch.Tensor)]
+    rows = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
+
+    def first(leaf: Any) -> Any:
+        is_cut = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+        return leaf[:_ROWS].clone() if is_cut else leaf
+
+    return {name: pytree.tree_map(first, value) for name, value in _without_cache(kwargs).items()}
+
+
+def _without_cache(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in (CACHE, "use_cache", "cache_position")}
+
+
+def _difference(
+    model: nn.Module, forward: Callable[..., Any], example: dict[str, Any], kwargs: Mapping[str, Any]
+) -> str | None:
+    """Why the pipeline is none for this model: of a call, and of one more token behind it, with a cache."""
+    calls: list[dict[str, Any]] = [example]
+    cache = kwargs.get(CACHE)
+    held: list[dict[str, Any]] = [{"use_cache": True} if cache is None and kwargs.get("use_cache") else {}] * 2
+    if cache is not None and is_cache(cache) and not cache.get_seq_length():
+        held = [{CACHE: copy.deepcopy(cache), "use_cache": True} for _ in range(2)]
+        calls.append({**example, "decoder_input_ids": example["decoder_input_ids"][:, -1:]})
+    for call in calls:
+        found, expected = (
+            _first_tensor(run(**call, **more)) for run, more in zip((forward, model.forward), held, strict=True)
+        )
+        found, expected = (torch.where(expected.isnan() & found.isnan(), 0.0, one) for one in (found, expected))
+        difference = (found - expected).norm().item() / max(expected.norm().item(), 1e-30)
+        if not difference <= 10 * tolerance(model):
+            return f"through the pipeline, its output differs by {difference:.1e}"
+    return None
+
+
+def _first_tensor(output: Any) -> torch.Tensor:
+    logits = output.get("logits") if isinstance(output, dict) else None
+    found: torch.Tensor = output[0] if logits is None else logits
+    return found.double()

@@ -1,0 +1,115 @@
+"""``generate`` of transformers with the forward of a pipeline in it, where that is proved to be the same."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..adapters import model_inside
+from ..configuration import text_config
+from ..cutting.caches import home
+from ..cutting.check import evaluating, tolerance
+from ..cutting.cut import Cut
+
+__all__ = ["forward_of", "reason_for_host", "without_taken_forwards"]
+
+_PROMPT, _PADDING = 5, 2
+
+
+@contextlib.contextmanager
+def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a model call another forward in the block; ``generate`` calls its model, and no other way leads in.
+
+    Args:
+        model: a model of transformers, or of PEFT around it.
+        forward: takes what its forward takes.
+    """
+    inner = model_inside(model)
+    taken = functools.wraps(inner.forward)(_Taken(forward))
+    held = inner.__dict__
+    before = held.get("forward")
+    held["forward"] = taken
+    try:
+        yield
+    finally:
+        if before is None:
+            del held["forward"]
+        else:
+            held["forward"] = before
+
+
+class _Taken:
+    """The other forward."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def without_taken_forwards(model: nn.Module) -> Iterator[None]:
+    """Let a model, and each module in it, call its own forward in the block.
+
+    Args:
+        model: it.
+    """
+    held = [(module.__dict__, module.__dict__.get("forward")) for module in model.modules()]
+    taken = [(own, forward) for own, forward in held if isinstance(forward, _Taken)]
+    for own, _ in taken:
+        del own["forward"]
+    try:
+        yield
+    finally:
+        for own, forward in taken:
+            own["forward"] = forward
+
+
+def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
+    """Return why a model has to generate on the host; ``None`` if it need not.
+
+    A prompt of two rows, the first one padded, and one token behind it run through the pipeline and through the model,
+    each with a cache.
+
+    Args:
+        cut: the model.
+        forward: of the pipeline.
+    """
+    inner = model_inside(cut.model)
+    if cut.report.is_whole:
+        return "it runs in one piece"
+    cache = home(inner)
+    if cache is None:
+        return "its caches are of a kind of its own"
+    try:
+        with torch.no_grad(), evaluating(cut.model):
+            return _difference(cut.model, forward, cache)
+    except Exception as error:  # whatever the code of a model does with caches
+        return f"{type(error).__name__}: {error}"
+
+
+def _difference(model: nn.Module, forward: Callable[..., Any], cache: Any) -> str | None:
+    vocabulary = getattr(text_config(model), "vocab_size", None) or 100
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(min(5, vocabulary - 1), min(vocabulary, 100), (2, _PROMPT + 1), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[0, :_PADDING] = 0
+    caches = (cache, copy.deepcopy(cache))
+    runs: tuple[Callable[..., Any], ...] = (forward, model)
+    for start, stop in ((0, _PROMPT), (_PROMPT, _PROMPT + 1)):
+        call = {"input_ids": tokens[:, start:stop], "attention_mask": mask[:, :stop], "use_cache": True}
+        found, expected = (
+            run(**call, past_key_values=held).logits[:, -1].double() for run, held in zip(runs, caches, strict=True)
+        )
+        found, expected = (torch.where(expected.isnan() & found.isnan(), 0.0, one) for one in (found, expected))
+        difference = (found - expected).norm().item() / max(expected.norm().item(), 1e-30)
+        if not difference <= 10 * tolerance(model):
+            return f"with a cache, logits through the pipeline differ by {difference:.1e}"
+    return None

@@ -1,0 +1,1 @@
+"""Losses of transformers, microbatch by microbatch."""

@@ -1,0 +1,162 @@
+"""Smoothed labels: the loss of the Trainer's ``label_smoothing_factor``, computed where the logits of a microbatch are.
+
+The model is called without its labels, as the Trainer calls it, so it computes no loss of its own and adds none for
+experts. Labels travel beside the arguments of the model to its last phase.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ...batch.loss import WeightedLoss
+from ...device.transfer import Static
+from ...errors import LossError
+from ..adapters import model_inside
+from .weights import with_loss
+
+__all__ = ["SMOOTHED", "SmoothedLoss", "is_causal", "smoothed_call", "with_smoothed_loss"]
+
+# The argument that carries ``(labels, SmoothedLoss)`` to the last phase; it never reaches the model.
+SMOOTHED = "roundpipe_smoothed_loss"
+
+
+@dataclasses.dataclass(frozen=True)
+class SmoothedLoss(Static):
+    """A loss function for ``forward_backward``: cross-entropy with smoothed labels, as the Trainer computes it.
+
+    It is ``(1 - factor)`` times the cross-entropy with the labels, and ``factor`` times that with all classes alike. A
+    model of transformers computes it without keeping the logits of all tokens.
+
+    Args:
+        factor: the Trainer's ``label_smoothing_factor``, from 0 to 1.
+        shift_labels: whether token i predicts label i + 1. Default: for classes that transformers lists as causal
+            language models.
+        num_items_in_batch: what the sum is divided by. Default: the number of labels in the batch that count.
+        ignore_index: the label that does not count.
+        scale: what the loss is multiplied with.
+
+    Raises:
+        LossError: the factor is none.
+
+    >>> logits = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    >>> total, count = SmoothedLoss(0.1, shift_labels=False)((logits,), torch.tensor([1, -100]))
+    >>> [round(total.item(), 4), count]
+    [0.3633, 1.0]
+    """
+
+    factor: float = 0.1
+    shift_labels: bool | None = None
+    num_items_in_batch: float | torch.Tensor | None = None
+    ignore_index: int = -100
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the factor; what travels has no tensor in it."""
+        if not 0 <= self.factor <= 1:
+            raise LossError(f"SmoothedLoss: the factor is from 0 to 1, found {self.factor!r}.")
+        if self.num_items_in_batch is not None:
+            object.__setattr__(self, "num_items_in_batch", float(self.num_items_in_batch))
+
+    def __call__(self, outputs: Any, labels: torch.Tensor) -> WeightedLoss | torch.Tensor:
+        """Return the loss of outputs that hold logits.
+
+        Args:
+            outputs: a dictionary with ``"logits"``, or a tuple that begins with them.
+            labels: of these rows.
+
+        Returns:
+            The sum, and how many labels count; one number, if ``num_items_in_batch`` is given.
+        """
+        if self.shift_labels is None:
+            raise LossError("SmoothedLoss: outside of a model of transformers, say whether labels are shifted:\n"
+                            "    SmoothedLoss(0.1, shift_labels=True)")  # fmt: skip
+        if self.num_items_in_batch is not None:
+            return self.of_logits(_logits(outputs), labels)
+        counted = labels[..., 1:] if self.shift_labels else labels
+        count = float((counted != self.ignore_index).sum())
+        return WeightedLoss(self._cross_entropy(_logits(outputs), labels, "sum") * self.scale, count)
+
+    def of_logits(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean over labels that count, or the sum over ``num_items_in_batch``; times the scale."""
+        if self.num_items_in_batch is None:
+            return self._cross_entropy(logits, labels, "mean") * self.scale
+        return self._cross_entropy(logits, labels, "sum") * (self.scale / self.num_items_in_batch)
+
+    def _cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+        if labels.is_floating_point():
+            raise LossError(f"SmoothedLoss: labels are classes, found numbers of {labels.dtype}, which have none.")
+        if self.shift_labels:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        logits = logits.reshape(-1, logits.shape[-1])
+        return functional.cross_entropy(
+            logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits,
+            labels.reshape(-1).to(logits.device),
+            ignore_index=self.ignore_index,
+            reduction=reduction,
+            label_smoothing=self.factor,
+        )
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Tell whether transformers lists the class of a model among those that predict the next token.
+
+    Args:
+        model: the model, or PEFT around it.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return type(model_inside(model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def smoothed_call(model: nn.Module, loss: SmoothedLoss, kwargs: Mapping[str, Any], label: Any) -> dict[str, Any]:
+    """Return keyword arguments of a call whose last phase computes this loss.
+
+    Args:
+        model: a model of transformers.
+        loss: the loss.
+        kwargs: keyword arguments of its forward. Labels among them are taken out, and an encoder-decoder that is given
+            no inputs of its decoder has those that it makes from them.
+        label: labels; ``None`` where they are among the arguments.
+
+    Raises:
+        LossError: there are no labels.
+    """
+    made = dict(kwargs)
+    among = made.pop("labels", None)
+    labels = among if label is None else label
+    if not isinstance(labels, torch.Tensor):
+        raise LossError('SmoothedLoss needs labels:\n    forward_backward(input_kwargs={..., "labels": labels})')
+    prepare = getattr(model_inside(model), "prepare_decoder_input_ids_from_labels", None)
+    has_inputs = any(made.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    if label is None and prepare is not None and not has_inputs:
+        made["decoder_input_ids"] = prepare(labels=labels)
+    if loss.shift_labels is None:
+        loss = dataclasses.replace(loss, shift_labels=is_causal(model))
+    return {**made, SMOOTHED: (labels, loss)}
+
+
+def with_smoothed_loss(output: Any, smoothed: tuple[torch.Tensor, SmoothedLoss] | None) -> Any:
+    """Return the output of a model with this loss in it.
+
+    Args:
+        output: what the model returned, which holds logits and no loss.
+        smoothed: labels and loss; ``None`` leaves the output alone.
+    """
+    if smoothed is None:
+        return output
+    labels, loss = smoothed
+    value = loss.of_logits(_logits(output), labels)
+    return (value, *output) if isinstance(output, tuple) else with_loss(output, value)
+
+
+def _logits(output: Any) -> torch.Tensor:
+    found = output.get("logits") if isinstance(output, dict) else output[0]
+    if not isinstance(found, torch.Tensor):
+        raise LossError(f"SmoothedLoss: {type(output).__name__} holds no logits.")
+    return found

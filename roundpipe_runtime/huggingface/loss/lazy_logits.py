@@ -1,0 +1,262 @@
+"""Logits that a model asks for, and that are not computed while only their loss is wanted.
+
+The model's own code runs, up to its loss. Its head returns a `LateLogits`: a tensor with a shape and no memory. It
+remembers what the model does with it, if that is done to each number alone (a scale, a soft cap, a wider dtype) or only
+picks rows. `cross_entropy` of it is computed in chunks. Anything else is done with the real logits, computed then. What
+writes into logits, or reaches them below torch functions, ends the forward by `NotLate`; it is run again with a plain
+head. So the result is the model's own, whatever it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import numbers
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..adapters import model_inside
+from .chunked import chunked_cross_entropy
+
+__all__ = ["LateLogits", "NotLate", "late_head", "loss_only"]
+
+# Logits of so few numbers (64 MB in float32) are computed as the model does.
+_SMALL = 2**24
+
+_FORM = {
+    *(vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "ndim")),
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.__repr__,
+    torch.Tensor.__hash__,
+}
+_SAME = {torch.Tensor.contiguous}
+_POINTWISE = {torch.Tensor.float, torch.tanh, torch.Tensor.tanh}
+_WITH_NUMBER = {
+    *(torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__),
+    *(torch.div, torch.Tensor.div, torch.Tensor.__truediv__),
+}
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor", "mod")}
+_RESHAPING = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape}
+
+
+class NotLate(BaseException):
+    """The forward needs its logits at once. It is no `Exception`: models catch those."""
+
+
+class LateLogits(torch.Tensor):
+    """Stands for ``steps(linear(hidden, weight, bias))``."""
+
+    hidden: torch.Tensor
+    head: tuple[torch.Tensor, torch.Tensor | None]
+    steps: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    #: what was computed of these logits and of those they come from, and the versions it had
+    computed: list[tuple[torch.Tensor, int]]
+
+    @staticmethod
+    def __new__(
+        cls,
+        hidden: torch.Tensor,
+        head: tuple[torch.Tensor, torch.Tensor | None],
+        steps: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (),
+        computed: list[tuple[torch.Tensor, int]] | None = None,
+    ) -> LateLogits:
+        """Make one without memory."""
+        with torch.no_grad():  # no row tells the dtype, under autocast as well
+            probe = _done(functional.linear(hidden.reshape(-1, hidden.shape[-1])[:0], *head), steps)
+        shape = (*hidden.shape[:-1], head[0].shape[0])
+        made: LateLogits = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=probe.dtype, device=hidden.device, requires_grad=False
+        )
+        made.hidden, made.head, made.steps = hidden, head, tuple(steps)
+        made.computed = [] if computed is None else computed
+        return made
+
+    def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> LateLogits:
+        """Return what a step makes of it."""
+        return LateLogits(self.hidden, self.head, (*self.steps, step), self.computed)
+
+    def of(self, hidden: torch.Tensor) -> LateLogits:
+        """Return the same for these rows."""
+        return LateLogits(hidden, self.head, self.steps, self.computed)
+
+    def check_unwritten(self) -> None:
+        """Leave the forward if somebody wrote into logits that were computed, of which these may be a view."""
+        if any(values._version != version for values, version in self.computed):
+            raise NotLate
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # mypy loses its default
+        return f"LateLogits({tuple(self.shape)})"
+
+    def compute(self) -> torch.Tensor:
+        """Return the logits."""
+        self.check_unwritten()
+        values = _done(functional.linear(self.hidden, *self.head), self.steps)
+        self.computed.append((values, values._version))
+        return values
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Remember what is done, compute the loss in chunks, or do it with the real logits."""
+        kwargs = kwargs or {}
+        if _writes(func, kwargs):
+            raise NotLate
+        if func in _FORM:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        found = _late(func, args, kwargs)
+        if found is not None:
+            return found
+        args, kwargs = pytree.tree_map_only(LateLogits, LateLogits.compute, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch annotates it as no class method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """End the forward: here, nothing of the graph would be recorded."""
+        raise NotLate
+
+
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name == "__set__" or name == "__setitem__" or name in _IN_PLACE or "out" in kwargs
+
+
+def _done(values: torch.Tensor, steps: Sequence[Callable[[torch.Tensor], torch.Tensor]]) -> torch.Tensor:
+    for step in steps:
+        values = step(values)
+    return values
+
+
+def _late(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result without computing the logits; ``None`` if that cannot be."""
+    if func is functional.cross_entropy:
+        return _loss(*args, **kwargs)
+    logits = next((arg for arg in args if isinstance(arg, LateLogits)), None)
+    if logits is None or kwargs:
+        return None
+    if func in _SAME and len(args) == 1:
+        return logits
+    if func in _POINTWISE and len(args) == 1:
+        return logits.then(func)
+    if func is torch.Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype):
+        dtype = args[1]
+        return logits.then(lambda values: values.to(dtype))
+    if func in _WITH_NUMBER and len(args) == 2 and args[0] is logits and _is_number(args[1]):
+        number = args[1]
+        return logits.then(lambda values: func(values, number))
+    if func in _RESHAPING and args[0] is logits:
+        sizes = args[1:] if isinstance(args[1], int) else tuple(args[1])
+        return _reshaped(logits, sizes)
+    if func is torch.Tensor.__getitem__ and args[0] is logits:
+        return _rows(logits, args[1])
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _reshaped(logits: LateLogits, sizes: Sequence[int]) -> LateLogits | None:
+    width = logits.hidden.shape[-1]
+    if not sizes or sizes[-1] != logits.head[0].shape[0] or any(type(size) is not int for size in sizes):
+        return None
+    return logits.of(logits.hidden.reshape(*sizes[:-1], width))
+
+
+def _rows(logits: LateLogits, index: Any) -> LateLogits | None:
+    """Rows by slices; the vocabulary stays whole."""
+    index = index if isinstance(index, tuple) else (index,)
+    whole = slice(None)
+    if not all(isinstance(one, slice) or one is Ellipsis for one in index) or index.count(Ellipsis) > 1:
+        return None
+    named = len(index) - (Ellipsis in index)
+    reaches_last = named == logits.hidden.dim() or (index[-1] is not Ellipsis and Ellipsis in index)
+    if reaches_last and index[-1] != whole:
+        return None
+    return logits.of(logits.hidden[index])
+
+
+def _loss(
+    source: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor | None:
+    others = (weight, size_average, reduce)
+    if not isinstance(source, LateLogits) or any(other is not None for other in others):
+        return None
+    if reduction not in ("mean", "sum") or source.dim() != 2 or target.is_floating_point():
+        return None
+    # the classes of a loss that the model does not widen have its dtype, and so has the loss
+    if source.dtype not in (torch.float32, torch.float64):
+        return None
+    source.check_unwritten()
+    steps = source.steps
+    return chunked_cross_entropy(
+        source.hidden,
+        source.head[0],
+        target,
+        bias=source.head[1],
+        transform=(lambda values: _done(values, steps)) if steps else None,
+        reduction=reduction,  # type: ignore[arg-type] # checked above
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )
+
+
+class _Head(TorchFunctionMode):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.linear and len(args) > 1 and args[1] is self.weight and type(args[0]) is torch.Tensor:
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            if args[0].shape[:-1].numel() * self.weight.shape[0] > _SMALL:
+                return LateLogits(args[0], (self.weight, bias))
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def late_head(model: nn.Module) -> Iterator[None]:
+    """Let the head of a model return late logits in the block, where they are large.
+
+    Args:
+        model: a model of transformers, or of PEFT around it; any other computes as it does.
+    """
+    find = getattr(model_inside(model), "get_output_embeddings", None)
+    weight = None if find is None else getattr(find(), "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        yield
+        return
+    with _Head(weight):
+        yield
+
+
+def loss_only(model: nn.Module, run: Callable[[], Any]) -> Any:
+    """Return what a forward returns, with ``None`` for logits that nobody computed.
+
+    Args:
+        model: whose head it is.
+        run: the forward.
+    """
+    try:
+        with late_head(model):
+            output = run()
+            return pytree.tree_map_only(LateLogits, lambda _: None, output)
+    except NotLate:
+        return run()

@@ -1,0 +1,103 @@
+"""The loss that keeps experts busy, of a whole batch. It is no mean over rows, so parts do not add up to it.
+
+For each expert it multiplies the share of tokens with the mean of probabilities, both over the batch. The product of
+the means over a microbatch says nothing of that over the batch; so it is computed once, from the joined logits of the
+routers, by the function of the model's own module.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..adapters import model_inside
+from ..configuration import text_config
+
+__all__ = [
+    "batch_auxiliary_loss",
+    "has_auxiliary_loss",
+    "has_router_logits",
+    "wants_tuple",
+    "without_auxiliary_loss",
+]
+
+_NAME = "load_balancing_loss_func"
+
+
+def has_router_logits(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a model called like this returns such a loss, from the logits of its routers."""
+    asked = kwargs.get("output_router_logits")
+    config = getattr(model, "config", None)
+    asked = getattr(config, "output_router_logits", False) if asked is None else asked
+    return bool(asked) and _function(model) is not None
+
+
+def has_auxiliary_loss(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a model called like this adds such a loss to its own."""
+    return has_router_logits(model, kwargs) and bool(_coefficient(model))
+
+
+def wants_tuple(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a model called like this returns a tuple, in which nothing has a name."""
+    asked = kwargs.get("return_dict")
+    return (getattr(getattr(model, "config", None), "return_dict", True) if asked is None else asked) is False
+
+
+def without_auxiliary_loss(model: nn.Module, output: Any) -> torch.Tensor:
+    """Return the loss of an output without this part of it."""
+    loss: torch.Tensor = output.loss
+    aux = getattr(output, "aux_loss", None)
+    return loss if aux is None else loss - _coefficient(model) * aux.to(loss.device)
+
+
+def batch_auxiliary_loss(model: nn.Module, joined: Any, parts: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return this loss of the whole batch, and what it adds to the model's loss.
+
+    Args:
+        model: the model.
+        joined: the joined output, with the logits of all routers.
+        parts: the outputs of the microbatches.
+        kwargs: the arguments of the whole batch.
+
+    Returns:
+        ``(loss, part of the model's loss)``; ``None`` if the outputs have none.
+    """
+    function = _function(model)
+    routers = getattr(joined, "router_logits", None)
+    if function is None or routers is None or getattr(parts[0], "aux_loss", None) is None:
+        return None
+    mask = kwargs.get("attention_mask")
+    aux = function(tuple(routers), *_experts(model), mask)
+    return aux, _coefficient(model) * aux
+
+
+def _function(model: nn.Module) -> Callable[..., Any] | None:
+    for kind in type(model_inside(model)).__mro__:
+        found = getattr(sys.modules.get(kind.__module__), _NAME, None)
+        if found is not None:
+            function: Callable[..., Any] = found
+            return function
+    return None
+
+
+def _coefficient(model: nn.Module) -> float:
+    return float(_setting(model, ("router_aux_loss_coef", "aux_loss_coef")) or 0.0)
+
+
+def _experts(model: nn.Module) -> tuple[Any, Any]:
+    count = _setting(model, ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
+    return count, _setting(model, ("num_experts_per_tok", "moe_top_k", "moe_k"))
+
+
+def _setting(model: nn.Module, names: Sequence[str]) -> Any:
+    """A number that the model itself, or its configuration, has under one of these names."""
+    for holder in (model_inside(model), text_config(model), getattr(model, "config", None)):
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, (int, float)):
+                return value
+    return None

@@ -1,0 +1,173 @@
+"""How much the loss of a microbatch counts: the items that a model's own loss averages over, seen as it is computed.
+
+A model that is given labels returns a mean over rows, over tokens, over the tokens that are not ignored, or over those
+and shifted by one; no name tells which. So the functions of torch that average are watched while the loss is computed.
+Then the loss of the batch is the sum of (mean x items) over the sum of items, for any split.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ...errors import LossError
+from .chunked import chunked_cross_entropy
+
+__all__ = [
+    "LOSS_ONLY",
+    "WEIGH",
+    "counting",
+    "has_labels",
+    "loss_of",
+    "own_loss",
+    "rows_of_call",
+    "weighed",
+    "with_loss",
+]
+
+# The argument that asks for the weight of the loss beside the output; it never reaches the model.
+WEIGH = "roundpipe_weigh_loss"
+# Its value where nobody looks at anything but the loss.
+LOSS_ONLY = "loss only"
+
+_AVERAGING = {
+    functional.cross_entropy: "tokens",
+    functional.nll_loss: "tokens",
+    chunked_cross_entropy: "labels",
+    functional.mse_loss: "rows",
+    functional.l1_loss: "rows",
+    functional.smooth_l1_loss: "rows",
+    functional.binary_cross_entropy_with_logits: "rows",
+    functional.binary_cross_entropy: "rows",
+}
+
+
+@dataclasses.dataclass
+class Items:
+    """What the losses of one forward averaged over.
+
+    Attributes:
+        counts: of each mean, in order.
+        sums: how many losses were sums.
+    """
+
+    counts: list[float] = dataclasses.field(default_factory=list)
+    sums: int = 0
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self, items: Items) -> None:
+        super().__init__()
+        self.items = items
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _AVERAGING:
+            if kwargs.get("reduction", "mean") == "mean":
+                self.items.counts.append(_count(func, *args, **kwargs))
+            else:
+                self.items.sums += 1
+            if type(args[0] if args else None) in (torch.Tensor, torch.nn.Parameter):
+                with torch._C.DisableTorchFunction():
+                    return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _count(
+    func: Any, source: torch.Tensor, target: torch.Tensor, weight: Any = None, *args: Any, **kwargs: Any
+) -> float:
+    if _AVERAGING[func] == "labels":  # which come third there
+        return float((weight != kwargs.get("ignore_index", -100)).sum())
+    if _AVERAGING[func] == "rows" or target.is_floating_point():
+        return float(target.shape[0] if target.dim() else 1)
+    counted = target != kwargs.get("ignore_index", -100)
+    weight = weight if isinstance(weight, torch.Tensor) else kwargs.get("weight")
+    if weight is not None:
+        return float(weight[target[counted]].sum())
+    return float(counted.sum())
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Items]:
+    """Watch the losses that are computed in the block."""
+    items = Items()
+    with _Watch(items):
+        yield items
+
+
+def weighed(output: Any, items: Items, rows: int) -> tuple[Any, ...]:
+    """Return the output with the weight of its loss: ``(output, items, rows)``, both numbers as tensors.
+
+    A loss that is a sum is a share of the batch's, as the model was given ``num_items_in_batch``; its items are -1. A
+    loss over nothing is zero.
+
+    Args:
+        output: what the model returned.
+        items: what its losses averaged over.
+        rows: of the microbatch.
+    """
+    count = -1.0 if items.sums and not items.counts else max(items.counts, default=float(rows))
+    if count == 0 and (loss := loss_of(output)) is not None:
+        output = with_loss(output, _nothing(output, loss))
+    device = next((leaf.device for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)), None)
+    return output, torch.tensor(count, dtype=torch.float64, device=device), torch.tensor(rows, device=device)
+
+
+def _nothing(output: Any, loss: torch.Tensor) -> torch.Tensor:
+    """A loss of zero that is part of the graph: all labels are ignored."""
+    found = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.dim() and t.is_floating_point()]
+    if not found:  # where logits were not wanted
+        return torch.zeros_like(loss)
+    return torch.where(found[0].isfinite(), found[0], 0.0).float().sum() * 0.0
+
+
+def loss_of(output: Any) -> torch.Tensor | None:
+    """Return the loss among what a model returned, if it is one number."""
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
+        loss = output[0]
+    return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+
+def with_loss(output: Any, loss: torch.Tensor) -> Any:
+    """Return the output with another loss in it."""
+    if isinstance(output, tuple):
+        return (loss, *output[1:])
+    output["loss"] = loss
+    return output
+
+
+def has_labels(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a model called like this computes a loss."""
+    generic = sys.modules.get("transformers.utils.generic")
+    names = generic.find_labels(type(model)) if generic is not None else []
+    return any(kwargs.get(name) is not None for name in {"labels", *names})
+
+
+def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return how many rows a model is called with."""
+    first = [kwargs.get(name) for name in ("labels", "input_ids", "inputs_embeds", "decoder_input_ids")]
+    for value in (*first, *args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value.shape[0]
+    return 1
+
+
+def own_loss(outputs: Any, labels: Any) -> Any:
+    """Return the loss that the model computed from its labels."""
+    loss = loss_of(outputs)
+    if loss is None:
+        raise LossError(
+            "The model returned no loss. Give it labels, or give forward_backward a loss_fn:\n"
+            '    forward_backward(input_kwargs={..., "labels": labels})'
+        )
+    return loss

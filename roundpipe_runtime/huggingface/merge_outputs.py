@@ -1,0 +1,96 @@
+"""What the outputs and losses of microbatches are, for the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..batch.joining import join
+from ..batch.loss import WeightedLoss
+from ..device.transfer import Static
+from .batches import join_outputs
+from .cutting.caches import is_held, join_held, swapped
+from .loss.label_smoothing import SMOOTHED
+from .loss.moe_aux_loss import batch_auxiliary_loss, has_auxiliary_loss, has_router_logits, without_auxiliary_loss
+from .loss.weights import loss_of, with_loss
+
+__all__ = ["as_tuple", "joined_as_wanted", "joined_with_cache", "joined_with_loss", "weighing"]
+
+
+def weighing(loss_fn: Callable[[Any, Any], Any], batch: int | None) -> Callable[[Any, Any], Any]:
+    """A loss function for outputs that come with the weight of their loss.
+
+    Args:
+        loss_fn: for outputs as the model returns them.
+        batch: rows of the batch, for models that compute their loss; ``None`` for others.
+    """
+
+    def weighed_loss(outputs: Any, labels: Any) -> Any:
+        output, items, rows = outputs
+        result = loss_fn(output, labels)
+        if batch is None or not isinstance(result, torch.Tensor):
+            return result
+        count = items.item()
+        if count < 0:  # a share of the batch's loss: these are added
+            return WeightedLoss(result, rows.item() / batch)
+        return WeightedLoss(result * count, count)
+
+    return weighed_loss
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """The output of the batch."""
+    rows = [int(count) for _, _, count in outputs]
+    return join_outputs([output for output, _, _ in outputs], [float(count) for count in rows], rows)
+
+
+def joined_with_cache(cache: Any, merge: Callable[[list[Any]], Any], outputs: list[Any]) -> Any:
+    """The output of the batch, with the caller's cache in it, which then holds what the microbatches wrote."""
+    rows = [int(count) for _, _, count in outputs]
+    held = [next((v for v in _items(output) if is_held(v)), None) for output, _, _ in outputs]
+    mark = Static()
+    parts = [(swapped(output, {id(one): mark}), *rest) for (output, *rest), one in zip(outputs, held, strict=True)]
+    joined = merge(parts)
+    found = [one for one in held if one is not None]
+    if len(found) == len(parts):
+        join_held(cache, found, rows)
+    return swapped(joined, {id(mark): cache})
+
+
+def _items(output: Any) -> list[Any]:
+    return list(output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ())
+
+
+def joined_as_wanted(merge: Any, outputs: list[Any]) -> Any:
+    """The output of the batch as the user has it joined."""
+    rows = [int(count) for _, _, count in outputs]
+    return join([output for output, _, _ in outputs], [float(count) for count in rows], rows=rows, merge=merge)
+
+
+def joined_with_loss(model: nn.Module, kwargs: dict[str, Any], has_loss: bool, outputs: list[Any]) -> Any:
+    """The output of the batch, its losses those of the whole batch."""
+    joined = _joined(outputs)
+    parts = [output for output, _, _ in outputs]
+    aux = batch_auxiliary_loss(model, joined, parts, kwargs) if has_router_logits(model, kwargs) else None
+    if aux is not None:
+        joined["aux_loss"] = aux[0]
+    losses = [loss for loss in map(loss_of, parts) if loss is not None]
+    if not has_loss or len(losses) < len(parts):
+        return joined
+    items = [float(count) for _, count, _ in outputs]
+    total = math.fsum(items)
+    shares = [1.0 if count < 0 else count / total if total else 0.0 for count in items]
+    adds_auxiliary = aux is not None and SMOOTHED not in kwargs and has_auxiliary_loss(model, kwargs)
+    if adds_auxiliary:
+        losses = [without_auxiliary_loss(model, part) for part in parts]
+    loss = torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()
+    return with_loss(joined, loss + aux[1] if adds_auxiliary and aux is not None else loss)
+
+
+def as_tuple(merge: Callable[[list[Any]], Any], outputs: list[Any]) -> Any:
+    """The output of the batch, without names."""
+    return merge(outputs).to_tuple()

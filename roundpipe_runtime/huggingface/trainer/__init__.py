@@ -1,0 +1,1 @@
+"""``transformers.Trainer`` with a pipeline in it."""

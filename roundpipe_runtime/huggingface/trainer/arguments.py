@@ -1,0 +1,100 @@
+"""What a pipeline cannot do for a Trainer, said before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from ...pipeline import RoundPipe
+
+__all__ = ["check_arguments", "check_optimizer", "check_precision"]
+
+# field of TrainingArguments -> why it cannot be, and what to write instead
+_REFUSED = {
+    "fp16_full_eval": "it would move the model to the accelerator. Load the model with dtype=torch.float16",
+    "bf16_full_eval": "it would move the model to the accelerator. Load the model with dtype=torch.bfloat16",
+    "torch_compile": "a pipeline calls the layers one by one. Leave it out",
+    "auto_find_batch_size": "the memory of a device depends on the microbatch. Give microbatches= a larger number",
+    "fsdp": "one process has all devices. Leave it out",
+    "deepspeed": "one process has all devices. Leave it out",
+    "parallelism_config": "one process has all devices. Leave it out",
+}
+
+_OF_BITSANDBYTES = ("adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit")
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse training arguments that a pipeline cannot follow.
+
+    Args:
+        args: ``TrainingArguments``.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name, reason in _REFUSED.items():
+        if getattr(args, name, None):
+            raise ConfigError(f"RoundPipeTrainer: {name}={getattr(args, name)!r} cannot be: {reason}.")
+    if args.fp16:
+        check_precision("fp16")
+    if args.world_size > 1:
+        raise ConfigError(
+            f"RoundPipeTrainer runs in one process, which has all devices, and there are {args.world_size} of them. "
+            "Start the script with:\n    python script.py"
+        )
+    if getattr(args.accelerator_config, "dispatch_batches", None):
+        raise ConfigError(
+            "RoundPipeTrainer: dispatch_batches=True cannot be: it would put batches on the accelerator, and one "
+            "process reads its own. Leave it out of accelerator_config."
+        )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer in _OF_BITSANDBYTES or "paged" in optimizer or "bnb" in optimizer:
+        raise ConfigError(
+            f"RoundPipeTrainer: optim={optimizer!r} is one of bitsandbytes, whose kernels and pages are those of an "
+            'accelerator, and here the parameters are on the host. Use optim="adamw_torch"; its state costs the device '
+            "nothing."
+        )
+    if "lomo" in optimizer or "layerwise" in optimizer:
+        raise ConfigError(
+            f"RoundPipeTrainer: optim={optimizer!r} steps within the backward of a layer, which is over on the device "
+            'before the host has the gradient. Use optim="adamw_torch".'
+        )
+
+
+def check_precision(precision: str) -> None:
+    """Refuse a mixed precision that scales gradients: they are on the host, and the scale would be on the accelerator.
+
+    Args:
+        precision: of the accelerator; an ``accelerate`` configuration may set it, too.
+
+    Raises:
+        ConfigError: it is neither ``"no"`` nor ``"bf16"``.
+    """
+    if precision not in ("no", "bf16"):
+        raise ConfigError(
+            f"RoundPipeTrainer: mixed precision {precision!r} cannot be. Use bf16=True; or load the model with "
+            "dtype=torch.bfloat16 and give optim_dtype=torch.float32."
+        )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, pipeline: RoundPipe) -> None:
+    """Refuse an optimizer for parameters that never get a gradient.
+
+    Args:
+        optimizer: of the Trainer.
+        pipeline: the pipeline, with or without an ``optim_dtype``.
+
+    Raises:
+        ConfigError: it is for none of the pipeline's parameters.
+    """
+    own = {id(parameter) for parameter in pipeline.optim_parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if held and not any(id(parameter) in own for parameter in held):
+        raise ConfigError(
+            "The optimizer has none of the parameters that get gradients. With optim_dtype these are copies, which "
+            "the pipeline makes. Wrap the model first, and make the optimizer of it:\n"
+            "    model = wrap_model_to_roundpipe(model, optim_dtype=...)\n"
+            "    optimizer = torch.optim.AdamW(model.optim_parameters())"
+        )

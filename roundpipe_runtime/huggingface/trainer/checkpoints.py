@@ -1,0 +1,200 @@
+"""The Trainer's own checkpoints, which appear when they are complete; and which of them a run goes on from.
+
+::
+
+    output_dir/checkpoint-6/                            complete: transformers' files, and a manifest beside them
+    output_dir/.checkpoint-9.writing/checkpoint-9/      what the Trainer is writing to
+    output_dir/.checkpoint-3.leaving/                   no more
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Iterator
+
+from transformers import Trainer
+
+from ...checkpoint.errors import CheckpointWarning, DamagedCheckpointError
+from ...checkpoint.folder import appearing, make_folder, remove_checkpoint, remove_leftovers
+from ...checkpoint.manifest import MANIFEST, is_complete, verify
+from ...errors import warn
+
+__all__ = ["CheckpointingTrainer", "newest_whole", "remove_all_but", "settle"]
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+_STATE = "trainer_state.json"  # what a Trainer writes last
+_SENTINEL = "checkpoint-is-incomplete.txt"  # what it puts beside a checkpoint that a signal has asked for
+
+
+class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts as untyped
+    """A ``transformers.Trainer`` of which a kill leaves whole checkpoints only.
+
+    The files are those of the Trainer. They are written under another name, flushed, and renamed, and
+    ``resume_from_checkpoint=True`` goes on from the newest that is what was written.
+    """
+
+    _rp_writing_to: pathlib.Path | None = None
+
+    def train(
+        self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: object, **kwargs: object
+    ) -> object:
+        """Train, as a Trainer does.
+
+        Args:
+            resume_from_checkpoint: ``True`` for the newest checkpoint that is whole; or the folder of one.
+            *args: as for a Trainer.
+            **kwargs: likewise.
+
+        Raises:
+            DamagedCheckpointError: there are checkpoints, and none is whole; or the one given is not.
+        """
+        if resume_from_checkpoint is True:
+            found = newest_whole(pathlib.Path(self.args.output_dir))
+            resume_from_checkpoint = found or True  # without any, it is the Trainer that says so
+        elif resume_from_checkpoint and (pathlib.Path(resume_from_checkpoint) / MANIFEST).exists():
+            _verify_given(pathlib.Path(resume_from_checkpoint))
+        if isinstance(resume_from_checkpoint, os.PathLike):
+            resume_from_checkpoint = os.fspath(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _get_output_dir(self, trial: object) -> str:
+        """Where checkpoints are: the place of the one that is being written, while it is."""
+        return str(self._rp_writing_to or super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: object, trial: object, *args: object, **kwargs: object) -> None:
+        run = pathlib.Path(self._get_output_dir(trial))
+        name = f"checkpoint-{self.state.global_step}"
+        make_folder(run)
+        settle(run)
+        outer = run / f".{name}.writing"
+        try:
+            with appearing(run / name, outer / name) as half:
+                with self._rp_into(outer):
+                    super()._save_checkpoint(model, trial, *args, **kwargs)
+                self._rp_name_best(run, name)
+                self.state.save_to_json(str(half / _STATE))
+        finally:
+            shutil.rmtree(outer, ignore_errors=True)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(run / name))
+        remove_all_but(run, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+    @contextlib.contextmanager
+    def _rp_into(self, folder: pathlib.Path) -> Iterator[None]:
+        self._rp_writing_to = folder
+        try:
+            yield
+        finally:
+            self._rp_writing_to = None
+
+    def _rp_name_best(self, run: pathlib.Path, name: str) -> None:
+        """Say where the best checkpoint will be; the Trainer has looked for it where this one is written."""
+        best = f"checkpoint-{self.state.best_global_step}"
+        if self.args.save_strategy != "no" and self.state.best_global_step and (best == name or (run / best).is_dir()):
+            self.state.best_model_checkpoint = str(run / best)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._rp_writing_to is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+
+def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
+    """Return the checkpoint with the most steps that is what was written; ``None`` if there is none of any kind.
+
+    Those with more steps that are not whole get a warning each. One that a plain Trainer has written counts as whole if
+    it has the file that is written last.
+
+    Args:
+        run: the ``output_dir`` of a Trainer.
+
+    Raises:
+        DamagedCheckpointError: there are checkpoints, and none is whole.
+    """
+    settle(run)
+    there = sorted(_checkpoints(run), key=_steps, reverse=True)
+    errors = []
+    for path in there:
+        try:
+            _verify(path)
+        except DamagedCheckpointError as error:
+            errors.append(str(error))
+            warn(f"A checkpoint is not whole, and the one before it is tried. {error}", CheckpointWarning)
+        else:
+            return path
+    if errors:
+        raise DamagedCheckpointError("No checkpoint is whole:\n    " + "\n    ".join(errors))
+    return None
+
+
+def settle(run: pathlib.Path) -> None:
+    """Give those checkpoints their names that a killed process had completed, and remove the rest of what it left."""
+    if not run.is_dir():
+        return
+    for half in sorted(run.glob(".checkpoint-*.writing/checkpoint-*")):
+        if is_complete(half) and not (run / half.name).exists():
+            half.rename(run / half.name)
+    remove_leftovers(run)
+
+
+def remove_all_but(run: pathlib.Path, limit: int | None, best: str | None) -> None:
+    """Remove checkpoints until ``limit`` are left. The newest stays, and so does the best one.
+
+    Args:
+        run: the ``output_dir`` of a Trainer.
+        limit: how many; ``None`` and 0 keep all.
+        best: path of the best one, if it is known.
+    """
+    if not limit or limit < 0:
+        return
+    newest_first = sorted(_checkpoints(run), key=lambda path: (path.stat().st_mtime_ns, _steps(path)), reverse=True)
+    whole = [path for path in newest_first if _is_whole(path)]
+    kept = whole[:1] + [path for path in whole[1:] if best is not None and path == pathlib.Path(best)]
+    kept += [path for path in whole if path not in kept][: max(0, limit - len(kept))]
+    for path in newest_first:
+        if path not in kept:
+            remove_checkpoint(path)
+
+
+def _checkpoints(run: pathlib.Path) -> list[pathlib.Path]:
+    if not run.is_dir():
+        return []
+    return [path for path in run.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+
+
+def _steps(path: pathlib.Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
+def _verify(path: pathlib.Path) -> None:
+    """Compare a checkpoint with its manifest; one of a plain Trainer has none."""
+    if (path / MANIFEST).exists():
+        verify(path)
+    elif not _is_whole(path):
+        raise DamagedCheckpointError(f"{path}: {_STATE}, which is written last, is missing or cut short.")
+
+
+def _verify_given(path: pathlib.Path) -> None:
+    try:
+        verify(path)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(
+            f"{error} Go on from the newest that is whole:\n"
+            "    trainer.train(resume_from_checkpoint=True)\n"
+            f"or remove {MANIFEST} in it, if it was changed on purpose."
+        ) from error
+
+
+def _is_whole(path: pathlib.Path) -> bool:
+    """Whether all files are there, without reading what they hold."""
+    if (path / MANIFEST).exists():
+        return is_complete(path)
+    try:
+        json.loads((path / _STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return not (path / _SENTINEL).exists()

@@ -1,0 +1,316 @@
+"""``transformers.Trainer`` whose model runs through a pipeline. Loading this file imports transformers.
+
+::
+
+    Trainer          self.model, the model on the host: its names, configuration, saving, generation
+                     self.model_wrapped, what runs; of us the pipeline around the same parameters
+    per batch        training_step -> forward_backward of the pipeline: gradients are on the host
+    per step         clip, optimizer and scheduler of the Trainer, on these
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LabelSmoother
+
+from ...checkpoint.model_state import collect_progress, restore_progress
+from ...device.virtual import DeviceSpec
+from ...engine.config import RoundPipeRunConfig
+from ...errors import ConfigError
+from ...optim.step import OptimizerCtx
+from ..errors import CutError
+from ..loss.label_smoothing import SmoothedLoss, is_causal
+from ..loss.weights import has_labels, own_loss
+from ..wrap import WrappedModel, wrap_model_to_roundpipe
+from .arguments import check_arguments, check_optimizer, check_precision
+from .checkpoints import CheckpointingTrainer
+
+__all__ = ["RoundPipeSeq2SeqTrainer", "RoundPipeTrainer"]
+
+# Beside the files of the Trainer: the runs that seeds of dropout count, and masters of ``optim_dtype``.
+_PROGRESS = "roundpipe.pt"
+
+
+class RoundPipeTrainer(CheckpointingTrainer):
+    """A ``transformers.Trainer`` that trains a model larger than the device.
+
+    It takes what a Trainer takes, and writes what a Trainer writes: ``from_pretrained`` loads its checkpoints, which
+    appear when they are complete. The model stays on the host. ``per_device_train_batch_size`` is the number of rows of
+    one batch, which is then cut into microbatches; loss and gradients are those of the whole batch.
+
+    Args:
+        model: a model of transformers, or one that :func:`wrap_model_to_roundpipe` has wrapped.
+        args: as for a Trainer.
+        *positional: as for a Trainer, in its order.
+        devices: as for :class:`RoundPipe`. Default: all accelerators.
+        microbatches: how many a batch is cut into. Default: number of devices + 1.
+        optim_dtype: as for :class:`RoundPipe`: ``torch.float32`` for a model of 16 bits.
+        example: as for :func:`wrap_model_to_roundpipe`. Default: a few tokens; the first two rows of the training data,
+            for a model that reads pictures or sounds, or that does not run on the tokens.
+        **options: as for a Trainer.
+
+    Raises:
+        ConfigError: an argument, or a training argument, that a pipeline cannot follow.
+    """
+
+    model: Any
+    label_smoother: Any
+    compute_loss_func: Any
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *positional: Any,
+        devices: DeviceSpec = None,
+        microbatches: int | None = None,
+        optim_dtype: torch.dtype | None = None,
+        example: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        given = {"devices": devices, "optim_dtype": optim_dtype, "example": example}
+        self._rp_options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        self._rp_config = RoundPipeRunConfig(num_microbatch=microbatches)
+        self._rp_pipeline: WrappedModel | None = None
+        self._rp_is_converted = False
+        if isinstance(model, WrappedModel):
+            if self._rp_options or microbatches is not None:
+                names = ", ".join([*self._rp_options, *(["microbatches"] if microbatches is not None else [])])
+                raise ConfigError(f"The model is wrapped already: give {names} to wrap_model_to_roundpipe.")
+            self._rp_pipeline, model = model, model.cut.model
+        super().__init__(model, args, *positional, **options)
+        if self.label_smoother is not None and is_causal(self.model):
+            self.label_smoother = _Shifted(self.label_smoother)
+
+    @property
+    def pipeline(self) -> WrappedModel:
+        """The pipeline around ``model``; it is made when it is first wanted."""
+        found = self._rp_pipeline
+        if found is None or found.cut.model is not self.model:  # ``model_init`` makes a new model for each training
+            if found is not None:
+                found.close()
+            with torch.random.fork_rng(devices=()):  # the data come in the order they would come in anyway
+                found = self._rp_wrapped()
+            self._rp_pipeline = found
+        return found
+
+    def _rp_wrapped(self) -> WrappedModel:
+        wrap = functools.partial(wrap_model_to_roundpipe, self.model, model_run_config=self._rp_config)
+        if "example" in self._rp_options:
+            return wrap(**self._rp_options)
+        config = getattr(self.model, "config", None)
+        reads_text = getattr(self.model, "main_input_name", "input_ids") == "input_ids"
+        if reads_text and not any(hasattr(config, f"{kind}_config") for kind in ("vision", "audio")):
+            try:
+                return wrap(**self._rp_options)
+            except CutError as error:  # a few tokens in a row are no example for a choice of texts, say
+                if error.reason != "example" or self._rp_example() is None:
+                    raise
+        return wrap(example=self._rp_example(), **self._rp_options)
+
+    def _rp_example(self) -> dict[str, Any] | None:
+        """The first two rows of the training data, if they can be had without going through it."""
+        data = self.train_dataset
+        if not hasattr(data, "__getitem__"):
+            return None
+        collate = self._get_collator_with_removed_columns(self.data_collator)
+        return dict(collate([data[0], data[min(1, len(data) - 1)]]))
+
+    # -- where the model is ------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, which is to leave batches on the host: the pipeline moves what a device needs."""
+        check_arguments(self.args)
+        # every stage recomputes its activations: once more in each layer would only cost time
+        self.args.activation_checkpointing = self.args.gradient_checkpointing = False
+        if self.args.n_gpu > 1:
+            self.args._n_gpu = 1  # as the Trainer does for other models that use several devices themselves
+        super().create_accelerator_and_postprocess()
+        check_precision(self.accelerator.mixed_precision)
+        self.accelerator.device_placement = False
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The model stays on the host."""
+
+    def _prepare_input(self, data: Any) -> Any:
+        return data
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> WrappedModel:
+        return self.pipeline
+
+    def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the block for ``bf16=True``, which the accelerator would put into the model's forward."""
+        if self.accelerator.mixed_precision != "bf16":
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        for kind in sorted({"cpu"} | {device.torch_device.type for device in self.pipeline.devices}):
+            stack.enter_context(torch.autocast(kind, torch.bfloat16))
+        return stack
+
+    # -- a batch -----------------------------------------------------------------------------------------------------
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Add the gradient of a batch to those of the model, and return its loss.
+
+        The model's own loss is computed stage by stage, with smoothed labels as well. A ``compute_loss`` of a subclass
+        and a ``compute_loss_func`` are given the joined output of the batch; their gradient goes back through the
+        pipeline.
+
+        Args:
+            model: the pipeline.
+            inputs: the batch.
+            num_items_in_batch: what the loss of an accumulated batch is divided by.
+        """
+        if not self._rp_is_own_loss(inputs):
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return loss.to(self.args.device)
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        is_scaled = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        if is_scaled:
+            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        if (wanted := getattr(self, "loss_is_scaled_for_ga", None)) is not None:
+            is_scaled = wanted
+        share = 1 if is_scaled else self.current_gradient_accumulation_steps
+        inputs = dict(self._prepare_inputs(inputs))
+        labels: torch.Tensor | None = None
+        loss_fn: Callable[[Any, Any], Any] = functools.partial(_share_of_own_loss, share)
+        if self.label_smoother is not None and "labels" in inputs:
+            labels, loss_fn = inputs.pop("labels"), self._rp_smoothed_loss(num_items_in_batch, share)
+        with self.compute_loss_context_manager():
+            own: torch.Tensor = self.pipeline.forward_backward(input_kwargs=inputs, label=labels, loss_fn=loss_fn)
+        return own.to(self.args.device)
+
+    def _rp_is_own_loss(self, inputs: Mapping[str, Any]) -> bool:
+        is_changed = getattr(self.compute_loss, "__func__", None) is not Trainer.compute_loss
+        if is_changed or self.compute_loss_func is not None or not has_labels(self.model, inputs):
+            return False
+        smoother = self.label_smoother
+        smoother = smoother.smoother if isinstance(smoother, _Shifted) else smoother
+        return smoother is None or type(smoother) is LabelSmoother or "labels" not in inputs
+
+    def _rp_smoothed_loss(self, num_items_in_batch: torch.Tensor | int | None, share: float) -> SmoothedLoss:
+        smoother = self.label_smoother
+        is_shifted = isinstance(smoother, _Shifted)
+        smoother = smoother.smoother if is_shifted else smoother
+        knows_items = "num_items_in_batch" in inspect.signature(smoother.__call__).parameters  # not in transformers 4
+        return SmoothedLoss(
+            smoother.epsilon,
+            shift_labels=is_shifted,
+            num_items_in_batch=num_items_in_batch if knows_items else None,
+            ignore_index=smoother.ignore_index,
+            scale=1 / share,
+        )
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make the optimizer for the parameters that the pipeline has for it.
+
+        Args:
+            model: of no account.
+        """
+        pipeline, own = self.pipeline, self.model
+        try:
+            self.model = (
+                pipeline  # whose parameters an optimizer is made of: before transformers 5 that was no argument
+            )
+            with OptimizerCtx():
+                made: torch.optim.Optimizer = super().create_optimizer()
+        finally:
+            self.model = own
+        check_optimizer(made, pipeline)
+        return made
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with OptimizerCtx():  # the loop clips the gradients of what ``parameters()`` of the pipeline are
+            result = super()._inner_training_loop(*args, **kwargs)
+        self.pipeline.synchronize()
+        return result
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate, as the Trainer does. The model has the weights of the last step before: generation runs on it."""
+        self.pipeline.synchronize()
+        return super().evaluation_loop(*args, **kwargs)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self._rp_pipeline is not None:
+            self._rp_pipeline.synchronize()
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        torch.save(collect_progress(self.pipeline), os.path.join(output_dir, _PROGRESS))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._rp_load_converted(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._rp_load_converted(self.state.best_model_checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        has_others = bool(load_result.missing_keys and load_result.unexpected_keys)
+        self._rp_is_converted = has_others and isinstance(self.model, PreTrainedModel)
+        if not self._rp_is_converted:
+            super()._issue_warnings_after_load(load_result)
+
+    def _rp_load_converted(self, folder: str) -> None:
+        """Load what is saved under other names than the model has in memory, as experts of mixtures are.
+
+        The Trainer warns, and trains on without these weights: https://github.com/huggingface/transformers/issues/43701
+        """
+        if self._rp_is_converted:
+            with torch.random.fork_rng(devices=()):
+                loaded, info = type(self.model).from_pretrained(
+                    folder, config=self.model.config, dtype="auto", output_loading_info=True
+                )
+            if missing := sorted(info["missing_keys"]):
+                raise ConfigError(
+                    f"{folder} is of another model: it lacks {len(missing)} weights of {type(self.model).__name__}, "
+                    f"like {missing[0]}."
+                )
+            self.model.load_state_dict(loaded.state_dict())
+            self._rp_is_converted = False
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        path = os.path.join(checkpoint or "", _PROGRESS)
+        if checkpoint is not None and os.path.isfile(path):  # it is not there in what a plain Trainer saved
+            restore_progress(self.pipeline, torch.load(path, weights_only=True))
+
+
+class RoundPipeSeq2SeqTrainer(RoundPipeTrainer, Seq2SeqTrainer):  # type: ignore[misc] # as above
+    """A ``transformers.Seq2SeqTrainer`` that trains a model larger than the device; see :class:`RoundPipeTrainer`."""
+
+
+class _Shifted:
+    """Smooths labels of causal models, which the Trainer knows by the class that it calls: here the pipeline's."""
+
+    def __init__(self, smoother: Any) -> None:
+        self.smoother = smoother
+
+    def __call__(self, outputs: Any, labels: torch.Tensor, **options: Any) -> Any:
+        return self.smoother(outputs, labels, **{"shift_labels": True, **options})
+
+
+def _share_of_own_loss(share: float, outputs: Any, labels: Any) -> Any:
+    return own_loss(outputs, labels) / share

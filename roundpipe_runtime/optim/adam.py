@@ -1,0 +1,82 @@
+"""Optimizers for parameters on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, warn
+
+__all__ = ["Adam"]
+
+
+class Adam(torch.optim.Adam):
+    """Adam on the CPU: torch's own fused kernel, with the arguments of RoundPipe's.
+
+    The kernel has no complex numbers. A group with a complex parameter is stepped by torch's loop over parameters.
+
+    Args:
+        params: parameters or groups, from :meth:`RoundPipe.optim_parameters`.
+        lr: learning rate.
+        betas: coefficients of the two averages.
+        eps: added to the denominator.
+        weight_decay: L2 penalty, or decay of the weights if ``decoupled_weight_decay``.
+        amsgrad: the AMSGrad variant.
+        foreach: has no meaning here; given, it is ignored with a warning.
+        maximize: go up instead of down.
+        capturable: must be ``False``.
+        differentiable: must be ``False``.
+        fused: has no meaning here: the fused kernel it is.
+        decoupled_weight_decay: weight decay as in AdamW.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        if capturable or differentiable:
+            raise ConfigError("Adam: capturable and differentiable are not supported here. Use torch.optim.Adam.")
+        if foreach is not None or fused is not None:
+            warn("Adam: foreach and fused are ignored; the fused kernel is used.", UserWarning)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            fused=True,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        self._choose_kernels()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, with the kernel that suits them."""
+        super().add_param_group(param_group)
+        self._choose_kernels()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state that :meth:`state_dict` returned, of this class or of ``torch.optim.Adam``."""
+        super().load_state_dict(state_dict)
+        self._choose_kernels()
+
+    def _choose_kernels(self) -> None:
+        # torch refuses complex parameters in a group that has `fused=True`
+        for group in self.param_groups:
+            group["fused"] = not any(parameter.is_complex() for parameter in group["params"])
+        # a GradScaler hands its scale to an optimizer that says so; the loop does not take it
+        self._step_supports_amp_scaling = all(group["fused"] for group in self.param_groups)

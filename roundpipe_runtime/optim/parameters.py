@@ -1,0 +1,346 @@
+"""The host is the home of parameters: one copy, one gradient and one version of each, however often it is used.
+
+The user's own ``nn.Parameter`` is the host copy, and its ``grad`` is the gradient buffer, unless the optimizer is to
+work in another dtype. Then a *master* of that dtype stands beside it: gradients land in the master, the optimizer
+updates the master, and :meth:`ParameterStore.publish` rounds it into the parameter. Whoever changes the parameter
+itself (``load_state_dict``, an in-place edit) wins: its version counter tells, and the master is read from it anew.
+The master of a frozen parameter takes no memory until the parameter learns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..device.forking import free_after_fork
+from ..errors import StageError
+
+__all__ = ["BufferSlot", "LayerContents", "ParameterSlot", "ParameterStore", "is_watched", "scan"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParameterSlot:
+    """Where a layer holds a parameter: ``owner._parameters[name]``."""
+
+    owner: nn.Module
+    name: str
+    parameter: nn.Parameter
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BufferSlot:
+    """Where a layer holds a buffer: ``owner._buffers[name]``."""
+
+    owner: nn.Module
+    name: str
+    tensor: torch.Tensor
+
+    def store(self, value: torch.Tensor) -> None:
+        """Make this the buffer's value: in place where that is possible, so that whoever holds the tensor sees it."""
+        same = value.shape == self.tensor.shape and value.dtype == self.tensor.dtype
+        if same and self.owner._buffers.get(self.name) is self.tensor:
+            with torch.no_grad():
+                self.tensor.copy_(value)
+        else:
+            self.owner._buffers[self.name] = value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerContents:
+    """What a layer holds on the host.
+
+    Attributes:
+        index: the number of the layer.
+        module: the layer.
+        slots: every place of a parameter; a parameter may stand in several.
+        buffers: every place of a buffer.
+        lock: held while device copies stand in those places. Layers that share a module share it.
+    """
+
+    index: int
+    module: nn.Module
+    slots: tuple[ParameterSlot, ...]
+    buffers: tuple[BufferSlot, ...]
+    lock: threading.RLock = dataclasses.field(repr=False)
+
+    @property
+    def title(self) -> str:
+        """The layer in words, for errors."""
+        return f"layer {self.index} ({type(self.module).__name__})"
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters, each once."""
+        return list({id(slot.parameter): slot.parameter for slot in self.slots}.values())
+
+    def nbytes(self) -> int:
+        """Return the bytes of parameters and buffers."""
+        tensors: list[torch.Tensor] = [*self.parameters(), *(buffer.tensor for buffer in self.buffers)]
+        return sum(tensor.element_size() * tensor.numel() for tensor in tensors)
+
+
+# A module may be part of two pipelines, so its lock belongs to it and not to either.
+_LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_LOCKS_LOCK = free_after_fork(threading.Lock())
+if hasattr(os, "register_at_fork"):  # another thread may have been in a layer, which the child has for itself
+    os.register_at_fork(after_in_child=_LOCKS.clear)
+
+
+def scan(layers: Sequence[nn.Module]) -> list[LayerContents]:
+    """Return what each layer holds now. It is read anew for every run: parameters may be replaced in between.
+
+    Raises:
+        StageError: a parameter has no shape yet.
+    """
+    seen: dict[int, int] = {}  # a module that holds tensors -> the first layer it is in
+    first = list(range(len(layers)))
+    found = []
+    for index, layer in enumerate(layers):
+        slots, buffers = [], []
+        for module in layer.modules():
+            held = [(name, p) for name, p in module._parameters.items() if p is not None]
+            buffered = [(name, b) for name, b in module._buffers.items() if b is not None]
+            if held or buffered:
+                earlier = seen.setdefault(id(module), index)
+                first[index] = min(first[index], first[earlier])
+            slots += [ParameterSlot(module, name, _materialised(p, name, index, module)) for name, p in held]
+            buffers += [BufferSlot(module, name, b) for name, b in buffered]
+        found.append((layer, tuple(slots), tuple(buffers)))
+    with _LOCKS_LOCK:
+        locks = [_LOCKS.setdefault(layers[number], threading.RLock()) for number in first]
+    return [LayerContents(i, *contents, lock) for i, (contents, lock) in enumerate(zip(found, locks, strict=True))]
+
+
+def _materialised(parameter: nn.Parameter, name: str, index: int, module: nn.Module) -> nn.Parameter:
+    if is_lazy(parameter):
+        raise StageError(
+            f"layer {index}: {name!r} of {type(module).__name__} has no shape yet. Run the model once on a small "
+            "batch before it is wrapped, so that lazy layers know their sizes."
+        )
+    return parameter
+
+
+class ParameterStore:
+    """Masters, gradients and published copies of a model's parameters.
+
+    Args:
+        model: whose parameters.
+        optim_dtype: what the optimizer works in; ``None`` for the dtype of each parameter.
+    """
+
+    def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None = None) -> None:
+        self.model = model
+        self.optim_dtype = optim_dtype
+        self._masters: dict[str, _Master] = {}
+        self._shadows: dict[int, torch.Tensor] = {}
+        self._before: list[tuple[str, nn.Parameter]] = []
+
+    def named(self, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield name and parameter as the optimizer is to have it: the master, or the parameter itself."""
+        names = self._names()
+        for name, parameter in self._listed():
+            if names[id(parameter)] == name or not remove_duplicate:
+                yield f"{prefix}.{name}" if prefix else name, self._target(names[id(parameter)], parameter)
+
+    def add_gradients(self, gradients: Sequence[Mapping[nn.Parameter, torch.Tensor]]) -> None:
+        """Add gradients to the buffers, in the order of the list.
+
+        Args:
+            gradients: one mapping per layer, last layer first: for any plan the sums are taken in the same order.
+        """
+        names = self._names() if self.optim_dtype else {}
+        watched: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for layer in gradients:
+            for parameter, gradient in layer.items():
+                name = names.get(id(parameter))
+                target = parameter if name is None else self._target(name, parameter)
+                if is_watched(target):
+                    watched.append((target, gradient.to(target.dtype)))
+                else:
+                    _accumulate(target, gradient)
+                if name in self._masters:
+                    self._masters[name].awaits_step = True
+        if watched:  # in one go: hooks see the sum of layers that share a parameter
+            torch.autograd.backward([target for target, _ in watched], [gradient for _, gradient in watched])
+
+    def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype in which gradients of a parameter are summed."""
+        return self._dtype(parameter)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of parameters and of masters."""
+        held = [parameter for _, parameter in self._listed()] + [master.tensor for master in self._masters.values()]
+        for tensor in held:
+            if set_to_none:
+                tensor.grad = None
+            elif tensor.grad is not None:
+                tensor.grad = tensor.grad.detach().zero_()
+
+    def publish(self, *, stepped: bool = False) -> None:
+        """Make parameters and masters agree: a parameter that somebody changed wins, else its master.
+
+        Args:
+            stepped: the optimizer has just run.
+        """
+        for name, parameter in self._with_master():
+            self._masters[name].agree(parameter, stepped=stepped)
+            self._masters[name].awaits_step = False
+
+    def adopt(self) -> None:
+        """Read masters anew where somebody changed the parameter."""
+        for name, parameter in self._with_master():
+            self._masters[name].adopt(parameter)
+
+    def show_gradients(self) -> None:
+        """Give parameters the gradients of their masters, in their own dtype."""
+        for name, parameter in self._with_master():
+            gradient = self._masters[name].tensor.grad
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """Return the masters by name; those of frozen parameters hold nothing."""
+        return {name: master.tensor.detach() for name, master in self._masters.items() if master.is_filled}
+
+    def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Take over masters that :meth:`masters` returned."""
+        for name, parameter in self.model.named_parameters():
+            if name in masters:
+                self._target(name, parameter)
+                self._masters[name].set(parameter, masters[name])
+
+    # -- what stages read while an asynchronous step is under way ----------------------------------------------------
+
+    def source(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the tensor that stages copy to devices: the parameter, or its published copy while that is older."""
+        return self._shadows.get(id(parameter), parameter)
+
+    def freeze(self) -> None:
+        """From now on stages read copies of what the parameters are now.
+
+        Parameters with a master need none, nor do frozen ones, which no optimizer writes.
+        """
+        self._before = list(self.model.named_parameters(remove_duplicate=False))
+        for name, parameter in self.model.named_parameters():
+            if name not in self._masters and parameter.requires_grad:
+                shadow = self._shadows.get(id(parameter))
+                if shadow is None:
+                    self._shadows[id(parameter)] = parameter.detach().clone()
+
+    def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Bring what stages read of these parameters up to date."""
+        names = self._names()
+        for parameter in parameters:
+            name = names.get(id(parameter), "")
+            if name in self._masters:
+                self._masters[name].agree(parameter, stepped=True)
+            elif id(parameter) in self._shadows:
+                self._shadows[id(parameter)].copy_(parameter.detach())
+
+    def thaw(self) -> None:
+        """Stages read the parameters themselves again."""
+        self._shadows.clear()
+        self._before = []
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _listed(self) -> list[tuple[str, nn.Parameter]]:
+        """Names and parameters; for a step beside a run, as before it, as copies may stand in their places now."""
+        return self._before or list(self.model.named_parameters(remove_duplicate=False))
+
+    def _names(self) -> dict[int, str]:
+        """The first name of each parameter."""
+        return {id(parameter): name for name, parameter in reversed(self._listed())}
+
+    def _with_master(self) -> Iterator[tuple[str, nn.Parameter]]:
+        if self._masters:
+            yield from ((name, p) for name, p in self.model.named_parameters() if name in self._masters)
+
+    def _dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        return self.optim_dtype if self.optim_dtype and parameter.is_floating_point() else parameter.dtype
+
+    def _target(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if self._dtype(parameter) == parameter.dtype:
+            self._masters.pop(name, None)
+            return parameter
+        if name not in self._masters:
+            self._masters[name] = _Master(parameter, self._dtype(parameter))
+        self._masters[name].wake(parameter)
+        return self._masters[name].tensor
+
+
+class _Master:
+    """A parameter in the optimizer's dtype, and what both looked like when they last agreed.
+
+    The version counter of the master says too little: torch's fused optimizers write without counting. So a master
+    also counts as changed when gradients came in, until it has been published after a step.
+
+    While the parameter is frozen there is nothing to update: the tensor, which an optimizer may hold already, has the
+    shape of the parameter, NaN for every value, and the memory of one. It is filled when the parameter learns.
+    """
+
+    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        nothing = torch.full((), float("nan"), dtype=dtype, device=parameter.device).expand(parameter.shape)
+        self.tensor = nn.Parameter(nothing, requires_grad=False)
+        self.is_filled = False
+        self.awaits_step = False
+        self._agreed = self._versions(parameter)
+        self.wake(parameter)
+
+    def wake(self, parameter: nn.Parameter) -> None:
+        """Take over whether the parameter learns, and its values when it first does."""
+        if parameter.requires_grad and not self.is_filled:
+            self._fill(parameter)
+        if self.tensor.requires_grad != parameter.requires_grad:
+            self.tensor.requires_grad_(parameter.requires_grad)
+
+    def _fill(self, parameter: nn.Parameter) -> None:
+        self.tensor.data = parameter.detach().to(self.tensor.dtype, copy=True)
+        self.is_filled = True
+        self._agreed = self._versions(parameter)
+
+    def agree(self, parameter: nn.Parameter, *, stepped: bool) -> None:
+        self.wake(parameter)
+        if not self.is_filled or self.adopt(parameter):
+            return
+        if stepped or self.awaits_step or self._versions(parameter) != self._agreed:
+            with torch.no_grad():
+                parameter.copy_(self.tensor)
+            self._agreed = self._versions(parameter)
+
+    def adopt(self, parameter: nn.Parameter) -> bool:
+        if not self.is_filled or self._versions(parameter)[0] == self._agreed[0]:
+            return False
+        self.set(parameter, parameter)
+        return True
+
+    def set(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        if not self.is_filled:
+            self._fill(parameter)
+        with torch.no_grad():
+            self.tensor.copy_(value)
+        self._agreed = self._versions(parameter)
+
+    def _versions(self, parameter: nn.Parameter) -> tuple[tuple[int, int], int]:
+        return (id(parameter), parameter._version), self.tensor._version
+
+
+def _accumulate(target: nn.Parameter, gradient: torch.Tensor) -> None:
+    if gradient.dtype != target.dtype:
+        gradient = gradient.to(target.dtype)
+    if target.grad is None:
+        target.grad = gradient
+    elif target.grad.layout != torch.strided and gradient.layout == torch.strided:
+        target.grad = gradient.add_(target.grad)  # torch adds sparse to dense, and not the other way round
+    else:
+        target.grad.add_(gradient)
+
+
+def is_watched(target: torch.Tensor) -> bool:
+    """Tell whether hooks are to see a gradient, or a graph goes on from there: torch adds it, then."""
+    return not target.is_leaf or bool(target._backward_hooks) or bool(target._post_accumulate_grad_hooks)

@@ -1,0 +1,169 @@
+"""When a layer's parameters may be read and when they may be replaced: versions, readers, one writer.
+
+The rules are :class:`LayerReadiness`, plain data without a thread, so that a test can walk through every order of
+events. :class:`ReadinessTable` puts a lock and waiting around one of them per layer.
+
+::
+
+    # run t         run t+1        optimizer, step t
+    # reads v0      reads v0       update          publish v1, layer by layer, once run t+1 has read its last
+    # ............. held ......... | ............. v1 v1 v1 |     run t+2 waits for v1 of one layer at a time
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable
+
+from ..errors import StageError
+
+__all__ = ["LayerReadiness", "ReadinessTable"]
+
+
+@dataclasses.dataclass(slots=True)
+class LayerReadiness:
+    """What is known of one layer: its version, who reads it, and whether it is being replaced.
+
+    Attributes:
+        version: of the parameters that are there now.
+        readers: how many read them at this moment.
+        writing: somebody replaces them at this moment.
+        holds: for a version, how many runs still need it; it is not replaced before they have let go.
+
+    >>> layer = LayerReadiness()
+    >>> layer.start_read(0); layer.can_write(1); layer.end_read(); layer.can_write(1)
+    False
+    True
+    """
+
+    version: int = 0
+    readers: int = 0
+    writing: bool = False
+    holds: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def can_read(self, version: int) -> bool:
+        """Tell whether this version is there, and nobody replaces it."""
+        return self.version == version and not self.writing
+
+    def start_read(self, version: int) -> None:
+        """Count one more reader."""
+        _require(self.can_read(version), f"version {version} cannot be read", self)
+        self.readers += 1
+
+    def end_read(self) -> None:
+        """Count one reader less."""
+        _require(self.readers > 0, "nobody reads it", self)
+        self.readers -= 1
+
+    def can_write(self, version: int) -> bool:
+        """Tell whether this is the next version, and nobody reads the one before it, now or later."""
+        free = not self.writing and not self.readers and not self.holds.get(self.version)
+        return free and self.version + 1 == version
+
+    def start_write(self, version: int) -> None:
+        """Begin to replace the parameters."""
+        _require(self.can_write(version), f"version {version} cannot be written", self)
+        self.writing = True
+
+    def end_write(self, *, done: bool = True) -> None:
+        """Make the next version the one that is there; or, if it was not ``done``, leave the one before."""
+        _require(self.writing, "nobody writes it", self)
+        self.writing = False
+        self.version += done
+
+    def hold(self, version: int) -> None:
+        """Announce a run that reads this version, which is there or will be."""
+        _require(version >= self.version, f"version {version} is gone", self)
+        self.holds[version] = self.holds.get(version, 0) + 1
+
+    def let_go(self, version: int) -> None:
+        """Take back one announcement."""
+        _require(self.holds.get(version, 0) > 0, f"nobody holds version {version}", self)
+        self.holds[version] -= 1
+        if not self.holds[version]:
+            del self.holds[version]
+
+
+def _require(allowed: bool, problem: str, layer: LayerReadiness) -> None:
+    if not allowed:
+        raise StageError(f"readiness of a layer: {problem}. Found {layer}.")
+
+
+class ReadinessTable:
+    """The readiness of every layer of a model, with waiting.
+
+    Args:
+        num_layers: how many layers there are.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._layers = [LayerReadiness() for _ in range(num_layers)]
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def version(self, layer: int) -> int:
+        """Return the version of a layer that is there now."""
+        with self._changed:
+            return self._layers[layer].version
+
+    def start_read(self, layer: int, version: int, *, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until this version of the layer can be read, and count a reader.
+
+        Args:
+            layer: index of the layer.
+            version: the version to read.
+            check: called while waiting, ten times a second; it may raise to give up.
+
+        Raises:
+            BaseException: what :meth:`fail` was given: the version does not come.
+        """
+        with self._changed:
+            while not self._layers[layer].can_read(version):
+                check()
+                if self._failure is not None:
+                    raise self._failure
+                self._changed.wait(0.1)
+            self._layers[layer].start_read(version)
+
+    def end_read(self, layer: int) -> None:
+        """Count one reader less."""
+        self._each([layer], LayerReadiness.end_read)
+
+    def write(self, layer: int, version: int, fill: Callable[[], None]) -> None:
+        """Wait until the layer may be replaced, then call ``fill`` to do it.
+
+        An error of ``fill`` leaves the version that was there.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._layers[layer].can_write(version))
+            self._layers[layer].start_write(version)
+        done = False
+        try:
+            fill()  # no code of a user runs under the lock
+            done = True
+        finally:
+            self._each([layer], lambda state: state.end_write(done=done))
+
+    def fail(self, error: BaseException | None) -> None:
+        """Say why versions that are not there do not come, to those who wait for one; ``None``: they come after all."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def hold(self, version: int) -> None:
+        """Announce a run over all layers at this version, which stays until :meth:`let_go`."""
+        self._each(range(len(self)), lambda state: state.hold(version))
+
+    def let_go(self, version: int) -> None:
+        """Take back one announcement."""
+        self._each(range(len(self)), lambda state: state.let_go(version))
+
+    def _each(self, layers: Iterable[int], change: Callable[[LayerReadiness], None]) -> None:
+        with self._changed:
+            for layer in layers:
+                change(self._layers[layer])
+            self._changed.notify_all()

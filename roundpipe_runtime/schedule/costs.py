@@ -1,0 +1,167 @@
+"""What a layer costs: guessed from its parameters before it has run, measured afterwards."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from ..errors import PlanError
+
+__all__ = ["LayerCost", "MeasuredCosts", "analytic_cost", "layer_costs"]
+
+# Work of a layer without parameters, and of a norm, beside one multiplication per parameter.
+_SMALLEST = 1e3
+
+# How many forwards count as recent.
+_RECENT = 8
+
+# A new measurement counts this much beside those before it.
+_NEWEST = 0.2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerCost:
+    """What a layer costs on one microbatch. Costs add up.
+
+    Attributes:
+        forward: time of a forward, in seconds or in any unit that is the same for all layers of a plan.
+        backward: time of a backward with its recomputed forward, in the same unit.
+        param_bytes: bytes of its parameters and buffers, on the device while it runs.
+        grad_bytes: bytes of the gradients of its parameters, on the device while it goes back.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    param_bytes: int = 0
+    grad_bytes: int = 0
+
+    def __add__(self, other: LayerCost) -> LayerCost:
+        return LayerCost(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.param_bytes + other.param_bytes,
+            self.grad_bytes + other.grad_bytes,
+        )
+
+
+def layer_costs(model: Any) -> list[LayerCost]:
+    """Return what each layer of a model costs.
+
+    Args:
+        model: something with a method ``layer_costs()`` that knows; an ``nn.Sequential``, whose children are the
+            layers; any other module, which is one layer; or a list of :class:`LayerCost`.
+
+    Raises:
+        PlanError: for anything else, and for a model without layers.
+
+    >>> [cost.forward for cost in layer_costs(nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 8, bias=False)))]
+    [8192.0, 8192.0]
+    """
+    if isinstance(model, Sequence) and all(isinstance(cost, LayerCost) for cost in model):
+        found = list(model)
+    elif callable(getattr(model, "layer_costs", None)):
+        found = list(model.layer_costs())
+    elif isinstance(model, nn.Sequential):
+        found = [analytic_cost(layer) for layer in model]
+    elif isinstance(model, nn.Module):
+        found = [analytic_cost(model)]
+    else:
+        raise PlanError(f"Expected a pipeline, an nn.Module or a list of LayerCost, found {type(model).__qualname__}.")
+    if not found:
+        raise PlanError("A model without layers has no plan.")
+    return found
+
+
+def analytic_cost(layer: nn.Module) -> LayerCost:
+    """Guess the cost of a layer from its parameters, per row and position, in multiplications.
+
+    A matrix multiplies once per element. An embedding looks up, which costs next to nothing however large it is. What
+    is not in the parameters (attention over the length, the size of an image) is not known here; measured times tell.
+
+    >>> analytic_cost(nn.Embedding(50_000, 64)).forward < analytic_cost(nn.Linear(64, 64)).forward
+    True
+    """
+    tables = [m for m in layer.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    embedded = {id(table._parameters.get("weight")) for table in tables}
+    params = list(layer.parameters())
+    work = float(sum(p.numel() for p in params if p.dim() >= 2 and id(p) not in embedded))
+    work = max(work, _SMALLEST)
+    trained = [p for p in params if p.requires_grad]
+    return LayerCost(
+        forward=work,
+        # forward again, and a gradient for inputs and one for weights
+        backward=work * (3.0 if trained else 2.0),
+        param_bytes=sum(t.numel() * t.element_size() for t in [*params, *layer.buffers()]),
+        grad_bytes=sum(p.numel() * p.element_size() for p in trained),
+    )
+
+
+class MeasuredCosts:
+    """Costs that follow what is measured: a sliding average per layer and direction. Threads may record at any time.
+
+    Args:
+        analytic: what the layers cost as far as known before.
+
+    >>> costs = MeasuredCosts([LayerCost(1.0, 3.0), LayerCost(1.0, 3.0)])
+    >>> costs.record(0, "forward", 0.5)
+    >>> [cost.forward for cost in costs.costs()], [cost.backward for cost in costs.costs()]
+    ([0.5, 0.5], [1.5, 1.5])
+    """
+
+    def __init__(self, analytic: Sequence[LayerCost]) -> None:
+        self._analytic = list(analytic)
+        self._measured: dict[tuple[str, int], float] = {}
+        self._recent: dict[int, collections.deque[float]] = {}  # seconds of the last forwards
+        self._lock = threading.Lock()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether anything was recorded."""
+        return bool(self._measured)
+
+    def share_below(self, seconds: float) -> float:
+        """Return which share of a forward is spent in layers that take less than this.
+
+        The least of the last forwards of a layer counts: in the others, threads may have waited for each other.
+        """
+        with self._lock:
+            least = [min(recent) for recent in self._recent.values()]
+        total = sum(least)
+        return sum(taken for taken in least if taken < seconds) / total if total else 0.0
+
+    def record(self, layer: int, direction: Literal["forward", "backward"], seconds: float) -> None:
+        """Take one measurement of a layer on one microbatch; a backward includes the recomputed forward."""
+        with self._lock:
+            before = self._measured.get((direction, layer), seconds)
+            self._measured[direction, layer] = before + _NEWEST * (seconds - before)
+            if direction == "forward":
+                self._recent.setdefault(layer, collections.deque(maxlen=_RECENT)).append(seconds)
+
+    def costs(self) -> list[LayerCost]:
+        """Return the cost of each layer: in seconds where measured, the others scaled to what the measured ones take.
+
+        Before the first measurement these are the analytic costs.
+        """
+        with self._lock:
+            measured = dict(self._measured)
+        if not measured:
+            return list(self._analytic)
+        guessed = sum(self._guess(direction, layer) for direction, layer in measured)
+        unit = sum(measured.values()) / guessed if guessed else 1.0
+        return [
+            dataclasses.replace(
+                cost,
+                forward=measured.get(("forward", layer), cost.forward * unit),
+                backward=measured.get(("backward", layer), cost.backward * unit),
+            )
+            for layer, cost in enumerate(self._analytic)
+        ]
+
+    def _guess(self, direction: str, layer: int) -> float:
+        cost = self._analytic[layer]
+        return cost.forward if direction == "forward" else cost.backward

@@ -1,0 +1,214 @@
+"""Layers to stages: forward and backward independently, under one cap on the time of a stage.
+
+::
+
+    layer       0    1    2    3    4    5   head        a backward with recompute costs three forwards,
+    forward   | 1    1    1  | 1    1 |                  so a forward stage holds about three times the layers
+    backward  | 3 | 3 | 3 | 3 | 3 | 3    1.5 |           the last one is the fused stage: forward, loss, backward
+
+A cap is a sum of neighbouring layers between the slowest layer and 1.1 times it: only there can the outcome change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+from ..errors import PlanError, spell_bytes
+from .costs import LayerCost
+from .simulation import makespan
+
+__all__ = ["partition"]
+
+# forward stages and backward stages, as in a plan
+Stages: TypeAlias = tuple[list[range], list[range]]
+
+# More candidates than this differ too little to be worth a simulation each.
+_MOST_CAPS = 64
+
+# Every stage costs copies of activations that the simulated time leaves out: a gain below this is no reason for more.
+_WORTH_A_STAGE = 0.02
+
+# A plan is replaced when the new one is faster by more than measured times wander.
+_CLEAR_GAIN = 0.03
+
+
+def partition(
+    run_type: str,
+    models: Sequence[Sequence[LayerCost]],
+    *,
+    min_stages: int = 1,
+    upper_threshold: float = 1.1,
+    bytes_per_stage: float | None = None,
+    previous: Sequence[Stages] | None = None,
+) -> list[Stages]:
+    """Cut the layers of one or more models, which run one behind the other, into stages of similar times.
+
+    Args:
+        run_type: ``"infer"``, ``"train"`` or ``"fused"``, of the last model. Those before a fused one are for training.
+        models: the costs of the layers of each model.
+        min_stages: how many stages an iteration should have at least, all models together; also the number of devices
+            that plans are compared for. There are fewer stages when there are fewer layers.
+        upper_threshold: how much longer than the slowest layer a stage may take.
+        bytes_per_stage: bytes of parameters and gradients that a stage may have.
+        previous: stages in use, kept unless the new ones are faster by more than 3 %.
+
+    Returns:
+        Forward and backward stages of each model.
+
+    Raises:
+        PlanError: when a layer alone is too large, or ``upper_threshold`` is below 1.
+
+    >>> layers = [LayerCost(1.0, 3.0)] * 6
+    >>> partition("fused", [layers])
+    [([range(0, 2), range(2, 5)], [range(5, 6), range(4, 5), range(3, 4), range(2, 3), range(1, 2), range(0, 1)])]
+    """
+    if run_type not in ("infer", "train", "fused"):
+        raise PlanError(f'run_type must be "infer", "train" or "fused", found {run_type!r}.')
+    if not upper_threshold >= 1:
+        raise PlanError(f"upper_threshold must be at least 1, found {upper_threshold!r}.")
+    if min_stages < 1:
+        raise PlanError(f"min_stages must be at least 1, found {min_stages!r}.")
+    limit = float("inf") if bytes_per_stage is None else bytes_per_stage
+    _refuse_large_layers(run_type, models, limit)
+    types = ["train" if run_type == "fused" else run_type] * (len(models) - 1) + [run_type]
+    found = [
+        [_stages(kind, costs, cap, limit) for kind, costs in zip(types, models, strict=True)]
+        for cap in _caps(run_type, models, upper_threshold)
+    ]
+    enough = [plan for plan in found if _count(plan) >= min_stages] or [max(found, key=_count)]
+    times = [_time(types, models, plan, min_stages) for plan in enough]
+    close = [plan for plan, time in zip(enough, times, strict=True) if time <= min(times) * (1 + _WORTH_A_STAGE)]
+    best = min(close, key=_count)
+    if previous is not None and _fits(types, models, previous, limit):
+        before = _time(types, models, previous, min_stages)
+        if _time(types, models, best, min_stages) > before * (1 - _CLEAR_GAIN):
+            return list(previous)
+    return best
+
+
+# -- caps ------------------------------------------------------------------------------------------------------------
+
+
+def _caps(run_type: str, models: Sequence[Sequence[LayerCost]], upper_threshold: float) -> list[float]:
+    """Sums of neighbouring layers up to the largest cap; those below the slowest layer make more stages."""
+    rows = [[cost.forward for cost in costs] for costs in models]
+    slowest = max(map(max, rows))
+    if run_type != "infer":
+        rows += [[cost.backward for cost in costs] for costs in models]
+        # forward stages are made as long as backward ones, so the slowest of all counts
+        slowest = max(map(max, rows))
+    sums = {slowest, *(window for row in rows for window in _windows(row, slowest * upper_threshold))}
+    above = _thin_out(sorted(window for window in sums if window >= slowest * (1 - 1e-9)))
+    below = _thin_out(sorted(window for window in sums if window < slowest * (1 - 1e-9)))
+    return [*above, *below]
+
+
+def _windows(times: Sequence[float], largest: float) -> Iterator[float]:
+    for first in range(len(times)):
+        total = 0.0
+        for time in times[first:]:
+            total += time
+            if total > largest * (1 + 1e-9):
+                break
+            yield total
+
+
+def _thin_out(sums: list[float]) -> list[float]:
+    """Drop what differs by rounding only, then take as many as are worth it, evenly."""
+    distinct = [value for index, value in enumerate(sums) if not index or value > sums[index - 1] * (1 + 1e-6)]
+    if len(distinct) <= _MOST_CAPS:
+        return distinct
+    step = (len(distinct) - 1) / (_MOST_CAPS - 1)
+    return [distinct[round(index * step)] for index in range(_MOST_CAPS)]
+
+
+# -- stages under a cap ----------------------------------------------------------------------------------------------
+
+
+def _stages(run_type: str, costs: Sequence[LayerCost], cap: float, limit: float) -> Stages:
+    forward = [(cost.forward, float(cost.param_bytes)) for cost in costs]
+    backward = [(cost.backward, float(cost.param_bytes + cost.grad_bytes)) for cost in costs]
+    if run_type == "infer":
+        return _pack_from_the_end(forward, cap, limit), []
+    if run_type == "train":
+        return _pack_from_the_end(forward, cap, limit), _pack(backward, cap, limit)[::-1]
+    # the fused stage does the forward that others recompute, so it costs what a backward stage costs
+    fused = _pack_from_the_end(backward, cap, limit)[-1]
+    before = _pack(backward[: fused.start], cap, limit)[::-1]
+    return _pack_from_the_end(forward[: fused.start], cap, limit), [fused, *before]
+
+
+def _pack(layers: Sequence[tuple[float, float]], cap: float, limit: float) -> list[range]:
+    """As many neighbouring layers per stage as fit, from the first layer on."""
+    stages: list[range] = []
+    time = size = 0.0
+    for index, (seconds, nbytes) in enumerate(layers):
+        if stages and time + seconds <= cap * (1 + 1e-9) and size + nbytes <= limit:
+            stages[-1] = range(stages[-1].start, index + 1)
+            time, size = time + seconds, size + nbytes
+        else:
+            stages.append(range(index, index + 1))
+            time, size = seconds, nbytes
+    return stages
+
+
+def _pack_from_the_end(layers: Sequence[tuple[float, float]], cap: float, limit: float) -> list[range]:
+    """The same from the last layer on: the stage that is not full is the first one, where the pipeline fills anyway."""
+    mirrored = _pack(layers[::-1], cap, limit)
+    return [range(len(layers) - stage.stop, len(layers) - stage.start) for stage in mirrored[::-1]]
+
+
+# -- which is best ---------------------------------------------------------------------------------------------------
+
+
+def _count(plan: Sequence[Stages]) -> int:
+    """Stages of one iteration."""
+    return sum(len(forward) + len(backward) for forward, backward in plan)
+
+
+def _time(types: Sequence[str], models: Sequence[Sequence[LayerCost]], plan: Sequence[Stages], devices: int) -> float:
+    forward = [
+        [sum(costs[i].forward for i in s) for s in stages[0]] for costs, stages in zip(models, plan, strict=True)
+    ]
+    backward = [
+        [sum(costs[i].backward for i in s) for s in stages[1]] for costs, stages in zip(models, plan, strict=True)
+    ]
+    there = [time for times in forward for time in times]
+    back = [time for times in reversed(backward) for time in times]
+    if types[-1] == "train":
+        # the loss stands between the two, outside of the pipeline
+        return makespan(there, devices, devices + 1) + makespan(back, devices, devices + 1)
+    return makespan([*there, *back], devices, devices + 1)
+
+
+def _fits(types: Sequence[str], models: Sequence[Sequence[LayerCost]], plan: Sequence[Stages], limit: float) -> bool:
+    """Whether stages that were in use are stages of these models still, and small enough."""
+    if len(plan) != len(models):
+        return False
+    for kind, costs, (forward, backward) in zip(types, models, plan, strict=True):
+        layers = list(range(len(costs)))
+        there = [i for stage in forward for i in stage]
+        back = [i for stage in backward[::-1] for i in stage]
+        end = backward[0].start if kind == "fused" and backward else len(costs)
+        if there != layers[:end] or (kind != "infer" and back != layers):
+            return False
+        if any(sum(costs[i].param_bytes for i in stage) > limit for stage in forward):
+            return False
+        if any(sum(costs[i].param_bytes + costs[i].grad_bytes for i in stage) > limit for stage in backward):
+            return False
+    return True
+
+
+def _refuse_large_layers(run_type: str, models: Sequence[Sequence[LayerCost]], limit: float) -> None:
+    for number, costs in enumerate(models):
+        for index, cost in enumerate(costs):
+            needed = cost.param_bytes + (cost.grad_bytes if run_type != "infer" else 0)
+            if needed > limit:
+                where = f"layer {index}" if len(models) == 1 else f"layer {index} of model {number}"
+                raise PlanError(
+                    f"{where} has {spell_bytes(needed)} of parameters and gradients, and a stage may have "
+                    f"{spell_bytes(limit)} (half of model_memory_limit, as the next stage is loaded meanwhile). Cut "
+                    "the layer in two, or raise the limit:\n"
+                    f"    ModelExecutePlan.auto({run_type!r}, model, model_memory_limit={2.2 * needed / 1e9:.3g})"
+                )

@@ -1,0 +1,221 @@
+"""Which layers form a stage: written by hand and checked, or worked out from what each layer costs."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import numbers
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+from ..errors import PlanError
+from .costs import layer_costs
+from .partitioning import partition
+from .round_robin import Stage, stages_of
+
+__all__ = ["ModelExecutePlan", "RunType"]
+
+RunType: TypeAlias = Literal["infer", "train", "fused"]
+
+
+@dataclasses.dataclass(slots=True)
+class ModelExecutePlan:
+    """Which layers form a stage, forward and backward. The two are independent of each other.
+
+    ::
+
+        "infer": forward only              fwd_plan = [range(0, 2), range(2, 4)]
+        "train": forward, later backward   fwd_plan = [range(0, 2), range(2, 4)]
+                                           bwd_plan = [range(3, 4), range(1, 3), range(0, 1)]
+        "fused": forward_backward          fwd_plan = [range(0, 3)]
+                                           bwd_plan = [range(3, 4), range(1, 3), range(0, 1)]
+
+    Backward stages come last layers first; the layers inside a stage are ascending. In a fused run the first stage of
+    ``bwd_plan`` runs forward, loss and backward in one visit, so ``fwd_plan`` ends where it begins.
+
+    Attributes:
+        fwd_plan: layers of each forward stage, as ranges or lists of ascending indices.
+        bwd_plan: layers of each backward stage.
+    """
+
+    fwd_plan: Sequence[Sequence[int]] = dataclasses.field(default_factory=list)
+    bwd_plan: Sequence[Sequence[int]] = dataclasses.field(default_factory=list)
+
+    def check_valid(self, *given: int | str, **named: Any) -> None:
+        """Check that every layer is run once in each direction, in order: ``check_valid(num_layers, run_type)``.
+
+        A number and a word cannot be mistaken for each other: they are taken in either order, and by their names.
+
+        Args:
+            *given: ``num_layers``, the number of layers of the model, and ``run_type``, ``"infer"``, ``"train"`` or
+                ``"fused"``.
+            **named: those that are given by name.
+
+        Raises:
+            PlanError: naming the layer that is missing, repeated or out of order.
+        """
+        num_layers, run_type = _checked_arguments(given, named)
+        if run_type not in ("infer", "train", "fused"):
+            raise PlanError(f'run_type must be "infer", "train" or "fused", found {run_type!r}.')
+        if num_layers < 1:
+            raise PlanError("A model without layers has no plan.")
+        forward = _check_stages("fwd_plan", self.fwd_plan)
+        if run_type == "infer":
+            _check_order("fwd_plan", forward, range(num_layers))
+            return
+        backward = _check_stages("bwd_plan", self.bwd_plan)
+        behind_fused = num_layers
+        if run_type == "fused":
+            if not backward:
+                raise PlanError("bwd_plan is empty. In a fused run its first stage holds the last layers.")
+            behind_fused = backward[0].start
+        _check_order("bwd_plan", backward[::-1], range(num_layers))
+        _check_order("fwd_plan", forward, range(behind_fused), fused=run_type == "fused")
+
+    def stages(self, run_type: RunType, num_layers: int) -> list[Stage]:
+        """Return the stages in the order in which they are dispatched, after :meth:`check_valid`."""
+        self.check_valid(num_layers, run_type)
+        return stages_of(run_type, _check_stages("", self.fwd_plan), _check_stages("", self.bwd_plan))
+
+    @classmethod
+    def auto(
+        cls,
+        run_type: RunType,
+        *models: Any,
+        min_stages: int | None = None,
+        upper_threshold: float = 1.1,
+        model_memory_limit: float | None = None,
+        previous: ModelExecutePlan | Sequence[ModelExecutePlan] | None = None,
+    ) -> ModelExecutePlan | list[ModelExecutePlan]:
+        """Work out a plan from what each layer costs: analytic at first, measured once the model has run.
+
+        Args:
+            run_type: ``"infer"``, ``"train"`` or ``"fused"``. With several models, which run one behind the other, the
+                last one is fused and those before it get plans for ``"train"``.
+            *models: pipelines, ``nn.Sequential`` modules, or lists of :class:`LayerCost`.
+            min_stages: stages there should be at least; usually the number of devices, which is the default.
+            upper_threshold: how much longer than the slowest layer a stage may take.
+            model_memory_limit: GB (1e9 bytes) for parameters and gradients on a device. A stage gets half of it, as the
+                next one is loaded meanwhile. Default: what the device of the model says, else no limit.
+            previous: the plan in use. It is kept unless the new one is clearly faster.
+
+        Returns:
+            One plan, or a list of plans for several models.
+
+        Raises:
+            PlanError: when there is no model, or a single layer is larger than the limit.
+        """
+        if not models:
+            raise PlanError('ModelExecutePlan.auto needs a model:\n    ModelExecutePlan.auto("fused", model)')
+        costs = [layer_costs(model) for model in models]
+        _check_number("upper_threshold", upper_threshold)
+        if min_stages is None:
+            min_stages = max(int(getattr(model, "num_devices", 1)) for model in models)
+        if model_memory_limit is None:
+            limits = [getattr(model, "model_memory_limit", None) for model in models]
+            model_memory_limit = min((limit for limit in limits if limit is not None), default=None)
+        if type(min_stages) is not int:
+            raise PlanError(f"min_stages must be a whole number, found {min_stages!r}.")
+        if model_memory_limit is not None:
+            _check_number("model_memory_limit", model_memory_limit)
+            if not model_memory_limit > 0:
+                raise PlanError(f"model_memory_limit is in GB and must be above 0, found {model_memory_limit!r}.")
+        before = [previous] if isinstance(previous, ModelExecutePlan) else list(previous or [])
+        found = partition(
+            run_type,
+            costs,
+            min_stages=min_stages,
+            upper_threshold=upper_threshold,
+            bytes_per_stage=None if model_memory_limit is None else model_memory_limit * 1e9 / 2,
+            previous=[(list(map(_range, p.fwd_plan)), list(map(_range, p.bwd_plan))) for p in before] or None,
+        )
+        plans = [cls(forward, backward) for forward, backward in found]
+        return plans[0] if len(models) == 1 else plans
+
+
+def _checked_arguments(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[int, Any]:
+    """The arguments of ``check_valid``, in the order of its name."""
+    found = dict(named)
+    for value in given:
+        name = "num_layers" if type(value) is int else "run_type"
+        if name in found:
+            raise PlanError(f'{name} is given twice:\n    plan.check_valid(4, "fused")')
+        found[name] = value
+    if set(found) != {"num_layers", "run_type"}:
+        raise PlanError(
+            f"check_valid takes num_layers and run_type, found {', '.join(sorted(found)) or 'nothing'}:\n"
+            '    plan.check_valid(4, "fused")'
+        )
+    return found["num_layers"], found["run_type"]
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise PlanError(f"{name} must be a number, found {value!r}.")
+
+
+def _range(stage: Sequence[int]) -> range:
+    return stage if isinstance(stage, range) else range(stage[0], stage[-1] + 1)
+
+
+def _check_stages(name: str, stages: Any) -> list[range]:
+    """Every stage as a range of neighbouring layers."""
+    if not isinstance(stages, Sequence) or not all(isinstance(stage, Sequence) for stage in stages):
+        raise PlanError(f"{name} must be a list of ranges, found {stages!r}.")
+    found = []
+    for index, stage in enumerate(stages):
+        layers = list(stage)
+        if not layers:
+            raise PlanError(f"{name}[{index}] is empty. A stage has at least one layer.")
+        if not all(type(layer) is int for layer in layers):
+            raise PlanError(f"{name}[{index}] must hold indices of layers, found {layers}.")
+        if layers[0] < 0:
+            raise PlanError(f"{name} has no layer {layers[0]} to run: layers are counted from 0.")
+        for before, layer in itertools.pairwise(layers):
+            if layer != before + 1:
+                what = "repeated" if layer == before else "missing" if layer > before + 1 else "out of order"
+                which = layer if layer <= before else before + 1
+                raise PlanError(
+                    f"{name}[{index}] is {layers}: layer {which} is {what}. A stage is a run of neighbouring layers, "
+                    "ascending:\n"
+                    f"    range({min(layers)}, {max(layers) + 1})"
+                )
+        found.append(range(layers[0], layers[-1] + 1))
+    return found
+
+
+def _check_order(name: str, stages: Sequence[range], layers: range, *, fused: bool = False) -> None:
+    """The stages, first layers first, cover the layers without gap and overlap."""
+    order = [layer for stage in stages for layer in stage]
+    if order == list(layers):
+        return
+    counts = collections.Counter(order)
+    missing = [layer for layer in layers if layer not in counts]
+    repeated = [layer for layer, count in counts.items() if count > 1]
+    unknown = [layer for layer in counts if layer not in layers]
+    if unknown and fused and name == "fwd_plan":
+        problem = f"repeats layer {unknown[0]}"
+    elif unknown:
+        problem = f"names layer {unknown[0]}, which the model does not have"
+    elif missing:
+        problem = f"misses layer {missing[0]}"
+    elif repeated:
+        problem = f"repeats layer {repeated[0]}"
+    else:
+        first = next(layer for layer, expected in zip(order, layers, strict=True) if layer != expected)
+        problem = f"reorders layer {first}"
+    raise PlanError(_message(name, problem, layers, stages, fused))
+
+
+def _message(name: str, problem: str, layers: range, stages: Sequence[range], fused: bool) -> str:
+    is_forward = name == "fwd_plan"
+    written = ", ".join(f"range({s.start}, {s.stop})" for s in (stages if is_forward else stages[::-1]))
+    if not layers:
+        needed = "must be empty"
+    else:
+        order = "in order" if is_forward else "in order from the last to the first"
+        needed = f"must hold each of the layers {layers.start} to {layers.stop - 1} once, {order}"
+    if fused and is_forward:
+        needed += "; the first stage of bwd_plan runs the layers from there on forward and backward"
+    return f"{name} {problem}: it is [{written}], and {needed}."

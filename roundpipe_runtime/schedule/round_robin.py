@@ -1,0 +1,176 @@
+"""Which device runs which stage on which microbatch, and in which order. Pure: nothing runs here, nothing waits.
+
+::
+
+    # clock  device 0   device 1        F0, F1: forward stages, L: the fused stage, B0: a backward stage
+    #   0    F0 m0      .               m0, m1, m2: microbatches
+    #   1    F0 m1      F1 m0
+    #   2    F0 m2      F1 m1           a stage stays on its device for all microbatches,
+    #   3    L  m0      F1 m2           the next stage runs one microbatch behind on the next device
+    #   4    L  m1      B0 m0
+    #   5    L  m2      B0 m1
+    #   6    .          B0 m2
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeAlias
+
+from ..errors import ConfigError
+
+__all__ = ["Kind", "RoundRobin", "Stage", "Step", "clock_cycles", "draw", "stages_of", "steps_in_order"]
+
+Kind: TypeAlias = Literal["forward", "fused", "backward"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stage:
+    """A unit of dispatch: neighbouring layers, loaded together, that every microbatch goes through.
+
+    Attributes:
+        index: its place in the run, from 0.
+        kind: ``"forward"``, ``"fused"`` (forward, loss and backward in one visit, nothing recomputed) or
+            ``"backward"`` (recomputes the forward, then goes back).
+        layers: indices of its layers, ascending.
+    """
+
+    index: int
+    kind: Kind
+    layers: range
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One stage on one microbatch: what a worker is given at a time."""
+
+    stage: int
+    microbatch: int
+    device: int
+
+
+def stages_of(run_type: str, fwd_plan: Sequence[range], bwd_plan: Sequence[range]) -> list[Stage]:
+    """List the stages of one run in the order in which they are dispatched.
+
+    Args:
+        run_type: ``"infer"``, ``"train"`` or ``"fused"``.
+        fwd_plan: layers of the forward stages.
+        bwd_plan: layers of the backward stages, last layers first. In a fused run the first one is the fused stage.
+
+    >>> [(s.kind, list(s.layers)) for s in stages_of("fused", [range(0, 2)], [range(2, 4), range(0, 2)])]
+    [('forward', [0, 1]), ('fused', [2, 3]), ('backward', [0, 1])]
+    """
+    kinds: list[tuple[Kind, range]] = [("forward", layers) for layers in fwd_plan]
+    if run_type != "infer":
+        kinds += [("backward", layers) for layers in bwd_plan]
+    if run_type == "fused":
+        kinds[len(fwd_plan)] = ("fused", bwd_plan[0])
+    return [Stage(index, kind, layers) for index, (kind, layers) in enumerate(kinds)]
+
+
+@dataclasses.dataclass(slots=True)
+class RoundRobin:
+    """Deals stages out to devices in turn, and remembers whose turn it is.
+
+    Attributes:
+        num_devices: how many devices there are.
+        cursor: the device of the next stage.
+
+    >>> deal = RoundRobin(3)
+    >>> deal.assign(4), deal.assign(2)
+    ([0, 1, 2, 0], [1, 2])
+    """
+
+    num_devices: int
+    cursor: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1:
+            raise ConfigError(f"RoundRobin: num_devices must be at least 1, found {self.num_devices!r}.")
+        self.cursor %= self.num_devices
+
+    def assign(self, num_stages: int) -> list[int]:
+        """Return the device of each of the next stages, and move the cursor behind them."""
+        devices = [(self.cursor + k) % self.num_devices for k in range(num_stages)]
+        self.cursor = (self.cursor + num_stages) % self.num_devices
+        return devices
+
+
+def steps_in_order(devices: Sequence[int], num_microbatch: int) -> Iterator[Step]:
+    """Yield every step in the order in which one thread may hand them to the devices.
+
+    Stage by stage, each with all its microbatches: every step comes after those that it waits for, and each device
+    gets its steps in the order in which it runs them.
+
+    Args:
+        devices: the device of each stage, from :meth:`RoundRobin.assign`.
+        num_microbatch: number of microbatches.
+    """
+    for stage, device in enumerate(devices):
+        for microbatch in range(num_microbatch):
+            yield Step(stage, microbatch, device)
+
+
+def clock_cycles(devices: Sequence[int], num_microbatch: int) -> Iterator[list[Step]]:
+    """Yield, tick by tick, the steps that run at the same time if every step takes one tick.
+
+    A step waits for the same microbatch in the stage before it, and for its device: the microbatch before it, and the
+    stage that the device had before.
+
+    Args:
+        devices: the device of each stage, from :meth:`RoundRobin.assign`.
+        num_microbatch: number of microbatches.
+
+    >>> for steps in clock_cycles([0, 1], 2):
+    ...     print([(s.stage, s.microbatch) for s in steps])
+    [(0, 0)]
+    [(0, 1), (1, 0)]
+    [(1, 1)]
+    """
+    ticks: dict[int, list[Step]] = {}
+    free: dict[int, int] = {}
+    done = [0] * num_microbatch
+    for step in steps_in_order(devices, num_microbatch):
+        tick = max(free.get(step.device, 0), done[step.microbatch])
+        ticks.setdefault(tick, []).append(step)
+        free[step.device] = done[step.microbatch] = tick + 1
+    for tick in range(max(ticks, default=-1) + 1):
+        yield sorted(ticks.get(tick, []), key=lambda step: step.device)
+
+
+def draw(stages: Sequence[Stage], devices: Sequence[int], num_microbatch: int) -> str:
+    """Draw the schedule as text: a row per tick, a column per device.
+
+    Forward stages are ``F0``, ``F1`` ..., the fused stage is ``L``, backward stages are ``B0``, ``B1`` ...; ``m0`` is
+    the first microbatch and ``.`` a tick without work.
+
+    >>> stages = stages_of("fused", [range(0, 2), range(2, 3)], [range(3, 4), range(0, 3)])
+    >>> print(draw(stages, RoundRobin(2).assign(len(stages)), 3))
+    clock  device 0  device 1
+      0    F0 m0     .
+      1    F0 m1     F1 m0
+      2    F0 m2     F1 m1
+      3    L  m0     F1 m2
+      4    L  m1     B0 m0
+      5    L  m2     B0 m1
+      6    .         B0 m2
+    """
+    names = _names(stages)
+    columns = range(max(devices, default=-1) + 1)
+    lines = ["clock  " + "  ".join(f"device {device}" for device in columns)]
+    for tick, steps in enumerate(clock_cycles(devices, num_microbatch)):
+        cells = {step.device: f"{names[step.stage]:<2} m{step.microbatch}" for step in steps}
+        row = "  ".join(f"{cells.get(device, '.'):<8}" for device in columns)
+        lines.append(f"{tick:>3}    {row}".rstrip())
+    return "\n".join(lines)
+
+
+def _names(stages: Sequence[Stage]) -> list[str]:
+    counts = {"forward": 0, "backward": 0, "fused": 0}
+    names = []
+    for stage in stages:
+        number = counts[stage.kind]
+        names.append("L" if stage.kind == "fused" else f"{stage.kind[0].upper()}{number}")
+        counts[stage.kind] += 1
+    return names

@@ -1,0 +1,221 @@
+"""How long a schedule takes on a machine, what crosses the links, and what a device must hold, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+from ..errors import ConfigError, spell_bytes
+from .round_robin import RoundRobin, Step
+
+__all__ = ["Machine", "Simulation", "StageLoad", "TimedStep", "makespan", "simulate"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """The devices and their links to the host.
+
+    Attributes:
+        num_devices: number of devices, each with its own link.
+        link: bytes per second of a link, in each direction.
+        memory: bytes that a device has.
+    """
+
+    num_devices: int
+    link: float = math.inf
+    memory: float = math.inf
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageLoad:
+    """What one stage costs.
+
+    Attributes:
+        compute: seconds on one microbatch.
+        upload: bytes of parameters that are copied to the device before it starts.
+        download: bytes of gradients that are copied back after its last microbatch.
+        inputs: bytes of activations copied to the device per microbatch.
+        outputs: bytes of activations copied back per microbatch.
+        working: bytes that exist on the device while it computes one microbatch.
+    """
+
+    compute: float
+    upload: int = 0
+    download: int = 0
+    inputs: int = 0
+    outputs: int = 0
+    working: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TimedStep:
+    """One step with its time."""
+
+    step: Step
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Simulation:
+    """What came of it.
+
+    Attributes:
+        time: seconds until the last gradient is on the host.
+        busy: seconds that all devices together computed.
+        utilisation: share of the devices' time in which they computed.
+        bytes_up: bytes copied to devices.
+        bytes_down: bytes copied back.
+        peak_memory: largest number of bytes on one device.
+        iteration_ends: the time at which the last step of each iteration ended.
+        steps: every step with its time, in the order of dispatch.
+    """
+
+    time: float
+    busy: float
+    utilisation: float
+    bytes_up: int
+    bytes_down: int
+    peak_memory: int
+    iteration_ends: list[float]
+    steps: list[TimedStep]
+
+    @property
+    def bubble(self) -> float:
+        """Share of the devices' time in which they waited."""
+        return 1.0 - self.utilisation
+
+
+def simulate(
+    stages: Sequence[StageLoad],
+    machine: Machine,
+    num_microbatch: int,
+    *,
+    iterations: int = 1,
+    staleness: int = 0,
+    cursor: int = 0,
+) -> Simulation:
+    """Run a schedule on a model of a machine.
+
+    A device computes one step at a time. The parameters of its next stage are copied while it computes, so it holds two
+    stages at most; the link copies activations between the pieces of parameters, so that they cost their time and no
+    queue. Copies of one device do not slow those of another.
+
+    Args:
+        stages: the stages of one iteration in the order of dispatch.
+        machine: the devices.
+        num_microbatch: number of microbatches.
+        iterations: number of iterations, one behind the other.
+        staleness: 0: an iteration begins when the one before it is complete, its gradients included; 1: it begins with
+            the parameters as they were one step before, so at once.
+        cursor: the device of the first stage.
+
+    Raises:
+        ConfigError: when a device would have to hold more than it has.
+
+    >>> result = simulate([StageLoad(1.0)] * 4, Machine(2), 2)
+    >>> result.time, result.utilisation
+    (5.0, 0.8)
+    """
+    if staleness not in (0, 1):
+        raise ConfigError(f"staleness must be 0 or 1, found {staleness!r}.")
+    deal = RoundRobin(machine.num_devices, cursor)
+    state = _State(machine, num_microbatch)
+    ends = []
+    for _ in range(iterations):
+        state.begin(0.0 if staleness else state.time)
+        for index, (load, device) in enumerate(zip(stages, deal.assign(len(stages)), strict=True)):
+            state.run(index, load, device)
+        ends.append(max(state.done, default=0.0))
+    peak = state.peak_memory()
+    if peak > machine.memory:
+        raise ConfigError(
+            f"A device must hold {spell_bytes(peak)} and has {spell_bytes(machine.memory)}. Use smaller stages, or "
+            "more microbatches:\n"
+            f"    RoundPipeRunConfig(num_microbatch={num_microbatch * 2})"
+        )
+    whole = state.time * machine.num_devices
+    return Simulation(
+        time=state.time,
+        busy=state.busy,
+        utilisation=state.busy / whole if whole else 1.0,
+        bytes_up=sum(load.upload + num_microbatch * load.inputs for load in stages) * iterations,
+        bytes_down=sum(load.download + num_microbatch * load.outputs for load in stages) * iterations,
+        peak_memory=peak,
+        iteration_ends=ends,
+        steps=state.steps,
+    )
+
+
+def makespan(times: Sequence[float], num_devices: int, num_microbatch: int) -> float:
+    """Return how long one iteration takes when copies cost nothing.
+
+    Args:
+        times: time of each stage on one microbatch, in the order of dispatch.
+        num_devices: number of devices.
+        num_microbatch: number of microbatches.
+
+    >>> makespan([1.0, 1.0, 1.0, 1.0], 2, 2)
+    5.0
+    """
+    free = [0.0] * num_devices
+    done = [0.0] * num_microbatch
+    for index, time in enumerate(times):
+        now = free[index % num_devices]
+        for microbatch in range(num_microbatch):
+            now = max(now, done[microbatch]) + time
+            done[microbatch] = now
+        free[index % num_devices] = now
+    return max(free)
+
+
+class _State:
+    """When each device, link and microbatch is free again."""
+
+    def __init__(self, machine: Machine, num_microbatch: int) -> None:
+        self.machine = machine
+        self.done = [0.0] * num_microbatch
+        self.computed = [0.0] * machine.num_devices
+        self.up = [0.0] * machine.num_devices
+        self.down = [0.0] * machine.num_devices
+        # when the stage before the last one ended: its parameters make room for the next ones
+        self.room = [[0.0, 0.0] for _ in range(machine.num_devices)]
+        self.loads: list[list[StageLoad]] = [[] for _ in range(machine.num_devices)]
+        self.steps: list[TimedStep] = []
+        self.busy = 0.0
+
+    @property
+    def time(self) -> float:
+        return max([*self.computed, *self.down, *self.done])
+
+    def begin(self, time: float) -> None:
+        self.done = [time] * len(self.done)
+        self.up = [max(free, time) for free in self.up]
+
+    def run(self, index: int, load: StageLoad, device: int) -> None:
+        link = self.machine.link
+        arrived = max(self.up[device], self.room[device][0]) + load.upload / link
+        now = max(self.computed[device], arrived)
+        for microbatch, ready in enumerate(self.done):
+            start = max(now, ready + load.inputs / link)
+            now = start + load.compute
+            self.steps.append(TimedStep(Step(index, microbatch, device), start, now))
+            self.done[microbatch] = now + load.outputs / link
+        self.busy += load.compute * len(self.done)
+        self.computed[device] = now
+        self.up[device] = arrived + len(self.done) * load.inputs / link
+        if load.download:
+            self.down[device] = max(self.down[device], now) + load.download / link
+        self.room[device] = [self.room[device][1], max(now, self.down[device] if load.download else now)]
+        self.loads[device].append(load)
+
+    def peak_memory(self) -> int:
+        peaks = [0]
+        for loads in self.loads:
+            for load, following in itertools.zip_longest(loads, loads[1:], fillvalue=StageLoad(0.0)):
+                # activations: one microbatch in work, the next one arriving, the last one leaving
+                held = load.upload + load.download + load.working + 2 * (load.inputs + load.outputs)
+                peaks.append(held + following.upload)
+        return max(peaks)

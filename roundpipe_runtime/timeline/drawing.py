@@ -1,0 +1,49 @@
+"""A timeline on the terminal, in its width, each kind of work in its colour."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from .record import Timeline
+
+__all__ = ["draw_on"]
+
+# What a letter of the drawing stands for, and its colour on a terminal.
+_WORK = {
+    "F": ("forward", "white on blue"),
+    "R": ("forward again", "black on cyan"),
+    "L": ("loss", "black on yellow"),
+    "B": ("backward", "white on red"),
+    "u": ("copy in", "black on white"),
+    "d": ("copy back", "black on white"),
+    ".": ("waiting", "bright_black"),
+}
+
+
+def draw_on(console: Any, timeline: Timeline) -> None:
+    """Print the drawing of a timeline, and what its letters stand for.
+
+    Args:
+        console: of rich.
+        timeline: with at least one record.
+    """
+    from rich.text import Text
+
+    margin = max(len(record.device) for record in timeline.records)
+    width = max(8, min(console.width, 120) - margin - 3)
+    drawing, _, total = timeline.draw(width).rpartition("  ")
+    found = set()
+    for line in drawing.splitlines():
+        name, row = line.rstrip("|").split(" |")
+        text = Text(f"{name} ")
+        for letter, same in itertools.groupby(row):
+            text.append("".join(same), _WORK[letter][1])
+            found.add(letter)
+        console.print(text)
+    console.print(f"{'':{margin}} 0{total:>{width - 1}}", style="dim")
+    legend = Text()
+    for letter, (meaning, style) in _WORK.items():
+        if letter in found:
+            legend.append(f" {letter} ", style).append(f" {meaning} ")
+    console.print(legend)

@@ -1,0 +1,84 @@
+"""Reads the timeline that a run wrote: the trace of :meth:`Timeline.save`, checked."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from ..errors import RoundPipeError
+from .record import KINDS, Record, Timeline
+
+__all__ = ["TimelineFileError", "load_timeline"]
+
+
+_FOREVER = 1e18  # microseconds; NaN is not below it, either
+
+
+class TimelineFileError(RoundPipeError, ValueError):
+    """A file is not a timeline of a pipeline, or it is damaged."""
+
+
+def load_timeline(path: str | os.PathLike[str]) -> Timeline:
+    """Return the timeline in a file.
+
+    Args:
+        path: what :meth:`Timeline.save` or ``roundpipe train --timeline`` wrote.
+
+    Returns:
+        The records; their clock begins with the first of them.
+
+    Raises:
+        TimelineFileError: the file is empty, damaged, or of something else.
+        OSError: it cannot be read.
+    """
+    name = os.fspath(path)
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (ValueError, RecursionError) as error:  # no JSON, no text, or nested without end
+        size = os.path.getsize(path)
+        what = f"it is no JSON ({error})" if size else "it is empty"
+        raise TimelineFileError(f"{name} is no timeline: {what}.") from error
+    events = content.get("traceEvents") if isinstance(content, dict) else None
+    if not isinstance(events, list):
+        raise TimelineFileError(f"{name} is no timeline: it is JSON, but of something else than a trace.")
+    devices = _devices(events)
+    timeline = Timeline()
+    timeline.records = [
+        _record(event, devices, f"{name}, event {number}")
+        for number, event in enumerate(events)
+        if not isinstance(event, dict) or event.get("ph") != "M"
+    ]
+    if not timeline.records:
+        raise TimelineFileError(f"{name} holds no record: nothing ran while it was written.")
+    return timeline
+
+
+def _devices(events: list[Any]) -> dict[Any, str]:
+    """The name of each row."""
+    named = [event for event in events if isinstance(event, dict) and event.get("name") == "thread_name"]
+    found = {}
+    for event in named:
+        arguments = event.get("args")
+        name = arguments.get("name") if isinstance(arguments, dict) else None
+        if isinstance(name, str) and isinstance(event.get("tid"), int):
+            found[event["tid"]] = name
+    return found
+
+
+def _record(event: Any, devices: dict[Any, str], place: str) -> Record:
+    arguments = event.get("args") if isinstance(event, dict) else None
+    if not isinstance(arguments, dict) or event.get("ph") != "X":
+        raise TimelineFileError(f"{place} is no record of a pipeline. Is it the trace of another program?")
+    numbers: list[Any] = [arguments.get(key) for key in ("stage", "microbatch", "layer")]
+    times: list[Any] = [event.get(key) for key in ("ts", "dur")]
+    kind, row = event.get("cat"), event.get("tid")
+    device = devices.get(row) if isinstance(row, int) else None
+    if kind not in KINDS or device is None or not all(type(number) is int for number in numbers):
+        raise TimelineFileError(f"{place} is no record of a pipeline. Is it the trace of another program?")
+    if not all(type(time) in (int, float) and abs(time) < _FOREVER for time in times) or times[1] < 0:
+        raise TimelineFileError(f"{place} has no time: ts is {times[0]!r}, dur is {times[1]!r}.")
+    stage, microbatch, layer = numbers
+    start = times[0] / 1e6
+    return Record(stage, microbatch, device, kind, start, start + times[1] / 1e6, layer)

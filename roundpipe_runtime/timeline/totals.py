@@ -1,0 +1,102 @@
+"""What a timeline comes to: how long each device computed, copied and waited, and which stages took longest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from .record import Record
+
+__all__ = ["DeviceTotals", "StageTotals", "device_totals", "stage_totals"]
+
+_COPIES = ("upload", "download")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceTotals:
+    """What a device did; seconds.
+
+    Attributes:
+        device: its name.
+        busy: it computed.
+        transfers: it did not, and its copies were under way.
+        idle: neither.
+    """
+
+    device: str
+    busy: float
+    transfers: float
+    idle: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageTotals:
+    """What a stage took, all microbatches together.
+
+    Attributes:
+        stage: its index in the run.
+        device: where it ran.
+        seconds: that it computed.
+        copies: seconds of its copies.
+        layers: first and last of its layers, -1 where it is not known.
+        kinds: what it did, in order.
+    """
+
+    stage: int
+    device: str
+    seconds: float
+    copies: float
+    layers: tuple[int, int]
+    kinds: tuple[str, ...]
+
+
+def device_totals(records: Sequence[Record]) -> list[DeviceTotals]:
+    """Return what each device did between the first record of all and the last, by name.
+
+    >>> records = [Record(0, -1, "a", "upload", 0, 2), Record(0, 0, "a", "forward", 1, 3)]
+    >>> device_totals([*records, Record(1, 0, "b", "loss", 3, 4)])[0]
+    DeviceTotals(device='a', busy=2.0, transfers=1.0, idle=1.0)
+    """
+    if not records:
+        return []
+    whole = max(record.end for record in records) - min(record.start for record in records)
+    found = []
+    for device in sorted({record.device for record in records}):
+        own = [record for record in records if record.device == device]
+        busy = _covered(record for record in own if record.kind not in _COPIES)
+        either = _covered(own)
+        found.append(DeviceTotals(device, busy, either - busy, whole - either))
+    return found
+
+
+def stage_totals(records: Sequence[Record]) -> list[StageTotals]:
+    """Return what each stage took, the slowest first.
+
+    A stage is known by its index and its device: a timeline may hold several runs.
+    """
+    groups: dict[tuple[int, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.stage, record.device), []).append(record)
+    found = []
+    for (stage, device), own in groups.items():
+        layers = [record.layer for record in own if record.layer >= 0]
+        found.append(
+            StageTotals(
+                stage=stage,
+                device=device,
+                seconds=sum(record.end - record.start for record in own if record.kind not in _COPIES),
+                copies=sum(record.end - record.start for record in own if record.kind in _COPIES),
+                layers=(min(layers, default=-1), max(layers, default=-1)),
+                kinds=tuple(dict.fromkeys(record.kind for record in own if record.kind not in _COPIES)),
+            )
+        )
+    return sorted(found, key=lambda totals: -totals.seconds)
+
+
+def _covered(records: Iterable[Record]) -> float:
+    """Seconds in which at least one of them was under way."""
+    total, until = 0.0, float("-inf")
+    for record in sorted(records, key=lambda record: record.start):
+        total += max(0, record.end - max(record.start, until))
+        until = max(until, record.end)
+    return total

@@ -1,0 +1,228 @@
+"""All commands: help, names that do not exist, missing libraries, what becomes of an error."""
+
+import errno
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from yobx_flatten import ReplayError, __version__
+from yobx_flatten.__main__ import main
+from yobx_flatten.cli import env_command, repository
+from yobx_flatten.cli.app import app
+from yobx_flatten.terminal import failures
+
+COMMANDS = ["demo", "export", "verify", "generate", "check", "explain", "list", "env", "bench", "matrix"]
+
+
+def run(*arguments, **options):
+    """The command in a process of its own, as a shell starts it."""
+    command = [sys.executable, "-m", "yobx_flatten", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, **options)
+
+
+def test_help_lists_every_command():
+    """In the order of use."""
+    shown = CliRunner().invoke(app, ["--help"])
+    assert shown.exit_code == 0
+    assert [name for name in COMMANDS if f" {name} " not in shown.output] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name):
+    """With a sentence that says what it does, and exit status 0."""
+    shown = CliRunner().invoke(app, [name, "--help"])
+    assert shown.exit_code == 0
+    assert f"Usage: yobx-flatten {name}" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["exprt"], "No such command 'exprt'"),
+        (["export"], "Missing argument 'MODEL'"),
+        (["export", "llama"], "Missing option '--output'"),
+        (["export", "llama", "-o", "x", "--to", "tf"], "'tf' is not one of"),
+        (["list", "--kind", "lair"], "there is no kind 'lair'; there are layer, cache"),
+        (["list", "--import", "no_such_module"], "the module no_such_module cannot be imported"),
+        (["bench", "speed"], "there is no benchmark 'speed'; there are"),
+        (["verify", "no_such_folder"], "There is no folder no_such_folder"),
+        (["generate", "no_such_folder", "--prompt", "x"], "there is no folder no_such_folder"),
+        (["generate", ".", "--prompt", "x", "--temperature", "0"], "temperature must be a number above 0"),
+        (["explain", "no_such_file"], "there is no file no_such_file"),
+        (["check", "lama"], "'lama' is no folder and no type of model that transformers has. Did you mean llama"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(arguments, words, capsys, tmp_path, monkeypatch):
+    """No stack trace, nothing on standard output, nothing written."""
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("yobx-flatten: ")
+    assert shown.err.count("\n") == 1
+    assert words in shown.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_stack_trace_wherever_it_stands(capsys):
+    """Before the command or at the end."""
+    for arguments in (["--debug", "explain", "nowhere"], ["explain", "nowhere", "--debug"]):
+        assert main(arguments) == 2
+        assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted, nothing was written\n"),
+        (KeyboardInterrupt("interrupted; a.onnx is whole"), 130, "yobx-flatten: interrupted; a.onnx is whole\n"),
+        (ReplayError("differs\n  case by case"), 1, "differs\n  case by case"),
+        (OSError(errno.ENOSPC, "No space left on device", "m.onnx"), 2, "the disk is full, writing m.onnx"),
+        (RuntimeError("PytorchStreamWriter failed: No space left on device"), 2, "the disk is full"),
+        (PermissionError(errno.EACCES, "Permission denied", "there"), 2, "there: Permission denied"),
+        (ZeroDivisionError("division by zero\nmore"), 2, "ZeroDivisionError: division by zero (--debug shows where)"),
+        (MemoryError(), 2, "out of memory"),
+    ],
+)
+def test_every_error_has_a_line_and_a_status(error, status, words, capsys):
+    """Also those that nobody foresaw."""
+    assert failures.explain_failure(error, debug=False) == status
+    assert words in capsys.readouterr().err
+
+
+def test_without_typer_the_line_that_installs_it_is_shown(monkeypatch, capsys):
+    """The command is there as soon as the package is; its libraries may not be."""
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else name)
+    assert main(["env"]) == 2
+    shown = capsys.readouterr().err
+    assert shown == "yobx-flatten: the command line needs typer: pip install 'yobx-flatten[cli]'\n"
+
+
+def test_env_knows_what_is_installed(capsys):
+    """As text and as JSON; what is missing is not an error."""
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["yobx-flatten"] == __version__
+    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert main(["env"]) == 0
+    assert f"yobx-flatten  {__version__}" in capsys.readouterr().out
+
+
+def test_env_says_what_is_not_installed(monkeypatch, capsys):
+    """By name."""
+    monkeypatch.setattr(env_command, "_LIBRARIES", ("no-such-library",))
+    assert main(["env"]) == 0
+    assert "no-such-library  not installed" in capsys.readouterr().out
+
+
+def test_list_is_the_flattening_list(capsys):
+    """One row for each class; as JSON with everything that is known."""
+    pytest.importorskip("transformers")
+    assert main(["list", "--kind", "layer", "--json"]) == 0
+    rows = {row["cls"].rpartition(".")[2]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["DynamicSlidingWindowLayer"]["code"] == "W"
+    assert main(["list", "--kind", "cache"]) == 0
+    assert "DynamicCache" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_list_breaks_no_word(width, capsys, monkeypatch):
+    """On any terminal: every class and every leaf is there in one piece."""
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    assert {"DynamicSlidingWindowLayer", "indexer_cumulative_length", "layer"} <= set(shown.replace(",", " ").split())
+    wide = [line for line in shown.splitlines() if len(line) > width and len(line.split()) > 2]
+    assert wide == []
+
+
+def test_bench_lists_what_there_is(capsys):
+    """Without a name."""
+    assert main(["bench"]) == 0
+    names = capsys.readouterr().out.split()
+    assert "generate" in names
+    assert main(["bench", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == names
+
+
+@pytest.mark.parametrize("name", ["bench", "matrix"])
+def test_the_help_of_an_installed_copy_leaves_them_out(name, monkeypatch):
+    """They can only say where they are; a clone lists them."""
+    from yobx_flatten.cli import app as app_file
+    from yobx_flatten.cli.reference import reference
+
+    monkeypatch.setattr(app_file, "is_installed_copy", lambda: True)
+    installed = app_file._app()
+    assert f" {name} " not in CliRunner().invoke(installed, ["--help"]).output
+    assert f"### {name}" not in reference(installed)
+
+
+@pytest.mark.parametrize("name", ["bench", "matrix"])
+def test_an_installed_copy_says_that_the_repository_is_needed(name, monkeypatch, capsys, tmp_path):
+    """These two are not in the wheel."""
+    monkeypatch.setattr(repository, "__file__", str(tmp_path / "site-packages" / "yobx_flatten" / "cli" / "x.py"))
+    assert main([name]) == 2
+    assert "is part of the repository, not of the installed package" in capsys.readouterr().err
+
+
+def test_the_module_is_the_command_in_a_fresh_process():
+    """`python -m yobx_flatten`: version, and the help of a missing command with status 2."""
+    shown = run("--version")
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, f"yobx_flatten {__version__}\n", "")
+    assert run().returncode == 2
+
+
+def test_the_installed_command_is_the_same_function():
+    """What `pip install` puts on the path, with what it needs to say its version."""
+    import tomllib
+
+    pyproject = pathlib.Path(__file__).parents[3] / "pyproject.toml"
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+    assert project["scripts"]["yobx-flatten"] == "yobx_flatten.__main__:main"
+    assert {"torch", "typer", "rich"} == {line.partition(">")[0] for line in project["dependencies"]}
+
+
+def test_the_guide_has_every_command_and_option():
+    """The reference of the guide is written from the help; each option has a word of explanation."""
+    from yobx_flatten.cli.reference import reference
+
+    written = reference(app)
+    assert [line.removeprefix("### ") for line in written.splitlines() if line.startswith("### ")] == COMMANDS
+    rows = [line.split("|")[1:3] for line in written.splitlines() if line.startswith("| `")]
+    assert [name for name, text in rows if not text.strip()] == []
+    assert "| `--to` | onnxruntime's files, or torch.export's. Default: `onnx`. |" in written
+
+
+def test_matrix_hands_its_arguments_on():
+    """Its own parser answers."""
+    shown = run("matrix", "--columns", "no_such_column")
+    assert shown.returncode == 2
+    assert "no_such_column" in shown.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    """`yobx-flatten list | head`."""
+    root = pathlib.Path(__file__).parent
+    command = f"{sys.executable} -m yobx_flatten list --json | head -n 1"
+    shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=root, timeout=240)
+    assert (shown.stdout, shown.stderr) == ("[\n", "")
+
+
+def test_completion_is_offered():
+    """What a shell asks for is answered with the names of the commands."""
+    asked = {"_YOBX_FLATTEN_COMPLETE": "complete_bash", "COMP_WORDS": "yobx-flatten e", "COMP_CWORD": "1"}
+    import os
+
+    shown = run(env={**os.environ, **asked})
+    assert shown.stdout.split() == ["export", "explain", "env"]

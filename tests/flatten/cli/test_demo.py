@@ -1,0 +1,141 @@
+"""The demo as a user meets it: one run of it, and every way to ask for what is not there."""
+
+import pytest
+import torch
+
+from tests.models import make_model
+from yobx_flatten import DecodeSizes, FlattenError, __version__, decode_inputs, export_program
+from yobx_flatten.__main__ import main
+from yobx_flatten.cli import demo
+from yobx_flatten.diagnose import compare
+
+
+def test_the_demo_exports_replays_and_prints_one_table(tmp_path, capsys):
+    """One model from end to end: exit status 0, the file, its row, what to do next; plain text outside a terminal."""
+    assert main(["demo", "--models", "mistral", "--output", str(tmp_path / "made")]) == 0
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["mistral.onnx"]
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "\x1b" not in shown.out
+    row = next(line.split() for line in shown.out.splitlines() if line.strip().startswith("mistral "))
+    assert row[:4] == ["mistral", "2x", "W8", "4"]  # two layers of keys and values
+    assert "W8 slides over the last 8" in shown.out  # what the letters mean
+    assert row[7] == str(1 + len(demo.CASES))
+    assert "converting mistral to ONNX\n" in shown.out
+    assert "mistral.onnx" in shown.out.split("Load:")[1]
+    assert "past_key_values.0.key ... past_key_values.1.value" in shown.out.split("Feed:")[1]
+
+
+def test_a_program_that_differs_ends_the_demo_with_1_and_its_report(tmp_path, capsys, monkeypatch):
+    """The table marks the model, and the report names case and output."""
+    # without the conversion to ONNX, which this is not about
+    monkeypatch.setattr(
+        demo, "export_onnx", lambda model, args, kwargs, path, **how: export_program(model, args, kwargs, **how)
+    )
+    monkeypatch.setattr(compare, "largest_difference", lambda expected, found: 0.25)
+    assert main(["demo", "--models", "llama", "--output", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "DIFFERS" in shown
+    assert "llama: The exported LlamaForCausalLM does not do what the eager model does" in shown
+    assert "a padded row" in shown
+    assert "Load:" not in shown
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        (["demo", "--models", "llama,lama"], "unknown model 'lama'; there are llama, gemma3, mistral, t5"),
+        (["demonstrate"], "No such command 'demonstrate'"),
+        (["demo", "--outptu", "here"], "No such option: --outptu"),
+    ],
+)
+def test_what_does_not_exist_is_refused_in_one_line(asked, answer, capsys):
+    """An unknown model, command or option: exit status 2, and one line that names it."""
+    assert main(asked) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert answer in shown.err
+    assert shown.err.count("\n") == 1
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    """On standard output, as every tool does."""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"yobx_flatten {__version__}\n"
+
+
+def test_a_missing_library_is_named_with_the_command_that_installs_it(tmp_path, capsys, monkeypatch):
+    """Without an extra: exit status 2, one line, nothing written."""
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else name)
+    assert main(["demo", "--output", str(tmp_path / "made")]) == 2
+    shown = capsys.readouterr().err
+    assert "the demo needs onnx, onnxscript, onnxruntime: pip install 'yobx-flatten[onnx]'" in shown
+    assert shown.count("\n") == 1
+    assert not (tmp_path / "made").exists()
+
+
+def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path, capsys):
+    """A file in the place of the folder: exit status 2, and the path."""
+    (tmp_path / "taken").touch()
+    assert main(["demo", "--output", str(tmp_path / "taken")]) == 2
+    assert f"{tmp_path / 'taken'}: it cannot be written: taken is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("made", "left"), [(0, "nothing was written"), (1, "llama.onnx in {} is whole")])
+def test_ctrl_c_says_what_is_there(made, left, tmp_path, capsys, monkeypatch):
+    """Exit status 130; a folder that was made for nothing is gone again."""
+    calls = []
+
+    def export(name, text, output, stages):
+        if len(calls) == made:
+            raise KeyboardInterrupt
+        calls.append(name)
+        (output / f"{name}.onnx").touch()
+        return demo._Row(name, "", 0, output / f"{name}.onnx", None)
+
+    monkeypatch.setattr(demo, "_export", export)
+    output = tmp_path / "made"
+    assert main(["demo", "--models", "llama,mistral", "--output", str(output)]) == 130
+    shown = capsys.readouterr().err.splitlines()[-1]
+    separator = "; " if made else ", "
+    assert shown == "yobx-flatten: interrupted" + separator + left.format(output)
+    assert output.exists() == bool(made)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"), [(["--help"], ["demo"]), (["demo", "--help"], ["--output", "gemma3", "Exit status: 0"])]
+)
+def test_help_says_what_there_is(asked, words, capsys):
+    """``--help`` lists the commands; that of a command its options, models and exit status."""
+    assert main(asked) == 0
+    shown = capsys.readouterr().out
+    assert [word for word in words if word not in shown] == []
+
+
+def test_no_command_shows_the_help_and_is_an_error(capsys):
+    """Asked for nothing: the help, exit status 2."""
+    assert main([]) == 2
+    assert "Usage: yobx-flatten" in capsys.readouterr().out
+
+
+def test_the_text_of_the_demo_is_the_zen_of_python_byte_by_byte():
+    """Each row begins a line further down; a token is a byte and 3, as in ByT5."""
+    text = demo._zen_of_python()
+    assert text.splitlines()[:2] == ["The Zen of Python, by Tim Peters", "Beautiful is better than ugly."]
+    assert demo._tokens(text, 2, 3).tolist() == [[ord(c) + 3 for c in "The"], [ord(c) + 3 for c in "Bea"]]
+
+
+def test_decode_inputs_are_made_of_the_tokens_given():
+    """The new tokens are the last of those given, and the cache is what the model makes of those before."""
+    model, tokens = make_model("mistral"), torch.arange(10).reshape(2, 5)
+    made = decode_inputs(model, DecodeSizes(batch=2, past=3, new=2), tokens=tokens)
+    assert made["input_ids"].tolist() == [[3, 4], [8, 9]]
+    with torch.no_grad():
+        expected = model(input_ids=tokens[:, :3], use_cache=True).past_key_values
+    torch.testing.assert_close(made["past_key_values"].layers[1].keys, expected.layers[1].keys)
+
+
+def test_tokens_of_another_shape_are_refused():
+    """The message holds both shapes."""
+    with pytest.raises(FlattenError, match=r"tokens has shape \(2, 4\), but batch 2, past 3, new 2 needs \(2, 5\)"):
+        decode_inputs(make_model("mistral"), DecodeSizes(batch=2, past=3, new=2), tokens=torch.zeros(2, 4))

@@ -1,0 +1,385 @@
+"""`export`, `verify`, `generate`, `explain` and `check` from end to end, and with everything that may go wrong."""
+
+import errno
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from tests.flatten.model_folder.exported_folders import exported, saved
+from yobx_flatten import make_dynamic_cache, save_nested
+from yobx_flatten.__main__ import main
+from yobx_flatten.model_folder import write
+
+
+@pytest.fixture(scope="module")
+def folder():
+    """An exported folder that no test changes."""
+    return exported("mistral")[1]
+
+
+@pytest.fixture
+def copied(folder, tmp_path):
+    """One that a test may damage."""
+    return shutil.copytree(folder, tmp_path / "copied")
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_model_becomes_a_folder_that_is_verified_and_generates(tmp_path, capsys):
+    """The folder that `save_pretrained` wrote, with a tokenizer beside it: export, verify, generate."""
+    _, source = saved("gpt2")
+    with_tokenizer = shutil.copytree(source, tmp_path / "gpt2")
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer(extra_ids=0).save_pretrained(with_tokenizer)
+    out = tmp_path / "out"
+    assert main(["export", str(with_tokenizer), "-o", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert "0 tokens differ" in shown.out
+    assert "converting GPT2LMHeadModel to ONNX" in shown.err
+    names = {path.name for path in out.iterdir()}
+    assert {"model.onnx", "config.json", "generation_config.json", "tokenizer_config.json", "genai_config.json"} < names
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert main(["verify", str(out)]) == 0
+    assert "ok   generate" in capsys.readouterr().out
+    assert main(["generate", str(out), "--prompt", "Hello", "--prompt", "Hi", "--tokens", "4", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["prompt"] for row in rows] == ["Hello", "Hi"]
+
+
+def test_a_folder_that_holds_something_is_left_alone(folder, capsys):
+    """Before the model is loaded."""
+    before = sorted(path.name for path in folder.iterdir())
+    assert main(["export", "llama", "-o", str(folder)]) == 2
+    assert "holds something already" in capsys.readouterr().err
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["lama"], "Did you mean llama"),
+        (["./nowhere"], "There is no folder ./nowhere"),
+        (["llama", "--task", "poetry"], "There is no task 'poetry'"),
+        (["llama", "--task", "fill-mask"], "is for text-generation, not for fill-mask"),
+        (["llama", "--dtype", "bfloat16"], "Take float32 or float16, or to='program'"),
+    ],
+)
+def test_an_export_that_cannot_be_leaves_nothing(arguments, words, tmp_path, monkeypatch, capsys):
+    """One line, status 2, no folder."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", *arguments, "-o", "out"]) == 2
+    shown = capsys.readouterr().err.splitlines()
+    assert words in shown[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_way_to_name_a_model_is_known_here_too(tmp_path, capsys, monkeypatch):
+    """A config.json, and a folder without weights: random ones, which is said; a folder with weights has its own."""
+    from yobx_flatten.model_folder.source import find_model
+
+    model, source = saved("llama")
+    bare = tmp_path / "bare"
+    model.config.save_pretrained(bare)
+    for name in (bare, bare / "config.json"):
+        found = find_model(str(name))
+        assert str(found) == f"{name}: a configuration with random weights"
+        weights = found.load().get_input_embeddings().weight
+        assert weights.shape == model.get_input_embeddings().weight.shape
+        assert main(["check", str(name)]) == 0
+        shown = capsys.readouterr()
+        assert shown.out == "model: nothing found\n"
+        assert "with random weights" in shown.err
+    assert str(find_model("llama")) == "llama: a small model with random weights"
+    found = find_model(str(source))
+    assert (str(found), found.has_weights) == (str(source), True)
+    assert torch.equal(found.load().get_input_embeddings().weight, model.get_input_embeddings().weight)
+
+
+def test_an_export_says_that_weights_are_random(tmp_path, monkeypatch, capsys):
+    """In its text and in its JSON; the help says for which names."""
+    from types import SimpleNamespace
+
+    from yobx_flatten.cli import export_command
+
+    done = SimpleNamespace(path=tmp_path / "out", task="fill-mask", reports={}, verified=SimpleNamespace(checks=()))
+    monkeypatch.setattr(export_command, "export_folder", lambda *args, **kwargs: done)
+    assert main(["export", "llama", "-o", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.startswith("llama: a small model with random weights\n")
+    assert main(["export", "llama", "-o", str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["random_weights"] is True
+    assert main(["export", str(saved("llama")[1]), "-o", str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["random_weights"] is False
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ConnectionError("[Errno -2] Name or service not known"), "the hub cannot be reached ([Errno -2] Name or serv"),
+        (ValueError("401 Client Error.\nmore"), "the hub does not give it: 401 Client Error"),
+    ],
+)
+def test_a_model_of_the_hub_that_does_not_come_is_one_line(error, words, tmp_path, monkeypatch, capsys):
+    """Without a network, or without such a model."""
+    import huggingface_hub
+
+    def refused(*args, **kwargs):
+        if isinstance(error, ConnectionError):
+            raise RuntimeError("wrapped") from error
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refused)
+    assert main(["check", "no-one/nothing"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("yobx-flatten: There is no folder no-one/nothing, and " + words)
+    assert shown.count("\n") == 1
+
+
+def test_a_damaged_model_is_named(tmp_path, capsys):
+    """Truncated weights, and a configuration that is no JSON."""
+    _, source = saved("llama")
+    copy = shutil.copytree(source, tmp_path / "copy")
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    assert main(["export", str(copy), "-o", str(tmp_path / "out")]) == 2
+    assert f"The model in {copy} cannot be loaded" in capsys.readouterr().err
+    (copy / "config.json").write_text("{", encoding="utf-8")
+    assert main(["export", str(copy), "-o", str(tmp_path / "out")]) == 2
+    (copy / "config.json").unlink()
+    assert main(["export", str(copy), "-o", str(tmp_path / "out")]) == 2
+    assert "holds no config.json" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, capsys):
+    """Half-way: the first file is written, the second does not fit."""
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device", "generate.case")
+
+    monkeypatch.setattr(write, "_store_generation", full)
+    assert main(["export", "llama", "-o", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("yobx-flatten: the disk is full")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_leaves_nothing_and_says_so(tmp_path, monkeypatch, capsys):
+    """Half-way: the first file is written. Typer ends a command without a word then."""
+
+    def pressed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(write, "_store_generation", pressed)
+    assert main(["export", "llama", "-o", str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "yobx-flatten: interrupted, nothing was written"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("reason", ["a file in the way", "a disk that is read-only"])
+def test_a_folder_that_cannot_be_written_is_named_before_the_model_is_loaded(reason, tmp_path, monkeypatch, capsys):
+    """The folder that was asked for, not the hidden one beside it."""
+    from yobx_flatten.cli import export_command
+    from yobx_flatten.model_folder import writable
+
+    monkeypatch.setattr(export_command, "find_model", lambda *args, **kwargs: pytest.fail("loaded"))
+    if reason == "a file in the way":
+        (tmp_path / "taken").touch()
+        out, words = tmp_path / "taken" / "sub" / "out", "it cannot be written: taken is no folder"
+    else:
+
+        def refused(**options):
+            raise OSError(errno.EROFS, "Read-only file system", str(tmp_path / ".yobx_flatten-x"))
+
+        monkeypatch.setattr(writable.tempfile, "mkdtemp", refused)
+        out, words = tmp_path / "out", "it cannot be written: Read-only file system"
+    assert main(["export", "llama", "-o", str(out)]) == 2
+    assert capsys.readouterr().err == f"yobx-flatten: {out}: {words}\n"
+
+
+def test_a_file_that_differs_is_status_1_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    """The tokens of the model are changed before they are stored: the files do not generate them."""
+    original = write.generation_case
+
+    def other(*args):
+        case = original(*args)
+        case.sequences[:, -1] += 1
+        return case
+
+    monkeypatch.setattr(write, "generation_case", other)
+    assert main(["export", "llama", "-o", str(tmp_path / "out")]) == 1
+    shown = capsys.readouterr().err
+    assert "does not do what the model does" in shown
+    assert "FAIL generate" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- verify and generate -----------------------------------------------------------------------------------------------
+
+
+def test_verify_tells_a_changed_file(copied, capsys):
+    """The file of another model in its place: status 1, and which cases differ."""
+    import onnx
+    from onnx import numpy_helper
+
+    model = onnx.load(copied / "model.onnx")
+    weights = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+    weights.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weights) * 1.5, weights.name))
+    onnx.save(model, copied / "model.onnx")
+    assert main(["verify", str(copied), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False
+    assert not any(check["ok"] for check in found["checks"])
+
+
+def test_verify_tells_a_damaged_file(copied, capsys):
+    """A truncated model, case, or list of cases cannot be checked at all: one line."""
+    whole = (copied / "model.onnx").read_bytes()
+    (copied / "model.onnx").write_bytes(whole[:1000])
+    assert main(["verify", str(copied)]) == 2
+    assert "onnxruntime cannot load" in capsys.readouterr().err.splitlines()[-1]
+    (copied / "model.onnx").write_bytes(whole)
+    case = copied / "cases" / "generate.case"
+    case.write_bytes(case.read_bytes()[:50])
+    assert main(["verify", str(copied)]) == 2
+    assert "generate.case" in capsys.readouterr().err.splitlines()[-1]
+    (copied / "yobx_flatten.json").write_text("[]", encoding="utf-8")
+    assert main(["verify", str(copied)]) == 2
+    assert "yobx_flatten.json is damaged" in capsys.readouterr().err
+    (copied / "yobx_flatten.json").unlink()
+    assert main(["verify", str(copied)]) == 2
+    assert "yobx-flatten export did not write it" in capsys.readouterr().err
+
+
+def test_generate_prints_the_text_that_the_model_writes(folder, capsys):
+    """In a process of its own, read from a pipe: the prompt, then what the model itself says."""
+    model, _ = exported("mistral")
+    from transformers import ByT5Tokenizer
+
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    given = tokenizer("Hello", return_tensors="pt")
+    tokens = model.generate(**given, max_new_tokens=12, do_sample=False)[0, given["input_ids"].shape[1] :]
+    command = [sys.executable, "-m", "yobx_flatten", "generate", str(folder), "--prompt", "Hello", "--tokens", "12"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout == "Hello" + tokenizer.decode(tokens, skip_special_tokens=True) + "\n"
+
+
+def test_generate_without_a_tokenizer_says_so(copied, capsys):
+    """And leaves out what transformers says at length."""
+    (copied / "tokenizer_config.json").unlink()
+    (copied / "config.json").unlink()
+    assert main(["generate", str(copied), "--prompt", "Hello"]) == 2
+    assert "holds no tokenizer that can be read" in capsys.readouterr().err
+
+
+# -- explain and check -------------------------------------------------------------------------------------------------
+
+
+def test_explain_names_the_inputs_of_a_model(folder, capsys):
+    """A folder is its files; the cache has the names of other tools, and no counter."""
+    assert main(["explain", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "past_key_values.1.value: float[" in shown
+    assert "length" not in shown
+
+
+def test_explain_draws_stored_inputs_and_cases(folder, tmp_path, capsys):
+    """Both kinds of our own files."""
+    save_nested(tmp_path / "inputs.onnx", {"x": torch.zeros(2, 3), "flags": [True, None]})
+    assert main(["explain", str(tmp_path / "inputs.onnx")]) == 0
+    assert "['x']: float32[2, 3]" in capsys.readouterr().out
+    assert main(["explain", str(folder / "cases" / "generate.case"), "--json"]) == 0
+    assert "['sequences']: int64[3, 49]" in "\n".join(json.loads(capsys.readouterr().out)[0]["lines"])
+
+
+def test_explain_calls_a_function_of_the_current_folder(tmp_path, monkeypatch, capsys):
+    """In the block the cache comes apart; with --plain it is marked, with the line to type."""
+    source = (
+        "import torch\nfrom yobx_flatten import make_dynamic_cache\n"
+        "def make():\n    return {'past': make_dynamic_cache([torch.zeros(1, 2, 3, 4)] * 2)}\n"
+        "def fail():\n    return 1 / 0\n"
+    )
+    (tmp_path / "some_inputs_of_mine.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert make_dynamic_cache  # the library that the block is about is imported
+    assert main(["explain", "some_inputs_of_mine:make"]) == 0
+    assert "✗" not in capsys.readouterr().out
+    assert main(["explain", "some_inputs_of_mine:make", "--plain"]) == 0
+    assert "✗" in capsys.readouterr().out
+    assert main(["explain", "some_inputs_of_mine:nothing"]) == 2
+    assert "some_inputs_of_mine has no nothing" in capsys.readouterr().err
+    assert main(["explain", "some_inputs_of_mine:fail"]) == 2
+    assert "some_inputs_of_mine:fail() failed: ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_explain_draws_the_inputs_of_a_call_and_not_the_module(tmp_path, monkeypatch, capsys):
+    """What `check` takes: the module is no input, and was shown as a leaf that nobody registered."""
+    source = (
+        "import torch\nfrom yobx_flatten import make_dynamic_cache\n"
+        "past = make_dynamic_cache([torch.zeros(1, 2, 3, 4)] * 2)\n"
+        "def two():\n    return torch.nn.Linear(3, 3), {'past': past}\n"
+        "def three():\n    return torch.nn.Linear(3, 3), (torch.zeros(5),), {'past': past}\n"
+    )
+    (tmp_path / "some_calls_of_mine.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", "some_calls_of_mine:two"]) == 0
+    shown = capsys.readouterr().out
+    assert "✗" not in shown
+    assert "Linear" not in shown
+    assert "['past']: DynamicCache" in shown
+    assert main(["explain", "some_calls_of_mine:three"]) == 0
+    shown = capsys.readouterr().out
+    assert "float32[5]" in shown
+    assert "['past']: DynamicCache" in shown
+
+
+def test_explain_refuses_what_is_no_model(tmp_path, capsys):
+    """A file of something else, and a folder of nothing."""
+    (tmp_path / "text.onnx").write_text("no model", encoding="utf-8")
+    assert main(["explain", str(tmp_path / "text.onnx")]) == 2
+    assert "text.onnx" in capsys.readouterr().err
+    (tmp_path / "text.onnx").unlink()
+    assert main(["explain", str(tmp_path)]) == 2
+    assert "holds no .onnx, no .pt2 and no recorded calls" in capsys.readouterr().err
+
+
+def test_check_finds_errors_in_a_call(tmp_path, monkeypatch, capsys):
+    """Status 1 for an unknown argument, 0 for a model whose inputs are right, 2 for a function of another kind."""
+    source = (
+        "import torch\n"
+        "def wrong():\n    return torch.nn.Linear(2, 2), {'inputs': torch.zeros(3, 2)}\n"
+        "def other():\n    return 3\n"
+    )
+    (tmp_path / "some_call_of_mine.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "some_call_of_mine:wrong", "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)["some_call_of_mine:wrong"]
+    assert findings[0]["severity"] == "error"
+    assert main(["check", "some_call_of_mine:other"]) == 2
+    assert "must return (module, kwargs)" in capsys.readouterr().err
+    assert main(["check", "llama"]) == 0
+    assert capsys.readouterr().out == "model: nothing found\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3", "mistral", "gpt2", "t5", "whisper", "llava"])
+def test_every_family_goes_from_save_pretrained_to_a_verified_folder(name, tmp_path, capsys):
+    """Export and verify, as a user types them; the last check is forty tokens of three rows."""
+    _, source = saved(name)
+    assert main(["export", str(source), "-o", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "out"), "--json"]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert checks[-1]["file"] == "generate"
+    assert checks[-1]["difference"] == 0

@@ -1,0 +1,517 @@
+"""A node written the way JAX does is a node of torch: in Python, in C++, in a program, in a file."""
+
+import dataclasses
+import enum
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+import pytest
+import torch
+import torch.fx._pytree as fx_pytree
+import torch.utils._pytree as pytree
+
+from tests.flatten.nodes import Dense, DenseParams, FieldState, FixedShape, Keyed, LinearParams, MyState, TrainState
+from yobx_flatten import (
+    functions_from_fields,
+    make_flattening_function_for_dataclass,
+    mirror,
+    pytree_dataclass,
+    register,
+    register_class_flattening,
+    register_pytree_node,
+    register_pytree_node_class,
+    register_pytree_with_keys,
+    register_pytree_with_keys_class,
+    static_field,
+    unregister_class_flattening,
+)
+from yobx_flatten.errors import AlreadyRegisteredError, InvalidArgumentError, InvalidRegistrationError
+
+ROOT = Path(__file__).parents[3]
+
+
+class Pair:
+    def __init__(self, a: Any, b: Any) -> None:
+        self.a, self.b = a, b
+
+
+def flatten(pair):
+    return (pair.a, pair.b), None
+
+
+def unflatten(aux, children):
+    return Pair(*children)
+
+
+@pytest.fixture
+def pair_forgotten():
+    yield
+    unregister_class_flattening(Pair)
+
+
+def paths(tree):
+    return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+
+
+# The examples of the lesson.
+
+
+@pytest.mark.parametrize("cls", [TrainState, FieldState])
+def test_a_train_state_is_mapped_leaf_by_leaf(cls):
+    """Dicts inside come apart, too; the step is a leaf."""
+    state = cls({"w": torch.ones(10)}, {"momentum": torch.ones(10)}, 3)
+    zeroed = pytree.tree_map(lambda leaf: leaf * 0, state)
+    assert type(zeroed) is cls
+    assert zeroed.params["w"].tolist() == [0.0] * 10
+    assert zeroed.opt_state["momentum"].tolist() == [0.0] * 10
+    assert zeroed.step == 0
+
+
+@pytest.mark.parametrize("cls", [MyState, LinearParams])
+def test_functions_of_jax_make_a_node_of_torch(cls):
+    """Two children, the very tensors, in the order of the flatten function."""
+    first, second = torch.ones(3, 4), torch.zeros(4)
+    leaves, spec = pytree.tree_flatten(cls(first, second))
+    assert leaves[0] is first
+    assert leaves[1] is second
+    assert list(vars(pytree.tree_unflatten(leaves, spec)).values()) == [first, second]
+
+
+@pytest.mark.parametrize("cls", [DenseParams, Dense])
+def test_gradients_flow_through_children_and_static_data_comes_along(cls):
+    """The lesson's last lines: gradients of all ones, and the activation unchanged."""
+    layer = cls(torch.ones(3, 4, requires_grad=True), torch.zeros(4, requires_grad=True), activation="relu")
+    leaves, spec = pytree.tree_flatten(layer)
+    grads = torch.autograd.grad(layer.weights.sum() + 2 * layer.bias.sum(), leaves)
+    rebuilt = pytree.tree_unflatten(grads, spec)
+    assert rebuilt.weights.tolist() == [[1.0] * 4] * 3
+    assert rebuilt.bias.tolist() == [2.0] * 4
+    assert rebuilt.activation == "relu"
+
+
+@pytest.mark.parametrize("cls", [DenseParams, Dense])
+def test_functional_transforms_of_torch_pass_through(cls):
+    """`torch.func.grad` and `vmap` take the object in and give it back."""
+    layer = cls(torch.ones(5, 3), torch.zeros(5), activation="gelu")
+    grads = torch.func.grad(lambda dense: (dense.weights**2).sum() + dense.bias.sum())(layer)
+    assert grads.weights.tolist() == [[2.0] * 3] * 5
+    assert grads.activation == "gelu"
+    doubled = torch.func.vmap(lambda dense: pytree.tree_map(lambda leaf: 2 * leaf, dense))(layer)
+    assert type(doubled) is cls
+    assert doubled.weights.tolist() == [[2.0] * 3] * 5
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (FixedShape(torch.ones(2), (2,)), FixedShape(torch.ones(2), (2, 1))),
+        (DenseParams(1, 2, "relu"), DenseParams(1, 2, "gelu")),
+        (Dense(1, 2, "relu"), Dense(1, 2, "gelu")),
+    ],
+)
+def test_other_static_data_is_another_spec(one, other):
+    """Equal static data, equal specs; a program made for one refuses the other."""
+    assert pytree.tree_structure(one) == pytree.tree_structure(one)
+    assert pytree.tree_structure(one) != pytree.tree_structure(other)
+
+
+def test_static_data_comes_through_unchanged():
+    """A tuple stays a tuple."""
+    rebuilt = pytree.tree_map(lambda leaf: leaf + 1, FixedShape(torch.zeros(2), (2, "rows")))
+    assert rebuilt.shape_info == (2, "rows")
+    assert rebuilt.data.tolist() == [1.0, 1.0]
+
+
+# Every table of torch, programs, files.
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [
+        TrainState({"w": 1}, {"m": 2}, 3),
+        FixedShape(1, (2,)),
+        MyState(1, 2),
+        LinearParams(1, 2),
+        DenseParams(1, 2),
+        FieldState({"w": 1}, {}, 3),
+        Dense(1, 2),
+        Keyed(1, 2),
+    ],
+    ids=lambda obj: type(obj).__name__,
+)
+def test_every_table_of_torch_takes_it_apart_alike(obj):
+    """Python, C++ and fx see the same leaves in the same order."""
+    leaves, spec = pytree.tree_flatten(obj)
+    cxx_pytree = pytest.importorskip("torch.utils._cxx_pytree", reason="optree is not installed")
+    assert cxx_pytree.tree_leaves(obj) == leaves
+    assert fx_pytree.tree_flatten_spec(obj, spec) == leaves
+    assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+
+
+def test_paths_name_fields_and_keys():
+    """A dataclass has attributes, a keyed class its keys, any other class positions."""
+    assert paths([Dense(1, 2), Keyed(3, 4), LinearParams(5, 6)]) == [
+        "[0].weights",
+        "[0].bias",
+        "[1]['first']",
+        "[1]['second']",
+        "[2][0]",
+        "[2][1]",
+    ]
+
+
+class Step(torch.nn.Module):
+    def forward(self, dense, state):
+        hidden = torch.nn.functional.relu(state.params["x"] @ dense.weights + dense.bias)
+        return {"dense": dense, "state": TrainState({"x": hidden}, state.opt_state, state.step)}
+
+
+def example():
+    return Dense(torch.randn(3, 3), torch.zeros(3)), TrainState({"x": torch.randn(2, 3)}, {}, torch.tensor(1))
+
+
+LOADING = """
+import sys
+import torch
+import tests.flatten.nodes as nodes
+
+assert not {"jax", "optree"} & set(sys.modules)
+program = torch.export.load(sys.argv[1])
+dense = nodes.Dense(torch.eye(3), torch.tensor([0.0, 1.0, -9.0]))
+x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+out = program.module()(dense, nodes.TrainState({"x": x}, {}, torch.tensor(7)))
+assert type(out["dense"]) is nodes.Dense and out["dense"].activation == "relu"
+assert type(out["state"]) is nodes.TrainState and out["state"].step.item() == 7
+assert out["state"].params["x"].tolist() == [[1.0, 3.0, 0.0], [4.0, 6.0, 0.0]]
+"""
+
+
+def test_a_saved_program_is_loaded_by_a_process_that_imports_the_module(tmp_path):
+    """Inputs and outputs are objects of these classes; static data is in the file."""
+    program = torch.export.export(Step(), example())
+    torch.export.save(program, tmp_path / "program.pt2")
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING, str(tmp_path / "program.pt2")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_program_refuses_other_static_data():
+    """Exported for relu, called with gelu."""
+    program = torch.export.export(Step(), example())
+    dense, state = example()
+    with pytest.raises((ValueError, RuntimeError), match=r"relu[\s\S]*gelu"):
+        program.module()(dataclasses.replace(dense, activation="gelu"), state)
+
+
+def test_compiled_code_looks_through_flatten_and_unflatten():
+    """dynamo follows our functions without a break in the graph."""
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def double(tree):
+        leaves, spec = pytree.tree_flatten(tree)
+        return pytree.tree_unflatten([2 * leaf for leaf in leaves], spec)
+
+    tree = Dense(torch.ones(2), torch.ones(1)), DenseParams(torch.ones(2), torch.ones(1), "gelu")
+    fields, functions = double(tree)
+    assert (fields.weights.tolist(), fields.activation) == ([2.0, 2.0], "relu")
+    assert (functions.weights.tolist(), functions.activation) == ([2.0, 2.0], "gelu")
+
+
+# `pytree_dataclass`.
+
+
+@pytest.fixture
+def local():
+    """Classes that a test made, unregistered afterwards."""
+    made: list[type] = []
+
+    def keep(cls):
+        made.append(cls)
+        return cls
+
+    yield keep
+    for cls in made:
+        unregister_class_flattening(cls)
+
+
+def test_all_options_of_a_dataclass_are_passed_on(local):
+    """Frozen, slots and kw_only together: the object is rebuilt all the same."""
+
+    @local
+    @pytree_dataclass(frozen=True, slots=True, kw_only=True)
+    class Point:
+        x: Any
+        y: Any = 2
+
+    rebuilt = pytree.tree_map(lambda leaf: leaf * 10, Point(x=1))
+    assert rebuilt == Point(x=10, y=20)
+    assert not hasattr(rebuilt, "__dict__")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rebuilt.x = 0
+
+
+def test_a_dataclass_can_be_decorated_again(local):
+    """`@pytree_dataclass` on top of `@dataclass` keeps the options of the latter."""
+
+    @local
+    @pytree_dataclass
+    @dataclasses.dataclass(frozen=True)
+    class Point:
+        x: Any
+
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        pytree.tree_map(lambda leaf: leaf, Point(1)).x = 0
+
+
+def test_neither_init_nor_post_init_runs_when_it_is_put_together(local):
+    """A trace's placeholders pass, and computed fields come back as they were."""
+
+    @local
+    @pytree_dataclass
+    class Normed:
+        x: Any
+        norm: Any = dataclasses.field(init=False)
+
+        def __post_init__(self):
+            if not isinstance(self.x, float):
+                raise TypeError("x must be a float")
+            self.norm = abs(self.x)
+
+    rebuilt = pytree.tree_map(lambda leaf: object, Normed(-1.0))
+    assert (rebuilt.x, rebuilt.norm) == (object, object)
+
+
+def test_a_static_field_takes_the_options_of_a_field(local):
+    """Default factories and metadata of the user's own."""
+
+    @local
+    @pytree_dataclass
+    class Config:
+        x: Any
+        names: list = static_field(default_factory=lambda: ["a"], metadata={"unit": "m"})
+
+    leaves, spec = pytree.tree_flatten(Config(1))
+    assert leaves == [1]
+    assert pytree.tree_unflatten([2], spec) == Config(2, ["a"])
+    assert dataclasses.fields(Config)[1].metadata == {"unit": "m", "static": True}
+
+
+def test_a_subclass_is_a_leaf_until_it_is_decorated(local):
+    """Fields are inherited, the registration is not."""
+
+    @local
+    @pytree_dataclass
+    class Base:
+        x: Any
+        kind: str = static_field(default="base")
+
+    class Undecorated(Base):
+        pass
+
+    obj = Undecorated(1)
+    assert pytree.tree_leaves(obj) == [obj]
+
+    @local
+    @pytree_dataclass
+    class Sub(Base):
+        y: Any = None
+
+    rebuilt = pytree.tree_map(lambda leaf: leaf * 2, Sub(1, "sub", 2))
+    assert (type(rebuilt), rebuilt.x, rebuilt.y, rebuilt.kind) == (Sub, 2, 4, "sub")
+    assert paths(Sub(1, "sub", 2)) == [".x", ".y"]
+    assert type(pytree.tree_map(lambda leaf: leaf, Base(1))) is Base
+
+
+def test_an_undecorated_subclass_inside_an_export_is_named_with_its_line(local):
+    """The message says that the registration of its base does not count, and gives the line."""
+    from yobx_flatten import export_program
+    from yobx_flatten.errors import NotRegisteredError
+
+    class Sub(TrainState):
+        pass
+
+    class Module(torch.nn.Module):
+        def forward(self, state):
+            return state.params["w"]
+
+    with pytest.raises(NotRegisteredError, match=r"register_pytree_node_class\(.*Sub\)") as caught:
+        export_program(Module(), (Sub({"w": torch.ones(2)}, {}, 1),))
+    assert "(TrainState is registered, which does not count for its subclasses)" in str(caught.value)
+
+
+# Registering twice, by others, by mistake.
+
+
+def test_the_same_functions_again_change_nothing(pair_forgotten):
+    """A notebook cell may run twice."""
+    assert register_pytree_node(Pair, flatten, unflatten) is True
+    assert register_pytree_node(Pair, flatten, unflatten) is False
+
+
+def test_other_functions_are_refused(pair_forgotten):
+    """As with `register_class_flattening`: nothing changes, and the message says how to make room."""
+    register_pytree_node(Pair, flatten, unflatten)
+    with pytest.raises(AlreadyRegisteredError, match=r"unregister_class_flattening\(Pair\)"):
+        register_pytree_node(Pair, lambda pair: ((pair.a,), pair.b), lambda b, a: Pair(*a, b))
+    assert pytree.tree_leaves(Pair(1, 2)) == [1, 2]
+
+
+def test_a_decorated_class_can_be_taken_back():
+    """And decorated again."""
+    cls = pytree_dataclass(type("Local", (), {"__annotations__": {"x": int}, "__module__": __name__}))
+    unregister_class_flattening(cls)
+    obj = cls(1)
+    assert pytree.tree_leaves(obj) == [obj]
+    pytree_dataclass(cls)
+    assert pytree.tree_leaves(obj) == [1]
+    unregister_class_flattening(cls)
+
+
+def test_a_class_is_told_to_the_chosen_libraries_only():
+    """`backends=("torch",)` leaves optree's namespace alone."""
+    optree = pytest.importorskip("optree", reason="optree is not installed")
+    register_pytree_node(Pair, flatten, unflatten, backends=("torch",))
+    pair = Pair(1, 2)
+    assert (pytree.tree_leaves(pair), optree.tree_leaves(pair, namespace="yobx_flatten")) == ([1, 2], [pair])
+    assert register_pytree_node(Pair, flatten, unflatten, backends="optree") is True  # one more library
+    assert optree.tree_leaves(pair, namespace="yobx_flatten") == [1, 2]
+    unregister_class_flattening(Pair)
+    assert (pytree.tree_leaves(pair), optree.tree_leaves(pair, namespace="yobx_flatten")) == ([pair], [pair])
+
+
+@pytest.mark.parametrize(
+    ("register_it", "message"),
+    [
+        (lambda: register_pytree_node(Pair(1, 2), flatten, unflatten), "expected a class as first argument"),
+        (lambda: register_pytree_node(Pair, None, unflatten), r"flatten must be a function \(obj\), found None"),
+        (lambda: register_pytree_node(Pair, flatten, lambda c: c), r"unflatten is called as f\(static, children\)"),
+        (
+            lambda: register_pytree_node(Pair, flatten, lambda children, context: Pair(*children)),
+            r"in the order of JAX, and its first parameter is 'children'",
+        ),
+        (lambda: register_pytree_with_keys(Pair, None, unflatten), "flatten_with_keys must be a function"),
+        (lambda: register_pytree_node_class(Pair), "the class has no method tree_flatten"),
+        (lambda: register_pytree_with_keys_class(Pair), "the class has no method tree_flatten_with_keys"),
+        (lambda: register(Pair), "neither a dataclass nor"),
+        (lambda: pytree_dataclass(3), "pytree_dataclass: expected a class"),
+    ],
+)
+def test_bad_input_is_refused_by_name(register_it, message):
+    """Nothing is registered, and the message says what was found."""
+    with pytest.raises(InvalidRegistrationError, match=message):
+        register_it()
+    assert len(pytree.tree_leaves(Pair(1, 2))) == 1
+
+
+def test_an_unflatten_that_is_no_class_method_is_refused():
+    """It would be called without an object."""
+    with pytest.raises(InvalidRegistrationError, match="tree_unflatten makes the object, so it is a class method"):
+
+        @register_pytree_node_class
+        class Forgot:
+            def tree_flatten(self):
+                return (), None
+
+            def tree_unflatten(self, aux, children):
+                return self
+
+
+@pytest.mark.parametrize("backends", ["numpy", ("torch", "numpy"), ()])
+def test_an_unknown_library_is_refused_with_those_that_are_known(backends):
+    """Every function that chooses says the same."""
+    with pytest.raises(InvalidArgumentError, match="'torch', 'optree', 'jax', or is 'all'"):
+        register_class_flattening(Pair, flatten, lambda c, s: Pair(*c), None, backends=backends)
+    with pytest.raises(InvalidArgumentError, match="pytree_dataclass: backends names libraries"):
+        pytree_dataclass(type("Local", (), {}), backends=backends)
+
+
+def test_a_class_with_keyed_methods_is_a_node(local):
+    """`tree_flatten` may be missing: the keys are dropped then."""
+
+    @local
+    @register_pytree_with_keys_class
+    class Special:
+        def __init__(self, x, y):
+            self.x, self.y = x, y
+
+        def tree_flatten_with_keys(self):
+            return ((("x", self.x), (1, self.y)), None)
+
+        @classmethod
+        def tree_unflatten(cls, aux, children):
+            return cls(*children)
+
+    assert pytree.tree_leaves(Special(1, 2)) == [1, 2]
+    assert paths(Special(1, 2)) == ["['x']", "[1]"]
+
+
+def test_a_class_that_says_it_all_needs_one_line(local):
+    """`register` reads dataclasses of others, too."""
+
+    @local
+    @dataclasses.dataclass
+    class Point:
+        x: Any
+        y: Any
+
+    assert register(Point) is True
+    assert register(Point) is False
+    assert pytree.tree_map(lambda leaf: -leaf, Point(1, 2)) == Point(-1, -2)
+
+
+class Where(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Mode(enum.Enum):
+    TRAIN = 1
+
+
+_REGISTRATIONS = {
+    "register": register,
+    "register_pytree_node": lambda cls: register_pytree_node(cls, flatten, unflatten),
+    "register_pytree_with_keys": lambda cls: register_pytree_with_keys(cls, flatten, unflatten),
+    "register_pytree_node_class": register_pytree_node_class,
+    "register_pytree_with_keys_class": register_pytree_with_keys_class,
+    "pytree_dataclass": pytree_dataclass,
+    "register_class_flattening": lambda cls: register_class_flattening(cls, list, lambda c, _: cls(*c), None),
+    "make_flattening_function_for_dataclass": lambda cls: make_flattening_function_for_dataclass(cls, set()),
+    "functions_from_fields": lambda cls: functions_from_fields(cls, []),
+    "mirror": mirror,
+}
+
+
+@pytest.mark.parametrize("name", _REGISTRATIONS)
+def test_a_named_tuple_is_refused_by_every_registration(name):
+    """torch would ignore it, and JAX not: the two would disagree on the children. The class is left as it was."""
+    with pytest.raises(
+        InvalidRegistrationError, match=f"{name}: .*Where is a named tuple, which torch, optree and JAX"
+    ):
+        _REGISTRATIONS[name](Where)
+    assert pytree.tree_leaves(Where(1, 2)) == [1, 2]
+    assert (Where(1, 2), Where._fields) == ((1, 2), ("x", "y"))
+
+
+def test_a_typed_dict_is_refused():
+    """Its instances are plain dicts, so no registration would ever be asked."""
+
+    class Batch(TypedDict):
+        x: Any
+
+    with pytest.raises(InvalidRegistrationError, match="Batch is a TypedDict, whose instances are plain dicts"):
+        register(Batch)
+
+
+@pytest.mark.parametrize("name", _REGISTRATIONS)
+def test_an_enum_is_refused_by_every_registration(name):
+    """A member that is put together would not be the member; the line makes it static."""
+    with pytest.raises(InvalidRegistrationError, match=r'mode: Mode = dataclasses.field\(metadata={"static": True}\)'):
+        _REGISTRATIONS[name](Mode)

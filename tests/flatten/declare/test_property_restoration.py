@@ -1,0 +1,228 @@
+"""Any sequence of blocks, registrations and failures, over any threads, ends in the state in which it began."""
+
+import contextlib
+import itertools
+import sys
+
+import pytest
+import torch.utils._pytree as pytree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.export import ExportedProgram
+
+from tests import registry_snapshot
+from tests.flatten import other_libraries
+from tests.flatten.registry.stepping import SteppingThread
+from yobx_flatten import (
+    register_cache_flattening,
+    register_class_flattening,
+    register_flattening_functions,
+    unregister_cache_flattening,
+    unregister_class_flattening,
+)
+from yobx_flatten.errors import AlreadyRegisteredError, NotRegisteredError
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from yobx_flatten.huggingface.tracing.support import TRANSFORMERS_TRACING
+
+THREADS = 3
+
+
+class First:
+    pass
+
+
+class Second:
+    pass
+
+
+class Third:
+    pass
+
+
+CLASSES = (First, Second, DynamicCache)
+BY_OTHERS = (Second, DynamicCache, StaticCache, Third)  # others may hold these from the start
+ALL = (First, Second, Third, DynamicCache, StaticCache)
+
+threads = st.integers(0, THREADS - 1)
+classes = st.sampled_from(CLASSES)
+operations = st.one_of(
+    st.tuples(st.just("enter"), threads),
+    st.tuples(st.just("leave"), threads),
+    st.tuples(st.just("raise"), threads),
+    st.tuples(st.just("fail to enter"), threads, st.integers(1, 3)),
+    st.tuples(st.just("put in force"), threads),
+    st.tuples(st.just("undo"), threads, st.integers(0, 5)),
+    st.tuples(st.just("register"), threads, classes, st.integers(0, 1)),
+    st.tuples(st.just("fail to register"), threads, classes),
+    st.tuples(st.just("unregister"), threads, classes),
+    st.tuples(st.just("start a trace"), threads),
+    st.tuples(st.just("end a trace"), threads),
+)
+
+
+FUNCTIONS = [
+    (lambda obj: ([], 0), lambda children, static: None, lambda obj: ([], 0)),
+    (lambda obj: ([], 1), lambda children, static: None, lambda obj: ([], 1)),
+]
+
+
+class DrawnError(Exception):
+    pass
+
+
+def raise_drawn_error(*args):
+    raise DrawnError
+
+
+def patched():
+    """The attributes that blocks and traces replace."""
+    return [
+        vars(ExportedProgram)["__init__"],
+        vars(DynamicSlidingWindowLayer)["update"],
+        vars(DynamicSlidingWindowLayer)["get_mask_sizes"],
+        vars(DynamicLayer)["lazy_initialization"],
+        *sys.meta_path,
+    ]
+
+
+class Scene:
+    """What the threads did so far, and what has to be ended."""
+
+    def __init__(self, workers):
+        self.workers = workers
+        self.blocks = [[] for _ in workers]
+        self.traces = [[] for _ in workers]
+        self.undos = []
+        self.hers = set()
+
+    def run(self, operation):
+        name, thread, *rest = operation
+        getattr(self, name.replace(" ", "_"))(thread, *rest)
+
+    def enter(self, thread):
+        block = register_flattening_functions(patch_transformers=True)
+        self.workers[thread].do(block.__enter__)
+        self.blocks[thread].append(block)
+        assert pytree.SUPPORTED_NODES[DynamicCache].flatten_fn is not other_libraries.their_flatten
+
+    def leave(self, thread):
+        if self.blocks[thread]:
+            self.workers[thread].do(self.blocks[thread].pop().__exit__, None, None, None)
+
+    def raise_(self, thread):
+        if self.blocks[thread]:
+            error = DrawnError()
+            left = self.blocks[thread].pop()
+            with contextlib.suppress(DrawnError):
+                assert not self.workers[thread].do(left.__exit__, DrawnError, error, None)
+
+    def fail_to_enter(self, thread, count):
+        from yobx_flatten.registry.claims import Registry
+
+        claim, calls = Registry.claim, itertools.count(1)
+
+        def fail(registry, recipe):
+            if next(calls) == count:
+                raise DrawnError
+            return claim(registry, recipe)
+
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(Registry, "claim", fail)
+            with pytest.raises(DrawnError):
+                self.workers[thread].do(register_cache_flattening, True)
+
+    def put_in_force(self, thread):
+        self.undos.append(self.workers[thread].do(register_cache_flattening, True))
+
+    def undo(self, thread, index):
+        if index < len(self.undos):
+            self.workers[thread].do(unregister_cache_flattening, self.undos[index])  # some of them for the second time
+
+    def register(self, thread, cls, number):
+        with contextlib.suppress(AlreadyRegisteredError):
+            if self.workers[thread].do(register_class_flattening, cls, *FUNCTIONS[number]):
+                self.hers.add(cls)
+                assert pytree.SUPPORTED_NODES[cls].flatten_fn is FUNCTIONS[number][0]
+
+    def fail_to_register(self, thread, cls):
+        with contextlib.suppress(AlreadyRegisteredError, DrawnError):
+            assert not self.workers[thread].do(register_class_flattening, cls, *FUNCTIONS[0], raise_drawn_error)
+
+    def unregister(self, thread, cls):
+        if cls in self.hers:
+            self.hers.discard(cls)
+            self.workers[thread].do(unregister_class_flattening, cls)
+        else:
+            with pytest.raises(NotRegisteredError):
+                self.workers[thread].do(unregister_class_flattening, cls)
+
+    def start_a_trace(self, thread):
+        trace = TRANSFORMERS_TRACING.traceable()
+        self.workers[thread].do(trace.__enter__)
+        self.traces[thread].append(trace)
+
+    def end_a_trace(self, thread):
+        if self.traces[thread]:
+            self.workers[thread].do(self.traces[thread].pop().__exit__, None, None, None)
+
+    def end(self):
+        """End whatever is still open, the last thread first."""
+        for thread in reversed(range(THREADS)):
+            while self.traces[thread]:
+                self.end_a_trace(thread)
+            while self.blocks[thread]:
+                self.leave(thread)
+        for undo in self.undos:
+            unregister_cache_flattening(undo)
+        for cls in sorted(self.hers, key=str):
+            unregister_class_flattening(cls)
+
+
+setattr(Scene, "raise", Scene.raise_)
+
+
+@contextlib.contextmanager
+def workers():
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(SteppingThread()) for _ in range(THREADS)]
+
+
+@contextlib.contextmanager
+def cpp_pytree(state):
+    """torch's C++ pytree imported, or still to be imported: then torch keeps a list of pending classes."""
+    found = pytree._cxx_pytree_imported
+    pytree._cxx_pytree_imported = state == "imported"
+    try:
+        yield
+    finally:
+        pytree._cxx_pytree_imported = found
+
+
+@pytest.mark.parametrize("state", ["imported", "pending"])
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(
+    by_others=st.lists(
+        st.tuples(st.sampled_from(BY_OTHERS), st.booleans(), st.booleans()), unique_by=lambda drawn: drawn[0]
+    ),
+    steps=st.lists(operations, max_size=24),
+)
+def test_any_sequence_ends_where_it_began(state, by_others, steps):
+    """Tables by identity and order, and every patched attribute, with classes that others held before."""
+    pytest.importorskip("torch.utils._cxx_pytree")
+    with other_libraries.forgotten_afterwards(*ALL), cpp_pytree(state), workers() as started:
+        for cls, named, fx in by_others:
+            other_libraries.register(cls, name=f"theirs.{cls.__name__}" if named else None, fx=fx)
+        before, attributes = registry_snapshot.take(), patched()
+        scene = Scene(started)
+        try:
+            for step in steps:
+                scene.run(step)
+        finally:
+            scene.end()
+        assert registry_snapshot.differences(before, registry_snapshot.take()) == []
+        assert [a is b for a, b in zip(attributes, patched(), strict=True)] == [True] * len(attributes)

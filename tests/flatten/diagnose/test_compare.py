@@ -1,0 +1,102 @@
+"""The one comparison: what it sees, and what it takes for the same."""
+
+import math
+from collections import OrderedDict
+
+import numpy
+import pytest
+import torch
+
+from yobx_flatten import ReplayError
+from yobx_flatten.diagnose.compare import compare_outputs, largest_difference
+
+NAN, INF = math.nan, math.inf
+T = torch.tensor
+
+
+def BYTE(value):  # noqa: N802 # stands in tables, beside T
+    return T([value], dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "difference"),
+    [
+        (T([1.0, 2.0]), T([1.0, 2.5]), 0.5),
+        (T([1 + 1j]), T([1 - 1j]), 2.0),
+        (T([complex(NAN, 1)]), T([complex(NAN, 2)]), 1.0),
+        (T([1 + 1j]).conj(), T([1 - 1j]), 0.0),
+        (T([2**60]), T([2**60 + 1]), 1.0),
+        (T([2**63 + 1], dtype=torch.uint64), T([2**63], dtype=torch.uint64), 1.0),
+        (2**100, 2**100 + 3, 3.0),
+        (T([True, False]), T([True, True]), 1.0),
+        (T([NAN, INF]), T([NAN, INF]), 0.0),
+        (T([NAN]), T([1.0]), INF),
+        (T([INF]), T([-INF]), INF),
+        (T([INF]), T([1.0]), INF),
+        (NAN, NAN, 0.0),
+        (1.5, 1.0, 0.5),
+        (3, T(4), 1.0),
+        (torch.zeros(0, 3), torch.zeros(0, 3), 0.0),
+        (T([1.0, 2.0]).to(torch.float8_e4m3fn), T([1.0, 1.0]).to(torch.float8_e4m3fn), 1.0),
+        (T([1.0, NAN]).to(torch.float8_e5m2), T([1.0, NAN]).to(torch.float8_e5m2), 0.0),
+        (BYTE(17).view(torch.float4_e2m1fn_x2), BYTE(16).view(torch.float4_e2m1fn_x2), INF),
+        (BYTE(17).view(torch.uint4), BYTE(17).view(torch.uint4), 0.0),
+        (T([[1.0, 0.0]]).to_sparse(), T([[1.0, 0.5]]).to_sparse(), 0.5),
+        (numpy.array([1.0]), T([1.5], dtype=torch.float64), 0.5),
+        (numpy.array(["a", "b"]), numpy.array(["a", "b"], object), 0.0),
+        ("relu", "relu", 0.0),
+        (None, None, 0.0),
+        (torch.float16, torch.float16, 0.0),
+    ],
+)  # fmt: skip
+def test_the_difference_is_that_of_the_worst_element(expected, found, difference):
+    """Real and imaginary parts, integers exactly, NaN like NaN."""
+    assert largest_difference(expected, found) == difference
+
+
+def test_components_of_nested_tensors_are_compared():
+    """One by one."""
+    one = torch.nested.nested_tensor([torch.zeros(2), torch.ones(3)], layout=torch.jagged)
+    other = torch.nested.nested_tensor([torch.zeros(2), torch.full((3,), 3.0)], layout=torch.jagged)
+    assert largest_difference(one, other) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "message"),
+    [
+        (T([1, 2]), T([1.0, 2.0]), "expected torch.int64, found torch.float32"),
+        (T([1.0]), T([1.0], dtype=torch.float16), "expected torch.float32, found torch.float16"),
+        (T([1.0]), T([1.0, 2.0]), r"expected shape \(1,\), found \(2,\)"),
+        (None, T([1.0]), r"expected None, found a tensor of shape \(1,\)"),
+        (T([1.0]), None, r"expected a tensor of shape \(1,\), torch.float32, found None"),
+        ("relu", "gelu", "expected the str 'relu', found the str 'gelu'"),
+        ("relu", None, "expected the str 'relu', found None"),
+        (torch.float16, torch.float32, "expected the dtype torch.float16, found the dtype torch.float32"),
+    ],
+)
+def test_what_has_no_difference_is_an_error(expected, found, message):
+    """Another type, another shape, something and nothing, other text."""
+    with pytest.raises(ReplayError, match=message):
+        largest_difference(expected, found)
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "message"),
+    [
+        ({"y": True}, {"y": False}, None),
+        ({"y": True}, {"y": 1}, "output 'y': expected the bool True, found the int 1"),
+        ({"y": 3}, {"y": T(3)}, r"output 'y': expected the int 3, found a tensor of shape \(\)"),
+        ({"y": T([1.0])}, {"y": None}, "output 'y': expected a tensor"),
+        ([T([1.0])], (T([1.0]),), "another structure: output expected: list of 1 found: tuple of 1"),
+        ({"y": T([1.0])}, OrderedDict(y=T([1.0])), "another structure: output expected: dict .* found: OrderedDict"),
+        ({"y": [1]}, {"y": [1, 2]}, r"another structure: output\['y'\] expected: list of 1 found: list of 2"),
+    ],
+)
+def test_outputs_are_of_one_structure_and_of_the_same_kinds(expected, found, message):
+    """Classes included, down to bool and int."""
+    names = ["y"]
+    if message is None:
+        assert compare_outputs(expected, found, names) == {"y": 1.0}
+        return
+    with pytest.raises(ReplayError, match=message):
+        compare_outputs(expected, found, names)

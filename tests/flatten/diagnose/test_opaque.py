@@ -1,0 +1,289 @@
+"""`find_unregistered` finds every object that holds tensors and that torch does not take apart, by its path."""
+
+import collections
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from tests.flatten.diagnose.test_contents import Trap
+from yobx_flatten import (
+    find_unregistered,
+    make_dynamic_cache,
+    register_class_flattening,
+    register_flattening_functions,
+    unregister_class_flattening,
+)
+
+X = torch.zeros(2, 3)
+
+
+class Plain:
+    def __init__(self, children):
+        for name, child in zip("abcdef", children, strict=False):
+            setattr(self, name, child)
+
+
+class Slotted:
+    __slots__ = ("a", "b", "c", "parent")
+
+    def __init__(self, children):
+        for name, child in zip("abc", children, strict=False):
+            setattr(self, name, child)
+
+
+@dataclasses.dataclass
+class Fields:
+    children: Any
+
+
+class Items(dict):
+    pass
+
+
+class Row(list):
+    pass
+
+
+Pair = collections.namedtuple("Pair", ["left", "right"])  # the plain kind is the one to look at
+
+
+def paths(tree, **options):
+    return [found.path for found in find_unregistered(tree, **options)]
+
+
+# -- any nest --------------------------------------------------------------------------------------------------------
+
+# how to make an object of its children, and whether torch takes it apart
+MAKERS = {
+    "list": (list, True),
+    "tuple": (tuple, True),
+    "dict": (lambda children: dict(zip(["x", 3, (1, "y")], children, strict=False)), True),
+    "deque": (collections.deque, True),
+    "pair": (lambda children: Pair(children, None), True),
+    "plain": (Plain, False),
+    "slotted": (Slotted, False),
+    "fields": (Fields, False),
+    "items": (lambda children: Items(zip("abc", children, strict=False)), False),
+    "row": (Row, False),
+}
+
+
+@dataclasses.dataclass
+class Planted:
+    """A nest, with the objects that have to be found."""
+
+    tree: Any
+    opaque: list[Any]
+    holds_tensors: bool
+
+
+@st.composite
+def nests(draw, back_references=False, depth=4):
+    """Random nests; with `back_references` some objects know an object they are inside of."""
+    opaque: list[Any] = []
+    later: list[Any] = []
+
+    def build(depth):
+        kind = draw(st.sampled_from(["tensor", "value", *MAKERS] if depth else ["tensor", "value"]))
+        if kind in ("tensor", "value"):
+            return (torch.zeros(1), True) if kind == "tensor" else (draw(st.sampled_from([1, "a", None, 2.5])), False)
+        built = [build(depth - 1) for _ in range(draw(st.integers(0, 3)))]
+        make, is_known = MAKERS[kind]
+        made, holds = make([child for child, _ in built]), any(holds for _, holds in built)
+        if holds and not is_known:
+            opaque.append(made)
+        if kind in ("plain", "slotted") and draw(st.booleans()):
+            later.append(made)
+        return made, holds
+
+    tree, holds = build(depth)
+    if back_references:
+        for obj in later:
+            obj.parent = tree
+    return Planted(tree, opaque, holds)
+
+
+@given(nests())
+def test_all_that_is_planted_is_found_and_nothing_else(planted):
+    """The path, typed into Python, gives the object; it holds what is counted."""
+    found = find_unregistered(planted.tree)
+    reached = [eval(one.path, {"tree": planted.tree}) for one in found]
+    assert {id(obj) for obj in reached} == {id(obj) for obj in planted.opaque}
+    assert [type(obj) for obj in reached] == [one.cls for one in found]
+    assert all(one.nbytes == 4 * one.tensors > 0 for one in found)
+
+
+@given(nests(back_references=True))
+def test_all_that_is_planted_is_found_in_nests_that_go_round(planted):
+    """Objects that know the tree they are in neither hang the search nor hide each other."""
+    found = find_unregistered(planted.tree)
+    reached = {id(eval(one.path, {"tree": planted.tree})) for one in found}
+    assert {id(obj) for obj in planted.opaque} <= reached
+
+
+# -- what is said of an object ---------------------------------------------------------------------------------------
+
+
+def test_the_leaf_and_what_is_inside_it_are_told_apart():
+    """Once the outer one is registered, the inner one is the next to be refused."""
+    outer, inner = find_unregistered({"s": [Plain([X, Slotted([X])])]}, name="kwargs")
+    assert (outer.path, outer.cls, outer.tensors, outer.inside) == ("kwargs['s'][0]", Plain, 1, None)
+    assert (inner.path, inner.cls, inner.inside) == ("kwargs['s'][0].b", Slotted, "kwargs['s'][0]")
+
+
+def test_the_text_names_place_class_size_and_line():
+    """This is what a user reads."""
+    (found,) = find_unregistered([Plain([X, torch.zeros(500)])], name="args")
+    assert str(found) == (
+        "args[0] is a tests.flatten.diagnose.test_opaque.Plain, which torch does not know how to flatten. It holds "
+        "2 tensors, 2.0 kB. Register it first:\n"
+        "    f, k, u = functions_from_fields(Plain, ['a', 'b'])\n"
+        "    register_class_flattening(Plain, f, u, k)"
+    )
+
+
+def test_a_cache_of_transformers_is_one_finding():
+    """Its layers come apart with it."""
+    pytest.importorskip("transformers")
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    for layer in range(3):
+        cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), layer)
+    (found,) = find_unregistered({"past_key_values": cache}, name="kwargs")
+    assert (found.path, found.tensors, found.nbytes) == ("kwargs['past_key_values']", 6, 6 * 96)
+    assert found.remedy == "with register_flattening_functions(patch_transformers=True): ..."
+
+
+def test_what_torch_takes_apart_is_not_found():
+    """Nor are objects without tensors, numbers, functions."""
+    tree = {"a": [X, (1, None)], "b": Pair(X, "s"), "c": Plain([1, [2]]), "d": print, "e": collections.deque([X])}
+    assert paths(tree) == []
+
+
+def test_a_registered_class_is_not_found_and_what_is_in_it_is():
+    """Its children are looked at under their keys."""
+    flatten = lambda obj: ([obj.a], None)  # noqa: E731 # a function without a name is what many users write
+    keyed = lambda obj: ([(torch.utils._pytree.GetAttrKey("a"), obj.a)], None)  # noqa: E731 # as above
+    register_class_flattening(Plain, flatten, lambda children, _: Plain(list(children)), keyed)
+    try:
+        assert paths([Plain([Slotted([X])])]) == ["tree[0].a"]
+    finally:
+        unregister_class_flattening(Plain)
+
+
+def test_a_flatten_function_that_fails_says_where():
+    """The error is the function's own; a note names the place."""
+
+    def flatten(obj):
+        raise ArithmeticError("no")
+
+    register_class_flattening(Plain, flatten, lambda children, _: None, None)
+    try:
+        with pytest.raises(ArithmeticError, match="no") as raised:
+            find_unregistered({"a": [Plain([])]})
+        assert raised.value.__notes__ == [
+            "while tree['a'][0], tests.flatten.diagnose.test_opaque.Plain, was taken apart"
+        ]
+    finally:
+        unregister_class_flattening(Plain)
+
+
+def test_one_object_in_two_places_is_found_in_both():
+    """torch sees two leaves."""
+    shared = Plain([X])
+    assert paths([shared, {"again": shared}]) == ["tree[0]", "tree[1]['again']"]
+
+
+def test_a_tensor_that_a_leaf_holds_twice_counts_once():
+    """Memory is what it takes."""
+    (found,) = find_unregistered(Plain([X, [X, X]]))
+    assert (found.path, found.tensors, found.nbytes) == ("tree", 1, 24)
+
+
+def test_a_set_is_a_leaf_to_torch():
+    """No class to register: pass a list."""
+    (found,) = find_unregistered([{X}])
+    assert (found.cls, found.tensors) == (set, 1)
+    assert "torch takes apart lists, tuples and dicts: pass one of these" in str(found)
+
+
+def test_a_module_counts_with_its_parameters():
+    """It is no input; the advice says so."""
+    found = find_unregistered({"m": torch.nn.Linear(2, 3)})[0]
+    assert (found.path, found.tensors, found.nbytes) == ("tree['m']", 2, 36)
+    assert "make it a submodule" in str(found)
+
+
+def test_a_function_is_not_looked_into():
+    """What it closes over is no input."""
+    assert paths([lambda: X, X.add_, Plain([lambda: X])]) == []
+
+
+def test_nothing_of_the_object_runs():
+    """Not even in the text."""
+    (found,) = find_unregistered([Trap()])
+    assert found.path == "tree[0]"
+    assert "It holds 1 tensor, 24 bytes" in str(found)
+
+
+@pytest.mark.parametrize("wrap", [lambda inner: [inner], lambda inner: Plain([inner])], ids=["list", "object"])
+def test_deep_nests_are_walked(wrap):
+    """Far beyond the recursion limit of Python."""
+    tree = Plain([X])
+    for _ in range(3000):
+        tree = wrap(tree)
+    assert len(paths(tree)) in (1, 3001)
+
+
+def test_a_list_that_holds_itself_ends():
+    """torch itself recurses until it fails."""
+    tree = [Plain([X])]
+    tree.append(tree)
+    assert paths(tree) == ["tree[0]"]
+
+
+def test_a_registered_cache_inside_an_object_is_left_alone():
+    """Inside the block a cache needs nothing; the layers it is made of never need anything."""
+    cache = make_dynamic_cache([(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))])
+    outside = [found.path for found in find_unregistered(Plain([cache]))]
+    with register_flattening_functions(patch_transformers=True):
+        inside = [found.path for found in find_unregistered(Plain([cache]))]
+    assert (outside, inside) == (["tree", "tree.a"], ["tree"])
+
+
+def test_arrays_of_numpy_count_inside_objects():
+    """They are data all the same."""
+    import numpy
+
+    (found,) = find_unregistered(Plain([numpy.zeros(4)]))
+    assert (found.tensors, found.nbytes) == (1, 32)
+
+
+def test_arrays_of_jax_count_inside_objects():
+    """Only where somebody imported JAX."""
+    jax = pytest.importorskip("jax", reason="JAX is optional")
+    (found,) = find_unregistered(Plain([jax.numpy.zeros(4, dtype="float32")]))
+    assert (found.tensors, found.nbytes) == (1, 16)
+
+
+def test_no_framework_is_imported():
+    """In a process that imported none."""
+    program = """
+import sys, torch
+from yobx_flatten import explain, find_unregistered
+class A:
+    pass
+a = A()
+a.x = torch.zeros(2)
+print(len(find_unregistered([a])), str(explain([a]))[:4])
+print(sorted({name.split(".")[0] for name in sys.modules} & {"jax", "transformers", "flax", "diffusers", "onnx"}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "1 tree\n[]\n"

@@ -1,0 +1,291 @@
+"""Exported files generate what the model generates, token by token."""
+
+import threading
+
+import pytest
+import torch
+
+from yobx_flatten import (
+    DecodeSizes,
+    GenerationError,
+    GenerationSettings,
+    InvalidArgumentError,
+    OnnxGenerator,
+    ProgramGenerator,
+    Sampling,
+    decode_inputs,
+    export_onnx,
+    export_program,
+)
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from tests.flatten.model_folder.exported_folders import exported
+from tests.models import make_model
+
+TOKENS = 40  # with 9 of the prompt: six times the small window of 8
+
+
+def prompts(rows: int = 3, length: int = 9) -> dict[str, torch.Tensor]:
+    """Random prompts; the first row is padded by four tokens on its left, the third by one."""
+    ids = torch.randint(4, 259, (rows, length), generator=torch.Generator().manual_seed(7))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    mask[2:, :1] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def expected(model, inputs, tokens=TOKENS, **options):
+    return model.generate(**inputs, max_new_tokens=tokens, do_sample=False, num_beams=1, **options)
+
+
+@pytest.fixture(scope="module")
+def mistral():
+    """A model of which every layer slides, and its generator."""
+    model, folder = exported("mistral")
+    return model, OnnxGenerator(folder, threads=1)
+
+
+def test_a_batch_with_left_padding_goes_past_the_window_as_the_model_does(mistral):
+    """Forty tokens of three rows, equal to those of `model.generate`."""
+    model, generator = mistral
+    found = generator.generate(**prompts(), max_new_tokens=TOKENS)
+    assert found.tolist() == expected(model, prompts()).tolist()
+
+
+def test_the_prompt_may_be_shorter_or_longer_than_the_window(mistral):
+    """One token, the window less one, the window, far more: one file reads them all with an empty cache."""
+    model, generator = mistral
+    for length in (1, 7, 8, 30):
+        inputs = {"input_ids": prompts(2, length)["input_ids"], "attention_mask": torch.ones(2, length).long()}
+        found = generator.generate(**inputs, max_new_tokens=12)
+        assert found.tolist() == expected(model, inputs, 12).tolist(), length
+
+
+def test_the_cache_of_a_sliding_window_stays_as_small_as_the_window(mistral):
+    """After forty tokens it holds seven keys, window - 1, in memory that onnxruntime provided."""
+    _, generator = mistral
+    sequence = generator._begin(*prompts().values(), None, None, None)
+    sizes = []
+    for _ in generator._stream(sequence, TOKENS, None):
+        sizes.append({tuple(value.shape()) for value in sequence.cache.values()})
+    assert sizes[0] == {(3, 2, 7, 16)}
+    assert sizes[-1] == sizes[0]
+
+
+def test_what_comes_out_goes_in_without_a_copy(mistral):
+    """The object that the next call is given is the one that the last call returned."""
+    import onnxruntime
+
+    _, generator = mistral
+    sequence = generator._begin(*prompts().values(), None, None, None)
+    given = []
+    step = generator.parts.decoder.step
+
+    def watched(feeds, cache):
+        given.append(dict(cache))
+        outputs, following = step(feeds, cache)
+        given.append(dict(following))
+        return outputs, following
+
+    try:
+        generator.parts.decoder.step = watched
+        list(generator._stream(sequence, 3, None))
+    finally:
+        del generator.parts.decoder.step
+    first_out, second_in = given[1], given[2]
+    assert all(isinstance(value, onnxruntime.OrtValue) for value in first_out.values())
+    assert all(first_out[name] is second_in[name] for name in first_out)
+
+
+def test_tokens_can_be_read_as_they_are_made(mistral):
+    """A stream yields the columns of `generate`; two streams of one generator do not disturb each other."""
+    _, generator = mistral
+    whole = generator.generate(**prompts(), max_new_tokens=6)[:, 9:]
+    streams = [generator.stream(**prompts(), max_new_tokens=6) for _ in range(2)]
+    pairs = list(zip(*streams, strict=True))
+    assert [first.tolist() for first, _ in pairs] == whole.T.tolist()
+    assert [second.tolist() for _, second in pairs] == whole.T.tolist()
+
+
+def test_two_threads_share_a_generator(mistral):
+    """A generator has no state of its own between calls."""
+    _, generator = mistral
+    wanted = generator.generate(**prompts(), max_new_tokens=10).tolist()
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(generator.generate(**prompts(), max_new_tokens=10).tolist()))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [wanted, wanted]
+
+
+def test_a_row_that_has_ended_is_padded_and_the_others_go_on(mistral):
+    """With an end that one row reaches first; a second one that all reach stops the loop, as in transformers."""
+    model, _ = mistral
+    plain = expected(model, prompts(), 12)
+    end = int(plain[1, 9 + 3])  # what the second row says fourth
+    settings = GenerationSettings(eos_token_ids=(end,), pad_token_id=0)
+    ended = OnnxGenerator(exported("mistral")[1], settings=settings)
+    wanted = expected(model, prompts(), 12, eos_token_id=end, pad_token_id=0)
+    assert ended.generate(**prompts(), max_new_tokens=12).tolist() == wanted.tolist()
+    one = {name: value[1:2] for name, value in prompts().items()}
+    assert ended.generate(**one, max_new_tokens=12).shape == expected(model, one, 12, eos_token_id=end).shape
+
+
+def test_sampling_is_repeatable_with_a_seed(mistral):
+    """And differs from the likeliest tokens."""
+    _, generator = mistral
+    sampling = Sampling(do_sample=True, temperature=2.0, top_k=50, seed=3)
+    once, again = (generator.generate(**prompts(), max_new_tokens=8, sampling=sampling) for _ in range(2))
+    assert once.tolist() == again.tolist()
+    assert once.tolist() != generator.generate(**prompts(), max_new_tokens=8).tolist()
+
+
+def test_top_k_of_one_is_greedy(mistral):
+    """Nothing is left to draw."""
+    _, generator = mistral
+    one = generator.generate(**prompts(), max_new_tokens=8, sampling=Sampling(do_sample=True, top_k=1))
+    assert one.tolist() == generator.generate(**prompts(), max_new_tokens=8).tolist()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ({}, "input_ids must be integers of shape"),
+        ({"input_ids": torch.ones(2, 3)}, "input_ids must be integers"),
+        ({"input_ids": torch.ones(0, 3).long()}, "not empty"),
+        ({"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 4).long()}, "Pass the same"),
+        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 1, 0]])}, "on the left"),
+        ({"input_ids": torch.ones(1, 3).long(), "max_new_tokens": 0}, "max_new_tokens must be"),
+        ({"input_ids": torch.ones(1, 3).long(), "input_features": torch.ones(1, 2, 3)}, "without an encoder"),
+        ({"input_ids": torch.ones(1, 3).long(), "pixel_values": torch.ones(1, 3, 4, 4)}, "without eyes"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(mistral, inputs, words):
+    """Before a file runs, also of a stream that nobody reads."""
+    with pytest.raises(InvalidArgumentError, match=words):
+        mistral[1].generate(**inputs)
+    with pytest.raises(InvalidArgumentError, match=words):
+        mistral[1].stream(**inputs)
+
+
+# -- single files ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """A model with full and sliding layers, exported by hand without position_ids: a file, and a program."""
+    model = make_model("gemma3")
+    path = tmp_path_factory.mktemp("gemma") / "gemma.onnx"
+    inputs = decode_inputs(model, DecodeSizes())
+    export_onnx(model, kwargs=inputs, path=path, cases=[])
+    return model, path, export_program(model, kwargs=inputs, cases=[])
+
+
+def test_a_single_file_generates(gemma):
+    """As `export_onnx` writes it, with nothing beside it."""
+    model, path, _ = gemma
+    ids = torch.randint(3, 96, (2, 5), generator=torch.Generator().manual_seed(0))
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+    settings = GenerationSettings(eos_token_ids=(2,), pad_token_id=0)
+    assert OnnxGenerator(path, settings=settings).generate(ids, max_new_tokens=20).tolist() == wanted.tolist()
+
+
+def test_a_program_in_memory_and_on_disk_generate(gemma, tmp_path):
+    """An ExportedModel, its ExportedProgram and the file that `save` writes are the same to the loop."""
+    model, _, exported_program = gemma
+    exported_program.save(tmp_path / "gemma.pt2")
+    ids = torch.randint(3, 96, (2, 5), generator=torch.Generator().manual_seed(0))
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False).tolist()
+    settings = GenerationSettings(eos_token_ids=(2,), pad_token_id=0)
+    for given in (exported_program, exported_program.program, tmp_path / "gemma.pt2"):
+        assert ProgramGenerator(given, settings=settings).generate(ids, max_new_tokens=12).tolist() == wanted
+
+
+def test_what_cannot_generate_is_refused(tmp_path):
+    """No file, an empty folder, a damaged file, a model without a cache, something else."""
+    (tmp_path / "bad.onnx").write_bytes(b"no model")
+    (tmp_path / "bad.pt2").write_bytes(b"no program")
+    for path, words in (
+        (tmp_path / "none.onnx", "There is no"),
+        (tmp_path, "holds no model to generate with"),
+        (tmp_path / "bad.onnx", "onnxruntime cannot load"),
+    ):
+        with pytest.raises(GenerationError, match=words):
+            OnnxGenerator(path)
+    with pytest.raises(GenerationError, match=r"torch\.export cannot load"):
+        ProgramGenerator(tmp_path / "bad.pt2")
+    with pytest.raises(InvalidArgumentError, match="ProgramGenerator takes"):
+        ProgramGenerator(3)
+    scale = export_program(torch.nn.Identity(), kwargs={"input": torch.ones(2, 3)}, cases=[])
+    with pytest.raises(GenerationError, match="takes input, which a generation loop does not know"):
+        ProgramGenerator(scale)
+
+
+def test_a_folder_with_one_file_missing_says_which(tmp_path):
+    """Of the three of an encoder-decoder model."""
+    (tmp_path / "decoder_with_past_model.onnx").touch()
+    with pytest.raises(GenerationError, match=r"no decoder_model\.onnx, encoder_model\.onnx"):
+        OnnxGenerator(tmp_path)
+
+
+# -- every family, in files of both kinds ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["onnx", "program"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3", "mistral", "gpt2"])
+def test_decoders_generate_as_their_models_do(name, to):
+    """Three rows with left padding, forty tokens, past the window where there is one."""
+    model, folder = exported(name, to)
+    generator = {"onnx": OnnxGenerator, "program": ProgramGenerator}[to](folder)
+    assert generator.generate(**prompts(), max_new_tokens=TOKENS).tolist() == expected(model, prompts()).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["onnx", "program"])
+def test_t5_reads_padded_text_and_writes_what_its_model_writes(to):
+    """The encoder's mask goes through all three files."""
+    model, folder = exported("t5", to)
+    generator = {"onnx": OnnxGenerator, "program": ProgramGenerator}[to](folder)
+    assert generator.generate(**prompts(), max_new_tokens=TOKENS).tolist() == expected(model, prompts()).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["onnx", "program"])
+def test_whisper_writes_what_its_model_writes(to):
+    """Whisper's own `generate` leaves the start token away."""
+    model, folder = exported("whisper", to)
+    generator = {"onnx": OnnxGenerator, "program": ProgramGenerator}[to](folder)
+    config = model.config
+    shape = (3, config.num_mel_bins, 2 * config.max_source_positions)
+    sound = {"input_features": torch.randn(shape, generator=torch.Generator().manual_seed(2))}
+    found = generator.generate(**sound, max_new_tokens=TOKENS)
+    assert found[:, 1:].tolist() == expected(model, sound).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["onnx", "program"])
+def test_llava_sees_what_its_model_sees(to):
+    """Two images in a batch with left padding; other images give other text."""
+    model, folder = exported("llava", to)
+    generator = {"onnx": OnnxGenerator, "program": ProgramGenerator}[to](folder)
+    image_token, places = model.config.image_token_id, 16
+    row = torch.tensor([5, *[image_token] * places, 9, 11, 13])
+    ids = torch.stack([torch.cat([torch.tensor([0, 0]), row]), torch.cat([row, torch.tensor([17, 19])])])
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "attention_mask": mask, "pixel_values": images}
+    found = generator.generate(**inputs, max_new_tokens=TOKENS).tolist()
+    assert found == expected(model, inputs).tolist()
+    assert found != generator.generate(**{**inputs, "pixel_values": images.flip(0) * 2}, max_new_tokens=TOKENS).tolist()
+    with pytest.raises(InvalidArgumentError, match="32 image tokens"):
+        generator.generate(**{**inputs, "pixel_values": images[:1]})

@@ -1,0 +1,175 @@
+"""The table of layer classes: letters, what the configuration fixes, and what a layer is rebuilt from."""
+
+import pytest
+import torch
+from transformers import cache_utils
+
+from yobx_flatten.errors import CacheStructureError, UnsupportedLayerError
+from yobx_flatten.huggingface.caches.layers import LETTERS, kind_of, kind_of_code
+from yobx_flatten.huggingface.caches.layouts import flatten_layers, unflatten_layers
+
+HAS_FLAG = hasattr(cache_utils.DynamicLayer(), "is_initialized")
+HAS_RECORDING = hasattr(cache_utils.DynamicSlidingWindowLayer, "activate_past_recording")
+HAS_POSITION = hasattr(cache_utils.StaticLayer(4), "cumulative_length")
+StaticSliding = getattr(cache_utils, "StaticSlidingWindowLayer", None) or cache_utils.SlidingWindowLayer
+
+# letter -> an empty layer and its code
+LAYERS = {
+    "D": (cache_utils.DynamicLayer, "D"),
+    "W": (lambda: cache_utils.DynamicSlidingWindowLayer(8), "W8"),
+    "S": (lambda: cache_utils.StaticLayer(16), "S16"),
+    "X": (lambda: StaticSliding(16, 8), "X8"),
+}
+every_layer = pytest.mark.parametrize("letter", LAYERS)
+
+
+def states(length=3):
+    return torch.ones(2, 2, length, 4), torch.ones(2, 2, length, 4)
+
+
+def filled(letter, length=3):
+    layer = LAYERS[letter][0]()
+    cache_position = {"cache_position": torch.arange(length)}  # static layers of transformers < 5.10 want it
+    layer.update(*states(length), cache_position)
+    return layer
+
+
+@every_layer
+def test_a_class_has_the_documented_letter_and_its_sizes(letter):
+    """`D`, `W8`, `S16`, `X8`: a sliding static layer has room for its window only."""
+    make, code = LAYERS[letter]
+    layer = make()
+    kind = kind_of(type(layer))
+    assert (kind.letter, kind.code(layer)) == (letter, code)
+    assert kind_of_code(code) == (kind, code[1:])
+    assert LETTERS[type(layer).__name__] == letter
+
+
+@every_layer
+def test_a_code_does_not_depend_on_what_the_layer_holds(letter):
+    """Empty, filled and past its window."""
+    layers = [LAYERS[letter][0](), filled(letter, 1), filled(letter, 12)]
+    assert {kind_of(type(layer)).code(layer) for layer in layers} == {LAYERS[letter][1]}
+
+
+def test_static_and_sliding_follow_from_the_letter():
+    """D grows, W slides, S is static, X both; what slides counts the tokens it saw, not only those it keeps."""
+    kinds = {letter: kind_of_code(code)[0] for letter, (_, code) in LAYERS.items()}
+    assert [letter for letter, kind in kinds.items() if kind.is_static] == ["S", "X"]
+    assert [letter for letter, kind in kinds.items() if kind.counter is not None] == ["W", "X"]
+    assert {getattr(filled(letter, 12), kinds[letter].counter) for letter in "WX"} == {12}
+
+
+@pytest.mark.skipif(not HAS_RECORDING, reason="transformers < 5.17 does not record the past")
+def test_a_recording_layer_has_a_code_of_its_own():
+    """It keeps more than its window, so it is another structure."""
+    layer = cache_utils.DynamicSlidingWindowLayer(8)
+    layer.activate_past_recording()
+    assert kind_of(type(layer)).code(layer) == "W8r"
+    rebuilt = kind_of(type(layer)).empty("8r")
+    assert (rebuilt.sliding_window, rebuilt.record_past) == (8, True)
+
+
+@every_layer
+def test_a_layer_knows_whether_it_is_filled(letter):
+    """By what it holds, in all supported versions."""
+    kind = kind_of(type(filled(letter)))
+    assert kind.is_filled(filled(letter), 0) is True
+    assert kind.is_filled(LAYERS[letter][0](), 0) is False
+
+
+BROKEN = [
+    ({"keys": None}, "keys is None, values is Tensor"),
+    ({"values": None}, "keys is Tensor, values is None"),
+    *(
+        [
+            ({"is_initialized": False}, "keys is Tensor, values is Tensor, is_initialized is False"),
+            ({"is_initialized": False, "keys": None}, "keys is None, values is Tensor"),
+        ]
+        if HAS_FLAG
+        else []
+    ),
+]
+
+
+@pytest.mark.parametrize(("broken", "found"), BROKEN, ids=[found for _, found in BROKEN])
+@every_layer
+def test_a_half_initialised_layer_is_refused(letter, broken, found):
+    """With its index, its class, what was found and both ways out."""
+    layer = filled(letter)
+    vars(layer).update(broken)
+    with pytest.raises(CacheStructureError) as caught:
+        kind_of(type(layer)).is_filled(layer, 7)
+    message = str(caught.value)
+    assert f"layers[7] is a half-initialised {type(layer).__name__}: {found}" in message
+    assert "layer.update(keys, values)" in message
+    assert "layer.reset()" in message
+
+
+def test_a_layer_without_its_attributes_is_refused():
+    """One that lost an attribute altogether is as half-initialised as one that holds `None`."""
+    layer = filled("D")
+    del layer.values
+    with pytest.raises(CacheStructureError, match=r"layers\[3\].*values is None"):
+        kind_of(type(layer)).is_filled(layer, 3)
+
+
+class OwnLayer(cache_utils.DynamicLayer):
+    """A layer of the user's own."""
+
+
+def test_a_subclass_has_no_row():
+    """Its state may be more than that of its parent."""
+    assert kind_of(OwnLayer) is None
+
+
+def test_a_class_without_a_row_is_noted_once(caplog):
+    """In the log, not in an error: its attributes speak for themselves."""
+    cls = type("NewLayer", (cache_utils.DynamicLayer,), {"__module__": __name__})
+    with caplog.at_level("DEBUG", logger="yobx_flatten"):
+        assert [kind_of(cls), kind_of(cls)] == [None, None]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"no row for {__name__}.NewLayer: taken apart by its attributes"
+    ]
+
+
+def test_a_class_of_the_same_name_elsewhere_has_no_row():
+    """Names alone prove nothing."""
+    assert kind_of(type("DynamicLayer", (cache_utils.DynamicLayer,), {"__module__": "elsewhere"})) is None
+
+
+@pytest.mark.parametrize("code", ["Q8", "", "w8", "W", "S", "Wr", "W8x", "X-1", "D8"])
+def test_an_unknown_code_is_refused(code):
+    """As in a program that a newer version saved."""
+    with pytest.raises(UnsupportedLayerError, match="is not the code of a cache layer"):
+        kind_of_code(code)
+
+
+@every_layer
+def test_a_layer_is_rebuilt_around_its_tensors(letter):
+    """The very same tensors, the very same attributes; a sliding layer gets the length it is told."""
+    original = filled(letter, 5)
+    leaves, names = flatten_layers([original], plain=False)
+    assert names[:2] == [f"key_{LAYERS[letter][1]}_0", f"value_{LAYERS[letter][1]}_0"]
+    [rebuilt] = unflatten_layers(leaves, names)
+    assert vars(rebuilt).keys() == vars(original).keys()
+    for name, value in vars(original).items():
+        kept = getattr(rebuilt, name)
+        # the tensor beside the window is one for all layers of that window
+        assert kept is value or (type(kept) is type(value) and bool(kept == value)), name
+
+
+@every_layer
+def test_an_empty_layer_is_rebuilt_as_new(letter):
+    """With the sizes of its code, ready for its first update."""
+    make, code = LAYERS[letter]
+    [rebuilt], new = unflatten_layers([], [f"none_{code}_0"]), make()
+    assert {k: str(v) for k, v in vars(rebuilt).items()} == {k: str(v) for k, v in vars(new).items()}
+
+
+def test_only_static_layers_that_count_in_a_tensor_have_a_position():
+    """Which depends on the version of transformers."""
+    kinds = {letter: kind_of_code(code)[0] for letter, (_, code) in LAYERS.items()}
+    assert [kinds[letter].has_position for letter in "DWSX"] == [False, False, HAS_POSITION, HAS_POSITION]
+    for letter in "SX" if HAS_POSITION else "":
+        assert filled(letter, 3).cumulative_length.item() == 3

@@ -1,0 +1,178 @@
+"""Every other cache: subclasses of `Cache`, models' own, those that do not inherit it, and the user's."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from transformers import cache_utils
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from tests.flatten.huggingface.caches.every_cache import CACHES, equal, filled, minimax, states, voxtral
+from yobx_flatten import register_flattening_functions
+from yobx_flatten.errors import StaticDataError
+
+pytestmark = pytest.mark.skipif(not hasattr(cache_utils, "KVSharingDict"), reason="cache classes of 5.23")
+
+
+every_cache = pytest.mark.parametrize("name", CACHES)
+
+
+@pytest.fixture
+def cache(name):
+    """Made before the block is entered: models import other models."""
+    return CACHES[name]()
+
+
+@every_cache
+def test_a_cache_comes_back_with_every_attribute(name, cache):
+    """Its class, the very same tensors, everything else equal, after a trip of the spec through JSON."""
+    with register_flattening_functions(patch_transformers=True):
+        leaves, spec = pytree.tree_flatten(cache)
+        stored = pytree.treespec_loads(pytree.treespec_dumps(spec))
+        rebuilt = pytree.tree_unflatten(leaves, stored)
+        assert stored == spec
+    assert leaves
+    assert all(isinstance(leaf, (torch.Tensor, int)) for leaf in leaves)
+    assert type(rebuilt) is type(cache)
+    ignored = {"layer_class_to_replicate", "offloading"}
+    left, right = ({k: v for k, v in vars(x).items() if k not in ignored} for x in (rebuilt, cache))
+    assert left.keys() == right.keys()
+    assert [key for key in right if not equal(left[key], right[key])] == []
+
+
+@every_cache
+def test_the_structure_does_not_depend_on_what_a_cache_holds(name, cache):
+    """Batch, length, tokens seen and dtype are no part of it."""
+    others = [CACHES[name](batch=4), CACHES[name](length=5), CACHES[name](dtype=torch.float16)]
+    with register_flattening_functions(patch_transformers=True):
+        assert [pytree.tree_structure(other) == pytree.tree_structure(cache) for other in others] == [True] * 3
+
+
+@every_cache
+@pytest.mark.parametrize("placeholder", ["leaf", 7, object()], ids=["text", "number", "object"])
+def test_a_cache_may_hold_anything_for_a_while(name, cache, placeholder):
+    """torch puts names and numbers in place of leaves, and takes the cache apart again."""
+    with register_flattening_functions(patch_transformers=True):
+        leaves, spec = pytree.tree_flatten(cache)
+        again = pytree.tree_flatten(pytree.tree_unflatten([placeholder] * len(leaves), spec))
+    assert again == ([placeholder] * len(leaves), spec)
+
+
+@every_cache
+def test_every_leaf_has_a_key_of_its_own(name, cache):
+    """So that an exported program can name it."""
+    with register_flattening_functions(patch_transformers=True):
+        paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(cache)[0]]
+    assert len(set(paths)) == len(paths)
+
+
+def test_a_padding_cache_names_its_layers():
+    """Objects inside are taken apart with it: one node, one path per tensor."""
+    cache = voxtral()
+    with register_flattening_functions(patch_transformers=True):
+        paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(cache)[0]]
+    assert paths == ["['layers.conv1.cache']", "['layers.conv2.cache']"]
+
+
+# -- the user's own
+
+
+class ScaledLayer(DynamicLayer):
+    """A layer with a tensor and a number of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.power = torch.ones(4), 2
+
+
+class NotedCache(DynamicCache):
+    """A cache with a tensor and a setting of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores, self.mode = torch.zeros(3), ("mean", 1)
+
+
+def test_a_users_layer_and_cache_come_back():
+    """Classes nobody told us of."""
+    cache = NotedCache()
+    cache.layers = [DynamicLayer(), ScaledLayer()]
+    filled(cache)
+    with register_flattening_functions(patch_transformers=True):
+        named, spec = pytree.tree_flatten_with_path(cache)
+        rebuilt = pytree.tree_unflatten([leaf for _, leaf in named], pytree.treespec_loads(pytree.treespec_dumps(spec)))
+    assert [pytree.keystr(path) for path, _ in named] == [
+        "['key_D_0']",
+        "['value_D_0']",
+        "['key_ScaledLayer_1']",
+        "['value_ScaledLayer_1']",
+        "['scale_ScaledLayer_1']",
+        "['scores']",
+    ]
+    assert (type(rebuilt), type(rebuilt.layers[1])) == (NotedCache, ScaledLayer)
+    assert rebuilt.scores is cache.scores
+    assert rebuilt.mode == ("mean", 1)
+    assert equal(vars(rebuilt.layers[1]), vars(cache.layers[1]))
+
+
+def test_an_attribute_of_a_cache_that_cannot_be_stored_is_named():
+    """Nothing is left out in silence."""
+    cache = filled(NotedCache())
+    cache.callback = lambda: 1
+    with (
+        register_flattening_functions(patch_transformers=True),
+        pytest.raises(StaticDataError, match="'callback' holds"),
+    ):
+        pytree.tree_flatten(cache)
+
+
+def test_a_cache_that_the_user_registered_with_torch_keeps_hers(monkeypatch):
+    """What somebody else says of her own class is right."""
+    hers = pytree.NodeDef(NotedCache, lambda one: ([one.scores], None), lambda leaves, _: NotedCache(), None)
+    monkeypatch.setitem(pytree.SUPPORTED_NODES, NotedCache, hers)
+    with register_flattening_functions(patch_transformers=True) as undo:
+        assert pytree.SUPPORTED_NODES[NotedCache] is hers
+        assert len(pytree.tree_leaves(NotedCache())) == 1
+    assert NotedCache not in undo
+    assert pytree.SUPPORTED_NODES[NotedCache] is hers
+
+
+def test_a_cache_goes_on_where_the_original_would():
+    """Linear states beside keys and values: the next update gives the same."""
+    cache = minimax()
+    with register_flattening_functions(patch_transformers=True):
+        rebuilt = pytree.tree_unflatten(*pytree.tree_flatten(copy.deepcopy(cache)))
+    for expected, found in zip(cache.update(*states(1), 0), rebuilt.update(*states(1), 0), strict=True):
+        assert torch.equal(expected, found)
+    assert torch.equal(rebuilt.get_linear_cache(2), cache.get_linear_cache(2))
+    assert len(rebuilt) == len(cache) == 3
+
+
+IMPORTED_INSIDE = """
+import torch.utils._pytree as pytree
+import transformers
+from yobx_flatten import register_flattening_functions
+
+with register_flattening_functions(patch_transformers=True) as undo:
+    from transformers.models.mimi.modeling_mimi import MimiConv1dPaddingCache
+    assert undo[MimiConv1dPaddingCache] is True
+    cache = MimiConv1dPaddingCache(1, [2], ["constant"], [4])
+    _, spec = pytree.tree_flatten(cache)
+    assert type(pytree.tree_unflatten([], spec)) is MimiConv1dPaddingCache
+assert MimiConv1dPaddingCache not in pytree.SUPPORTED_NODES
+with register_flattening_functions(patch_transformers=True) as undo:
+    assert undo[MimiConv1dPaddingCache] is True
+assert MimiConv1dPaddingCache not in pytree.SUPPORTED_NODES
+assert not [name for name in map(str, pytree._cxx_pytree_pending_imports) if "Mimi" in name]
+"""
+
+
+def test_a_model_imported_inside_the_block_is_known_and_gone_afterwards():
+    """Its caches come apart from then on, until the block ends."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", IMPORTED_INSIDE], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,458 @@
+"""Output classes: transformers' own registration is left in force, ours does the same where it is missing."""
+
+import importlib.util
+import subprocess
+import sys
+import types
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+from transformers import BatchEncoding, BatchFeature, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPast,
+    BaseModelOutputWithPastAndCrossAttentions,
+    CausalLMOutputWithPast,
+)
+from transformers.utils.generic import ModelOutput
+
+from tests.models import start
+from yobx_flatten import dynamic_shapes, export_program, register_flattening_functions
+from yobx_flatten.huggingface.diffusers_outputs import diffusers_recipes
+from yobx_flatten.huggingface.outputs import (
+    flatten_base_model_output,
+    flatten_with_keys_base_model_output,
+    unflatten_base_model_output,
+)
+from yobx_flatten.huggingface.recipes import WRONG_REGISTRATIONS, transformers_recipes
+from yobx_flatten.trees.naming import output_names
+
+THEIRS_HAS_KEYS = pytree.SUPPORTED_NODES[BaseModelOutput].flatten_with_keys_fn is not None
+
+
+def output():
+    return BaseModelOutput(
+        last_hidden_state=torch.ones(2, 3),
+        hidden_states=(torch.zeros(2), torch.ones(2)),
+    )
+
+
+def test_only_the_fields_that_are_set_come_apart():
+    """A field that holds several tensors is one child, a container."""
+    one = output()
+    values, names = flatten_base_model_output(one)
+    assert names == ["last_hidden_state", "hidden_states"]
+    assert values[0] is one.last_hidden_state
+    assert values[1] is one.hidden_states
+
+
+def test_each_field_has_its_key():
+    """`['last_hidden_state']`."""
+    keyed, names = flatten_with_keys_base_model_output(output())
+    assert [str(key) for key, _ in keyed] == ["['last_hidden_state']", "['hidden_states']"]
+    assert names == ["last_hidden_state", "hidden_states"]
+
+
+def test_an_output_comes_back():
+    """Its class, its fields, the very same tensors."""
+    one = output()
+    rebuilt = unflatten_base_model_output(*flatten_base_model_output(one))
+    assert type(rebuilt) is BaseModelOutput
+    assert rebuilt.last_hidden_state is one.last_hidden_state
+    assert rebuilt.hidden_states == one.hidden_states
+    assert rebuilt.attentions is None
+
+
+def test_another_class_may_be_asked_for():
+    """The documented third argument."""
+    rebuilt = unflatten_base_model_output(*flatten_base_model_output(output()), BaseModelOutputWithPast)
+    assert type(rebuilt) is BaseModelOutputWithPast
+
+
+@pytest.mark.parametrize("placeholder", ["leaf", 7, object()])
+def test_an_output_may_hold_anything_for_a_while(placeholder):
+    """Names and numbers that stand for leaves."""
+    with register_flattening_functions(patch_transformers=True):
+        leaves, spec = pytree.tree_flatten(output())
+        filled = pytree.tree_unflatten([placeholder] * len(leaves), spec)
+        assert pytree.tree_flatten(filled) == ([placeholder] * len(leaves), spec)
+
+
+def test_transformers_registration_stays_where_it_is_right():
+    """Taken away it would be gone for the rest of the process: transformers registers an output class once."""
+    theirs = pytree.SUPPORTED_NODES[BaseModelOutput]
+    with register_flattening_functions(patch_transformers=True) as undo:
+        assert (pytree.SUPPORTED_NODES[BaseModelOutput] is theirs) == THEIRS_HAS_KEYS
+        assert pytree.SUPPORTED_NODES[BaseModelOutput].flatten_with_keys_fn is not None
+    assert undo[BaseModelOutput] is not THEIRS_HAS_KEYS
+    assert pytree.SUPPORTED_NODES[BaseModelOutput] is theirs
+
+
+def test_every_output_class_has_keys_inside_the_block():
+    """transformers < 5.17 registers them without, and T5's encoder returns this one: `torch.export` would refuse it."""
+    cls = BaseModelOutputWithPastAndCrossAttentions
+    theirs = pytree.SUPPORTED_NODES[cls]
+    with register_flattening_functions(patch_transformers=True):
+        with register_flattening_functions(patch_transformers=True):
+            pass
+        paths = [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path(cls(last_hidden_state=torch.ones(2)))]
+        assert pytree.SUPPORTED_NODES[cls].flatten_fn is theirs.flatten_fn
+    assert paths == ["['last_hidden_state']"]
+    assert pytree.SUPPORTED_NODES[cls] is theirs
+
+
+@pytest.mark.skipif(not THEIRS_HAS_KEYS, reason="transformers 4.56 registers outputs without keys")
+def test_ours_and_theirs_name_the_same_leaves():
+    """Whichever is in force, a program's outputs have the same names."""
+    theirs = pytree.SUPPORTED_NODES[BaseModelOutput].flatten_with_keys_fn(output())
+    ours = flatten_with_keys_base_model_output(output())
+    assert [str(key) for key, _ in theirs[0]] == [str(key) for key, _ in ours[0]]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "t5"])
+def test_a_models_whole_output_comes_back(name):
+    """Logits and the cache in it."""
+    started = start(name, past=12)
+    one = CausalLMOutputWithPast(logits=torch.ones(2, 3), past_key_values=started.cache)
+    with register_flattening_functions(patch_transformers=True):
+        leaves, spec = pytree.tree_flatten(one)
+        rebuilt = pytree.tree_unflatten(leaves, spec)
+        assert all(isinstance(leaf, torch.Tensor | int) for leaf in leaves)
+    assert type(rebuilt) is CausalLMOutputWithPast
+    assert type(rebuilt.past_key_values) is type(started.cache)
+    assert rebuilt.past_key_values.get_seq_length() == 12
+
+
+def test_every_wrong_registration_says_why_and_is_one_we_replace():
+    """The table and the recipes do not drift apart."""
+    ours = {f"{cls.__module__}.{cls.__qualname__}" for cls in transformers_recipes()}
+    assert set(WRONG_REGISTRATIONS) <= ours
+    assert all(len(reason) > 20 for reason in WRONG_REGISTRATIONS.values())
+    assert DynamicCache in WRONG_REGISTRATIONS
+    assert WRONG_REGISTRATIONS[DynamicCache] == WRONG_REGISTRATIONS["transformers.cache_utils.DynamicCache"]
+    assert (int in WRONG_REGISTRATIONS, WRONG_REGISTRATIONS.get(int)) == (False, None)
+
+
+def test_the_stored_names_are_stable():
+    """A saved program finds its classes by them, in later versions too."""
+    recipes = transformers_recipes()
+    expected = {
+        DynamicCache: "yobx_flatten.transformers:DynamicCache",
+        StaticCache: "yobx_flatten.transformers:StaticCache",
+        EncoderDecoderCache: "yobx_flatten.transformers:EncoderDecoderCache",
+        BatchEncoding: "yobx_flatten.transformers:transformers.tokenization_utils_base.BatchEncoding",
+        BatchFeature: "yobx_flatten.transformers:transformers.feature_extraction_utils.BatchFeature",
+    }
+    assert {cls: recipes[cls].name for cls in expected} == expected
+
+
+# -- the ModelOutput family
+
+
+@dataclass
+class Inner(ModelOutput):
+    """An output of a part of a model."""
+
+    features: torch.Tensor = None
+    mask: torch.Tensor = None
+
+
+@dataclass
+class Outer(ModelOutput):
+    """An output that holds others, containers and a cache."""
+
+    logits: torch.Tensor = None
+    inner: Inner = None
+    several: list = None
+    hidden_states: tuple = None
+    past_key_values: object = None
+
+
+def nested():
+    x = torch.arange(6.0).reshape(2, 3)
+    return Outer(
+        logits=x,
+        inner=Inner(features=x + 1),
+        several=[Inner(features=x + 2, mask=x + 3)],
+        hidden_states=(x + 4, x + 5),
+        past_key_values=start("llama", past=3).cache,
+    )
+
+
+NESTED_PATHS = [
+    "['logits']",
+    "['inner']['features']",
+    "['several'][0]['features']",
+    "['several'][0]['mask']",
+    "['hidden_states'][0]",
+    "['hidden_states'][1]",
+    "['past_key_values']['key_0']",
+    "['past_key_values']['value_0']",
+    "['past_key_values']['key_1']",
+    "['past_key_values']['value_1']",
+]
+
+
+def test_outputs_inside_outputs_have_paths_of_names():
+    """Containers and caches between them too; fields that are `None` are no part of it."""
+    with register_flattening_functions(patch_transformers=True):
+        paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(nested())[0]]
+    assert paths == NESTED_PATHS
+
+
+def test_outputs_inside_outputs_come_back():
+    """Each with its class and the very same tensors, after a trip of the spec through JSON."""
+    one = nested()
+    with register_flattening_functions(patch_transformers=True):
+        leaves, spec = pytree.tree_flatten(one)
+        stored = pytree.treespec_loads(pytree.treespec_dumps(spec))
+        rebuilt = pytree.tree_unflatten(leaves, stored)
+        assert stored == spec
+        again = pytree.tree_leaves(rebuilt)
+    assert all(a is b for a, b in zip(leaves, again, strict=True))
+    assert (type(rebuilt), type(rebuilt.inner), type(rebuilt.several[0])) == (Outer, Inner, Inner)
+    assert rebuilt.inner.mask is None
+    assert type(rebuilt.past_key_values) is type(one.past_key_values)
+
+
+def test_fields_that_are_none_make_another_structure():
+    """A program that returns hidden states and one that does not are two programs."""
+    with register_flattening_functions(patch_transformers=True):
+        with_mask = pytree.tree_structure(Inner(features=torch.ones(1), mask=torch.ones(1)))
+        without = pytree.tree_structure(Inner(features=torch.ones(1)))
+        larger = pytree.tree_structure(Inner(features=torch.ones(3, 2)))
+    assert without != with_mask
+    assert without == larger
+
+
+class Relay(torch.nn.Module):
+    """Takes an output and returns one."""
+
+    def forward(self, outer):
+        return Outer(
+            logits=outer.logits + outer.inner.features,
+            inner=Inner(features=outer.several[0].mask * 2),
+            hidden_states=(outer.hidden_states[1],),
+            past_key_values=outer.past_key_values,
+        )
+
+
+def test_an_output_is_exported_as_input_and_as_output():
+    """Nested, with a cache inside; the program takes another batch and another length."""
+    one = nested()
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(Relay(), (one,), dynamic_shapes=dynamic_shapes((one,)), strict=False)
+        other = nested()
+        for name in ("logits", "hidden_states"):
+            other[name] = pytree.tree_map(lambda x: x.repeat(2, 1), other[name])
+        other.inner.features = torch.ones(4, 3)
+        other.several[0]["features"] = other.several[0]["mask"] = torch.ones(4, 3)
+        other.past_key_values = start("llama", past=7, batch=4).cache
+        found = program.module()(other)
+    assert type(found) is Outer
+    assert torch.equal(found.logits, other.logits + 1)
+    assert torch.equal(found.inner.features, torch.full((4, 3), 2.0))
+    assert (len(found.hidden_states), found.past_key_values.get_seq_length()) == (1, 7)
+    assert output_names(found)[:3] == ["logits", "inner.features", "hidden_states.0"]
+
+
+# -- what tokenizers and processors hand over
+
+
+def batch(rows=2, **options):
+    data = {"input_ids": torch.ones(rows, 3, dtype=torch.long), "attention_mask": torch.ones(rows, 3)}
+    return BatchEncoding(data, **options)
+
+
+def test_a_batch_encoding_comes_back():
+    """Its class, its keys, the very same tensors."""
+    one = batch()
+    with register_flattening_functions(patch_transformers=True):
+        leaves, spec = pytree.tree_flatten(one)
+        rebuilt = pytree.tree_unflatten(leaves, pytree.treespec_loads(pytree.treespec_dumps(spec)))
+        paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(one)[0]]
+    assert paths == ["['input_ids']", "['attention_mask']"]
+    assert type(rebuilt) is BatchEncoding
+    assert vars(rebuilt).keys() == vars(one).keys()
+    assert rebuilt.data.keys() == one.data.keys()
+    assert all(rebuilt[key] is one[key] for key in one)
+    assert rebuilt.is_fast is False
+
+
+def test_what_a_tokenizer_notes_is_dropped():
+    """One program takes the batches of all tokenizers, and one made by hand; the original keeps its notes."""
+    noted = batch(rows=5, n_sequences=2)
+    with register_flattening_functions(patch_transformers=True):
+        assert pytree.tree_structure(noted) == pytree.tree_structure(batch())
+        rebuilt = pytree.tree_map(lambda x: x, noted)
+    assert (noted.n_sequences, rebuilt.n_sequences) == (2, None)
+
+
+def test_a_batch_feature_may_hold_anything():
+    """Sizes and names are leaves, too; which keys are not converted is static."""
+    data = {"pixel_values": torch.ones(2, 3), "sizes": [(3, 4)], "name": "cat", "extra": None}
+    one = BatchFeature(dict(data))
+    with register_flattening_functions(patch_transformers=True):
+        named, spec = pytree.tree_flatten_with_path(one)
+        rebuilt = pytree.tree_unflatten([leaf for _, leaf in named], spec)
+    assert [pytree.keystr(path) for path, _ in named] == [
+        "['pixel_values']",
+        "['sizes'][0][0]",
+        "['sizes'][0][1]",
+        "['name']",
+        "['extra']",
+    ]
+    assert type(rebuilt) is BatchFeature
+    assert vars(rebuilt) == vars(one)
+
+
+class AddOne(torch.nn.Module):
+    """Takes and returns what processors hand over."""
+
+    def forward(self, given):
+        return BatchFeature({"sum": given["input_ids"] + given["attention_mask"]})
+
+
+def test_containers_are_exported_as_input_and_as_output():
+    """For any number of rows."""
+    one = batch()
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(AddOne(), (one,), dynamic_shapes=dynamic_shapes((one,)), strict=False)
+        found = program.module()(batch(rows=5))
+    assert type(found) is BatchFeature
+    assert torch.equal(found["sum"], torch.full((5, 3), 2.0))
+
+
+def test_a_dataclass_of_a_model_comes_apart_by_its_fields():
+    """Not a `ModelOutput`: every field is a child, `None` a leaf."""
+    esmfold2 = pytest.importorskip("transformers.models.esmfold2.modeling_esmfold2")
+    fields = [torch.ones(2), torch.ones(3), (torch.ones(4), torch.ones(5)), None, None, None, [torch.ones(6)]]
+    one = esmfold2.EsmFold2DenoiserConditioning(*fields)
+    with register_flattening_functions(patch_transformers=True):
+        named, spec = pytree.tree_flatten_with_path(one)
+        rebuilt = pytree.tree_unflatten([leaf for _, leaf in named], spec)
+    assert [pytree.keystr(path) for path, _ in named][:4] == [
+        ".atom_embeds",
+        ".attention_mask",
+        ".position_embeddings[0]",
+        ".position_embeddings[1]",
+    ]
+    assert type(rebuilt) is type(one)
+    assert rebuilt.atom_embeds is one.atom_embeds
+    assert rebuilt.token_attention_bias[0] is one.token_attention_bias[0]
+    assert type(one) not in pytree.SUPPORTED_NODES
+
+
+def test_somebody_elses_registration_with_keys_stays_in_force(monkeypatch):
+    """A user who registered `BatchEncoding` with torch herself keeps her functions."""
+    hers = pytree.NodeDef(
+        BatchEncoding,
+        lambda one: ([one["input_ids"]], None),
+        lambda children, _: BatchEncoding({"input_ids": next(iter(children))}),
+        lambda one: ([(pytree.MappingKey("ids"), one["input_ids"])], None),
+    )
+    monkeypatch.setitem(pytree.SUPPORTED_NODES, BatchEncoding, hers)
+    with register_flattening_functions(patch_transformers=True) as undo:
+        assert pytree.SUPPORTED_NODES[BatchEncoding] is hers
+    assert undo[BatchEncoding] is False
+    assert pytree.SUPPORTED_NODES[BatchEncoding] is hers
+
+
+# -- diffusers
+
+
+@pytest.fixture
+def diffusers_like(monkeypatch):
+    """A module with the one class of diffusers that matters here, and two output classes of models."""
+
+    class BaseOutput(dict):
+        """As diffusers': a dict of the fields that are set."""
+
+        def __post_init__(self):
+            self.update({name: value for name, value in vars(self).items() if value is not None})
+
+    @dataclass
+    class UNetOutput(BaseOutput):
+        sample: torch.Tensor = None
+
+    @dataclass
+    class WithMask(UNetOutput):
+        mask: torch.Tensor = None
+
+    module = types.ModuleType("diffusers.utils.outputs")
+    module.BaseOutput = BaseOutput
+    monkeypatch.setitem(sys.modules, "diffusers.utils.outputs", module)
+    return UNetOutput, WithMask
+
+
+def test_each_diffusers_class_that_is_defined_has_a_recipe(diffusers_like):
+    """Subclasses of subclasses too."""
+    assert [recipe.cls for recipe in diffusers_recipes()] == list(diffusers_like)
+    assert len({recipe.name for recipe in diffusers_recipes()}) == 2
+
+
+def test_a_diffusers_output_comes_back(diffusers_like):
+    """Its class, the fields that are set, the very same tensors, each with its key."""
+    recipe = diffusers_recipes()[1]
+    one = diffusers_like[1](sample=torch.ones(2))
+    keyed, static = recipe.flatten_with_keys(one)
+    assert [str(key) for key, _ in keyed] == ["['sample']"]
+    rebuilt = recipe.unflatten([child for _, child in keyed], static)
+    assert type(rebuilt) is diffusers_like[1]
+    assert rebuilt.sample is one.sample
+    assert rebuilt.mask is None
+
+
+needs_diffusers = pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")
+
+
+@needs_diffusers
+def test_the_installed_diffusers_outputs_come_apart_with_keys():
+    """diffusers registers them without, so an exported program cannot name its outputs."""
+    from diffusers.models.autoencoders.vae import DecoderOutput
+
+    with register_flattening_functions(patch_diffusers=True):
+        keyed, _ = pytree.tree_flatten_with_path(DecoderOutput(sample=torch.ones(2)))
+    assert [pytree.keystr(path) for path, _ in keyed] == ["['sample']"]
+
+
+@needs_diffusers
+def test_a_stored_diffusers_output_is_read_inside_and_outside():
+    """Both registrations store the same, and read what the other has stored."""
+    from diffusers.models.autoencoders.vae import DecoderOutput
+
+    one = DecoderOutput(sample=torch.ones(2))
+    outside = pytree.treespec_dumps(pytree.tree_structure(one))
+    with register_flattening_functions(patch_diffusers=True):
+        inside = pytree.treespec_dumps(pytree.tree_structure(one))
+        assert type(pytree.tree_unflatten([3], pytree.treespec_loads(outside))) is DecoderOutput
+    assert inside == outside
+    assert pytree.tree_unflatten([3], pytree.treespec_loads(inside)).sample == 3
+
+
+class Decoding(torch.nn.Module):
+    def forward(self, x):
+        from diffusers.models.autoencoders.vae import DecoderOutput
+
+        return DecoderOutput(sample=x * 2)
+
+
+@needs_diffusers
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own copying of leaf specs warns
+def test_an_exported_diffusers_model_names_its_outputs_and_loads_in_a_fresh_process(tmp_path):
+    """`export_program` sees that diffusers is imported; the block that loads imports the module of the output."""
+    exported = export_program(Decoding(), (torch.ones(2, 3),))
+    assert output_names(exported(torch.ones(2, 3))) == ["sample"]
+    exported.save(tmp_path / "decoding.pt2")
+    code = (
+        "import sys, torch\n"
+        "from yobx_flatten import register_flattening_functions\n"
+        "with register_flattening_functions(patch_diffusers=True):\n"
+        "    outputs = torch.export.load(sys.argv[1]).module()(torch.ones(4, 3))\n"
+        "print(type(outputs).__name__, outputs.sample.tolist() == [[2.0] * 3] * 4)\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "decoding.pt2")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.stdout.split() == ["DecoderOutput", "True"], ran.stderr

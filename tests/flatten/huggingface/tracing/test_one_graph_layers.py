@@ -1,0 +1,135 @@
+"""One program for all lengths, for static, sliding, chunked, shared and hybrid layers."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from transformers.cache_utils import StaticCache
+
+from tests.flatten.huggingface.tracing.one_graph import (
+    WINDOW,
+    assert_serves,
+    export_decode,
+    inputs,
+    small_model,
+    some_sizes,
+)
+from yobx_flatten import DecodeSizes, register_flattening_functions
+
+_MIXED = ("sliding_attention", "full_attention")
+_EXPERTS = (("num_local_experts", 4), ("num_experts_per_tok", 2))
+MODELS = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", ()),
+    "mistral": ("MistralConfig", "MistralForCausalLM", (("sliding_window", WINDOW),)),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        (("sliding_window", WINDOW), ("layer_types", _MIXED), ("head_dim", 8), ("query_pre_attn_scalar", 8)),
+    ),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", (("sliding_window", WINDOW), ("layer_types", _MIXED))),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        (("sliding_window", WINDOW), ("layer_types", _MIXED), ("head_dim", 8), *_EXPERTS),
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        (
+            ("attention_chunk_size", WINDOW),
+            ("layer_types", ("chunked_attention", "full_attention")),
+            ("no_rope_layers", (1, 0)),
+            ("intermediate_size_mlp", 48),
+            ("head_dim", 8),
+            *_EXPERTS,
+        ),
+    ),
+    # the last two layers read the keys of the first two
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        (
+            ("sliding_window", WINDOW),
+            ("num_hidden_layers", 4),
+            ("layer_types", _MIXED * 2),
+            ("num_kv_shared_layers", 2),
+            ("activation_sparsity_pattern", (0.95, 0.95, 0.0, 0.0)),
+            ("intermediate_size", (48,) * 4),
+            ("vocab_size_per_layer_input", 96),
+            ("hidden_size_per_layer_input", 8),
+            ("laurel_rank", 8),
+            ("head_dim", 8),
+        ),
+    ),
+}
+EXAMPLE = DecodeSizes(2, WINDOW + 4, 3)
+ROOM = 64
+
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17),
+    reason="before 5.17 static caches are told the positions, and lists of layers come in another form",
+)
+
+
+def _model(name):
+    config, model, options = MODELS[name]
+    lists = ("layer_types", "no_rope_layers", "activation_sparsity_pattern", "intermediate_size")
+    return small_model(
+        config, model, tuple((k, _Listed(v) if k in lists and type(v) is tuple else v) for k, v in options)
+    )
+
+
+class _Listed(list):
+    """A list that can be the key of a cache."""
+
+    def __hash__(self):
+        return hash(tuple(self))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_static_cache_has_one_program(name):
+    """Static layers, sliding or not: any number of new tokens, anywhere below, at or past the window."""
+    model = _model(name)
+    with register_flattening_functions(patch_transformers=True):
+        program = export_decode(model, EXAMPLE, room=ROOM)
+        assert_serves(program, model, some_sizes(), room=ROOM)
+
+
+@pytest.mark.parametrize("name", ["cohere2", "gpt_oss", "llama4", "gemma3n"])
+def test_a_dynamic_cache_has_one_program(name):
+    """Chunked layers (Llama 4) and layers that read another one's keys (Gemma 3n), too."""
+    model = _model(name)
+    with register_flattening_functions(patch_transformers=True):
+        assert_serves(export_decode(model, EXAMPLE), model, some_sizes())
+
+
+def test_a_static_cache_comes_out_as_the_eager_one():
+    """Slots, counters and lengths are those of the eager layers, and the caller's tensors are written in place."""
+    model = _model("gemma2")
+    with register_flattening_functions(patch_transformers=True):
+        program = export_decode(model, EXAMPLE, room=ROOM)
+        for sizes in some_sizes():
+            case = inputs(model, sizes, ROOM)
+            ours, theirs = copy.deepcopy(case), copy.deepcopy(case)
+            with torch.no_grad():
+                found, expected = program(**ours).past_key_values, model(**theirs).past_key_values
+            for mine, eager in zip(found.layers, expected.layers, strict=True):
+                torch.testing.assert_close(mine.keys, eager.keys)
+                torch.testing.assert_close(mine.values, eager.values)
+                assert torch.equal(mine.cumulative_length, eager.cumulative_length)
+                assert getattr(mine, "cumulative_length_int", 0) == getattr(eager, "cumulative_length_int", 0)
+            for given, eager in zip(ours["past_key_values"].layers, expected.layers, strict=True):
+                torch.testing.assert_close(given.keys, eager.keys)
+
+
+def test_the_layers_have_their_own_methods_behind_a_trace():
+    """A model that runs eagerly beside a trace, or after it, runs what transformers wrote."""
+    from transformers.cache_utils import StaticSlidingWindowLayer
+
+    before = dict(vars(StaticSlidingWindowLayer))
+    model = _model("mistral")
+    with register_flattening_functions(patch_transformers=True):
+        export_decode(model, EXAMPLE, room=ROOM)
+        assert dict(vars(StaticSlidingWindowLayer)) == before
+    assert isinstance(StaticCache(config=model.config, max_cache_len=ROOM).layers[0], StaticSlidingWindowLayer)

@@ -1,0 +1,126 @@
+"""One program for all lengths, for models whose own functions loop over tokens, experts, windows or queries."""
+
+import pytest
+import torch
+from transformers import ProphetNetConfig, ProphetNetForCausalLM
+from transformers.cache_utils import Cache
+
+from tests.flatten.huggingface.tracing.one_graph import WINDOW, assert_serves, export_decode, small_model, some_sizes
+from yobx_flatten import Case, DecodeSizes, export_onnx, register_flattening_functions
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(Cache, "get_recurrent_state"),
+    reason="before 5.23 these models loop over experts and tokens in functions of another form",
+)
+
+
+class _Listed(list):
+    """A list that can be the key of a cache."""
+
+    def __hash__(self):
+        return hash(tuple(self))
+
+
+class _Options(dict):
+    """Options that can be the key of a cache."""
+
+    def __hash__(self):
+        return hash(tuple(self))
+
+
+MODELS = {
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        (
+            ("attn_layer_period", 2),
+            ("attn_layer_offset", 1),
+            ("expert_layer_period", 2),
+            ("expert_layer_offset", 1),
+            ("num_experts", 2),
+            ("mamba_d_state", 4),
+            ("mamba_dt_rank", 4),
+            ("use_mamba_kernels", False),
+        ),
+    ),
+    "minimax": (
+        "MiniMaxConfig",
+        "MiniMaxForCausalLM",
+        (
+            ("layer_types", _Listed(["full_attention", "linear_attention"])),
+            ("num_local_experts", 2),
+            ("head_dim", 8),
+            ("block_size", 4),
+        ),
+    ),
+    "zaya": (
+        "ZayaConfig",
+        "ZayaForCausalLM",
+        (("head_dim", 8), ("num_experts", 2), ("num_experts_per_tok", 1)),
+    ),
+}
+EXAMPLE = DecodeSizes(2, WINDOW + 4, 3)
+
+
+EXPERTS = {
+    "dbrx": (
+        "DbrxConfig",
+        "DbrxForCausalLM",
+        (
+            *((name, ...) for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")),
+            ("num_key_value_heads", ...),
+            ("max_position_embeddings", ...),
+            ("d_model", 32),
+            ("n_heads", 4),
+            ("n_layers", 2),
+            ("max_seq_len", 128),
+            ("attn_config", _Options(kv_n_heads=2, rope_theta=10000.0, clip_qkv=8)),
+            ("ffn_config", _Options(hidden_size=32, ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2)),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_have_one_program(name):
+    """A loop over the experts that are hit, which no trace can follow, is a product with all of them."""
+    model = small_model(*EXPERTS[name])
+    with register_flattening_functions(patch_transformers=True):
+        assert_serves(export_decode(model, EXAMPLE), model, some_sizes())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_recurrence_has_one_program(name):
+    """A program exported from three new tokens serves one, two and many: the same state goes on."""
+    model = small_model(*MODELS[name])
+    with register_flattening_functions(patch_transformers=True):
+        assert_serves(export_decode(model, EXAMPLE), model, some_sizes())
+
+
+def test_positions_from_the_mask_have_one_program():
+    """OPT cuts the positions of a padded mask behind the past: one program for one token and many."""
+    model = small_model("OPTConfig", "OPTForCausalLM", (("ffn_dim", 48), ("word_embed_proj_dim", 32)))
+    with register_flattening_functions(patch_transformers=True):
+        assert_serves(export_decode(model, EXAMPLE), model, some_sizes())
+
+
+def test_a_model_that_takes_one_token_at_a_time_keeps_its_example(tmp_path):
+    """ProphetNet refuses several tokens beside a cache, and adds up positions: one program, one token, any past."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "decoder_ffn_dim": 16, "encoder_ffn_dim": 16}
+    layers = {"num_decoder_layers": 1, "num_encoder_layers": 1, "num_decoder_attention_heads": 2}
+    torch.manual_seed(0)
+    config = ProphetNetConfig(**sizes, **layers, num_encoder_attention_heads=2, add_cross_attention=False)
+    model = ProphetNetForCausalLM(config).eval()
+    tokens = torch.randint(4, 32, (3, 9))
+
+    def after(batch, past):
+        cache = None
+        for step in range(past):
+            cache = model(tokens[:batch, step : step + 1], past_key_values=cache, use_cache=True).past_key_values
+        return {"input_ids": tokens[:batch, past : past + 1], "past_key_values": cache, "use_cache": True}
+
+    with torch.no_grad():
+        example, other = after(2, 5), after(3, 8)
+    exported = export_onnx(model, (), example, tmp_path / "model.onnx", cases=[Case("other", (), other)])
+    assert len(exported.report.cases) == 4
+    assert any("input_ids axis 1" in remark for remark in exported.report.remarks)

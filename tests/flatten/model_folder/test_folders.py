@@ -1,0 +1,199 @@
+"""A folder appears when it is proven, holds what tools expect, and says what is in it."""
+
+import errno
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from tests.flatten.model_folder.exported_folders import exported
+from yobx_flatten import (
+    DamagedFileError,
+    FolderExistsError,
+    ForeignFileError,
+    GenerationError,
+    InvalidArgumentError,
+    OnnxGenerator,
+    export_folder,
+    verify_folder,
+)
+from yobx_flatten.model_folder import write
+from yobx_flatten.model_folder.manifest import read_manifest
+from yobx_flatten.model_folder.pieces import decoder_pieces, vision_language_pieces
+from yobx_flatten.model_folder.sidecar_files import genai_config
+from yobx_flatten.model_folder.tasks import task_of
+from yobx_flatten.model_folder.tiny_models import small_config, small_model
+
+
+def test_a_folder_holds_what_tools_expect():
+    """Files, configuration, tokenizer; stored cases do not look like models."""
+    _, folder = exported("mistral")
+    assert sorted(path.name for path in folder.glob("**/*.onnx")) == ["model.onnx"]
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer_config.json", "yobx_flatten.json", "cases"} < names
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["MistralForCausalLM"]
+
+
+def test_inputs_and_outputs_have_the_names_of_other_tools():
+    """Keys and values of each layer in turn, and no counter, although every layer slides."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(exported("mistral")[1] / "model.onnx")
+    cache = [f"{index}.{part}" for index in range(2) for part in ("key", "value")]
+    inputs = ["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{name}" for name in cache)]
+    assert [node.name for node in session.get_inputs()] == inputs
+    assert [node.name for node in session.get_outputs()] == ["logits", *(f"present.{name}" for name in cache)]
+
+
+def test_a_folder_that_holds_something_is_replaced_on_demand_only(tmp_path, monkeypatch):
+    """And stays as it was when the export fails."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine", encoding="utf-8")
+    model = small_model("llama")
+    with pytest.raises(FolderExistsError, match="overwrite=True"):
+        export_folder(model, tmp_path / "out")
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(write, "_export", full)
+    with pytest.raises(OSError, match="No space"):
+        export_folder(model, tmp_path / "out", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "mine.txt").read_text(encoding="utf-8") == "mine"
+
+
+def test_a_fixed_batch_stays_fixed(tmp_path):
+    """The file takes two rows of any length, and says so for three."""
+    model = small_model("llama")
+    export_folder(model, tmp_path / "out", batch=2)
+    generator = OnnxGenerator(tmp_path / "out", threads=1)
+    ids = torch.randint(4, 259, (3, 5), generator=torch.Generator().manual_seed(0))
+    wanted = model.generate(ids[:2], attention_mask=torch.ones(2, 5).long(), max_new_tokens=9, do_sample=False)
+    assert generator.generate(ids[:2], max_new_tokens=9).tolist() == wanted.tolist()
+    with pytest.raises(Exception, match="exported for 2 rows, found 3"):
+        generator.generate(ids, max_new_tokens=9)
+
+
+@pytest.mark.slow
+def test_half_precision_generates_as_its_model_does(tmp_path):
+    """In float16, with the model's own rounding."""
+    done = export_folder(small_model("llama").half(), tmp_path / "out")
+    assert done.verified.ok
+
+
+@pytest.mark.slow
+def test_a_model_without_a_cache_is_one_file(tmp_path):
+    """Replayed in other sizes; there is nothing to generate."""
+    done = export_folder(small_model("bert"), tmp_path / "out")
+    assert done.task == "fill-mask"
+    assert [check.file for check in done.verified.checks] == ["model.onnx"] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("llama", "text-generation"),
+        ("gpt2", "text-generation"),
+        ("t5", "text2text-generation"),
+        ("whisper", "automatic-speech-recognition"),
+        ("llava", "image-text-to-text"),
+        ("bert", "fill-mask"),
+    ],
+)
+def test_a_model_says_what_it_is_for(name, task):
+    """By its class and its configuration."""
+    assert task_of(small_model(name)) == task
+
+
+def test_a_small_configuration_keeps_the_kinds_of_its_layers():
+    """Of five sliding layers and a full one, one of each is left."""
+    config = small_config("gemma3_text")
+    assert set(config.layer_types) == {"sliding_attention", "full_attention"}
+    assert config.sliding_window == 8
+    with pytest.raises(InvalidArgumentError, match="Did you mean llama"):
+        small_config("lama")
+
+
+def test_onnxruntime_genai_gets_a_file_where_it_can_run_the_model():
+    """Names with a place for the layer; none for layers that slide, whose keys it cannot take."""
+    llama, mistral = small_model("llama"), small_model("mistral")
+    inputs = ["input_ids", "attention_mask", "position_ids"]
+    inputs += [f"past_key_values.{index}.{part}" for index in range(2) for part in ("key", "value")]
+    found = genai_config(llama, inputs)
+    assert found["model"]["decoder"]["inputs"]["past_key_names"] == "past_key_values.%d.key"
+    assert found["model"]["decoder"]["head_size"] == 16
+    assert genai_config(mistral, inputs) is None
+    assert genai_config(llama, [*inputs, "past_key_values.length"]) is None
+
+
+def test_the_module_without_a_counter_does_what_the_model_does():
+    """The length of the mask stands in for the number of tokens seen, past the window, too."""
+    model = small_model("mistral")
+    piece = decoder_pieces(model)[0]
+    assert "past_key_values" in piece.kwargs
+    for case in piece.cases:
+        kwargs = case.kwargs
+        with torch.no_grad():
+            found = piece.module(**kwargs)["logits"]
+        assert found.shape[:2] == kwargs["input_ids"].shape
+        assert bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
+def test_image_tokens_that_are_not_masked_as_text_are_refused(name, tmp_path):
+    """A prompt of such a model generates other text with a causal decoder."""
+    from types import SimpleNamespace
+
+    import transformers
+
+    classes = {
+        "gemma3": transformers.Gemma3ForConditionalGeneration,
+        "qwen2_vl": transformers.Qwen2VLForConditionalGeneration,
+    }
+    with pytest.raises(GenerationError, match="token_type_ids, by which image tokens are treated unlike text"):
+        vision_language_pieces(SimpleNamespace(forward=classes[name].forward))
+
+
+def test_what_is_no_exported_folder_is_refused(tmp_path):
+    """Not there, of another tool, of a newer version, damaged."""
+    with pytest.raises(ForeignFileError, match="There is no folder"):
+        verify_folder(tmp_path / "nowhere")
+    with pytest.raises(ForeignFileError, match=r"holds no yobx_flatten\.json"):
+        verify_folder(tmp_path)
+    (tmp_path / "yobx_flatten.json").write_text('{"format_version": 99}', encoding="utf-8")
+    with pytest.raises(ForeignFileError, match="newer version"):
+        read_manifest(tmp_path)
+    (tmp_path / "yobx_flatten.json").write_text('{"format_version": 1}', encoding="utf-8")
+    with pytest.raises(DamagedFileError, match="is damaged"):
+        read_manifest(tmp_path)
+
+
+def test_arguments_that_mean_nothing_are_refused(tmp_path):
+    """Before anything is exported."""
+    model = small_model("llama")
+    with pytest.raises(InvalidArgumentError, match='to must be "onnx" or "program"'):
+        export_folder(model, tmp_path / "out", to="tflite")
+    with pytest.raises(InvalidArgumentError, match="no kernels in onnxruntime"):
+        export_folder(small_model("llama").bfloat16(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_leaves_nothing(tmp_path):
+    """A file system of 300 KB, where the first file does not fit."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = f"mount -t tmpfs -o size=300k tmpfs {place}"
+    if sys.platform != "linux" or subprocess.run(["unshare", "-rm", "sh", "-c", mount], check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    command = f"{mount} && {sys.executable} -m yobx_flatten export llama -o {place}/out; echo $?; ls -A {place}"
+    shown = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, check=False)
+    assert shown.stdout == "2\n"
+    assert shown.stderr.splitlines()[-1].startswith("yobx-flatten: the disk is full")

@@ -1,0 +1,92 @@
+"""Folders of models that read sound or images, and of those that have no folder: a reason in one line."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+import transformers
+
+from yobx_flatten import DecodeSizes, GenerationError, InvalidArgumentError, decode_inputs, export_folder
+from yobx_flatten.huggingface.cases import why_not_resizable
+from yobx_flatten.model_folder.tasks import pieces_for
+from yobx_flatten.model_folder.tiny_models import small_config, small_model
+
+
+def speech_model():
+    """Frame by frame, with few filters."""
+    config = small_config("wav2vec2")
+    config.conv_dim, config.num_conv_pos_embeddings, config.num_conv_pos_embedding_groups = (32,) * 7, 16, 4
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.Wav2Vec2ForCTC(config).eval()
+
+
+def outputs_of(folder, name, value):
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(["logits"], {name: value.numpy()})[0])
+
+
+def test_speech_recognition_without_a_decoder_is_one_file_for_any_length(tmp_path):
+    """Of a length and a batch that no case has, in onnxruntime, as eager."""
+    model = speech_model()
+    done = export_folder(model, tmp_path / "out")
+    assert (done.task, done.verified.ok) == ("ctc", True)
+    sound = torch.randn(4, 6007, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = model(sound).logits
+    torch.testing.assert_close(outputs_of(tmp_path / "out", "input_values", sound), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_of_images_is_one_file(tmp_path):
+    """For any number of them, as eager."""
+    config = small_config("vit")
+    torch.manual_seed(0)
+    model = transformers.ViTForImageClassification(config).eval()
+    assert export_folder(model, tmp_path / "out").task == "image-classification"
+    images = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = model(pixel_values=images).logits
+    torch.testing.assert_close(outputs_of(tmp_path / "out", "pixel_values", images), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("speech_to_text", "reads sound in another form than Whisper: its configuration has no num_mel_bins"),
+        ("mamba", "takes no past_key_values"),
+    ],
+)
+def test_a_model_that_no_folder_is_known_for_is_refused_with_the_reason(name, words):
+    """Not by an error of its inside. Seamless's sound is of the first kind, and takes long to build."""
+    with pytest.raises(GenerationError, match=words):
+        pieces_for(small_model(name), "auto")
+
+
+def test_a_small_model_leaves_alone_what_its_configuration_works_out():
+    """`layer_types` of Mamba, `head_dim` of Falcon: properties, which transformers logs a whole configuration for."""
+    assert small_config("mamba").num_hidden_layers == 2
+    assert small_config("falcon").head_dim == 16
+
+
+def test_a_small_model_that_cannot_be_made_is_refused_in_one_line():
+    """With the reason of the configuration."""
+    with pytest.raises(
+        InvalidArgumentError, match=r"A small clap cannot be made: .*num_attention_heads.* Name a folder"
+    ):
+        small_model("clap")
+
+
+def test_decode_inputs_of_an_encoder_that_hears_say_what_to_do():
+    """It ended in a TypeError of Whisper's encoder; other sizes for a replay are not known either."""
+    model = small_model("whisper")
+    with pytest.raises(InvalidArgumentError, match=r"reads input_features.*\n.*record_calls") as raised:
+        decode_inputs(model, DecodeSizes())
+    assert "WhisperForConditionalGeneration" in str(raised.value)
+    kwargs = {"encoder_outputs": None, "decoder_input_ids": torch.zeros(1, 1).long()}
+    assert why_not_resizable(model, kwargs) == "its encoder reads input_features"
+    assert why_not_resizable(small_model("t5"), kwargs) is None

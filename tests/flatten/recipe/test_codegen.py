@@ -1,0 +1,289 @@
+"""Generated functions read and set every attribute once, by name, and a traceback shows their lines."""
+
+import dataclasses
+import enum
+import inspect
+import math
+import traceback
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+
+from yobx_flatten import register_class_flattening, unregister_class_flattening
+from yobx_flatten.errors import InvalidRegistrationError, StaticDataError, UnsetFieldError
+from yobx_flatten.recipe.codegen import builtin_base, checked, functions_from_fields, run_source, snake_case
+
+
+class Cell:
+    def __init__(self, hidden, state, size=3):
+        self.hidden, self.state, self.size = hidden, state, size
+
+
+class Slotted:
+    __slots__ = ("a", "b")
+
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    a: Any
+    b: Any
+
+
+class Guarded:
+    """Refuses to be constructed, and to be changed."""
+
+    def __init__(self):
+        raise TypeError("use Guarded.make")
+
+    def __new__(cls):
+        raise TypeError("use Guarded.make")
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"{name} is read-only")
+
+    @classmethod
+    def make(cls, a, b):
+        guarded = object.__new__(cls)
+        vars(guarded).update(a=a, b=b)
+        return guarded
+
+
+class Mode(enum.Enum):
+    TRAIN = 1
+
+
+@pytest.mark.parametrize(
+    ("name", "spelt"),
+    [
+        ("HiddenState", "hidden_state"),
+        ("BaseModelOutput", "base_model_output"),
+        ("CausalLMOutputWithPast", "causal_lm_output_with_past"),
+        ("UNet2DOutput", "u_net2_d_output"),
+        ("Point", "point"),
+        ("_Private", "_private"),
+        ("already_snake", "already_snake"),
+        ("A B", "a_b"),
+        ("Pair[int]", "pair_int_"),
+    ],
+)
+def test_a_class_name_is_spelt_as_a_function_name(name, spelt):
+    """Words are split before capitals; runs of capitals are one word."""
+    assert snake_case(name) == spelt
+
+
+def test_the_source_names_every_attribute_once():
+    """What stands in a traceback is the code one would write by hand."""
+    flatten, flatten_with_keys, unflatten = functions_from_fields(Cell, ["hidden", "state"])
+    assert inspect.getsource(flatten) == "def flatten_cell(obj):\n    return [obj.hidden, obj.state], NAMES\n"
+    assert inspect.getsource(flatten_with_keys) == (
+        "def flatten_with_keys_cell(obj):\n    return [(KEY_0, obj.hidden), (KEY_1, obj.state)], NAMES\n"
+    )
+    assert inspect.getsource(unflatten) == (
+        "def unflatten_cell(children, static, output_type=None):\n"
+        "    obj = builtin.__new__(cls)\n"
+        "    obj.hidden, obj.state, = children\n"
+        "    return obj\n"
+    )
+
+
+def test_a_traceback_shows_the_line():
+    """An attribute that is missing is found in the line that reads it."""
+    flatten, _, _ = functions_from_fields(Cell, ["hidden", "state"])
+    cell = Cell(1, 2)
+    del cell.state
+    with pytest.raises(AttributeError, match="'Cell' object has no attribute 'state'") as caught:
+        flatten(cell)
+    frame = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert (frame.name, frame.line) == ("flatten_cell", "return [obj.hidden, obj.state], NAMES")
+
+
+def test_two_classes_of_one_name_keep_their_own_sources():
+    """Local classes share a qualified name; the second source does not hide the first."""
+
+    def local(names):
+        class Local:
+            pass
+
+        return functions_from_fields(Local, names)[0]
+
+    first, second, again = local(["a"]), local(["b"]), local(["a"])
+    assert "obj.a" in inspect.getsource(first)
+    assert "obj.b" in inspect.getsource(second)
+    assert first.__code__.co_filename == again.__code__.co_filename
+
+
+def test_children_and_static_data_are_told_apart():
+    """The static part repeats the names of the children, and holds the values of the static attributes."""
+    flatten, flatten_with_keys, unflatten = functions_from_fields(Cell, ["hidden", "state"], ["size"])
+    assert flatten(Cell(1, 2)) == ([1, 2], [["hidden", "state"], [3]])
+    assert flatten_with_keys(Cell(1, 2)) == (
+        [(pytree.GetAttrKey("hidden"), 1), (pytree.GetAttrKey("state"), 2)],
+        [["hidden", "state"], [3]],
+    )
+    assert vars(unflatten([4, 5], [["hidden", "state"], [6]])) == {"hidden": 4, "state": 5, "size": 6}
+
+
+def test_the_static_part_may_do_without_the_names():
+    """It is a tuple then, which hashes, or nothing at all."""
+    flatten, _, unflatten = functions_from_fields(Cell, ["hidden", "state"], ["size"], names_in_static=False)
+    assert flatten(Cell(1, 2)) == ([1, 2], (3,))
+    assert vars(unflatten([4, 5], (6,))) == {"hidden": 4, "state": 5, "size": 6}
+    assert functions_from_fields(Cell, ["hidden"], names_in_static=False)[0](Cell(1, 2)) == ([1], None)
+
+
+@pytest.mark.parametrize(
+    "obj", [Slotted(1, 2), Frozen(1, 2), Guarded.make(1, 2)], ids=lambda value: type(value).__name__
+)
+def test_an_object_is_rebuilt_without_code_of_its_class(obj):
+    """Slots, frozen, and a class whose constructor and setter refuse: each comes back with its attributes."""
+    flatten, _, unflatten = functions_from_fields(type(obj), ["a", "b"])
+    rebuilt = unflatten(*flatten(obj))
+    assert (type(rebuilt), rebuilt.a, rebuilt.b) == (type(obj), 1, 2)
+
+
+def test_a_subclass_of_a_builtin_is_allocated_by_the_builtin():
+    """`object.__new__` refuses a dict."""
+    assert builtin_base(type("State", (dict,), {})) is dict
+    assert builtin_base(Guarded) is object
+
+
+@pytest.mark.parametrize("children", [[1], [1, 2, 3], []])
+@pytest.mark.parametrize("cls", [Cell, Frozen])
+def test_another_number_of_children_is_refused(cls, children):
+    """Too few or too many children never make an object with attributes missing."""
+    _, _, unflatten = functions_from_fields(cls, ["a", "b"])
+    with pytest.raises(ValueError, match="values to unpack"):
+        unflatten(children, ["a", "b"])
+
+
+def test_a_class_without_children_takes_none():
+    """An object of static data only is rebuilt from no children, and from no others."""
+    flatten, _, unflatten = functions_from_fields(Cell, [], ["size"])
+    assert flatten(Cell(1, 2)) == ([], [[], [3]])
+    assert vars(unflatten([], [[], [7]])) == {"size": 7}
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        unflatten([1], [[], [7]])
+
+
+@pytest.mark.parametrize("name", ["a b", "class", "", "a.b", "0"])
+def test_what_is_no_name_of_an_attribute_is_refused(name):
+    """It would end in the source: the message quotes it."""
+    with pytest.raises(InvalidRegistrationError, match=r"is not the name of an attribute") as caught:
+        functions_from_fields(Cell, ["hidden", name])
+    assert repr(name) in str(caught.value)
+
+
+def test_a_name_given_twice_is_refused():
+    """A child that is static data as well would be set twice."""
+    with pytest.raises(InvalidRegistrationError, match=r"'size' of .*Cell is given twice"):
+        functions_from_fields(Cell, ["size"], ["size"])
+
+
+def test_an_instance_is_refused():
+    """The message asks whether its class was meant."""
+    with pytest.raises(InvalidRegistrationError, match=r"Did you mean type\(obj\), the class Cell\?"):
+        functions_from_fields(Cell(1, 2), ["hidden"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        "a",
+        -0.0,
+        math.nan,
+        math.inf,
+        Mode.TRAIN,
+        (1, "a"),
+        torch.float16,
+        torch.Size([1]),
+        Frozen,
+    ],
+    ids=repr,
+)
+def test_static_data_passes(value):
+    """The value itself comes out, the first time and every other."""
+    assert checked(value, "Cell.size") is value
+    assert checked(value, "Cell.size") is value
+
+
+@pytest.mark.parametrize("value", [["a"], {"a": [1]}, ([1], 2), {1, 2}, OrderedDict(a=[1])], ids=repr)
+def test_static_data_that_changes_is_copied(value):
+    """Who appends to a list of his own does not change a program that was exported with it."""
+    copied = checked(value, "Cell.size")
+    assert type(copied) is type(value)
+    assert copied == value
+    assert copied is not value
+    inner = copied["a"] if isinstance(copied, dict) else copied[0] if isinstance(copied, tuple) else copied
+    inner.clear()
+    assert value in (["a"], {"a": [1]}, ([1], 2), {1, 2})
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (torch.zeros(1), r"the Tensor tensor\(\[0.\]\) at Cell.size,"),
+        ({"a": [torch.zeros(1)]}, r"the Tensor tensor\(\[0.\]\) at Cell.size\['a'\]\[0\],"),
+        (lambda: None, r"the function <function .* at Cell.size,"),
+        (float("nan") * -1, r"the float nan at Cell.size, which is not equal to itself"),
+    ],
+    ids=["tensor", "nested tensor", "lambda", "another NaN"],
+)
+def test_flatten_names_the_attribute_that_is_no_static_data(value, found):
+    """A tensor, what nobody could store, and what would not be equal after a trip through a file."""
+    flatten, flatten_with_keys, _ = functions_from_fields(Cell, ["hidden"], ["size"])
+    for function in (flatten, flatten_with_keys):
+        with pytest.raises(StaticDataError, match=found):
+            function(Cell(1, 2, value))
+
+
+def test_a_source_is_run_in_the_scope_it_is_given():
+    """What it defines stands beside what it uses."""
+    scope = {"two": 2}
+    run_source("<functions of a test", "def double(x):\n    return two * x\n", scope)
+    assert scope["double"](4) == 8
+    assert inspect.getsource(scope["double"]) == "def double(x):\n    return two * x\n"
+
+
+def test_a_program_takes_generated_functions_apart():
+    """`torch.export`, strict and not, traces through them."""
+
+    class Half(torch.nn.Module):
+        def forward(self, frozen):
+            return Frozen(frozen.a / 2, frozen.b)
+
+    flatten, flatten_with_keys, unflatten = functions_from_fields(Frozen, ["a", "b"])
+    register_class_flattening(Frozen, flatten, unflatten, flatten_with_keys)
+    try:
+        example = Frozen(torch.ones(2), torch.zeros(3))
+        for strict in (False, True):
+            program = torch.export.export(Half(), (example,), strict=strict)
+            assert torch.equal(program.module()(example).a, torch.full((2,), 0.5))
+    finally:
+        unregister_class_flattening(Frozen)
+
+
+def test_a_slot_that_was_never_set_is_named():
+    """The error is one of ours, and still the AttributeError that Python raises; the line sets the slot."""
+    flatten, flatten_with_keys, _ = functions_from_fields(Slotted, ["a"], ["b"])
+    obj = object.__new__(Slotted)
+    obj.a = 1
+    for function in (flatten, flatten_with_keys):
+        with pytest.raises(UnsetFieldError, match=r"Slotted\.b was never set(.|\n)*\n    self\.b = None") as caught:
+            function(obj)
+        assert isinstance(caught.value, AttributeError)
+
+
+@pytest.mark.parametrize("name", ["A B", "Pair[int]", "x;y", "1st", "π-x", "class", "line\nbreak"])
+def test_a_class_may_bear_any_name(name):
+    """`type` takes whatever it is given; the functions are named after it as far as Python's names go."""
+    cls = type(name, (Cell,), {})
+    flatten, _, unflatten = functions_from_fields(cls, ["hidden", "state"], ["size"])
+    assert vars(unflatten(*flatten(cls(1, 2)))) == {"hidden": 1, "state": 2, "size": 3}

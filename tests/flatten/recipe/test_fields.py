@@ -1,0 +1,540 @@
+"""Functions read off a class take its instances apart by their fields or keys, and put them together untouched."""
+
+import dataclasses
+import inspect
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+
+from yobx_flatten import register, register_class_flattening, unregister_class_flattening
+from yobx_flatten.errors import InvalidRegistrationError, StaticDataError
+from yobx_flatten.recipe.fields import functions_of, is_mapping_like, recipe_of
+
+
+@dataclasses.dataclass
+class Point:
+    x: Any
+    y: Any = None
+    count: ClassVar[int] = 0
+
+
+@dataclasses.dataclass
+class Named:
+    value: Any
+    name: str = dataclasses.field(default="", metadata={"static": True})
+
+
+@dataclasses.dataclass
+class OnlyStatic:
+    name: str = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Checked:
+    x: Any
+    double: Any = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        if not isinstance(self.x, int):
+            raise TypeError("x must be an integer")
+        self.double = 2 * self.x
+
+
+@dataclasses.dataclass
+class Empty:
+    pass
+
+
+class Mapping:
+    """Has `keys` and `values`, and is no dict."""
+
+    def __init__(self, **items):
+        self.items_ = items
+
+    def keys(self):
+        return self.items_.keys()
+
+    def values(self):
+        return self.items_.values()
+
+
+class State(dict):
+    pass
+
+
+@dataclasses.dataclass
+class Odd:
+    """Every way to write a field that is not a plain one."""
+
+    seed: dataclasses.InitVar[int]
+    x: Any = dataclasses.field(kw_only=True)
+    made: Any = dataclasses.field(init=False, default=None)
+    listed: list = dataclasses.field(default_factory=list, repr=False, compare=False)
+    size: int = dataclasses.field(default=1, kw_only=True, metadata={"static": True})
+    shared: ClassVar[int] = 5
+
+    def __post_init__(self, seed):
+        self.made = seed
+
+
+@dataclasses.dataclass
+class Child(Point):
+    z: Any = None
+    x: Any = dataclasses.field(default=0, metadata={"static": True})
+
+
+class Slots:
+    __slots__ = ("__hidden", "__weakref__", "a")
+
+    def __init__(self, a, hidden):
+        self.a, self.__hidden = a, hidden
+
+    @property
+    def hidden(self):
+        return self.__hidden
+
+
+class MoreSlots(Slots):
+    __slots__ = "b"
+
+
+class ForJax:
+    """Written for `jax.tree_util.register_pytree_node_class`."""
+
+    def __init__(self, data, shape):
+        self.data, self.shape = data, shape
+
+    def tree_flatten(self):
+        return (self.data,), self.shape
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        return cls(*children, static)
+
+
+class Key:
+    """Looks like `jax.tree_util.GetAttrKey`."""
+
+    def __init__(self, name):
+        self.name = name
+
+
+class ForJaxWithKeys(ForJax):
+    def tree_flatten_with_keys(self):
+        return ((Key("data"), self.data),), self.shape
+
+
+class Named2(NamedTuple):
+    a: Any
+
+
+def test_functions_are_named_after_the_class():
+    """The documented names, and a docstring."""
+    functions = functions_of(State)
+    assert [f.__name__ for f in functions] == ["flatten_state", "flatten_with_keys_state", "unflatten_state"]
+    assert [f.__doc__ for f in functions] == ["flatten for State", "flatten_with_keys for State", "unflatten for State"]
+
+
+@pytest.mark.parametrize(("cls", "answer"), [(State, True), (Mapping, True), (Point, False), (list, False)])
+def test_a_class_with_keys_and_values_is_mapping_like(cls, answer):
+    """Both methods are needed, on the class."""
+    assert is_mapping_like(cls) is answer
+
+
+def test_a_dict_subclass_comes_apart_by_its_keys():
+    """Children are the values, in order, and the static part is the keys."""
+    flatten, flatten_with_keys, unflatten = functions_of(State)
+    state = State(b=1, a=2)
+    assert flatten(state) == ([1, 2], ["b", "a"])
+    assert flatten_with_keys(state) == ([(pytree.MappingKey("b"), 1), (pytree.MappingKey("a"), 2)], ["b", "a"])
+    rebuilt = unflatten([3, 4], ["b", "a"])
+    assert (type(rebuilt), list(rebuilt.items())) == (State, [("b", 3), ("a", 4)])
+
+
+def test_a_dict_subclass_keeps_keys_that_are_no_names():
+    """Integers and tuples are keys, too."""
+    flatten, _, unflatten = functions_of(State)
+    state = State({0: "a", (1, 2): "b"})
+    assert unflatten(*flatten(state)) == state
+
+
+def test_a_mapping_that_is_no_dict_is_built_from_names():
+    """Its constructor is given the items as keyword arguments."""
+    flatten, _, unflatten = functions_of(Mapping)
+    rebuilt = unflatten(*flatten(Mapping(a=1, b=2)))
+    assert (type(rebuilt), rebuilt.items_) == (Mapping, {"a": 1, "b": 2})
+
+
+def test_a_dataclass_comes_apart_by_its_fields():
+    """Children are the fields, `None` included, so that the structure does not depend on the data."""
+    flatten, flatten_with_keys, unflatten = functions_of(Point)
+    assert flatten(Point(1)) == ([1, None], ["x", "y"])
+    assert flatten_with_keys(Point(1, 2)) == ([(pytree.GetAttrKey("x"), 1), (pytree.GetAttrKey("y"), 2)], ["x", "y"])
+    assert unflatten([3, 4], ["x", "y"]) == Point(3, 4)
+
+
+def test_a_static_field_is_static_data():
+    """A field with `metadata={"static": True}` is not among the children, and comes back."""
+    flatten, _, unflatten = functions_of(Named)
+    children, static = flatten(Named(1, "one"))
+    assert children == [1]
+    assert static != flatten(Named(1, "two"))[1]
+    assert unflatten([5], static) == Named(5, "one")
+
+
+@pytest.mark.parametrize(
+    ("obj", "children"),
+    [(Frozen(1, 2), [1, 2]), (OnlyStatic("a"), []), (Empty(), []), (Named(7), [7])],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_kind_of_dataclass_comes_back(obj, children):
+    """Frozen, slotted, with static fields only, with none at all."""
+    flatten, _, unflatten = functions_of(type(obj))
+    found, static = flatten(obj)
+    rebuilt = unflatten(found, static)
+    assert (found, type(rebuilt), rebuilt) == (children, type(obj), obj)
+
+
+def test_a_dataclass_is_rebuilt_without_its_constructor():
+    """`__post_init__` may refuse the placeholders of a trace, or compute anew what is there: it is not asked."""
+    flatten, _, unflatten = functions_of(Checked)
+    assert flatten(Checked(2)) == ([2, 4], ["x", "double"])
+    rebuilt = unflatten(["placeholder", 9], ["x", "double"])
+    assert (rebuilt.x, rebuilt.double) == ("placeholder", 9)
+
+
+def test_children_may_be_any_iterable():
+    """torch hands over lists, tuples and generators."""
+    _, _, unflatten = functions_of(Point)
+    assert unflatten((value for value in (1, 2)), ["x", "y"]) == Point(1, 2)
+
+
+@pytest.mark.parametrize("cls", [Point, State])
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_children_is_refused(cls, count):
+    """Too few or too many children never make an object with fields missing."""
+    _, _, unflatten = functions_of(cls)
+    with pytest.raises(ValueError, match=r"zip|values to unpack"):
+        unflatten(list(range(count)), ["x", "y"])
+
+
+def test_tensors_are_not_copied():
+    """The very tensors come back."""
+    flatten, _, unflatten = functions_of(Point)
+    point = Point(torch.zeros(2), torch.ones(2))
+    rebuilt = unflatten(*flatten(point))
+    assert rebuilt.x is point.x
+    assert rebuilt.y is point.y
+
+
+def test_every_way_to_write_a_field_comes_back():
+    """`init=False`, `kw_only`, defaults and `compare=False` are fields; `InitVar` and `ClassVar` are none."""
+    flatten, _, unflatten = functions_of(Odd)
+    odd = Odd(7, x=1, size=4)
+    assert flatten(odd) == ([1, 7, []], [["x", "made", "listed"], [4]])
+    assert vars(unflatten(*flatten(odd))) == {"x": 1, "made": 7, "listed": [], "size": 4}
+
+
+def test_a_subclass_brings_the_fields_of_its_bases():
+    """In the order of the dataclass, and what the subclass says of a field counts."""
+    flatten, _, unflatten = functions_of(Child)
+    assert flatten(Child(x=1, y=2, z=3)) == ([2, 3], [["y", "z"], [1]])
+    assert unflatten([2, 3], [["y", "z"], [1]]) == Child(x=1, y=2, z=3)
+
+
+def test_a_static_field_that_holds_a_tensor_is_named():
+    """At flatten, since nothing else was seen of the class before."""
+    flatten, _, _ = functions_of(Named)
+    with pytest.raises(StaticDataError, match=r"the Tensor tensor\(\[1.\]\) at Named.name\['a'\],"):
+        flatten(Named(1, {"a": torch.ones(1)}))
+
+
+@pytest.mark.parametrize("cls", [Slots, MoreSlots])
+def test_a_class_of_slots_comes_apart_by_them(cls):
+    """Those of its bases first; private names as the instance spells them; `__weakref__` is none."""
+    flatten, flatten_with_keys, unflatten = functions_of(cls)
+    obj = cls("a", "hidden")
+    names = ["_Slots__hidden", "a"]
+    if cls is MoreSlots:
+        obj.b = "b"
+        names.append("b")
+    assert flatten(obj) == (["hidden", "a", "b"][: len(names)], names)
+    assert [key.name for key, _ in flatten_with_keys(obj)[0]] == names
+    rebuilt = unflatten(*flatten(obj))
+    assert (type(rebuilt), rebuilt.a, rebuilt.hidden) == (cls, "a", "hidden")
+
+
+def test_a_class_of_slots_with_a_dict_is_refused():
+    """What else it holds is not known from the class."""
+    with pytest.raises(InvalidRegistrationError, match="nothing but __slots__"):
+        functions_of(type("Open", (Slots,), {}))
+
+
+def test_a_class_written_for_jax_comes_apart_by_its_methods():
+    """Children become a list, and go in as a tuple behind the static part."""
+    flatten, flatten_with_keys, unflatten = functions_of(ForJax)
+    assert flatten(ForJax(1, (2, 3))) == ([1], (2, 3))
+    assert flatten_with_keys(ForJax(1, (2, 3))) == ([(pytree.SequenceKey(0), 1)], (2, 3))
+    assert vars(unflatten([5], (2, 3))) == {"data": 5, "shape": (2, 3)}
+
+
+def test_keys_of_jax_become_keys_of_torch():
+    """`tree_flatten_with_keys` names the children."""
+    assert functions_of(ForJaxWithKeys)[1](ForJaxWithKeys(1, 2)) == ([(pytree.GetAttrKey("data"), 1)], 2)
+
+
+def test_a_class_with_keys_only_comes_apart_without_them_too():
+    """`tree_flatten` is not needed beside `tree_flatten_with_keys`."""
+    names = ["__init__", "tree_unflatten", "tree_flatten_with_keys"]
+    cls = type("OnlyKeys", (), {name: inspect.getattr_static(ForJaxWithKeys, name) for name in names})
+    flatten, flatten_with_keys, unflatten = functions_of(cls)
+    obj = unflatten([5], (2,))
+    assert flatten(obj) == ([5], (2,))
+    assert flatten_with_keys(obj) == ([(pytree.GetAttrKey("data"), 5)], (2,))
+
+
+def test_a_named_tuple_needs_no_registration():
+    """The message says so, and gives the line that saving wants."""
+    with pytest.raises(InvalidRegistrationError, match="torch, optree and JAX take apart by themselves") as caught:
+        functions_of(Named2)
+    assert "torch.utils._pytree._register_namedtuple(Named2, serialized_type_name=" in str(caught.value)
+
+
+def test_a_recipe_holds_the_functions():
+    """With keys, and the class's own name for stored programs."""
+    recipe = recipe_of(Point)
+    assert recipe.flatten(Point(1, 2)) == ([1, 2], ["x", "y"])
+    assert (recipe.cls, recipe.name) == (Point, f"yobx_flatten:{__name__}.Point")
+
+
+@pytest.mark.parametrize("cls", [object, int, type("Plain", (), {})], ids=lambda cls: cls.__name__)
+def test_a_class_without_fields_is_refused(cls):
+    """The message names the class and the call that takes functions written by hand."""
+    with pytest.raises(InvalidRegistrationError) as caught:
+        functions_of(cls)
+    assert f"{cls.__qualname__} is neither a dataclass nor has keys() and values()" in str(caught.value)
+    assert f"\n    register_class_flattening({cls.__qualname__}, f, u, k)" in str(caught.value)
+
+
+def test_an_instance_is_refused():
+    """The message asks whether its class was meant."""
+    with pytest.raises(InvalidRegistrationError, match=r"Did you mean type\(obj\), the class Point\?"):
+        functions_of(Point(1))
+
+
+def test_a_model_output_comes_apart_by_the_fields_that_are_set():
+    """A `ModelOutput` lists only what is not `None`, and comes back as what it was."""
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    flatten, flatten_with_keys, unflatten = functions_of(outputs.BaseModelOutput)
+    hidden, states = torch.zeros(1), (torch.ones(1),)
+    output = outputs.BaseModelOutput(last_hidden_state=hidden, hidden_states=states)
+    children, static = flatten(output)
+    assert children[0] is hidden
+    assert (len(children), static) == (2, ["last_hidden_state", "hidden_states"])
+    assert [str(key) for key, _ in flatten_with_keys(output)[0]] == ["['last_hidden_state']", "['hidden_states']"]
+    rebuilt = unflatten(children, static)
+    assert (type(rebuilt), list(rebuilt.keys()), rebuilt.attentions) == (outputs.BaseModelOutput, static, None)
+
+
+@pytest.fixture
+def attrs_classes():
+    attrs = pytest.importorskip("attrs", reason="attrs writes the classes")
+
+    @attrs.define
+    class Defined:
+        x: Any
+        _hidden: Any = attrs.field(alias="secret", default=None)
+        size: int = attrs.field(default=1, metadata={"static": True}, converter=int)
+        made: Any = attrs.field(init=False, factory=list)
+
+    @attrs.frozen(slots=False)
+    class Frozen:
+        x: Any
+        _hidden: Any
+        size: int = attrs.field(default=1, metadata={"static": True})
+        made: Any = None
+
+        def __attrs_post_init__(self):
+            if not isinstance(self.x, int):
+                raise TypeError("x must be an integer")
+
+    return [Defined(1, secret=2, size="3"), Frozen(1, 2, 3)]
+
+
+def test_an_attrs_class_comes_apart_by_its_attributes(attrs_classes):
+    """Slots or none, frozen or not; a private attribute by its own name, not by that of the parameter."""
+    for obj in attrs_classes:
+        flatten, _, unflatten = functions_of(type(obj))
+        children, static = flatten(obj)
+        assert static == [["x", "_hidden", "made"], [3]]
+        assert children == [1, 2, obj.made]
+        assert unflatten(children, static) == obj
+        assert unflatten(["placeholder", 2, None], static).x == "placeholder"
+
+
+@pytest.fixture
+def pydantic():
+    return pytest.importorskip("pydantic", reason="pydantic writes the models")
+
+
+def test_a_pydantic_model_comes_back_with_all_it_holds(pydantic):
+    """Fields, extra values and private attributes are children; which fields were set is remembered."""
+
+    class Model(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(arbitrary_types_allowed=True, extra="allow", frozen=True)
+        x: torch.Tensor
+        y: Any = None
+        size: int = pydantic.Field(3, json_schema_extra={"static": True})
+        _seen: Any = pydantic.PrivateAttr(default=0)
+
+    flatten, flatten_with_keys, unflatten = functions_of(Model)
+    model = Model(x=torch.zeros(2), other=torch.ones(1))
+    model._seen = 5
+    children, static = flatten(model)
+    assert (children[0] is model.x, children[1:]) == (True, [None, torch.ones(1), 5])
+    assert [key.name for key, _ in flatten_with_keys(model)[0]] == ["x", "y", "other", "_seen"]
+    assert static == {
+        "names": ["x", "y"],
+        "static": [3],
+        "set": ["other", "x"],
+        "extra": ["other"],
+        "private": ["_seen"],
+    }
+    rebuilt = unflatten(children, static)
+    assert (type(rebuilt), rebuilt.size, rebuilt._seen, rebuilt.other.item()) == (Model, 3, 5, 1)
+    assert rebuilt.model_fields_set == {"x", "other"}
+    assert rebuilt.x is model.x
+
+
+def test_a_pydantic_model_is_rebuilt_without_validation(pydantic):
+    """Placeholders of a trace are no integers."""
+
+    class Model(pydantic.BaseModel):
+        x: int
+
+    flatten, _, unflatten = functions_of(Model)
+    model = Model(x=1)
+    rebuilt = unflatten(*flatten(model))
+    assert rebuilt == model
+    assert unflatten(["placeholder"], flatten(model)[1]).x == "placeholder"
+    assert functions_of(pydantic.RootModel[int])[0](pydantic.RootModel[int](3))[0] == [3]
+
+
+def test_a_pydantic_root_model_comes_back(pydantic):
+    """It holds one field and has no place for more."""
+    model = pydantic.RootModel[list[int]]([1, 2])
+    flatten, _, unflatten = functions_of(type(model))
+    assert unflatten(*flatten(model)) == model
+
+
+def test_a_static_field_of_a_pydantic_model_is_checked(pydantic):
+    """A tensor there is named with its field."""
+
+    class Model(pydantic.BaseModel):
+        size: Any = pydantic.Field(json_schema_extra={"static": True})
+
+    with pytest.raises(StaticDataError, match=r"the Tensor tensor\(\[1.\]\) at .*Model.size,"):
+        functions_of(Model)[0](Model(size=torch.ones(1)))
+
+
+def test_a_flax_dataclass_comes_apart_by_its_fields():
+    """`pytree_node=False` is flax's word for static."""
+    struct = pytest.importorskip("flax.struct", reason="flax writes the class")
+
+    @struct.dataclass
+    class TrainState:
+        params: Any
+        step: int = struct.field(pytree_node=False, default=0)
+
+    flatten, _, unflatten = functions_of(TrainState)
+    state = TrainState({"w": 1}, 3)
+    assert flatten(state) == ([{"w": 1}], [["params"], [3]])
+    assert unflatten(*flatten(state)) == state
+
+
+def test_an_equinox_module_comes_apart_by_its_fields():
+    """`eqx.field(static=True)` is static; `__init__` and `__check_init__` are not called."""
+    equinox = pytest.importorskip("equinox", reason="equinox writes the class")
+
+    class Scale(equinox.Module):
+        weight: Any
+        power: int = equinox.field(static=True)
+
+        def __init__(self, power):
+            self.weight, self.power = 2.0, power
+
+    flatten, _, unflatten = functions_of(Scale)
+    assert flatten(Scale(3)) == ([2.0], [["weight"], [3]])
+    rebuilt = unflatten([5.0], [["weight"], [4]])
+    assert (type(rebuilt), rebuilt.weight, rebuilt.power) == (Scale, 5.0, 4)
+
+
+@pytest.mark.parametrize("mappable", [False, True])
+def test_a_chex_dataclass_comes_apart_by_its_fields(mappable):
+    """Also one that has the methods of a mapping."""
+    chex = pytest.importorskip("chex", reason="chex writes the class")
+
+    class Params:
+        w: Any
+        b: Any = None
+
+    cls = chex.dataclass(Params, mappable_dataclass=mappable)
+    flatten, _, unflatten = functions_of(cls)
+    obj = cls(w=1, b=2)
+    assert flatten(obj) == ([1, 2], ["w", "b"])
+    assert unflatten(*flatten(obj)) == obj
+
+
+def objects_of_every_kind():
+    """Tensors inside, one object per reader; JAX takes floats in their place."""
+    attrs = pytest.importorskip("attrs", reason="attrs writes one class")
+    pydantic = pytest.importorskip("pydantic", reason="pydantic writes one class")
+
+    @attrs.frozen
+    class Attrs:
+        x: Any
+        mode: str = attrs.field(default="fast", metadata={"static": True})
+
+    class Model(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(arbitrary_types_allowed=True)
+        x: Any
+        mode: str = pydantic.Field("fast", json_schema_extra={"static": True})
+        _seen: Any = pydantic.PrivateAttr(default=0.0)
+
+    return [
+        lambda x: Attrs(x),
+        lambda x: Model(x=x),
+        lambda x: Named(x, "fast"),
+        lambda x: State(x=x),
+        lambda x: type("Slotted", (Slots,), {"__slots__": ()})(x, None),
+    ]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_functions_of_every_reader_pass_the_check(number):
+    """`f_check` takes the object apart, puts it together, and stores its spec."""
+    obj = objects_of_every_kind()[number](torch.ones(2))
+    cls = type(obj)
+    flatten, flatten_with_keys, unflatten = functions_of(cls)
+    assert register_class_flattening(cls, flatten, unflatten, flatten_with_keys, f_check=lambda: obj)
+    unregister_class_flattening(cls)
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_classes_of_every_reader_go_through_jax(number):
+    """`register` tells JAX, too: a compiled function takes and returns them."""
+    jax = pytest.importorskip("jax", reason="compiles the function")
+    obj = objects_of_every_kind()[number](2.0)
+    register(type(obj))
+    doubled = jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree))(obj)
+    assert type(doubled) is type(obj)
+    assert float(jax.tree.leaves(doubled)[0]) == 4
+    unregister_class_flattening(type(obj))

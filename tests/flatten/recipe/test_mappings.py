@@ -1,0 +1,285 @@
+"""A mapping comes back with all that it holds, or is refused with the line that takes it."""
+
+import collections
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+
+from yobx_flatten import (
+    InvalidRegistrationError,
+    RoundTripError,
+    check_recipe,
+    explain,
+    functions_from_fields,
+    load_nested,
+    register,
+    register_class_flattening,
+    save_nested,
+    unregister_class_flattening,
+)
+from yobx_flatten.recipe.fields import functions_of
+from yobx_flatten.recipe.mappings import is_mapping
+
+
+@dataclasses.dataclass
+class Declared(dict):
+    """Its fields are no items."""
+
+    x: Any = None
+    size: int = dataclasses.field(default=1, metadata={"static": True})
+
+
+@dataclasses.dataclass
+class Mirrored(dict):
+    """Makes items of its fields, as a `ModelOutput` does."""
+
+    x: Any
+    y: Any = 5
+
+    def __post_init__(self):
+        for name in ("x", "y"):
+            if getattr(self, name) is not None:
+                self[name] = getattr(self, name)
+
+
+@dataclasses.dataclass
+class Rows(list):
+    x: Any = None
+
+
+class Open(dict):
+    pass
+
+
+class Slotted(dict):
+    __slots__ = ("a",)
+
+
+class SlottedList(list):
+    __slots__ = ("a",)
+
+    def __iter__(self):
+        raise AssertionError("its own business")
+
+    def extend(self, items):
+        raise AssertionError("its own business")
+
+
+class Ordered(collections.OrderedDict):
+    pass
+
+
+class Attributes(dict):
+    """Items are attributes, by its constructor."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Config(dict):
+    def __init__(self, name):
+        super().__init__(name=name)
+
+
+class Count(collections.Counter):
+    pass
+
+
+class User(collections.UserDict):
+    pass
+
+
+@pytest.fixture
+def registered():
+    done = []
+
+    def add(cls):
+        register(cls, backends="torch")
+        done.append(cls)
+        return cls
+
+    yield add
+    for cls in done:
+        unregister_class_flattening(cls)
+
+
+def rebuilt(obj):
+    return pytree.tree_unflatten(*pytree.tree_flatten(obj))
+
+
+def test_a_dataclass_on_a_dict_comes_apart_by_fields_and_items(registered):
+    """Neither its fields nor its items are lost: the one are attributes, the others stand behind them."""
+    x, item = torch.ones(2), torch.zeros(3)
+    obj = registered(Declared)(x, size=4)
+    obj["a b"] = item
+    pairs, spec = pytree.tree_flatten_with_path(obj)
+    assert [(pytree.keystr(path), leaf) for path, leaf in pairs] == [(".x", x), ("['a b']", item)]
+    assert spec.context == [["x"], [4], ["a b"]]
+    back = rebuilt(obj)
+    assert (type(back), back.x is x, back.size, list(back.items())) == (Declared, True, 4, [("a b", item)])
+    check_recipe(Declared, obj)
+
+
+def test_a_dataclass_on_a_dict_is_stored_with_its_fields(registered, tmp_path):
+    """What `save_nested` writes, `load_nested` reads."""
+    obj = registered(Declared)(torch.ones(2))
+    obj["k"] = torch.zeros(1)
+    save_nested(tmp_path / "a.onnx", obj)
+    back = load_nested(tmp_path / "a.onnx")
+    assert (back.x.tolist(), back["k"].tolist()) == ([1.0, 1.0], [0.0])
+    assert str(explain(obj)).splitlines() == [
+        "tree: Declared, static [1]",
+        "├─ .x: float32[2]",
+        "└─ ['k']: float32[1]",
+    ]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_program_takes_fields_and_items(registered, strict):
+    """Traced by dynamo, too: the sum of both, as eager code has it."""
+
+    class Adds(torch.nn.Module):
+        def forward(self, obj, rows):
+            doubled = pytree.tree_map(lambda leaf: leaf * 2, obj)
+            return obj.x + doubled["k"] + rows.x * rows[0]
+
+    registered(Rows)
+    obj, rows = registered(Declared)(torch.ones(2)), Rows(torch.full((2,), 3.0))
+    obj["k"] = torch.full((2,), 5.0)
+    rows.append(torch.full((2,), 7.0))
+    program = torch.export.export(Adds(), (obj, rows), strict=strict)
+    assert program.module()(obj, rows).tolist() == [32.0, 32.0]  # 1 + 2 * 5 + 3 * 7
+
+
+def test_a_dataclass_whose_items_are_its_fields_stays_as_it_was(registered):
+    """The children are the items, by their keys; a field that is `None` is none, whatever its default."""
+    assert pytree.tree_flatten(registered(Mirrored)(1, 2))[1].context == ["x", "y"]
+    assert rebuilt(Mirrored(1, None)).y is None
+    assert rebuilt(Mirrored(None, 2)) == Mirrored(None, 2)
+
+
+def test_a_field_that_is_no_item_any_more_is_refused(registered):
+    """Fields and items of such a class are the same objects; where they are not, one of them would be lost."""
+    obj = registered(Mirrored)(1, 2)
+    obj["y"] = 3
+    with pytest.raises(RoundTripError, match=r"Mirrored: its attribute 'y' is none of its items"):
+        pytree.tree_leaves(obj)
+
+
+def test_attributes_beside_the_items_are_refused_with_the_line_that_takes_them(registered):
+    """Dropped in silence, they would be missing in every program and file; the line of the message keeps them."""
+    obj = registered(Open)(a=torch.ones(1))
+    obj.b = torch.zeros(2)
+    with pytest.raises(RoundTripError, match="its attribute 'b' is none of its items") as caught:
+        pytree.tree_leaves(obj)
+    line = "f, k, u = functions_from_fields(Open, ['b'])\n    register_class_flattening(Open, f, u, k)"
+    assert line in str(caught.value)
+    unregister_class_flattening(Open)
+    flatten, keyed, unflatten = functions_from_fields(Open, ["b"])
+    register_class_flattening(Open, flatten, unflatten, keyed)
+    back = rebuilt(obj)
+    assert (back.b is obj.b, back["a"] is obj["a"]) == (True, True)
+
+
+def test_an_attribute_that_is_an_item_is_none_beside_them(registered):
+    """A class whose instances are their own attributes comes back as one."""
+    obj = registered(Attributes)(b=torch.ones(1))
+    assert (rebuilt(obj).b is obj["b"], rebuilt(obj)["b"] is obj["b"]) == (True, True)
+
+
+def test_attributes_of_a_user_dict_are_refused(registered):
+    """It holds its items in an attribute, and what is beside it is none of them."""
+    obj = registered(User)(a=1)
+    assert rebuilt(obj) == User(a=1)
+    obj.more = 2
+    with pytest.raises(RoundTripError, match="its attribute 'more' is none of its items"):
+        pytree.tree_leaves(obj)
+
+
+@pytest.mark.parametrize("cls", [Slotted, SlottedList])
+def test_slots_beside_the_items_are_children(registered, cls):
+    """Read and set where Python keeps them, past the methods of the class."""
+    items = {"k": 2} if cls is Slotted else [2]
+    obj = registered(cls)(items)
+    obj.a = 1
+    leaves, spec = pytree.tree_flatten(obj)
+    assert leaves == [1, 2]
+    back = pytree.tree_unflatten([3, 4], spec)
+    kept = dict.copy(back) if cls is Slotted else list.copy(back)
+    assert (type(back), back.a, kept) == (cls, 3, {"k": 4} if cls is Slotted else [4])
+
+
+def test_an_ordered_dict_keeps_its_order(registered):
+    """With and without attributes."""
+    obj = registered(Ordered)(b=1, a=2)
+    assert list(rebuilt(obj).items()) == [("b", 1), ("a", 2)]
+    flatten, _, unflatten = functions_from_fields(Ordered, ["x"])
+    obj.x = 3
+    assert (list(unflatten(*flatten(obj)).items()), unflatten(*flatten(obj)).x) == ([("b", 1), ("a", 2)], 3)
+
+
+def test_a_tuple_with_attributes_keeps_its_items():
+    """Tuples are filled when they are made."""
+    cls = type("Tagged", (tuple,), {})
+    flatten, flatten_with_keys, unflatten = functions_from_fields(cls, ["x"])
+    obj = cls([1, 2])
+    obj.x = 3
+    assert flatten(obj) == ([3, 1, 2], ["x"])
+    assert [pytree.keystr((key,)) for key, _ in flatten_with_keys(obj)[0]] == [".x", "[0]", "[1]"]
+    back = unflatten(*flatten(obj))
+    assert (type(back), tuple(back), back.x) == (cls, (1, 2), 3)
+
+
+def test_keys_stand_in_a_tuple_where_the_static_part_has_no_names():
+    """So that it hashes, as JAX wants it."""
+    flatten, _, unflatten = functions_from_fields(Declared, ["x"], ["size"], names_in_static=False)
+    obj = Declared(1, 2)
+    obj["k"] = 3
+    children, static = flatten(obj)
+    assert (children, static, hash(static)) == ([1, 3], (2, ("k",)), hash((2, ("k",))))
+    back = unflatten(children, static)
+    assert (back.x, back.size, dict(back)) == (1, 2, {"k": 3})
+
+
+def test_a_counter_is_not_counted_again(registered):
+    """Its constructor is given a dict, not pairs."""
+    assert rebuilt(registered(Count)("aab")) == {"a": 2, "b": 1}
+
+
+def test_a_constructor_that_makes_other_items_is_refused(registered):
+    """Otherwise the rebuilt object holds the dict of all items where a tensor was; the line of the message works."""
+    obj = registered(Config)(torch.ones(2))
+    with pytest.raises(RoundTripError, match=r"its constructor, given the items, made other ones: {'name': dict}"):
+        rebuilt(obj)
+    flatten, _, unflatten = functions_from_fields(Config, [])
+    assert unflatten(*flatten(obj))["name"] is obj["name"]
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        type("Default", (collections.defaultdict,), {}),
+        dataclasses.make_dataclass("Failure", ["x"], bases=(Exception,)),
+        dataclasses.make_dataclass("Text", ["x"], bases=(str,)),
+        dataclasses.make_dataclass("Queue", ["x"], bases=(collections.deque,)),
+    ],
+    ids=lambda cls: cls.__name__,
+)
+def test_a_class_whose_base_holds_more_is_refused(cls):
+    """The factory of a defaultdict, the arguments of an exception, the text of a string, the bound of a deque."""
+    with pytest.raises(InvalidRegistrationError, match="whose content its attributes do not say"):
+        functions_of(cls)
+    with pytest.raises(InvalidRegistrationError, match="whose content its attributes do not say"):
+        functions_from_fields(cls, ["x"])
+
+
+@pytest.mark.parametrize(
+    ("cls", "answer"), [(Declared, False), (Mirrored, True), (Open, True), (Slotted, False), (User, True)]
+)
+def test_a_class_is_a_mapping_if_its_items_are_all_it_holds(cls, answer):
+    """As far as the class says."""
+    assert is_mapping(cls) is answer

@@ -1,0 +1,192 @@
+"""`check_round_trip` passes what comes back as it went, and names every way in which it does not."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from yobx_flatten.errors import RoundTripError
+from yobx_flatten.recipe.contract import Recipe
+from yobx_flatten.recipe.roundtrip import check_round_trip
+from yobx_flatten.registry.claims import REGISTRY
+
+
+class Bag:
+    """Holds children and a static part."""
+
+    def __init__(self, children: list[Any], static: Any = None) -> None:
+        self.children, self.static = children, static
+
+
+def flatten(bag):
+    return bag.children, bag.static
+
+
+def unflatten(children, static):
+    return Bag(list(children), static)
+
+
+def recipe_for(flatten=flatten, unflatten=unflatten, flatten_with_keys=None):
+    return Recipe.from_functions(Bag, flatten, unflatten, flatten_with_keys)
+
+
+@contextlib.contextmanager
+def in_force(recipe):
+    claim = REGISTRY.claim(recipe)
+    try:
+        yield recipe
+    finally:
+        REGISTRY.release(claim)
+
+
+def problem_of(recipe, bag):
+    """The message of the error that the check raises; an empty string when it raises none."""
+    with in_force(recipe):
+        try:
+            check_round_trip(recipe, bag)
+        except RoundTripError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "children",
+    [[], [torch.zeros(2)], [1, None, "a"], [[torch.zeros(2)], {"a": torch.ones(1)}], [float("inf")]],
+    ids=["none", "a tensor", "no tensors", "containers", "a number"],
+)
+@pytest.mark.parametrize("static", [None, "a", (1, [2, {3: (4,)}]), torch.float16, {"a"}], ids=repr)
+def test_what_comes_back_passes(children, static):
+    """Any children, and any static data that can be stored."""
+    assert problem_of(recipe_for(), Bag(children, static)) == ""
+
+
+def test_the_sample_is_not_changed():
+    """The check works on lists of its own."""
+    children = [torch.zeros(2), torch.ones(2)]
+    bag = Bag(children, "s")
+    problem_of(recipe_for(unflatten=lambda c, s: Bag([c.pop(0), c.pop(0)], s)), bag)
+    assert bag.children is children
+    assert len(children) == 2
+
+
+def test_an_instance_of_a_subclass_is_no_sample():
+    """A subclass would need a recipe of its own."""
+    child = type("Child", (Bag,), {})([])
+    assert problem_of(recipe_for(), child) == "f_check of Bag returned a Child; return an instance of Bag."
+
+
+def test_a_lost_child_is_found():
+    """The number of children is part of the message."""
+    recipe = recipe_for(unflatten=lambda children, static: Bag(list(children)[:1], static))
+    assert "Bag: the rebuilt object has other children than the original (1 instead of 2" in problem_of(
+        recipe, Bag([torch.zeros(1), torch.zeros(1)])
+    )
+
+
+def test_an_equal_copy_of_a_tensor_is_found():
+    """Equal values are not enough: a copy loses the dynamic shapes of a trace."""
+    recipe = recipe_for(unflatten=lambda children, static: Bag([child + 0 for child in children], static))
+    assert "Bag: the rebuilt object has other children" in problem_of(recipe, Bag([torch.zeros(1)]))
+
+
+def test_a_copy_of_a_tensor_inside_a_container_is_found():
+    """Children that hold tensors must not be copied either."""
+    recipe = recipe_for(unflatten=lambda children, static: Bag([[child[0] + 0] for child in children], static))
+    assert "Bag: the rebuilt object has other children" in problem_of(recipe, Bag([[torch.zeros(1)]]))
+
+
+def test_a_tensor_made_by_flatten_is_found():
+    """A flatten function that makes tensors hands out other ones each time."""
+    recipe = recipe_for(flatten=lambda bag: ([child * 1 for child in bag.children], None))
+    assert "f_flatten and f_flatten_with_keys disagree" in problem_of(recipe, Bag([torch.zeros(2)]))
+
+
+def test_a_changed_static_part_is_found():
+    """Both static parts are shown."""
+    recipe = recipe_for(unflatten=lambda children, static: Bag(list(children), static + 1))
+    assert problem_of(recipe, Bag([], 1)) == (
+        "Bag: the rebuilt object has another static part than the original.\n  original: 1\n  rebuilt:  2"
+    )
+
+
+def test_a_tensor_in_the_static_part_is_named():
+    """Tensors are children; the message says so, and not that the functions disagree."""
+    assert "Static data holds the Tensor" in problem_of(recipe_for(), Bag([], torch.zeros(2)))
+
+
+def test_a_static_part_that_cannot_be_stored_is_named():
+    """The message says what it holds."""
+    assert "Bag: its tree spec cannot be stored in a saved program: Static data holds the module" in problem_of(
+        recipe_for(), Bag([], json)
+    )
+
+
+def test_a_static_part_that_is_never_equal_is_found():
+    """A spec that does not equal itself would refuse its own inputs."""
+
+    @dataclasses.dataclass
+    class Never:
+        def __eq__(self, other):
+            raise ArithmeticError
+
+    recipe = recipe_for(flatten=lambda bag: (bag.children, Never()))
+    assert "disagree" in problem_of(recipe, Bag([]))
+
+
+def test_nan_in_the_static_part_is_found():
+    """NaN is not equal to itself, so a program would refuse its own inputs."""
+    assert problem_of(recipe_for(), Bag([], float("nan"))).startswith("Bag: ")
+
+
+def test_leaves_that_differ_in_the_cpp_pytree_are_found():
+    """torch's C++ pytree must see what its Python pytree sees."""
+    pytest.importorskip("torch.utils._cxx_pytree")
+    recipe = recipe_for()
+    cpp_only = recipe_for(flatten=lambda bag: ([], None))
+    with in_force(recipe):
+        backend = REGISTRY._libraries["torch"][1]
+        found = backend.read(Bag)
+        backend.write(cpp_only)
+        try:
+            with pytest.raises(RoundTripError, match="Bag: torch's C\\+\\+ pytree and its Python pytree see different"):
+                check_round_trip(recipe, Bag([torch.zeros(2)]))
+        finally:
+            backend.restore(cpp_only, found)
+
+
+def test_a_key_that_torch_export_does_not_know_is_found():
+    """`torch.export` stops at "Unknown KeyEntry" otherwise, far from the function that gave it."""
+    recipe = recipe_for(flatten_with_keys=lambda bag: ([("first", child) for child in bag.children], bag.static))
+    problem = problem_of(recipe, Bag([torch.zeros(1)]))
+    assert problem.startswith("Bag: f_flatten_with_keys gives the key 'first', which torch.export does not know")
+    assert "(GetAttrKey('first'), obj.first)" in problem
+
+
+class Watched(Bag):
+    """Computes something when it is asked for it."""
+
+    @functools.cached_property
+    def total(self):
+        return self.children[0].sum()
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2), None]], ids=["a tensor", "in a list"])
+def test_a_tensor_that_is_no_child_is_named(value):
+    """Flatten cannot know of it, and it would be missing without a word."""
+    bag = Bag([torch.zeros(2)])
+    bag.scale = value
+    assert "its attribute 'scale' holds tensors that do not come back" in problem_of(recipe_for(), bag)
+    bag.scale = None
+    assert problem_of(recipe_for(), bag) == ""
+
+
+def test_a_tensor_that_is_computed_anew_may_go():
+    """A `cached_property` keeps what it computed among the attributes."""
+    recipe = Recipe.from_functions(Watched, flatten, lambda children, static: Watched(list(children), static), None)
+    watched = Watched([torch.ones(2)])
+    assert watched.total == 2
+    assert problem_of(recipe, watched) == ""

@@ -1,0 +1,127 @@
+"""Recorded calls on disk: complete files, bit-equal, readable in a fresh process, and clear about damage."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from yobx_flatten import RecordedCalls, RecordError, record_calls
+
+pytest.importorskip("safetensors")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.complex128, torch.int8]
+
+
+class Passes(torch.nn.Module):
+    """Returns what it gets."""
+
+    def forward(self, x, **more):
+        return {"x": x, **more}
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def test_every_kind_of_leaf_comes_back_bit_equal(tmp_path):
+    """Tensors of any dtype, empty and without axes, numbers, strings, None, tuples."""
+    torch.manual_seed(0)
+    tensors = {f"t{i}": (torch.rand(2, 3) * 4).to(dtype) for i, dtype in enumerate(DTYPES)}
+    given = {
+        **tensors,
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(3),
+        "turned": torch.arange(6).reshape(2, 3).T,
+        "rest": (1, 2.5, "a", None, [True]),
+    }
+    model = Passes()
+    with record_calls(model, to=tmp_path / "calls") as calls:
+        model(torch.ones(1), **given)
+    loaded = RecordedCalls.load(tmp_path / "calls")
+    for found in (calls[0].outputs, loaded[0].outputs):
+        assert found["rest"] == given["rest"]
+        for name, tensor in given.items():
+            if isinstance(tensor, torch.Tensor):
+                assert found[name].dtype is tensor.dtype
+                assert found[name].shape == tensor.shape
+                assert torch.equal(as_bytes(found[name]), as_bytes(tensor))
+
+
+def test_a_file_per_call_appears_when_it_is_complete(tmp_path):
+    """Numbered, and nothing else is left in the folder."""
+    model = Passes()
+    with record_calls(model, to=tmp_path) as calls:
+        for rows in (1, 2):
+            model(torch.ones(rows))
+            assert len(list(tmp_path.iterdir())) == rows
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["call-00000.safetensors", "call-00001.safetensors"]
+    assert tuple(calls[1].inputs["x"].shape) == (2,)
+
+
+def test_a_generate_is_loaded_by_a_fresh_process(tmp_path):
+    """The classes of the caches are registered there, the phases and shapes are the same, and no pickle is read."""
+    pytest.importorskip("transformers")
+    from tests.flatten.record.record_models import generate_inputs, make_generator
+
+    model = make_generator("mistral")
+    with record_calls(model, to=tmp_path) as calls, torch.no_grad():
+        model.generate(**generate_inputs("mistral"), max_new_tokens=3, do_sample=False)
+    program = textwrap.dedent(
+        f"""
+        import transformers
+        from yobx_flatten import RecordedCalls
+        calls = RecordedCalls.load({str(tmp_path)!r})
+        cache = calls["decode"][1].inputs["past_key_values"]
+        print(repr(calls), type(cache).__name__, cache.layers[0].cumulative_length, cache.layers[0].sliding_window)
+        print(calls)
+        """
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    first = "<3 calls of MistralForCausalLM.forward (prefill: 1, decode: 2)> DynamicCache 9 8"
+    assert found == f"{first}\n{calls}\n"
+
+
+def test_a_model_is_named_when_the_calls_are_exported(tmp_path):
+    """The files hold no model."""
+    model = Passes()
+    with record_calls(model, to=tmp_path):
+        model(torch.ones(2))
+    with pytest.raises(RecordError, match=r"RecordedCalls.load\(folder, model\)"):
+        RecordedCalls.load(tmp_path).module()
+    assert RecordedCalls.load(tmp_path, model).module()(x=torch.ones(3))["x"].shape == (3,)
+
+
+def test_a_folder_with_calls_is_not_written_into(tmp_path):
+    """Two recordings in one folder would be mixed."""
+    model = Passes()
+    with record_calls(model, to=tmp_path):
+        model(torch.ones(2))
+    with pytest.raises(RecordError, match="holds recorded calls already"), record_calls(model, to=tmp_path):
+        pass
+    assert "forward" not in vars(model)
+
+
+def test_an_empty_folder_is_said_to_be_empty(tmp_path):
+    """Also one that is not there."""
+    with pytest.raises(RecordError, match="holds no recorded calls"):
+        RecordedCalls.load(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a file of tensors", b"\x10" + b"\x00" * 7 + b"{}" + b" " * 14])
+def test_a_damaged_or_foreign_file_is_named(tmp_path, content):
+    """With its path, and no stack of another library."""
+    (tmp_path / "call-00000.safetensors").write_bytes(content)
+    with pytest.raises(RecordError, match=r"call-00000\.safetensors is not a recorded call, or it is damaged"):
+        RecordedCalls.load(tmp_path)
+
+
+def test_a_call_that_cannot_be_stored_leaves_no_file(tmp_path):
+    """An object that is no data is named; nothing half-written stays."""
+    from yobx_flatten import StaticDataError
+
+    model = Passes()
+    with pytest.raises(StaticDataError, match="at streamer"), record_calls(model, to=tmp_path):
+        model(torch.ones(2), streamer=object())
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,568 @@
+"""Every library's backend passes the same tests: what is there is read, replaced, and brought back exactly."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.fx._pytree as fx_pytree
+import torch.utils._pytree as pytree
+
+from tests import registry_snapshot
+from tests.flatten import other_libraries
+from tests.flatten.other_libraries import their_flatten, their_fx_match, their_fx_rule, their_unflatten
+from yobx_flatten.errors import SpecMismatchError
+from yobx_flatten.recipe.contract import Recipe
+from yobx_flatten.registry.jax import Jax
+from yobx_flatten.registry.optree import NAMESPACE, Optree
+from yobx_flatten.registry.torch_cpp import TorchCpp
+from yobx_flatten.registry.torch_fx import TorchFx
+from yobx_flatten.registry.torch_python import TorchPython
+
+# Before the first import of `torch.utils._cxx_pytree` its backend works on a list of pending classes, and before that
+# of optree and JAX theirs let recipes wait. That needs a process each, and JAX, which keeps threads, gets one as well:
+# `test_it_passes_the_same_tests_in_a_process_of_its_own` runs this file again, with this variable set.
+ONLY = "CONTRACT_OF"
+ALONE = ["torch_cpp_pending", "optree_waiting", "jax_waiting", "jax"]
+BACKENDS = [os.environ[ONLY]] if ONLY in os.environ else ["torch_python", "torch_cpp", "torch_fx", "optree"]
+in_the_main_run = pytest.mark.skipif(ONLY in os.environ, reason="runs once, in the main run")
+
+
+class Pair:
+    def __init__(self, a: Any, b: Any) -> None:
+        self.a, self.b = a, b
+
+
+class Other(Pair):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    name: str
+
+
+@dataclasses.dataclass
+class Point:
+    x: Any
+    y: Any
+
+
+def flatten(pair):
+    return [pair.a, pair.b], None
+
+
+def unflatten(children, static):
+    return Pair(*children)
+
+
+def flatten_with_keys(pair):
+    return [(pytree.GetAttrKey("a"), pair.a), (pytree.GetAttrKey("b"), pair.b)], None
+
+
+def recipe_for(cls=None, name="tests:Pair"):
+    return Recipe(cls or Pair, flatten, unflatten, flatten_with_keys, name, "register it")
+
+
+class PythonLibrary:
+    """`torch.utils._pytree`, as the tests see it."""
+
+    backend = TorchPython()
+    write_calls = (pytree, "_private_register_pytree_node")
+
+    def register(self, cls, name=None):
+        other_libraries.register(cls, name=name)
+
+    def register_after_us(self, cls):
+        pytree._deregister_pytree_node(cls)
+        other_libraries.register(cls, name="theirs")
+
+    def functions(self, cls):
+        node = pytree.SUPPORTED_NODES.get(cls)
+        return None if node is None else (node.flatten_fn, node.unflatten_fn)
+
+    theirs = (their_flatten, their_unflatten)
+
+    def leaves(self, obj):
+        return pytree.tree_leaves(obj)
+
+
+class CppLibrary:
+    """optree's "torch" namespace, as the tests see it."""
+
+    backend = TorchCpp()
+    theirs = (their_flatten,)
+
+    def __init__(self):
+        import optree
+        import torch.utils._cxx_pytree as cxx_pytree
+
+        self.optree, self.cxx_pytree = optree, cxx_pytree
+        self.write_calls = (optree, "register_pytree_node")
+
+    def register(self, cls, name=None):
+        other_libraries.register(cls, name=name)
+
+    def register_after_us(self, cls):
+        self.optree.unregister_pytree_node(cls, namespace="torch")
+        other_libraries.register(cls, name="theirs")
+
+    def functions(self, cls):
+        node = sys.modules["optree.registry"]._NODETYPE_REGISTRY.get(("torch", cls))
+        return None if node is None else (node.flatten_func,)
+
+    def leaves(self, obj):
+        return self.cxx_pytree.tree_leaves(obj)
+
+
+class PendingLibrary:
+    """The classes that wait for the first import of `torch.utils._cxx_pytree`, as the tests see them."""
+
+    backend = TorchCpp()
+    theirs = (their_flatten,)
+    write_calls = None  # nothing is called: the list is changed
+
+    def __init__(self):
+        assert "torch.utils._cxx_pytree" not in sys.modules
+
+    def register(self, cls, name=None):
+        other_libraries.register(cls, name=name)
+
+    register_after_us = register
+
+    def functions(self, cls):
+        found = tuple(args[1] for args, _ in pytree._cxx_pytree_pending_imports if args[0] is cls)
+        return found or None
+
+    leaves = None  # nothing comes apart before the import
+
+
+class OptreeLibrary:
+    """Our own namespace of optree, as the tests see it."""
+
+    theirs = (their_flatten, their_unflatten)
+
+    def __init__(self):
+        self.optree = pytest.importorskip("optree", reason="optree is not installed")
+        self.backend = Optree()
+        self.write_calls = (self.optree, "register_pytree_node")
+
+    def register(self, cls, name=None):
+        self.optree.register_pytree_node(cls, their_flatten, their_unflatten, namespace=NAMESPACE)
+
+    def register_after_us(self, cls):
+        self.optree.unregister_pytree_node(cls, namespace=NAMESPACE)
+        self.register(cls)
+
+    def functions(self, cls):
+        node = sys.modules["optree.registry"]._NODETYPE_REGISTRY.get((NAMESPACE, cls))
+        return None if node is None else (node.flatten_func, node.unflatten_func)
+
+    def leaves(self, obj):
+        return self.optree.tree_leaves(obj, namespace=NAMESPACE)
+
+
+class WaitingLibrary:
+    """Recipes that wait for a library, which nobody but us can do."""
+
+    write_calls = None
+    leaves = None
+
+    def __init__(self, module, backend):
+        assert module not in sys.modules
+        self.backend = backend
+
+    def register(self, cls, name=None):
+        pytest.skip("only we let a recipe wait: others register when the library is there")
+
+    register_after_us = register
+
+    def functions(self, cls):
+        return self.backend.waiting.get(cls)
+
+
+class JaxLibrary:
+    """JAX's registry, as the tests see it."""
+
+    def __init__(self):
+        self.jax = pytest.importorskip("jax", reason="jax is not installed")
+        self.backend = Jax()
+        self.write_calls = (self.jax.tree_util, "register_pytree_with_keys")
+
+    def register(self, cls, name=None):
+        pytest.xfail("JAX takes one registration per class, for good: https://github.com/jax-ml/jax/issues/21666")
+
+    register_after_us = register
+
+    def leaves(self, obj):
+        return self.jax.tree_util.tree_leaves(obj)
+
+
+class FxLibrary:
+    """`torch.fx._pytree`, as the tests see it."""
+
+    backend = TorchFx()
+    write_calls = (fx_pytree, "register_pytree_flatten_spec")
+    theirs = (their_fx_rule, their_fx_match)
+
+    def register(self, cls, name=None):
+        fx_pytree.register_pytree_flatten_spec(cls, their_fx_rule, their_fx_match)
+
+    register_after_us = register
+
+    def functions(self, cls):
+        if cls not in fx_pytree.SUPPORTED_NODES:
+            return None
+        return fx_pytree.SUPPORTED_NODES[cls], fx_pytree.SUPPORTED_NODES_EXACT_MATCH[cls]
+
+    def leaves(self, obj):
+        return fx_pytree.tree_flatten_spec(obj, spec_of(obj))
+
+
+def spec_of(obj):
+    """The spec of an object, made where the Python pytree knows its class for a moment."""
+    backend, recipe = TorchPython(), recipe_for(type(obj))
+    backend.write(recipe)
+    try:
+        return pytree.tree_structure(obj)
+    finally:
+        backend.restore(recipe, None)
+
+
+LIBRARIES = {
+    "torch_python": PythonLibrary,
+    "torch_cpp": CppLibrary,
+    "torch_cpp_pending": PendingLibrary,
+    "optree": OptreeLibrary,
+    "optree_waiting": lambda: WaitingLibrary("optree", Optree()),
+    "jax": JaxLibrary,
+    "jax_waiting": lambda: WaitingLibrary("jax", Jax()),
+    "torch_fx": FxLibrary,
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def library(request, monkeypatch):
+    for cls in (Pair, Other, Setting, Point):  # fresh ones: JAX would remember those of the last test
+        fresh = type(cls.__name__, (cls,), {"__module__": __name__, "__qualname__": cls.__qualname__})
+        monkeypatch.setattr(sys.modules[__name__], cls.__name__, fresh)
+    with other_libraries.forgotten_afterwards(Pair, Other, Setting, Point):
+        yield LIBRARIES[request.param]()
+
+
+@pytest.fixture
+def backend(library):
+    return library.backend
+
+
+def changes_since(before):
+    return registry_snapshot.differences(before, registry_snapshot.take())
+
+
+def test_an_unknown_class_reads_as_none(backend):
+    """A library that holds nothing for a class says so."""
+    assert backend.read(Pair) is None
+
+
+def test_a_recipe_holds_once_it_is_written(backend):
+    """`write` puts exactly this recipe in force."""
+    recipe = recipe_for()
+    held_before = backend.holds(recipe)
+    backend.write(recipe)
+    assert (held_before, backend.holds(recipe)) == (False, True)
+
+
+def test_what_others_hold_is_not_ours(library, backend):
+    """A class of somebody else's is read, and is no recipe of ours."""
+    library.register(Pair)
+    assert backend.read(Pair) is not None
+    assert not backend.holds(recipe_for())
+
+
+def test_a_recipe_of_other_functions_does_not_hold(backend):
+    """Two recipes of one class are told apart by their functions."""
+    backend.write(recipe_for())
+    other = dataclasses.replace(recipe_for(), flatten=lambda pair: ([], None))
+    assert not backend.holds(other)
+
+
+def test_a_written_class_comes_apart(library, backend):
+    """The library itself takes an instance apart with our function."""
+    if library.leaves is None:
+        assert library.functions(Pair) is None
+        return
+    backend.write(recipe_for())
+    assert library.leaves(Pair(1, 2)) == [1, 2]
+
+
+def test_restoring_a_class_nobody_had_leaves_nothing(backend):
+    """A class that was unknown is unknown again, in every table."""
+    before = registry_snapshot.take()
+    recipe = recipe_for()
+    backend.write(recipe)
+    backend.restore(recipe, None)
+    assert changes_since(before) == []
+    assert backend.read(Pair) is None
+
+
+def test_ours_are_in_force_in_place_of_theirs(library, backend):
+    """`write` replaces a registration of somebody else's."""
+    library.register(Pair)
+    recipe = recipe_for()
+    backend.write(recipe)
+    assert backend.holds(recipe)
+
+
+@pytest.mark.parametrize("name", ["theirs", None], ids=["named", "unnamed"])
+def test_theirs_come_back_by_identity(library, backend, name):
+    """The very functions of the earlier registration are in force again, under their name."""
+    library.register(Pair, name)
+    before, found = registry_snapshot.take(), backend.read(Pair)
+    recipe = recipe_for()
+    backend.write(recipe)
+    backend.restore(recipe, found)
+    assert library.functions(Pair) == library.theirs
+    assert changes_since(before) == []
+    assert backend.read(Pair) == found
+
+
+def test_theirs_keep_their_place(library, backend):
+    """The class stands where it stood, before a class that was registered after it."""
+    library.register(Pair, "first")
+    library.register(Other, "second")
+    before, found = registry_snapshot.take(), backend.read(Pair)
+    recipe = recipe_for()
+    backend.write(recipe)
+    backend.restore(recipe, found)
+    assert changes_since(before) == []
+
+
+def test_classes_restored_out_of_order_keep_their_places(library, backend):
+    """Two classes of others, taken and given back first in, first out, stand as they stood."""
+    library.register(Pair, "first")
+    library.register(Other, "second")
+    library.register(Point, "third")
+    before, found = registry_snapshot.take(), [backend.read(Pair), backend.read(Other)]
+    recipes = [recipe_for(), recipe_for(Other, "tests:Other")]
+    for recipe in recipes:
+        backend.write(recipe)
+    for recipe, was in zip(recipes, found, strict=True):
+        backend.restore(recipe, was)
+    assert changes_since(before) == []
+
+
+def test_theirs_keep_their_place_when_an_earlier_class_left_meanwhile(library, backend):
+    """A class that stood before ours and was taken out meanwhile does not move ours behind the next one."""
+    first, second = recipe_for(Other, "tests:Other"), recipe_for()
+    backend.write(first)
+    library.register(Pair, "second")
+    library.register(Point, "third")
+    found = backend.read(Pair)
+    backend.write(second)
+    backend.restore(first, None)
+    backend.restore(second, found)
+    tables = registry_snapshot.take().tables.values()
+    orders = [[entry.cls for entry in table if entry.cls in (Pair, Point)] for table in tables]
+    assert [order for order in orders if order] == [[Pair, Point]] * sum(map(bool, orders))
+
+
+def test_restoring_twice_is_harmless(library, backend):
+    """The second `restore` finds what the first left."""
+    library.register(Pair, "theirs")
+    before, found = registry_snapshot.take(), backend.read(Pair)
+    recipe = recipe_for()
+    backend.write(recipe)
+    backend.restore(recipe, found)
+    backend.restore(recipe, found)
+    assert library.functions(Pair) == library.theirs
+    assert changes_since(before) == []
+
+
+def test_restoring_nothing_twice_is_harmless(backend):
+    """The second `restore` of a class that nobody had finds nothing to do."""
+    before = registry_snapshot.take()
+    recipe = recipe_for()
+    backend.write(recipe)
+    backend.restore(recipe, None)
+    backend.restore(recipe, None)
+    assert changes_since(before) == []
+
+
+class LibraryRefusedError(Exception):
+    """What a library raises in these tests."""
+
+
+def refuse_ours(function):
+    """The library's own function, which refuses our recipe and nothing else."""
+
+    def refusing(cls, flatten_function, *args, **kwargs):
+        if flatten_function not in (their_flatten, their_fx_rule):
+            raise LibraryRefusedError
+        return function(cls, flatten_function, *args, **kwargs)
+
+    return refusing
+
+
+def test_a_write_that_fails_changes_nothing(library, backend, monkeypatch):
+    """Where the library refuses a class nobody has, the class stays unknown."""
+    if library.write_calls is None:
+        assert backend.read(Pair) is None
+        return
+    before = registry_snapshot.take()
+    with monkeypatch.context() as patched:
+        patched.setattr(*library.write_calls, refuse_ours(getattr(*library.write_calls)))
+        with pytest.raises(LibraryRefusedError):
+            backend.write(recipe_for())
+    assert changes_since(before) == []
+
+
+@in_the_main_run
+@pytest.mark.parametrize("name", ["torch_cpp", "torch_fx", "optree"])
+def test_a_write_over_theirs_that_fails_keeps_theirs(name, monkeypatch):
+    """Where the library refuses ours, the earlier registration is still in force."""
+    library = LIBRARIES[name]()
+    with other_libraries.forgotten_afterwards(Pair):
+        library.register(Pair, "theirs")
+        before = registry_snapshot.take()
+        with monkeypatch.context() as patched:
+            patched.setattr(*library.write_calls, refuse_ours(getattr(*library.write_calls)))
+            with pytest.raises(LibraryRefusedError):
+                library.backend.write(recipe_for())
+        assert library.functions(Pair) == library.theirs
+        assert changes_since(before) == []
+
+
+def test_what_others_registered_after_us_is_left_alone(library, backend):
+    """A registration made after ours is theirs to undo."""
+    recipe = recipe_for()
+    backend.write(recipe)
+    library.register_after_us(Pair)
+    backend.restore(recipe, None)
+    assert library.functions(Pair) == library.theirs
+
+
+def test_unnamed_classes_of_others_survive(library, backend):
+    """Classes registered without a name share one key in torch; going through one leaves the others alone."""
+    library.register(Pair)
+    library.register(Other)
+    before, found = registry_snapshot.take(), backend.read(Pair)
+    recipe = recipe_for()
+    backend.write(recipe)
+    backend.restore(recipe, found)
+    assert library.functions(Pair) == library.theirs
+    assert library.functions(Other) == library.theirs
+    assert changes_since(before) == []
+
+
+def test_unnamed_classes_of_others_may_be_given_back_in_any_order(library, backend):
+    """Two unnamed classes taken at once come back, whichever is first."""
+    library.register(Pair)
+    library.register(Other)
+    before, found = registry_snapshot.take(), {cls: backend.read(cls) for cls in (Pair, Other)}
+    recipes = [recipe_for(), recipe_for(Other, "tests:Other")]
+    for recipe in recipes:
+        backend.write(recipe)
+    for recipe in recipes:
+        backend.restore(recipe, found[recipe.cls])
+    assert changes_since(before) == []
+
+
+def test_a_constant_of_torch_comes_back_as_such(backend):
+    """`register_constant` puts a class into a table of its own; it leaves and returns."""
+    pytree.register_constant(Setting)
+    before, found = registry_snapshot.take(), backend.read(Setting)
+    recipe = recipe_for(Setting, "tests:Setting")
+    backend.write(recipe)
+    backend.restore(recipe, found)
+    assert pytree.is_constant_class(Setting)
+    assert changes_since(before) == []
+
+
+def test_a_dataclass_of_torch_comes_back_as_such(backend):
+    """`register_dataclass` never reaches the C++ side, and does not afterwards."""
+    pytree.register_dataclass(Point, serialized_type_name="tests.Point")
+    before, found = registry_snapshot.take(), backend.read(Point)
+    recipe = recipe_for(Point, "tests:Point")
+    backend.write(recipe)
+    backend.restore(recipe, found)
+    assert pytree.tree_leaves(Point(1, 2)) == [1, 2]
+    assert changes_since(before) == []
+
+
+@in_the_main_run
+@pytest.mark.parametrize("name", ALONE)
+def test_it_passes_the_same_tests_in_a_process_of_its_own(name):
+    """Before the import of its library, and with JAX, a backend keeps every promise, too."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, ONLY: name},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# What only one of the libraries does.
+
+
+@pytest.fixture
+def python():
+    with other_libraries.forgotten_afterwards(Pair, Other):
+        yield TorchPython()
+
+
+@in_the_main_run
+def test_a_constant_is_none_while_ours_are_in_force(python):
+    """Between `write` and `restore` the class is an ordinary node."""
+    with other_libraries.forgotten_afterwards(Setting):
+        pytree.register_constant(Setting)
+        python.write(recipe_for(Setting, "tests:Setting"))
+        assert not pytree.is_constant_class(Setting)
+
+
+@in_the_main_run
+def test_two_classes_of_one_name_are_stored_under_two(python):
+    """Saved programs tell two classes of the same name apart."""
+    python.write(recipe_for(Pair, "tests:same"))
+    python.write(recipe_for(Other, "tests:same"))
+    names = [pytree.SUPPORTED_SERIALIZED_TYPES[cls].serialized_type_name for cls in (Pair, Other)]
+    assert names == ["tests:same", "tests:same#2"]
+
+
+@in_the_main_run
+def test_a_stored_spec_is_read_with_the_class_that_has_the_name_now(python):
+    """torch remembers specs by their text; what it remembers goes with the class."""
+    first = recipe_for(Pair, "tests:same")
+    python.write(first)
+    stored = pytree.treespec_dumps(pytree.tree_structure(Pair(1, 2)))
+    assert pytree.treespec_loads(stored).type is Pair
+    python.restore(first, None)
+    python.write(recipe_for(Other, "tests:same"))
+    assert pytree.treespec_loads(stored).type is Other
+
+
+@in_the_main_run
+def test_fx_names_the_class_it_expected():
+    """Another class where the program wants a Pair: both are named."""
+    library = FxLibrary()
+    spec = spec_of(Pair(1, 2))
+    with other_libraries.forgotten_afterwards(Pair):
+        library.backend.write(recipe_for())
+        with pytest.raises(SpecMismatchError, match=r"exported with .*\.Pair here, .* called with .*\.Other"):
+            fx_pytree.tree_flatten_spec(Other(1, 2), spec)
+
+
+@in_the_main_run
+def test_fx_shows_both_structures():
+    """A Pair of another structure: the program's and the one it was given are shown."""
+    spec = SimpleNamespace(context=["a"], type=Pair, is_leaf=lambda: False)
+    with other_libraries.forgotten_afterwards(Pair):
+        FxLibrary().backend.write(recipe_for())
+        with pytest.raises(SpecMismatchError, match=r"exported with: \['a'\]\n  called with:   None"):
+            fx_pytree.tree_flatten_spec(Pair(1, 2), spec)

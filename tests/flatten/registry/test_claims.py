@@ -1,0 +1,409 @@
+"""The registry counts who wants a class, and brings back what was there when the last one goes."""
+
+import dataclasses
+import gc
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+
+from yobx_flatten.errors import (
+    AlreadyRegisteredError,
+    InvalidArgumentError,
+    MissingDependencyError,
+    NotRegisteredError,
+)
+from yobx_flatten.recipe.contract import Recipe
+from yobx_flatten.registry.claims import Registry
+
+
+class Pair:
+    pass
+
+
+class Other:
+    pass
+
+
+class Shelf:
+    """A library that holds one value per class, and notes every call that changes it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.held: dict[type, Any] = {}
+        self.calls: list[str] = []
+        self.refuses = False
+
+    def read(self, cls: type) -> Any:
+        return self.held.get(cls)
+
+    def holds(self, recipe: Recipe) -> bool:
+        return self.held.get(recipe.cls) is recipe
+
+    def write(self, recipe: Recipe) -> None:
+        if self.refuses:
+            raise KeyboardInterrupt
+        self.calls.append("write")
+        self.held[recipe.cls] = recipe
+
+    def restore(self, recipe: Recipe, found: Any) -> None:
+        self.calls.append("restore")
+        if found is None:
+            self.held.pop(recipe.cls, None)
+        else:
+            self.held[recipe.cls] = found
+
+
+def flatten(obj):
+    return [], None
+
+
+def unflatten(children, static):
+    return Pair()
+
+
+def recipe_for(cls=Pair, flatten=flatten):
+    return Recipe.from_functions(cls, flatten, unflatten, None, remedy=f"register {cls.__name__}")
+
+
+@pytest.fixture
+def shelves():
+    return Shelf("first"), Shelf("second")
+
+
+@pytest.fixture
+def registry(shelves):
+    return Registry({"torch": shelves})
+
+
+def test_a_claimed_class_is_in_force_in_every_library(registry, shelves):
+    """One claim puts the recipe everywhere."""
+    recipe = recipe_for()
+    registry.claim(recipe)
+    assert [shelf.held for shelf in shelves] == [{Pair: recipe}, {Pair: recipe}]
+    assert registry.recipe_in_force(Pair) is recipe
+
+
+def test_a_class_nobody_claims_has_no_recipe(registry):
+    """`recipe_in_force` knows our claims only."""
+    assert registry.recipe_in_force(Pair) is None
+
+
+@pytest.mark.parametrize("found", [None, "theirs"])
+def test_the_last_claim_brings_back_what_was_found(registry, shelves, found):
+    """Each library gets back what it held itself."""
+    if found is not None:
+        shelves[1].held[Pair] = found
+    registry.release(registry.claim(recipe_for()))
+    assert [shelf.held for shelf in shelves] == [{}, {} if found is None else {Pair: "theirs"}]
+    assert registry.recipe_in_force(Pair) is None
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_claims_may_go_in_any_order(registry, shelves, order):
+    """Three claims write once, stay in force until the last one goes, and restore once."""
+    recipes = [recipe_for(), recipe_for(), recipe_for()]
+    claims = [registry.claim(recipe) for recipe in recipes]
+    in_force = []
+    for index in order:
+        registry.release(claims[index])
+        in_force.append(registry.recipe_in_force(Pair))
+    assert in_force == [recipes[0], recipes[0], None]
+    assert shelves[0].calls == ["write", "restore"]
+
+
+def test_releasing_twice_does_nothing(registry):
+    """A claim counts once, however often it is given up."""
+    first, second = registry.claim(recipe_for()), registry.claim(recipe_for())
+    registry.release(first)
+    registry.release(first)
+    assert registry.recipe_in_force(Pair) is not None
+    registry.release(second)
+    assert registry.recipe_in_force(Pair) is None
+
+
+def test_an_old_claim_does_not_end_a_new_one(registry):
+    """Releasing a claim of yesterday leaves the one of today."""
+    old = registry.claim(recipe_for())
+    registry.release(old)
+    registry.claim(recipe_for())
+    registry.release(old)
+    assert registry.recipe_in_force(Pair) is not None
+
+
+def test_claims_on_two_classes_are_independent(registry, shelves):
+    """Giving one class up leaves the other."""
+    first, _ = registry.claim(recipe_for(Pair)), registry.claim(recipe_for(Other))
+    registry.release(first)
+    assert list(shelves[0].held) == [Other]
+
+
+def test_a_library_that_fails_undoes_the_others(registry, shelves):
+    """Where the second library refuses, the first has what it had, and nobody holds the class."""
+    shelves[0].held[Pair] = "theirs"
+    shelves[1].refuses = True
+    with pytest.raises(KeyboardInterrupt):
+        registry.claim(recipe_for())
+    assert shelves[0].held == {Pair: "theirs"}
+    assert registry.recipe_in_force(Pair) is None
+
+
+def test_a_claim_puts_back_what_was_taken_away(registry, shelves):
+    """A class taken away behind our back is in force again for the next block."""
+    registry.claim(recipe_for())
+    del shelves[0].held[Pair]
+    registry.claim(recipe_for())
+    assert Pair in shelves[0].held
+
+
+def test_the_user_keeps_her_functions_in_a_block(registry):
+    """A block gets no claim on a class that the user registered."""
+    hers = recipe_for()
+    registry.claim_for_user(hers)
+    assert registry.claim(recipe_for(flatten=lambda obj: ([], 1))) is None
+    assert registry.recipe_in_force(Pair) is hers
+
+
+def test_the_same_functions_again_change_nothing(registry, shelves):
+    """Registering a class twice with the same functions claims it once."""
+    registry.claim_for_user(recipe_for())
+    assert registry.claim_for_user(recipe_for()) is None
+    assert shelves[0].calls == ["write"]
+
+
+def test_other_functions_are_refused(registry, shelves):
+    """The message names the class, both functions and the line that makes room."""
+    hers = recipe_for()
+    registry.claim_for_user(hers)
+    with pytest.raises(AlreadyRegisteredError) as caught:
+        registry.claim_for_user(recipe_for(flatten=lambda obj: ([], 1)))
+    assert str(caught.value) == (
+        f"{__name__}.Pair is already registered with register_class_flattening, with other functions "
+        "(flatten instead of test_other_functions_are_refused.<locals>.<lambda>). Unregister it first:\n"
+        "    unregister_class_flattening(Pair)"
+    )
+    assert shelves[0].held == {Pair: hers}
+
+
+def test_a_user_may_not_take_a_class_from_a_block(registry):
+    """The message says to register before the block."""
+    registry.claim(recipe_for())
+    with pytest.raises(AlreadyRegisteredError, match="by a block") as caught:
+        registry.claim_for_user(recipe_for(flatten=lambda obj: ([], 1)))
+    assert "register before you enter it:\n    register_class_flattening(Pair, ...)\n    register Pair" in str(
+        caught.value
+    )
+
+
+def test_the_registration_of_others_stays(registry, shelves):
+    """A class that the first library holds is left to whoever registered it."""
+    shelves[0].held[Pair] = "theirs"
+    assert registry.claim_for_user(recipe_for()) is None
+    assert shelves[0].held == {Pair: "theirs"}
+
+
+def test_the_user_may_register_again_what_was_taken_away(registry, shelves):
+    """A class that torch's own deregistration took away counts as gone, with other functions, too."""
+    registry.claim_for_user(recipe_for())
+    del shelves[0].held[Pair]
+    again = recipe_for(flatten=lambda obj: ([], 1))
+    assert registry.claim_for_user(again) is not None
+    assert [shelf.held for shelf in shelves] == [{Pair: again}, {Pair: again}]
+
+
+def test_a_user_gives_up_her_class(registry, shelves):
+    """`release_user` brings back what was there."""
+    registry.claim_for_user(recipe_for())
+    registry.release_user(Pair)
+    assert [shelf.held for shelf in shelves] == [{}, {}]
+
+
+def test_an_unknown_class_cannot_be_given_up(registry):
+    """The message says how to register it."""
+    with pytest.raises(NotRegisteredError) as caught:
+        registry.release_user(Pair)
+    assert str(caught.value) == (
+        f"unregister_class_flattening(Pair): {__name__}.Pair is not registered. Register it first:\n"
+        "    register_class_flattening(Pair, ...)"
+    )
+
+
+def test_a_class_of_others_cannot_be_given_up(registry, shelves):
+    """The message names the libraries that hold it, and they keep it."""
+    shelves[1].held[Pair] = "theirs"
+    with pytest.raises(NotRegisteredError, match=r"Pair was registered by somebody else \(in second\)"):
+        registry.release_user(Pair)
+    assert shelves[1].held == {Pair: "theirs"}
+
+
+def test_a_class_of_a_block_cannot_be_given_up(registry):
+    """The message names the block, which keeps it."""
+    registry.claim(recipe_for())
+    with pytest.raises(
+        NotRegisteredError, match="is held by a block, which lets it go when it ends:\n    register Pair"
+    ):
+        registry.release_user(Pair)
+    assert registry.recipe_in_force(Pair) is not None
+
+
+def test_the_remedy_outlives_the_registration(registry):
+    """The line to type is known for classes that we hold or held, and for no others."""
+    claim = registry.claim(recipe_for())
+    while_held = registry.remedy(Pair)
+    registry.release(claim)
+    assert (while_held, registry.remedy(Pair), registry.remedy(Other)) == ("register Pair", "register Pair", None)
+
+
+def test_a_class_that_came_and_went_is_not_kept_alive(registry):
+    """A local class can be collected after its registration ended."""
+    local = type("Local", (), {})
+    reference = weakref.ref(local)
+    registry.release(registry.claim(recipe_for(local)))
+    del local
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_recipe_cannot_be_changed():
+    """A recipe is data: what is in force does not change under its holders."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe_for().name = "other"
+
+
+# Several libraries.
+
+
+@pytest.fixture
+def two_libraries():
+    shelves = {name: Shelf(name) for name in ("torch", "optree")}
+    return Registry({name: (shelf,) for name, shelf in shelves.items()}), shelves
+
+
+def test_a_user_chooses_the_libraries(two_libraries):
+    """Only the chosen one is told, and only it has a recipe in force."""
+    registry, shelves = two_libraries
+    recipe = recipe_for()
+    assert registry.claim_for_user(recipe, ("optree",)) is not None
+    assert [shelf.held for shelf in shelves.values()] == [{}, {Pair: recipe}]
+    assert (registry.recipe_in_force(Pair), registry.recipe_in_force(Pair, "optree")) == (None, recipe)
+
+
+def test_the_same_functions_reach_one_more_library(two_libraries):
+    """The second call claims what the first left out; one release by the user ends both."""
+    registry, shelves = two_libraries
+    registry.claim_for_user(recipe_for(), ("torch",))
+    claim = registry.claim_for_user(recipe_for(), ("torch", "optree"))
+    assert claim is not None
+    assert claim.libraries == ("optree",)
+    registry.release_user(Pair)
+    assert [shelf.held for shelf in shelves.values()] == [{}, {}]
+
+
+def test_a_library_of_others_does_not_keep_ours_out_of_the_rest(two_libraries):
+    """Theirs stays where it is; the other library gets ours."""
+    registry, shelves = two_libraries
+    shelves["optree"].held[Pair] = "theirs"
+    recipe = recipe_for()
+    registry.claim_for_user(recipe, ("torch", "optree"))
+    assert [shelf.held for shelf in shelves.values()] == [{Pair: recipe}, {Pair: "theirs"}]
+    registry.release_user(Pair)
+    assert [shelf.held for shelf in shelves.values()] == [{}, {Pair: "theirs"}]
+
+
+def test_other_functions_in_one_library_refuse_the_whole_call(two_libraries):
+    """Nothing is half-registered: the free library is not told, either."""
+    registry, shelves = two_libraries
+    registry.claim_for_user(recipe_for(), ("optree",))
+    with pytest.raises(AlreadyRegisteredError):
+        registry.claim_for_user(recipe_for(flatten=lambda obj: ([], 1)), ("torch", "optree"))
+    assert shelves["torch"].held == {}
+
+
+def test_a_second_library_that_fails_undoes_the_first(two_libraries):
+    """Where optree refuses, torch has what it had."""
+    registry, shelves = two_libraries
+    shelves["optree"].refuses = True
+    with pytest.raises(KeyboardInterrupt):
+        registry.claim_for_user(recipe_for(), ("torch", "optree"))
+    assert shelves["torch"].held == {}
+    assert registry.recipe_in_force(Pair) is None
+
+
+def test_a_block_and_a_user_in_another_library_do_not_meet(two_libraries):
+    """She has the class in optree, the block in torch; each goes by itself."""
+    registry, shelves = two_libraries
+    registry.claim_for_user(recipe_for(flatten=lambda obj: ([], 1)), ("optree",))
+    claim = registry.claim(recipe_for())
+    assert claim is not None
+    registry.release_user(Pair)
+    assert list(shelves["torch"].held) == [Pair]
+    registry.release(claim)
+    assert [shelf.held for shelf in shelves.values()] == [{}, {}]
+
+
+def test_libraries_are_chosen_by_name(two_libraries):
+    """One name, several in any order, or all; they are told in our order."""
+    registry, _ = two_libraries
+    chosen = [registry.libraries(names, "register") for names in ("optree", ("optree", "torch"), "all", ["all"])]
+    assert chosen == [("optree",), ("torch", "optree"), ("torch", "optree"), ("torch", "optree")]
+
+
+def test_an_unknown_library_is_refused(two_libraries):
+    """The message has the name, and those that are known."""
+    registry, _ = two_libraries
+    with pytest.raises(InvalidArgumentError) as caught:
+        registry.libraries(("torch", "numpy"), "register")
+    assert str(caught.value) == (
+        "register: backends names libraries out of 'torch', 'optree', or is 'all'; found the str 'numpy'.\n"
+        "    register(..., backends=('torch',))"
+    )
+
+
+def test_a_library_that_is_not_installed_is_refused_by_name(two_libraries, monkeypatch):
+    """Asked for by name it is missed; "all" means those that are there."""
+    registry, _ = two_libraries
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="which is not installed:\n    pip install optree"):
+        registry.libraries("optree", "register")
+    assert registry.libraries("all", "register") == ("torch", "optree")
+
+
+def test_the_base_of_an_unregistered_class_is_found():
+    """A base that the user registered, not one of a block, and not the class itself."""
+    registry = Registry({"torch": (Shelf("torch"),)})
+    sub = type("Sub", (type("Middle", (Pair,), {}),), {})
+    registry.claim(recipe_for(Other))
+    registry.claim_for_user(recipe_for())
+    found = [registry.registered_base(cls) for cls in (sub, Pair, type("OfOther", (Other,), {}))]
+    assert found == [Pair, None, None]
+
+
+class Comparing:
+    """A function of a user's that says whether a lock is held when she is asked to compare or to show it."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry, self.held = registry, []
+
+    def __call__(self, obj):
+        return [], None
+
+    def __eq__(self, other):
+        self.held.append(self.registry._lock._is_owned())
+        return NotImplemented
+
+    def __hash__(self):
+        return 0
+
+    def __repr__(self):
+        self.held.append(self.registry._lock._is_owned())
+        return "Comparing"
+
+
+def test_neither_eq_nor_repr_of_a_function_runs_under_the_lock(registry):
+    """Functions are compared by identity, and messages are written outside."""
+    one, other = Comparing(registry), Comparing(registry)
+    registry.claim_for_user(recipe_for(flatten=one))
+    with pytest.raises(AlreadyRegisteredError, match="Comparing instead of Comparing"):
+        registry.claim_for_user(recipe_for(flatten=other))
+    assert True not in one.held + other.held

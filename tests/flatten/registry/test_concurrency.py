@@ -1,0 +1,210 @@
+"""Eight threads register, flatten and unregister at once: nobody waits for ever, and nobody's registration is lost.
+
+`YOBX_STRESS_SECONDS=30` runs it for that long.
+"""
+
+import faulthandler
+import importlib.util
+import itertools
+import os
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch.utils._pytree as pytree
+
+from yobx_flatten import register_class_flattening, unregister_class_flattening
+from yobx_flatten.recipe.contract import Recipe
+from yobx_flatten.registry.claims import REGISTRY
+
+SECONDS = float(os.environ.get("YOBX_STRESS_SECONDS", "3"))
+THREADS = 8
+
+
+def libraries():
+    """What is installed, and how each takes an object apart."""
+    found = {"torch": pytree.tree_leaves}
+    if importlib.util.find_spec("optree"):
+        import optree
+
+        found["optree"] = lambda obj: optree.tree_leaves(obj, namespace="yobx_flatten")
+    if importlib.util.find_spec("jax"):
+        import jax
+
+        found["jax"] = jax.tree.leaves
+    return found
+
+
+def locks():
+    yield REGISTRY._lock
+    for backends in REGISTRY._libraries.values():
+        yield from (backend.waiting.lock for backend in backends if hasattr(backend, "waiting"))
+
+
+class Worker:
+    """One thread's classes, and what it does with them until the time is up."""
+
+    def __init__(self, number, leaves, shared, until):
+        self.random, self.leaves, self.shared, self.until = random.Random(number), leaves, shared, until
+        self.done: Counter[str] = Counter()
+        self.error: BaseException | None = None
+        self.classes = [make_class(f"Own{number}_{i}", self) for i in range(2)]
+        self.thread = threading.Thread(target=self.run, daemon=True, name=f"worker {number}")
+
+    def run(self):
+        try:
+            while time.monotonic() < self.until:
+                self.random.choice([self.own_class, self.shared_class, self.same_class_everywhere])()
+        except BaseException as error:
+            self.error = error
+
+    def users_code(self):
+        """Called from every function of a user: ours must not be inside a lock of ours then."""
+        self.done["user code"] += 1
+        if any(lock._is_owned() for lock in locks()):
+            raise RuntimeError("a function of the user runs while a lock is held")
+
+    def own_class(self):
+        """Register, flatten, unregister: between the two the class is a node in each library that was told."""
+        cls, flatten, unflatten = self.random.choice(self.classes)
+        names = self.random.sample(list(self.leaves), self.random.randint(1, len(self.leaves)))
+        registered = register_class_flattening(
+            cls, flatten, unflatten, None, f_check=lambda: self.users_code() or cls(1, 2), backends=names
+        )
+        assert registered is True
+        obj = cls(1, 2)
+        for name in names:
+            assert self.leaves[name](obj) == [1, 2], f"{cls.__name__} was lost in {name}"
+        unregister_class_flattening(cls)
+        for name in set(names) - {"jax"}:
+            assert self.leaves[name](obj) == [obj], f"{cls.__name__} stayed in {name}"
+        self.done["own"] += 1
+
+    def shared_class(self):
+        """Hold a claim on a class that all threads claim: it is a node as long as one of them holds it."""
+        recipe = self.random.choice(self.shared)
+        claim = REGISTRY.claim(recipe)
+        assert claim is not None
+        assert pytree.tree_leaves([recipe.cls(3, 4)]) == [3, 4], "a claimed class was lost"
+        REGISTRY.release(claim)
+        self.done["shared"] += 1
+
+    def same_class_everywhere(self):
+        """Flatten while others change the tables."""
+        tree = {"a": [1, (2, 3)], "b": {"c": 4}}
+        for name, leaves in self.leaves.items():
+            assert leaves(tree) == [1, 2, 3, 4], name
+        self.done["builtins"] += 1
+
+
+def make_class(name, worker):
+    class Pair:
+        def __init__(self, a: Any, b: Any) -> None:
+            self.a, self.b = a, b
+
+    Pair.__name__ = Pair.__qualname__ = name
+
+    def flatten(pair):
+        worker.users_code()
+        return [pair.a, pair.b], None
+
+    def unflatten(children, static):
+        worker.users_code()
+        return Pair(*children)
+
+    return Pair, flatten, unflatten
+
+
+class NoOne:
+    def users_code(self):
+        pass
+
+
+def test_eight_threads_register_flatten_and_unregister():
+    """All come to an end, and whatever a thread registered is there until it takes it back."""
+    leaves = libraries()
+    shared = [
+        Recipe.from_functions(cls, flatten, unflatten, None)
+        for cls, flatten, unflatten in (make_class(f"Shared{i}", NoOne()) for i in range(3))
+    ]
+    until = time.monotonic() + SECONDS
+    workers = [Worker(number, leaves, shared, until) for number in range(THREADS)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads change places inside our functions, too
+    try:
+        for worker in workers:
+            worker.thread.start()
+        for worker in workers:
+            worker.thread.join(SECONDS + 60)
+    finally:
+        sys.setswitchinterval(interval)
+    if any(worker.thread.is_alive() for worker in workers):
+        faulthandler.dump_traceback()
+        pytest.fail("a thread waits for ever")
+    assert [worker.error for worker in workers] == [None] * THREADS
+    done = sum((worker.done for worker in workers), Counter())
+    assert min(done[what] for what in ("own", "shared", "builtins", "user code")) > THREADS, done
+
+
+def test_one_class_registered_by_all_threads_is_registered_once():
+    """One call returns `True`, and one `unregister` ends it."""
+    cls, flatten, unflatten = make_class("Contested", NoOne())
+    start, answers = threading.Barrier(THREADS), []
+
+    def register():
+        start.wait()
+        answers.append(register_class_flattening(cls, flatten, unflatten, None))
+
+    threads = [threading.Thread(target=register) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answers) == [False] * (THREADS - 1) + [True]
+    unregister_class_flattening(cls)
+    obj = cls(1, 2)
+    assert pytree.tree_leaves(obj) == [obj]
+
+
+def test_a_flatten_function_may_register_classes_while_another_thread_does():
+    """The lock is free when a user's function runs, so the two do not wait for each other."""
+    outer, _, unflatten = make_class("Outer", NoOne())
+    inner = make_class("Inner", NoOne())
+    flattening, registered = threading.Event(), threading.Event()
+
+    def flatten(pair):
+        flattening.set()
+        assert registered.wait(30), "another thread could not register meanwhile"
+        return [pair.a, pair.b], None
+
+    def register_other():
+        flattening.wait(30)
+        register_class_flattening(*inner, None)
+        registered.set()
+
+    thread = threading.Thread(target=register_other)
+    thread.start()
+    register_class_flattening(outer, flatten, unflatten, None, f_check=lambda: outer(1, 2))
+    thread.join()
+    unregister_class_flattening(outer)
+    unregister_class_flattening(inner[0])
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_libraries_of_one_class_go_in_any_order(order):
+    """A block's claim and two of the user's: each library is restored when its own last claim goes."""
+    pytest.importorskip("optree", reason="optree is not installed")
+    leaves = libraries()
+    cls, flatten, unflatten = make_class("Layered", NoOne())
+    recipe = Recipe.from_functions(cls, flatten, unflatten, None)
+    claims = [REGISTRY.claim(recipe), REGISTRY.claim(recipe), REGISTRY.claim_for_user(recipe, ("torch", "optree"))]
+    obj = cls(1, 2)
+    for index in order:
+        REGISTRY.release(claims[index])
+        held = set(order) - set(order[: order.index(index) + 1])
+        assert leaves["torch"](obj) == ([1, 2] if held & {0, 1} else [obj])
+        assert leaves["optree"](obj) == ([1, 2] if 2 in held else [obj])

@@ -1,0 +1,290 @@
+"""One class in torch and JAX: every transform of JAX takes it, and JAX never forgets it."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.fx._pytree as fx_pytree
+import torch.utils._pytree as pytree
+
+from tests.flatten.nodes import Dense, DenseParams, FieldState, FixedShape, Keyed, LinearParams, MyState, TrainState
+from yobx_flatten import pytree_dataclass, register_class_flattening, static_field, unregister_class_flattening
+from yobx_flatten.errors import AlreadyRegisteredError, StaticDataError
+from yobx_flatten.registry.claims import REGISTRY
+
+jax = pytest.importorskip("jax", reason="jax is not installed")
+jnp = jax.numpy
+
+ROOT = Path(__file__).parents[3]
+
+
+# The examples of the lesson, in JAX itself.
+
+
+@pytest.mark.parametrize("cls", [TrainState, FieldState])
+def test_a_train_state_is_mapped(cls):
+    """`jax.tree.map(jnp.zeros_like, state)`, the lesson's first use."""
+    state = cls(params={"w": jnp.ones(10)}, opt_state={"momentum": jnp.ones(10)}, step=0)
+    zeroed = jax.tree.map(jnp.zeros_like, state)
+    assert type(zeroed) is cls
+    assert zeroed.params["w"].tolist() == [0.0] * 10
+    flat, _ = jax.tree.flatten(state)
+    assert len(flat) == 3
+
+
+@pytest.mark.parametrize("cls", [MyState, LinearParams])
+def test_leaves_and_maps_of_a_class_with_functions(cls):
+    """Two leaves, doubled."""
+    layer = cls(jnp.ones((3, 4)), jnp.zeros(4))
+    assert [leaf.shape for leaf in jax.tree.leaves(layer)] == [(3, 4), (4,)]
+    doubled = jax.tree.map(lambda x: x * 2, layer)
+    assert type(doubled) is cls
+    assert next(iter(vars(doubled).values())).tolist() == [[2.0] * 4] * 3
+
+
+@pytest.mark.parametrize("cls", [DenseParams, Dense])
+def test_grad_works_through_the_class(cls):
+    """All ones, and the activation passed through unchanged."""
+    layer = cls(jnp.ones((3, 4)), jnp.zeros(4), activation="relu")
+    grads = jax.grad(lambda l: jnp.sum(l.weights))(layer)  # noqa: E741 # as in the lesson
+    assert grads.weights.tolist() == [[1.0] * 4] * 3
+    assert grads.activation == "relu"
+
+
+@pytest.mark.parametrize("cls", [DenseParams, Dense])
+def test_vmap_maps_the_class(cls):
+    """A row at a time, and rows of the class come back."""
+    layer = cls(jnp.ones((5, 3)), jnp.zeros(5), activation="gelu")
+    mapped = jax.vmap(lambda row: cls(row.weights + 1, row.bias, row.activation))(layer)
+    assert mapped.weights.tolist() == [[2.0] * 3] * 5
+    assert mapped.activation == "gelu"
+
+
+def test_jit_compiles_anew_for_other_static_data_only():
+    """Another array does not, another `shape_info` does."""
+    traces = []
+
+    @jax.jit
+    def double(fixed):
+        traces.append(fixed.shape_info)
+        return FixedShape(fixed.data * 2, fixed.shape_info)
+
+    for data, shape_info in [(1.0, (2,)), (2.0, (2,)), (3.0, (1, 2))]:
+        out = double(FixedShape(jnp.full(2, data), shape_info))
+        assert out.data.tolist() == [2 * data] * 2
+        assert out.shape_info == shape_info
+    assert traces == [(2,), (1, 2)]
+
+
+def test_paths_have_keys_of_jax():
+    """Attributes, keys, positions: JAX prints them as its own."""
+    paths = [
+        path for path, _ in jax.tree_util.tree_flatten_with_path([Dense(1, 2), Keyed(3, 4), LinearParams(5, 6)])[0]
+    ]
+    assert [jax.tree_util.keystr(path) for path in paths] == [
+        "[0].weights",
+        "[0].bias",
+        "[1]['first']",
+        "[1]['second']",
+        "[2][0]",
+        "[2][1]",
+    ]
+
+
+# Registered, taken back, registered again.
+
+
+def make_class():
+    """A class that no test has shown to JAX yet."""
+
+    class Pair:
+        def __init__(self, a: Any, b: Any, static: Any = None) -> None:
+            self.a, self.b, self.static = a, b, static
+
+    return Pair
+
+
+def register(cls, *, swapped=False, backends="all"):
+    def flatten(pair):
+        return [pair.b, pair.a] if swapped else [pair.a, pair.b], pair.static
+
+    def unflatten(children, static):
+        a, b = reversed(children) if swapped else children
+        return cls(a, b, static)
+
+    functions = flatten, unflatten, None
+    assert register_class_flattening(cls, *functions, backends=backends)
+    return functions
+
+
+def test_one_declaration_drives_every_library_twice_with_removal_in_between():
+    """torch in Python, C++ and fx, optree and JAX; JAX alone keeps the node."""
+    import optree
+    from torch.utils import _cxx_pytree as cxx_pytree
+
+    cls, seen = make_class(), []
+    pair = cls(1, 2, "static")
+
+    def leaves():
+        spec = pytree.tree_structure(pair)
+        return [
+            pytree.tree_leaves(pair),
+            cxx_pytree.tree_leaves(pair),
+            fx_pytree.tree_flatten_spec(pair, spec),
+            optree.tree_leaves(pair, namespace="yobx_flatten"),
+            jax.tree.leaves(pair),
+        ]
+
+    for _ in range(2):
+        register(cls)
+        seen.append(leaves())
+        unregister_class_flattening(cls)
+        seen.append(leaves())
+    assert seen == [[[1, 2]] * 5, [[pair]] * 4 + [[1, 2]]] * 2
+
+
+def test_a_compiled_function_outlives_the_registration():
+    """It goes on working, and is not compiled again when the same functions come back."""
+    cls, traces = make_class(), []
+    functions = register(cls)
+
+    @jax.jit
+    def difference(pair):
+        traces.append(pair.static)
+        return cls(pair.a - pair.b, pair.b, pair.static)
+
+    pair = cls(jnp.array(5.0), jnp.array(3.0), "static")
+    results = [difference(pair)]
+    unregister_class_flattening(cls)
+    results.append(difference(pair))
+    register_class_flattening(cls, *functions, backends=("jax",))
+    results.append(difference(pair))
+    unregister_class_flattening(cls)
+    assert [(float(result.a), result.static) for result in results] == [(2.0, "static")] * 3
+    assert traces == ["static"]
+
+
+def test_other_functions_replace_the_behaviour_and_compile_anew():
+    """Children in another order: nothing compiled for the old order is used for the new one."""
+    cls, traces = make_class(), []
+    register(cls)
+    subtract = jax.jit(lambda pair: traces.append(1) or pair.a - pair.b)
+    pair = cls(jnp.array(5.0), jnp.array(3.0))
+    old = jax.tree.structure(pair)
+    assert float(subtract(pair)) == 2.0
+    unregister_class_flattening(cls)
+    register(cls, swapped=True)
+    assert [float(leaf) for leaf in jax.tree.leaves(pair)] == [3.0, 5.0]
+    assert float(subtract(pair)) == 2.0
+    assert len(traces) == 2
+    # a definition made before puts together by the functions it was made with
+    assert jax.tree.structure(pair) != old
+    assert jax.tree.unflatten(old, ["a", "b"]).a == "a"
+    assert jax.tree.unflatten(jax.tree.structure(pair), ["b", "a"]).a == "a"
+    unregister_class_flattening(cls)
+
+
+def test_static_data_that_does_not_hash_passes_through_jit():
+    """Lists and dicts come out as they went in, and changing one later changes no cache."""
+    cls, traces = make_class(), []
+    register(cls)
+    same = jax.jit(lambda pair: traces.append(1) or pair)
+    static = {"names": ["a", "b"], "sizes": {1: (2, 3)}}
+    first = same(cls(jnp.ones(1), jnp.ones(1), static))
+    second = same(cls(jnp.ones(1), jnp.ones(1), {"sizes": {1: (2, 3)}, "names": ["a", "b"]}))
+    static["names"].append("c")
+    third = same(cls(jnp.ones(1), jnp.ones(1), static))
+    unregister_class_flattening(cls)
+    assert first.static == second.static == {"names": ["a", "b"], "sizes": {1: (2, 3)}}
+    assert third.static["names"] == ["a", "b", "c"]
+    assert len(traces) == 2
+
+
+def test_static_data_that_cannot_hash_is_named():
+    """The error says what was found and what to do."""
+
+    @dataclasses.dataclass
+    class Config:  # eq without hash
+        window: int
+
+    cls = make_class()
+    register(cls, backends=("jax",))
+    with pytest.raises(StaticDataError, match=r"Config.* does not hash; JAX uses static data as the key"):
+        jax.tree.flatten(cls(1, 2, Config(3)))
+    unregister_class_flattening(cls)
+
+
+def test_a_class_that_jax_knows_from_others_keeps_their_functions_there():
+    """torch gets ours, and nothing of JAX's changes when they go."""
+    cls = make_class()
+    jax.tree_util.register_pytree_node(cls, lambda pair: ((pair.a,), pair.b), lambda b, a: cls(*a, b))
+    pair = cls(1, 2)
+    register(cls)
+    assert (pytree.tree_leaves(pair), jax.tree.leaves(pair)) == ([1, 2], [1])
+    assert REGISTRY.recipe_in_force(cls, "jax") is None
+    unregister_class_flattening(cls)
+    assert (pytree.tree_leaves(pair), jax.tree.leaves(pair)) == ([pair], [1])
+
+
+def test_writing_over_a_class_of_others_is_refused():
+    """The backend itself says that JAX cannot replace a registration."""
+    cls = make_class()
+    jax.tree_util.register_pytree_node(cls, lambda pair: ((), None), lambda b, a: None)
+    (backend,) = REGISTRY._libraries["jax"]
+    from yobx_flatten.recipe.contract import Recipe
+
+    with pytest.raises(AlreadyRegisteredError, match="by somebody else, and JAX cannot replace a registration"):
+        backend.write(Recipe.from_functions(cls, lambda pair: ([], None), lambda c, s: None, None))
+
+
+def test_a_dataclass_may_be_a_program_of_both():
+    """The same class, exported by torch and compiled by JAX, with the same answer."""
+
+    @pytree_dataclass
+    class Layer:
+        weights: Any
+        scale: float = static_field(default=2.0)
+
+    def apply(layer, x):
+        return (x @ layer.weights) * layer.scale
+
+    class Module(torch.nn.Module):
+        def forward(self, layer, x):
+            return apply(layer, x)
+
+    weights, x = [[1.0, 2.0], [3.0, 4.0]], [[1.0, 1.0]]
+    args = Layer(torch.tensor(weights)), torch.tensor(x)
+    exported = torch.export.export(Module(), args).module()(*args)
+    compiled = jax.jit(apply)(Layer(jnp.array(weights)), jnp.array(x))
+    unregister_class_flattening(Layer)
+    assert exported.tolist() == compiled.tolist() == [[8.0, 12.0]]
+
+
+LATE = """
+import sys
+from tests.flatten.nodes import Dense, LinearParams
+from yobx_flatten import register_class_flattening, unregister_class_flattening
+
+class Later:
+    def __init__(self, x):
+        self.x = x
+
+assert "jax" not in sys.modules
+register_class_flattening(Later, lambda o: ([o.x], None), lambda c, s: Later(*c), None, backends=("jax",))
+unregister_class_flattening(LinearParams)
+assert "jax" not in sys.modules
+import jax
+linear = LinearParams(1, 2)
+assert jax.tree.leaves([Dense(1, 2), Later(3)]) == [1, 2, 3]
+assert jax.tree.leaves(linear) == [linear]  # taken back before JAX heard of it
+"""
+
+
+def test_a_registration_made_before_the_import_reaches_jax():
+    """Asking for JAX does not import it."""
+    done = subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

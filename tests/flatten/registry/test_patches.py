@@ -1,0 +1,259 @@
+"""A patched attribute is put back as it was found, whoever leaves first; a hook for an import leaves nothing behind."""
+
+import importlib
+import sys
+import threading
+import types
+
+import pytest
+
+from yobx_flatten.registry.patches import AttributePatch, ImportHook, TracePatch, tracing_here
+
+
+class Base:
+    def method(self):
+        return "original"
+
+    @staticmethod
+    def static():
+        return "original"
+
+    @classmethod
+    def of_class(cls):
+        return "original"
+
+
+class Child(Base):
+    pass
+
+
+def replacement(self):
+    return "replaced"
+
+
+@pytest.fixture
+def owner():
+    """A class of its own for each test."""
+    return type("Owner", (Base,), dict(vars(Base)))
+
+
+def test_a_patch_replaces_the_attribute_until_it_is_released(owner):
+    """Replaced inside, the original by identity afterwards."""
+    original = vars(owner)["method"]
+    patch = AttributePatch(owner, "method", replacement)
+    patch.acquire()
+    inside = owner().method()
+    patch.release()
+    assert inside == "replaced"
+    assert vars(owner)["method"] is original
+
+
+@pytest.mark.parametrize("name", ["static", "of_class"])
+def test_a_descriptor_comes_back_as_one(owner, name):
+    """A static or class method is not turned into a function."""
+    original = vars(owner)[name]
+    patch = AttributePatch(owner, name, replacement)
+    patch.acquire()
+    patch.release()
+    assert vars(owner)[name] is original
+
+
+def test_an_inherited_attribute_is_inherited_again():
+    """Nothing is copied into the subclass."""
+    patch = AttributePatch(Child, "method", replacement)
+    patch.acquire()
+    inside = (Child().method(), Base().method())
+    patch.release()
+    assert inside == ("replaced", "original")
+    assert "method" not in vars(Child)
+
+
+def test_an_attribute_of_a_module_is_put_back():
+    """Modules are patched like classes."""
+    module = types.ModuleType("module")
+    module.function = original = lambda: "original"
+    patch = AttributePatch(module, "function", replacement)
+    patch.acquire()
+    inside = module.function
+    patch.release()
+    assert inside is replacement
+    assert module.function is original
+
+
+def test_the_last_holder_puts_the_original_back(owner):
+    """Two holders: the replacement stays until both are gone."""
+    patch = AttributePatch(owner, "method", replacement)
+    seen = []
+    for step in (patch.acquire, patch.acquire, patch.release, patch.release):
+        step()
+        seen.append(owner().method())
+    assert seen == ["replaced", "replaced", "replaced", "original"]
+
+
+def test_a_patch_can_be_used_again(owner):
+    """What is put back the second time is what was found the second time."""
+    patch = AttributePatch(owner, "method", replacement)
+    patch.acquire()
+    patch.release()
+    owner.method = later = lambda self: "later"
+    patch.acquire()
+    patch.release()
+    assert vars(owner)["method"] is later
+
+
+def test_what_somebody_else_put_there_stays(owner):
+    """An attribute replaced after us is theirs."""
+    patch = AttributePatch(owner, "method", replacement)
+    patch.acquire()
+    owner.method = theirs = lambda self: "theirs"
+    patch.release()
+    assert vars(owner)["method"] is theirs
+
+
+def test_a_patch_that_fails_holds_nothing():
+    """Where the attribute cannot be set, a later release has nothing to undo."""
+    patch = AttributePatch(int, "bit_length", replacement)
+    with pytest.raises(TypeError):
+        patch.acquire()
+    patch = AttributePatch(int, "bit_length", replacement)
+    assert vars(int)["bit_length"] is not replacement
+
+
+@pytest.mark.parametrize("name", ["method", "static", "of_class"])
+def test_a_patch_of_a_trace_is_for_the_thread_that_traces(owner, name):
+    """Another thread gets the original while the patch is in place, and so does this one outside of its trace."""
+    original = vars(owner)[name]
+    patch = TracePatch(owner, name, lambda original: lambda *args: "replaced")
+    expected = getattr(owner(), name)()
+    patch.acquire()
+    elsewhere: list[str] = []
+    with tracing_here():
+        with tracing_here():
+            pass
+        inside = getattr(owner(), name)()
+        thread = threading.Thread(target=lambda: elsewhere.append(getattr(owner(), name)()))
+        thread.start()
+        thread.join()
+    outside = getattr(owner(), name)()
+    patch.release()
+    assert (inside, elsewhere, outside) == ("replaced", [expected], expected)
+    assert vars(owner)[name] is original
+
+
+# The hook for an import.
+
+
+@pytest.fixture
+def module_name(tmp_path, monkeypatch):
+    """A module that can be imported, and is not yet."""
+    name = "module_of_test_patches"
+    (tmp_path / f"{name}.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def hook_for():
+    """Makes installed hooks, and removes them."""
+    hooks = []
+
+    def make(name, action):
+        hooks.append(ImportHook(name.__eq__, action))
+        hooks[-1].install()
+        return hooks[-1]
+
+    yield make
+    for hook in hooks:
+        hook.remove()
+
+
+def test_the_action_runs_right_after_the_import(module_name, hook_for):
+    """The module is complete when the action sees it, and nobody else has it yet."""
+    seen = []
+    hook_for(module_name, lambda module: seen.append((module.__name__, module.value)))
+    module = importlib.import_module(module_name)
+    assert seen == [(module_name, 1)]
+    assert module is sys.modules[module_name]
+
+
+def test_the_action_runs_once(module_name, hook_for):
+    """A second import finds the module and does nothing."""
+    seen = []
+    hook_for(module_name, seen.append)
+    first = importlib.import_module(module_name)
+    second = importlib.import_module(module_name)
+    assert (first, seen) == (second, [first])
+
+
+def test_other_modules_are_not_touched(module_name, hook_for):
+    """The hook answers for its own module only."""
+    hook = hook_for("another_module", lambda module: None)
+    assert hook.find_spec(module_name, None) is None
+
+
+def test_a_removed_hook_is_silent(module_name, hook_for):
+    """After `remove` an import is an ordinary one."""
+    seen = []
+    hook_for(module_name, seen.append).remove()
+    importlib.import_module(module_name)
+    assert seen == []
+
+
+def test_removing_leaves_the_import_system_as_it_was(hook_for):
+    """The list of finders is the one it was, in its order."""
+    before = list(sys.meta_path)
+    hook = hook_for("no_such_module", lambda module: None)
+    assert sys.meta_path == [hook, *before]
+    hook.remove()
+    hook.remove()
+    assert sys.meta_path == before
+
+
+def test_a_module_that_does_not_exist_is_not_found(hook_for):
+    """The hook makes no module out of nothing."""
+    hook_for("no_such_module", lambda module: None)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("no_such_module")
+
+
+def test_asking_whether_the_module_is_there_is_no_import(module_name, hook_for):
+    """`find_spec` finds the module; the action waits for its execution."""
+    seen = []
+    hook_for(module_name, seen.append)
+    spec = importlib.util.find_spec(module_name)
+    assert (spec.name, seen) == (module_name, [])
+
+
+def test_an_import_that_fails_runs_no_action(module_name, hook_for, tmp_path):
+    """The action is for modules that are there; the error is the module's own."""
+    (tmp_path / f"{module_name}.py").write_text("raise RuntimeError('broken')\n")
+    seen = []
+    hook_for(module_name, seen.append)
+    with pytest.raises(RuntimeError, match="broken"):
+        importlib.import_module(module_name)
+    assert (seen, module_name in sys.modules) == ([], False)
+
+
+def test_the_loader_is_as_python_made_it_afterwards(module_name, hook_for):
+    """Once the module is there nothing of the hook remains on it: a reload is an ordinary one."""
+    hook_for(module_name, lambda module: None)
+    module = importlib.import_module(module_name)
+    assert "exec_module" not in vars(module.__spec__.loader)
+
+
+def test_two_hooks_for_one_module_both_act(tmp_path, monkeypatch):
+    """As in nested blocks: neither asks the other without end, and both hear of the import."""
+    (tmp_path / "waited_for_twice.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    heard = []
+    hooks = [ImportHook("waited_for_twice".__eq__, lambda module, n=n: heard.append((n, module.VALUE))) for n in (1, 2)]
+    for hook in hooks:
+        hook.install()
+    try:
+        __import__("waited_for_twice")
+    finally:
+        for hook in hooks:
+            hook.remove()
+        sys.modules.pop("waited_for_twice", None)
+    assert sorted(heard) == [(1, 1), (2, 1)]

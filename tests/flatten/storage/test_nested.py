@@ -1,0 +1,229 @@
+"""Nested values to a file and back."""
+
+import collections
+import os
+import subprocess
+import sys
+
+import numpy
+import pytest
+import torch
+
+from tests.flatten.storage.storage_values import TORCH_TYPES, Access, Mode, Pair, State, random_tensor, same
+from yobx_flatten import (
+    MissingDependencyError,
+    NotRegisteredError,
+    load_nested,
+    make_dynamic_cache,
+    register_class_flattening,
+    register_flattening_functions,
+    save_nested,
+    unregister_class_flattening,
+)
+
+pytest.importorskip("onnx")
+
+
+def stored(values, path, **options):
+    save_nested(path, values, **options)
+    return load_nested(path)
+
+
+@pytest.mark.parametrize("dtype", TORCH_TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 3), (), (0, 4), (1,)], ids=str)
+@pytest.mark.parametrize("external", [False, True], ids=["one file", "two files"])
+def test_a_tensor_comes_back_bit_by_bit(dtype, shape, external, tmp_path):
+    """Random bits of every type: NaNs keep their payloads."""
+    tensor = random_tensor(dtype, shape)
+    assert same(stored(tensor, tmp_path / "x.onnx", external_data=external), tensor)
+
+
+def test_structure_static_data_and_every_kind_of_leaf_come_back(tmp_path):
+    """Keys that are no strings, enums, named tuples, what PyTorch returns, Python's own numbers, text and bytes."""
+    values = {
+        "state": State(
+            torch.ones(2), [None, 1, -(2**63), 2**70, 1.5, True, 1j, "é", "", b"\0\xff", "\ud800"], Mode.EVAL
+        ),
+        ("a", 1): Pair(collections.OrderedDict(x=1), collections.defaultdict(list, y=torch.zeros(1))),
+        None: collections.deque([1, (2,)], maxlen=3),
+        3: [Mode.TRAIN, Access.READ | Access.WRITE, torch.float16, torch.Size([2]), slice(1, None), {1, 2}, range(3)],
+        "best": torch.max(torch.arange(4.0).reshape(2, 2), dim=0),
+        "empty": [{}, [], ()],
+    }
+    back = stored(values, tmp_path / "x.onnx")
+    assert same(back, values)
+    assert type(back[3][3]) is torch.Size
+
+
+ARRAYS = [
+    numpy.arange(6, dtype=">i4").reshape(2, 3),
+    numpy.zeros((0, 2)),
+    numpy.array(2.5),
+    numpy.float32(0.1),
+    numpy.int8(-1),
+    numpy.bool_(True),
+    numpy.complex64(1 - 2j),
+    numpy.str_("née"),
+    numpy.bytes_(b"ab"),
+    numpy.array(["a", "née", ""]),
+    numpy.array(["\ud800"]),
+    numpy.array([b"a", b"bcd"]),
+    numpy.array([["a"], ["b"]], dtype=object),
+    numpy.array(["2020-01-01", "NaT"], dtype="datetime64[D]"),
+    numpy.timedelta64(3, "ms"),
+    numpy.asfortranarray(numpy.arange(6.0).reshape(2, 3)),
+    numpy.arange(10)[::3],
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{type(array).__name__} {numpy.asarray(array).dtype}")
+def test_an_array_of_numpy_comes_back(array, tmp_path):
+    """With its byte order, as an array of NumPy, scalars as scalars."""
+    assert same(stored([array], tmp_path / "x.onnx"), [array])
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
+def test_an_array_of_ml_dtypes_comes_back(name, tmp_path):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    array = numpy.arange(4).astype(getattr(ml_dtypes, name))
+    assert same(stored(array, tmp_path / "x.onnx"), array)
+
+
+def test_one_tensor_in_two_places_is_stored_once_and_comes_back_as_one(tmp_path):
+    tensor = torch.arange(1000.0)
+    size = save_nested(tmp_path / "x.onnx", [tensor, {"again": tensor}])
+    back = load_nested(tmp_path / "x.onnx")
+    assert back[0] is back[1]["again"]
+    assert 4000 < size < 6000
+
+
+def test_a_view_and_a_conjugate_are_stored_by_value(tmp_path):
+    """What is lazy in the tensor is done before; strides are not kept."""
+    values = [torch.arange(6).reshape(2, 3).t(), torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag]
+    back = stored(values, tmp_path / "x.onnx")
+    assert back[0].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert back[0].is_contiguous()
+    assert back[1].tolist() == [1 - 2j]
+    assert back[2].tolist() == [-2.0]
+
+
+def test_a_cache_goes_on_in_the_block_and_outside_of_it(tmp_path):
+    """Classes that the block knows are stored and read outside of it, too."""
+    pytest.importorskip("transformers")
+    cache = make_dynamic_cache([(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4)) for _ in range(2)])
+    outside = stored({"past_key_values": cache}, tmp_path / "a.onnx")["past_key_values"]
+    with register_flattening_functions(patch_transformers=True):
+        inside = stored({"past_key_values": cache}, tmp_path / "b.onnx")["past_key_values"]
+        assert same(inside, cache)
+        assert same(outside, cache)
+    assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+    assert type(outside.layers[0]) is type(cache.layers[0])
+
+
+def test_a_fresh_process_reads_a_cache_and_a_model_output(tmp_path):
+    """It imports transformers because the file names it; onnxruntime is not imported."""
+    pytest.importorskip("transformers")
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    cache = make_dynamic_cache([(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))])
+    save_nested(tmp_path / "x.onnx", CausalLMOutputWithPast(logits=torch.zeros(2), past_key_values=cache))
+    program = (
+        "import sys; from yobx_flatten import load_nested; x = load_nested(sys.argv[1]);"
+        "print(type(x).__name__, x.past_key_values.get_seq_length(), 'onnxruntime' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "x.onnx"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "CausalLMOutputWithPast 3 False\n"
+
+
+class Secret:
+    def __init__(self, x):
+        self.x = x
+
+
+def test_an_unregistered_object_is_refused_with_its_place(tmp_path):
+    """Nothing is written then."""
+    with pytest.raises(NotRegisteredError, match=r"(?s)a\.0\.b is a .*Secret.*1 tensor.*register_class_fl"):
+        save_nested(tmp_path / "x.onnx", {"a": [{"b": Secret(torch.zeros(1))}]})
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_class_that_is_not_registered_any_more_is_named(tmp_path):
+    """With the line to type."""
+    register_class_flattening(Secret, lambda s: ([s.x], None), lambda children, _: Secret(*children), None)
+    try:
+        save_nested(tmp_path / "x.onnx", Secret(torch.zeros(1)))
+        assert load_nested(tmp_path / "x.onnx").x.tolist() == [0]
+    finally:
+        unregister_class_flattening(Secret)
+    with pytest.raises(NotRegisteredError, match=r"\n    register_class_flattening\(Secret, \.\.\.\)"):
+        load_nested(tmp_path / "x.onnx")
+
+
+def test_a_class_of_a_function_is_found_where_it_is_registered(tmp_path):
+    class Local:
+        pass
+
+    register_class_flattening(Local, lambda obj: ([obj.x], None), lambda children, _: children[0], None)
+    try:
+        obj = Local()
+        obj.x = 3
+        assert stored(obj, tmp_path / "x.onnx") == 3
+    finally:
+        unregister_class_flattening(Local)
+
+
+def test_nothing_is_imported_that_a_file_names(tmp_path):
+    """A class of a module that is not imported is refused; its module is not imported."""
+    (tmp_path / "strange.py").write_text(
+        "import torch\nfrom yobx_flatten import pytree_dataclass\nprint('imported')\n"
+        "@pytree_dataclass(backends=('torch',))\nclass Box:\n    x: object\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
+    write = "import strange, yobx_flatten; yobx_flatten.save_nested('x.onnx', strange.Box(1))"
+    read = "import yobx_flatten; yobx_flatten.load_nested('x.onnx')"
+    for program in (write, read):
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
+        )
+    assert done.returncode == 1
+    assert "imported" not in done.stdout
+    assert "import strange" in done.stderr
+
+
+def test_without_onnx_the_message_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(
+        MissingDependencyError, match=r"save_nested needs onnx:\n    pip install 'yobx-flatten\[onnx\]'"
+    ):
+        save_nested(tmp_path / "x.onnx", torch.zeros(1))
+    with pytest.raises(MissingDependencyError, match="load_nested needs onnx"):
+        load_nested(tmp_path / "x.onnx")
+
+
+MEMORY = """
+import pathlib, sys, torch
+from yobx_flatten import load_nested, save_nested
+
+def memory(field):
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+
+torch.set_num_threads(1)
+start = memory("VmRSS")
+if sys.argv[1] == "save":
+    save_nested(sys.argv[2], [torch.full((10_000_000,), float(i)) for i in range(8)] + [torch.ones(2000, 5000).t()])
+else:
+    values = load_nested(sys.argv[2])
+print(memory("VmHWM") - start - 9 * 40_000_000 / 2**20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_storing_and_reading_take_one_tensor_above_the_inputs(tmp_path):
+    """360 MB in tensors of 40 MB, one of them transposed: at most 40 MB and what onnx itself needs."""
+    for what in ("save", "load"):
+        command = [sys.executable, "-c", MEMORY, what, tmp_path / "x.onnx"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert float(done.stdout) < 40 + 200, what

@@ -1,0 +1,49 @@
+"""Readable names of leaves, in the order in which torch takes the objects apart."""
+
+import torch
+
+from tests.models import make_model, start
+from yobx_flatten import DecodeSizes, decode_inputs, register_flattening_functions
+from yobx_flatten.trees.naming import leaf_names, output_names
+
+
+def test_inputs_of_a_decoder_have_the_names_of_onnx_generation_tools():
+    """`past_key_values.0.key`, and `past_key_values.length` where the cache needs its counter."""
+    kwargs = decode_inputs(make_model("mistral"), DecodeSizes())
+    assert leaf_names(kwargs) == [
+        "input_ids",
+        "attention_mask",
+        "past_key_values.0.key",
+        "past_key_values.0.value",
+        "past_key_values.1.key",
+        "past_key_values.1.value",
+        "past_key_values.length",
+    ]
+
+
+def test_outputs_are_called_present():
+    """The cache that comes out: `present.0.key`."""
+    with torch.no_grad():
+        outputs = make_model("llama")(input_ids=torch.ones(1, 3, dtype=torch.int64))
+    names = output_names(outputs)
+    assert names == ["logits", "present.0.key", "present.0.value", "present.1.key", "present.1.value"]
+
+
+def test_an_encoder_decoder_cache_says_whose_keys_they_are():
+    """`past_key_values.0.decoder.key` and `past_key_values.0.encoder.key`."""
+    names = leaf_names({"past_key_values": start("t5").cache})
+    assert names[:2] == ["past_key_values.0.decoder.key", "past_key_values.0.decoder.value"]
+    assert names[-1] == "past_key_values.1.encoder.value"
+
+
+def test_names_are_unique_and_as_many_as_leaves():
+    """Also of static caches with their counters, nested containers and None."""
+    trees = [
+        {"a": [1, {"b": None}], "c": (2, 3)},
+        {"past_key_values": start("gemma3", static=True).cache},
+        {"past_key_values": start("bart").cache, "x": torch.zeros(1)},
+    ]
+    with register_flattening_functions(patch_transformers=True):
+        for tree in trees:
+            names = leaf_names(tree)
+            assert len(names) == len(set(names)) == len(torch.utils._pytree.tree_leaves(tree))

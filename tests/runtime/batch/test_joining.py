@@ -1,0 +1,314 @@
+"""The outputs of the microbatches go together again, or the key path at which they do not is named."""
+
+import math
+import re
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining.microbatch import TensorChunkSpec as TorchChunkSpec
+from torch.distributed.pipelining.microbatch import _CustomReducer, _Replicate, sum_reducer
+
+from roundpipe_runtime.batch.splitting import Replicate, TensorChunkSpec, join, split
+from roundpipe_runtime.errors import JoinError
+from tests.flatten.nodes import Dense, TrainState
+from tests.runtime.documents import BatchResult, FlexibleOutput, TransformerOutput
+from yobx_flatten import make_dynamic_cache, make_encoder_decoder_cache, register_flattening_functions
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+# -- what goes together ----------------------------------------------------------------------------------------------
+
+
+def test_tensors_are_concatenated_along_the_batch():
+    joined = join([{"y": torch.tensor([[1], [2]])}, {"y": torch.tensor([[3]])}], [2, 1])
+    assert joined["y"].tolist() == [[1], [2], [3]]
+
+
+def test_one_output_is_returned_itself():
+    output = {"y": torch.zeros(2)}
+    assert join([output], [2]) is output
+
+
+def test_tensors_without_axes_are_averaged_by_weight():
+    """Means over 3 rows and over 1 row: the mean over all 4 is no mean of the two."""
+    assert join([torch.tensor(1.0), torch.tensor(5.0)], [3, 1]).item() == 2.0
+
+
+def test_the_average_of_equal_values_is_the_value():
+    """To the last bit, in each floating dtype."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        value = torch.tensor(0.1, dtype=dtype)
+        assert torch.equal(join([value.clone() for _ in range(3)], [3, 3, 1]), value)
+
+
+def test_what_has_no_weight_counts_nothing_even_if_it_is_nan():
+    """A microbatch whose labels are all ignored has a mean of NaN."""
+    assert join([torch.tensor(math.nan), torch.tensor(2.0)], [0, 7], rows=[2, 2]).item() == 2.0
+    assert join([torch.tensor(math.nan), torch.tensor(math.nan)], [0, 0], rows=[2, 2]).item() == 0.0
+
+
+def test_weights_that_are_no_rows_do_not_disturb_the_concatenation():
+    """Losses report tokens; rows say what was cut."""
+    outputs = [{"y": torch.zeros(2), "n": torch.tensor(1.0)}, {"y": torch.ones(1), "n": torch.tensor(4.0)}]
+    joined = join(outputs, [20, 10], rows=[2, 1])
+    assert joined["y"].tolist() == [0, 0, 1]
+    assert joined["n"].item() == 2.0
+
+
+def test_gradients_flow_through_the_join():
+    """The classic loop: outputs joined, then a loss and its backward."""
+    parts = [torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)]
+    means = [part.mean() for part in parts]
+    joined = join([{"y": y, "n": n} for y, n in zip(parts, means, strict=True)], [2, 1])
+    (joined["y"].sum() + 3 * joined["n"]).backward()
+    assert [part.grad.tolist() for part in parts] == [[2, 2], [2]]
+
+
+def test_complex_numbers_are_averaged_too():
+    assert join([torch.tensor(1 + 1j), torch.tensor(3 - 1j)], [1, 1]).item() == 2
+
+
+def test_a_constant_of_the_model_is_not_repeated():
+    """A tensor without a batch axis that every microbatch computed alike."""
+    table = torch.arange(5.0)
+    assert torch.equal(join([table.clone(), table.clone()], [2, 2]), table)
+
+
+def test_packed_outputs_of_the_document_are_joined():
+    outputs = [
+        (TransformerOutput(torch.full((n, 2), n), torch.zeros(n, 1), loss=0.5), FlexibleOutput(torch.zeros(n)))
+        for n in (2, 1)
+    ]
+    joined, flexible = join(outputs, [2, 1])
+    assert joined.logits.tolist() == [[2, 2], [2, 2], [1, 1]]
+    assert joined.hidden_states.shape == (3, 1)
+    assert joined.loss == 0.5
+    assert flexible.attentions is None
+
+
+# -- what does not ---------------------------------------------------------------------------------------------------
+
+
+def test_a_static_field_that_differs_is_named():
+    """The document's `loss` field is checked for consistency."""
+    outputs = [TransformerOutput(torch.zeros(1), torch.zeros(1), loss=loss) for loss in (0.5, 0.25)]
+    with pytest.raises(JoinError, match=r"(?s)microbatches 0 and 1 have different structures:.*0\.5.*0\.25"):
+        join(outputs, [1, 1])
+
+
+def test_keys_that_differ_are_named():
+    """The other system joins by position and says nothing."""
+    with pytest.raises(JoinError) as caught:
+        join([{"a": torch.zeros(1), "b": [1]}, {"a": torch.zeros(1), "b": [1, 2]}, {"c": torch.zeros(1)}], [1, 1, 1])
+    assert str(caught.value) == (
+        "The outputs of microbatches 0 and 1 have different structures:\n"
+        "outputs['b']\n"
+        "    microbatch 0: list of 1\n"
+        "    microbatch 1: list of 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        (3, 4, "outputs['v'] differs: 3 in microbatch 0, 4 in microbatch 1."),
+        ("a", None, "outputs['v'] differs: 'a' in microbatch 0, None in microbatch 1."),
+        (torch.tensor(1), torch.tensor(2), "outputs['v'] differs: 1 in microbatch 0, 2 in microbatch 1."),
+        (torch.tensor(1), 1, "outputs['v'] differs: 1 in microbatch 0, 1 in microbatch 1."),
+        (1, True, "outputs['v'] differs: 1 in microbatch 0, True in microbatch 1."),
+    ],
+)
+def test_other_values_must_be_equal(one, other, message):
+    with pytest.raises(JoinError, match=re.escape(message)):
+        join([{"v": one}, {"v": other}], [1, 1])
+
+
+def test_nan_equals_nan():
+    assert math.isnan(join([{"v": math.nan}, {"v": float("nan")}], [1, 1])["v"])
+
+
+def test_rows_on_another_axis_are_refused_with_the_line_to_type():
+    with pytest.raises(JoinError) as caught:
+        join([{"p": torch.zeros(3, 2)}, {"p": torch.ones(3, 2)}], [2, 2])
+    assert str(caught.value) == (
+        "outputs['p']: axis 0 of the shapes [(3, 2), (3, 2)] is not the [2, 2] rows of the microbatches, and the "
+        "values differ. Say along which axis they are joined, or how:\n"
+        "    RoundPipeRunConfig(merge_output={\"outputs['p']\": TensorChunkSpec(1)})\n"
+        "    RoundPipeRunConfig(merge_output=lambda outputs: ...)"
+    )
+
+
+def test_shapes_that_do_not_go_together_are_named():
+    with pytest.raises(
+        JoinError, match=re.escape("outputs[0]: shapes [(2, 3), (2, 4)] cannot be concatenated along axis 0")
+    ):
+        join([[torch.zeros(2, 3)], [torch.zeros(2, 4)]], [2, 2])
+
+
+# -- how it is said otherwise ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("chunk", "whole"), [(TensorChunkSpec, Replicate), (TorchChunkSpec, _Replicate)])
+def test_a_spec_says_how_to_join(chunk, whole):
+    outputs = [(torch.zeros(3, 2), torch.zeros(2)), (torch.ones(3, 2), torch.zeros(2))]
+    joined = join(outputs, [2, 2], merge=(chunk(1), whole))
+    assert joined[0].shape == (3, 4)
+    assert joined[1].shape == (2,)
+
+
+def test_a_rule_for_one_key_path_leaves_the_others_alone():
+    outputs = [{"p": torch.zeros(3, n), "y": torch.zeros(n)} for n in (2, 1)]
+    joined = join(outputs, [2, 1], merge={"outputs['p']": TensorChunkSpec(1)})
+    assert joined["p"].shape == (3, 3)
+    assert joined["y"].shape == (3,)
+
+
+def test_a_reducer_of_torch_joins_two_by_two():
+    total = _CustomReducer(torch.tensor(0.0), lambda x, y: x + y)
+    assert join([torch.tensor(1.0), torch.tensor(2.0)], [1, 3], merge=total).item() == 3.0
+
+
+def test_a_function_joins_as_it_likes():
+    assert join([1, 2, 3], [1, 1, 1], merge=sum) == 6
+
+
+@pytest.mark.parametrize("merge", [{"outputs['z']": Replicate}, (Replicate, {"z": Replicate})])
+def test_a_rule_for_a_path_that_is_not_there_is_refused(merge):
+    with pytest.raises(JoinError, match=r"is not among the outputs\. Their key paths are"):
+        join([{"y": torch.zeros(1)}, {"y": torch.zeros(1)}], [1, 1], merge=merge)
+
+
+def test_a_spec_that_is_none_is_refused_as_a_join_error():
+    with pytest.raises(JoinError, match=r"outputs: expected TensorChunkSpec\(dim\), Replicate or None, found 5"):
+        join([torch.zeros(1)], [1], merge=5)
+
+
+def test_replicated_outputs_must_be_the_same():
+    with pytest.raises(JoinError, match="outputs differs: "):
+        join([torch.zeros(2), torch.ones(2)], [2, 2], merge=Replicate)
+
+
+@pytest.mark.parametrize(("outputs", "weights"), [([], []), ([1, 1], [1])])
+def test_a_wrong_number_of_outputs_is_refused(outputs, weights):
+    with pytest.raises(JoinError):
+        join(outputs, weights)
+
+
+# -- there and back --------------------------------------------------------------------------------------------------
+
+
+def tensors(batch):
+    """Tensors with the batch axis, without it, and without axes."""
+    tails = st.lists(st.integers(1, 4), max_size=2).map(tuple)
+    dtypes = st.sampled_from([torch.float32, torch.int64, torch.bfloat16, torch.bool])
+    filled = st.builds(
+        lambda tail, dtype: torch.arange(batch * math.prod(tail)).reshape(batch, *tail).to(dtype), tails, dtypes
+    )
+    broadcast = tails.map(lambda tail: torch.ones(1, *tail))
+    other = st.integers(2, 40).filter(lambda size: size != batch).map(torch.zeros)
+    return st.one_of(filled, filled, broadcast, other, st.just(torch.tensor(1.5)), st.just(torch.tensor(3)))
+
+
+def caches(batch):
+    def make(layers, length):
+        shape = (batch, 2, length, 3)
+        return make_dynamic_cache([(torch.randn(shape), torch.randn(shape)) for _ in range(layers)])
+
+    decoder = st.builds(make, st.integers(1, 2), st.integers(1, 5))
+    return st.one_of(decoder, st.builds(make_encoder_decoder_cache, decoder, decoder))
+
+
+def model_outputs(children):
+    from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
+
+    return st.one_of(
+        # with one field alone, transformers would take a dict in it for all fields
+        st.builds(lambda x: BaseModelOutput(last_hidden_state=x, attentions=()), children),
+        st.builds(lambda x, y: CausalLMOutputWithPast(logits=x, hidden_states=(y, x)), children, children),
+    )
+
+
+def trees(batch):
+    plain = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.booleans(), st.floats(allow_nan=False))
+    leaves = st.one_of(tensors(batch), tensors(batch), plain, caches(batch))
+
+    def extend(children):
+        return st.one_of(
+            st.lists(children, max_size=3),
+            st.lists(children, max_size=3).map(tuple),
+            st.dictionaries(st.text(max_size=2), children, max_size=3),
+            st.builds(Point, children, children),
+            st.builds(TransformerOutput, children, children, st.floats(0, 1)),
+            st.builds(FlexibleOutput, children),
+            st.builds(FlexibleOutput, children, children),
+            st.builds(BatchResult, st.lists(children, max_size=2), st.dictionaries(st.text(max_size=2), children)),
+            st.builds(TrainState, children, children, children),
+            st.builds(Dense, children, children, st.sampled_from(["relu", "tanh"])),
+            model_outputs(children),
+        )
+
+    return st.recursive(leaves, extend, max_leaves=8)
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and one == other
+
+
+@given(data=st.data(), batch=st.integers(1, 17), count=st.integers(1, 8))
+@settings(max_examples=60)
+def test_join_undoes_split(data, batch, count):
+    """Any nested tree, any batch size, any number of microbatches: the tree, and its structure, come back."""
+    pytest.importorskip("transformers")
+    tree = data.draw(trees(batch))
+    with register_flattening_functions(patch_transformers=True):
+        parts = split((torch.zeros(batch), tree), {}, torch.zeros(batch), count)
+        joined = join([part.args[1] for part in parts], [part.rows for part in parts])
+        expected, spec = pytree.tree_flatten(tree)
+        found, found_spec = pytree.tree_flatten(joined)
+    assert found_spec == spec
+    assert all(map(same, found, expected))
+
+
+@given(data=st.data(), batch=st.integers(1, 17), count=st.integers(1, 8))
+@settings(max_examples=40)
+def test_every_row_goes_to_one_microbatch(data, batch, count):
+    """Tensors of the parts, put side by side by hand, are the rows in order; the sizes are as even as possible."""
+    parts = split(([torch.arange(batch)],), {"tree": data.draw(tensors(batch))}, torch.arange(batch), count)
+    for pick in (lambda part: part.args[0][0], lambda part: part.label):
+        assert [row for part in parts for row in pick(part).tolist()] == list(range(batch))
+    assert max(part.rows for part in parts) - min(part.rows for part in parts) <= 1
+
+
+def test_a_reducer_of_torch_is_taken_whatever_its_class():
+    """`sum_reducer`, which torch and RoundPipe's scripts import, is of a class below `_CustomReducer`."""
+    joined = join([torch.tensor(2.0), torch.tensor(3.0)], [1, 1], merge=sum_reducer)
+    assert joined == 5
+
+
+# -- rows that are not known -------------------------------------------------------------------------------------------
+
+
+def test_a_mean_over_parts_whose_rows_are_not_known_is_refused():
+    """An average of equals would be wrong for parts of unlike size; equal values need none, unless they are trained."""
+    one, other = torch.tensor(1.0), torch.tensor(3.0)
+    with pytest.raises(JoinError, match="the rows of the microbatches, by which it would be averaged, are not known"):
+        join([one, other], [None, None])
+    assert join([one, one.clone()], [None, None]) == 1
+    with pytest.raises(JoinError, match="not known"):
+        join([one.clone().requires_grad_(), one.clone().requires_grad_()], [None, None])
+
+
+def test_equal_tensors_of_parts_whose_rows_are_not_known_are_refused():
+    """They may be rows, or a constant; a rule says which."""
+    parts = [torch.ones(3), torch.ones(3)]
+    with pytest.raises(JoinError, match="it may be rows that are equal, or what is not cut"):
+        join(parts, [None, None])
+    assert join(parts, [None, None], merge=TensorChunkSpec(0)).shape == (6,)
+    assert join(parts, [None, None], merge=Replicate).shape == (3,)

@@ -1,0 +1,53 @@
+"""How many rows each microbatch has, worked out from packed data and from the parts of a function."""
+
+import torch
+
+from roundpipe_runtime.batch.part_rows import rows_of_parts
+from roundpipe_runtime.batch.splitting import RoundPipePackedData, split
+
+TABLE = torch.arange(30.0).reshape(5, 6)
+
+
+def parts_of(sizes, **others):
+    return [{"args": (torch.zeros(size, 4), *(make(size) for make in others.values()))} for size in sizes]
+
+
+def test_what_is_one_object_in_all_parts_was_not_cut():
+    """A table of five beside parts of one row: the part has one row and not five."""
+    assert rows_of_parts(parts_of([1, 2, 1], table=lambda size: TABLE), {"args": (torch.zeros(4, 4), TABLE)}) == [
+        1,
+        2,
+        1,
+    ]
+
+
+def test_of_what_was_made_anew_only_what_adds_up_to_the_batch_tells_rows():
+    """A copy of the table in each part, and a triangle of each part's own."""
+    whole = {"args": (torch.zeros(4, 4), TABLE)}
+    assert rows_of_parts(parts_of([1, 2, 1], table=lambda size: TABLE.clone()), whole) == [1, 2, 1]
+    assert rows_of_parts(parts_of([1, 1], mask=lambda size: torch.zeros(3, 3)), whole) == [None, None]
+
+
+def test_the_labels_decide_where_the_inputs_do_not():
+    made, whole = parts_of([1, 2], table=lambda size: TABLE.clone()), {}
+    assert rows_of_parts(made, whole) == [None, None]
+    assert rows_of_parts(made, whole, [{"label": torch.zeros(1)}, {"label": torch.zeros(2)}]) == [1, 2]
+
+
+def test_parts_without_tensors_have_no_rows():
+    assert rows_of_parts([{"args": (1,)}, {"args": (2,)}], {"args": ((1, 2),)}) == [None, None]
+
+
+def test_packed_data_in_the_parts_tells_their_rows():
+    packed = RoundPipePackedData(["a", "b"], rows=[3, 1])
+    assert rows_of_parts([{"args": (packed, torch.zeros(9))}] * 2, {}) == [3, 1]
+
+
+def test_a_split_function_weights_a_mean_by_the_rows_of_its_parts():
+    """With the table in each part; five for each would have been a mean of equals."""
+
+    def cut(args, kwargs, count):
+        x, table = args
+        return [(x[:1], table), (x[1:], table)], [kwargs, kwargs]
+
+    assert [part.rows for part in split((torch.zeros(4, 2), TABLE), {}, None, 2, split_input=cut)] == [1, 3]

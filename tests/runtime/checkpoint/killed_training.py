@@ -1,0 +1,192 @@
+"""A training that is killed, again and again, and resumed each time until it is through. A program of its own.
+
+    python -m tests.runtime.checkpoint.killed_training FOLDER --kind adam --kills 30 --seed 0 --devices 2,3,1
+
+It imports torch once and forks a process per attempt. An attempt trains, saves after every step, and writes each loss
+to ``FOLDER/losses``. It is killed with SIGKILL: after a time drawn at random, or, with ``--at file``, at the n-th thing
+that it does to a file of the folder. Without kills, this is the uninterrupted run.
+"""
+
+import argparse
+import hashlib
+import os
+import pathlib
+import random
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+import numpy
+import safetensors.torch  # noqa: F401 # here, and not in every attempt
+import torch
+from torch import nn
+
+from roundpipe_runtime import (
+    GradScaler,
+    OptimizerCtx,
+    RoundPipe,
+    RoundPipeRunConfig,
+    load_checkpoint,
+    optim,
+    save_checkpoint,
+)
+
+ROWS = 8
+# A kill comes within so many things done to files, which is about two steps.
+FILE_EVENTS = 90
+
+
+def build(kind: str, devices: int, steps: int):
+    """The model with its optimizer, its scheduler, and for some kinds a scaler."""
+    torch.manual_seed(7)
+    layers = [
+        nn.Linear(16, 24),
+        nn.Dropout(0.2),
+        nn.LayerNorm(24),
+        nn.Linear(24, 24),
+        nn.Dropout(0.2),
+        nn.Linear(24, 4),
+    ]
+    layers.append(nn.BatchNorm1d(4))
+    model = nn.Sequential(*layers)
+    half = kind == "scaled"
+    pipe = RoundPipe(
+        model.bfloat16() if half else model,
+        optim_dtype=torch.float32 if half else None,
+        devices=f"virtual:{devices}",
+        model_run_config=RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3),
+    )
+    with OptimizerCtx():
+        makes = {"sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)}
+        make = makes.get(kind, lambda params: optim.Adam(params, lr=0.01))
+        optimizer = make(pipe.parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=steps + 1)
+    scaler = GradScaler(init_scale=2.0**6, growth_interval=5) if half else None
+    return pipe, optimizer, scheduler, scaler
+
+
+def draw_batch(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch from all three generators, so that each must be where it was."""
+    inputs = torch.randn(ROWS, 16) * random.uniform(0.5, 2.0)
+    labels = inputs[:, :4].cos() + torch.from_numpy(numpy.random.standard_normal((ROWS, 4))).float() * 0.1
+    return inputs.to(dtype), labels.to(dtype)
+
+
+def train(folder: pathlib.Path, kind: str, devices: int, steps: int, started: Callable[[], None]) -> None:
+    """Go on from the last checkpoint to the end; write ``FOLDER/final`` there."""
+    torch.set_num_threads(1)
+    pipe, optimizer, scheduler, scaler = build(kind, devices, steps)
+    random.seed(1)
+    seed_numpy()
+    parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    started()
+    data = load_checkpoint(folder / "checkpoints", pipe, **parts)
+    dtype = torch.bfloat16 if scaler else torch.float32
+    for step in range(data["step"] if data else 0, steps):
+        inputs, labels = draw_batch(dtype)
+        loss = pipe.forward_backward((inputs,), label=labels, loss_fn=loss_function(scaler))
+        if step % 3 != 1:  # gradients of two batches are added, with a checkpoint in between
+            pipe.step(lambda: step_of(optimizer, scaler))
+            if scaler:
+                scaler.update()
+            scheduler.step()
+        with open(folder / "losses", "a", encoding="utf-8") as file:
+            file.write(f"{step} {loss.item().hex()}\n")
+        save_checkpoint(folder / "checkpoints", pipe, data={"step": step + 1}, keep=2, is_async=step % 2 == 0, **parts)
+    digest = hashlib.sha256()
+    for tensor in [*pipe.state_dict().values(), *pipe.optim_parameters()]:
+        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    (folder / "final").write_text(digest.hexdigest(), encoding="utf-8")
+    pipe.close()
+
+
+def step_of(optimizer, scaler) -> None:
+    scaler.step(optimizer) if scaler else optimizer.step()
+    optimizer.zero_grad()
+
+
+def loss_function(scaler):
+    if scaler is None:
+        return nn.functional.mse_loss
+    return lambda outputs, labels: scaler.scale(nn.functional.mse_loss(outputs.float(), labels.float()))
+
+
+def seed_numpy() -> None:
+    numpy.random.seed(2)
+
+
+def attempt(options: argparse.Namespace, devices: int, seconds: float | None, file_event: int | None) -> bool:
+    """Train in a process of its own that is killed; tell whether it came to the end before."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        if file_event is not None:
+            die_at(options.folder, file_event)
+        train(options.folder, options.kind, devices, options.steps, lambda: os.close(writer))
+        sys.exit(0)  # as a program ends: threads are waited for
+    os.close(writer)
+    os.read(reader, 1)  # returns when the child has closed its end
+    os.close(reader)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status):
+        sys.exit(f"a training failed with {os.WEXITSTATUS(status)}")
+    return os.WIFEXITED(status)
+
+
+_FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.scandir", "os.chmod"}
+
+
+def die_at(folder: pathlib.Path, number: int) -> None:
+    """Kill this process at the n-th time that it opens, makes, renames or removes something in the folder."""
+    count = [number]
+
+    def hook(event, args):
+        if event in _FILE_EVENTS and str(folder / "checkpoints") in str(args[0]):
+            count[0] -= 1
+            if count[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--kind", choices=["adam", "sgd", "scaled"], default="adam")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--at", choices=["time", "file"], default="time")
+    parser.add_argument("--here", action="store_true", help="train in this process, once")
+    parser.add_argument("--pace", type=float, default=0.05, help="seconds of a step, with its checkpoint")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--devices", default="2")
+    options = parser.parse_args()
+    warnings.simplefilter("error")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    draws = random.Random(options.seed)
+    devices = [int(count) for count in options.devices.split(",")]
+    if options.here:
+        train(options.folder, options.kind, devices[0], options.steps, lambda: None)
+        return
+    longest = options.pace * options.steps / max(options.kills, 1)  # so that half of the steps are left at the end
+    half = kills = 0
+    for number in range(options.kills):
+        seconds = draws.uniform(0.0, longest) if options.at == "time" else None
+        event = draws.randrange(FILE_EVENTS) if options.at == "file" else None
+        if attempt(options, devices[number % len(devices)], seconds, event):
+            break
+        kills += 1
+        half += any(path.name.startswith(".") for path in options.folder.glob("checkpoints/.*"))
+    start = time.perf_counter()
+    attempt(options, devices[-1], None, None)
+    pace = (time.perf_counter() - start) / options.steps
+    sys.stdout.write(f"{kills} kills, {half} in the middle of a checkpoint, {pace:.4f} seconds per step\n")
+
+
+if __name__ == "__main__":
+    main()

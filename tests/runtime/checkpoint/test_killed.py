@@ -1,0 +1,86 @@
+"""A run that is killed at random points and resumed each time ends as the run that nobody killed, to the last bit."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+
+import pytest
+
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+if not hasattr(os, "fork"):
+    pytest.skip("attempts are forked, which this system cannot", allow_module_level=True)
+
+# `make kills` asks for thirty.
+KILLS = int(os.environ.get("ROUNDPIPE_KILLS", "4"))
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+def command(folder, *options):
+    return [sys.executable, "-m", "tests.runtime.checkpoint.killed_training", str(folder), *map(str, options)]
+
+
+def training(folder, *options):
+    """Run the program and return what it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command(folder, *options), cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses(folder):
+    """Each step with its loss, as hexadecimal digits; a step that was done twice is there once if it came out equal."""
+    lines = (folder / "losses").read_text().splitlines()
+    return sorted({tuple(line.split()) for line in lines}, key=lambda line: int(line[0]))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    @cache
+    def run(kind, steps):
+        folder = tmp_path_factory.mktemp(kind)
+        printed = training(folder, "--kind", kind, "--steps", steps, "--devices", 2)
+        return losses(folder), (folder / "final").read_text(), printed.split()[-4]
+
+    return run
+
+
+def same_end(folder, expected):
+    return (losses(folder), (folder / "final").read_text()) == expected[:2]
+
+
+@pytest.mark.parametrize("at", ["time", "file"])
+@pytest.mark.parametrize("kind", ["adam", "scaled"])
+def test_kills_change_no_bit(tmp_path, uninterrupted, kind, at):
+    """Dropout, Adam, a scheduler, accumulation over two batches; bfloat16 with masters and a scaler; 1 to 3 devices.
+
+    `time`: whenever it was, which on a machine that has become quicker may be after the end. `file`: between two things
+    done to files, so mostly in the middle of a checkpoint.
+    """
+    expected = uninterrupted(kind, 3 * KILLS)
+    options = ["--kind", kind, "--at", at, "--devices", "1,2,3", "--steps", 3 * KILLS, "--pace", expected[2]]
+    printed = training(tmp_path, *options, "--kills", KILLS, "--seed", 5)
+    if at == "file":
+        assert int(printed.split()[0]) > KILLS / 2
+    assert same_end(tmp_path, expected)
+
+
+def test_a_new_interpreter_goes_on(tmp_path, uninterrupted):
+    """Killed with the interpreter that ran it; another one, started anew, ends it on other devices."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options = command(tmp_path, "--steps", 12, "--here", "--devices", 2)
+    with subprocess.Popen(options, cwd=ROOT, env=environment) as process:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "losses").exists() or len(losses(tmp_path)) < 4:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    assert not (tmp_path / "final").exists()
+    training(tmp_path, "--steps", 12, "--here", "--devices", 3)
+    assert same_end(tmp_path, uninterrupted("adam", 12))

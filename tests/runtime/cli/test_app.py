@@ -1,0 +1,130 @@
+"""All commands of `roundpipe`: help, names that do not exist, missing libraries, what becomes of an error."""
+
+import importlib.metadata
+import importlib.util
+import pathlib
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from roundpipe_runtime import ConfigError
+from roundpipe_runtime.__main__ import main
+from roundpipe_runtime.cli import app as app_file
+from roundpipe_runtime.cli.app import app
+from yobx_flatten import __version__
+
+ROOT = pathlib.Path(__file__).parents[3]
+COMMANDS = ["demo", "plan", "train", "timeline", "doctor"]
+
+
+def run(*arguments):
+    """The command in a process of its own, as a shell starts it."""
+    command = [sys.executable, "-m", "roundpipe_runtime", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+
+
+def test_help_lists_every_command():
+    shown = CliRunner().invoke(app, ["--help"])
+    assert shown.exit_code == 0
+    assert [name for name in COMMANDS if f" {name} " not in shown.output] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_that_fits_a_terminal(name, monkeypatch):
+    """80 columns, with a sentence that says what it does."""
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, [name, "--help"])
+    assert shown.exit_code == 0
+    assert f"Usage: roundpipe {name}" in shown.output
+    assert max(len(line) for line in shown.output.splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["train"], "Missing argument 'MODEL'"),
+        (["train", "x"], "Missing option '--output'"),
+        (["train", "--model", "x"], "Missing option '--output'"),
+        (["demo", "extra"], "Got unexpected extra argument"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(arguments, words, capsys):
+    """No stack trace, and nothing on standard output."""
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("roundpipe: ")
+    assert shown.err.count("\n") == 1
+    assert words in shown.err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (KeyboardInterrupt(), 130, "roundpipe: interrupted, nothing was written\n"),
+        (ConfigError("first\n    line to type"), 2, "roundpipe: first line to type\n"),
+        (ZeroDivisionError("by zero"), 2, "roundpipe: ZeroDivisionError: by zero (--debug shows where)\n"),
+    ],
+)
+def test_every_error_has_a_line_and_a_status(error, status, words, capsys, monkeypatch):
+    """Those of the runtime say all that is needed; those that nobody foresaw are named."""
+    import roundpipe_runtime.cli.demo_command as command
+
+    def fail(steps):
+        raise error
+
+    monkeypatch.setattr(command, "run_demo", fail)
+    assert main(["demo"]) == status
+    assert capsys.readouterr().err == words
+
+
+def test_without_typer_the_line_that_installs_it_is_shown(monkeypatch, capsys):
+    """The command is there as soon as the package is; its libraries may not be."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else name)
+    assert main(["demo"]) == 2
+    shown = capsys.readouterr().err
+    assert shown == "roundpipe: the command line needs typer: pip install 'yobx-flatten[cli]'\n"
+
+
+def test_the_module_is_the_command_in_a_fresh_process():
+    """`python -m roundpipe_runtime`: version, and the help of a missing command with status 2."""
+    shown = run("--version")
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, f"roundpipe_runtime {__version__}\n", "")
+    shown = run()
+    assert shown.returncode == 2
+    assert "Usage: roundpipe" in shown.stdout + shown.stderr
+
+
+def test_the_installed_command_is_the_same_function():
+    """What `pip install` puts on the path."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    assert scripts["roundpipe"] == "roundpipe_runtime.__main__:main"
+    assert importlib.metadata.version("yobx-flatten") == __version__
+
+
+def test_the_guide_has_every_command_and_option():
+    """The reference of the guide is written from the help; each option has a word of explanation."""
+    from yobx_flatten.cli.reference import reference
+
+    written = reference(app)
+    assert [line.removeprefix("### ") for line in written.splitlines() if line.startswith("### ")] == COMMANDS
+    rows = [line.split("|")[1:3] for line in written.splitlines() if line.startswith("| `")]
+    assert [name for name, text in rows if not text.strip()] == []
+    assert "| `--lr` | Learning rate, the highest. Default: `0.0003`. |" in written
+
+
+def test_nobody_pays_for_a_command_that_was_not_asked_for():
+    """Help comes without transformers, PEFT or datasets."""
+    program = "import sys; from roundpipe_runtime.__main__ import main; main(['train', '--help']); " + (
+        "sys.exit(any(name in sys.modules for name in ('transformers', 'peft', 'datasets')))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
+    assert app_file.app is app

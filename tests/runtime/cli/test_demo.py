@@ -1,0 +1,88 @@
+"""The demo of the runtime as a user meets it."""
+
+import pytest
+import torch
+
+from roundpipe_runtime.__main__ import main
+from roundpipe_runtime.cli import demo
+from roundpipe_runtime.cli.demo_memory import Needs
+from yobx_flatten import MissingDependencyError
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+
+def test_the_demo_trains_both_ways_and_draws_the_pipeline(capsys, monkeypatch):
+    """Exit status 0; a row per step with equal losses, the time of both, a row per device; plain text in a log."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    threads = torch.get_num_threads()
+    assert main(["demo", "--steps", "5"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "\x1b" not in shown.out
+    lines = shown.out.splitlines()
+    rows = [line.split() for line in lines if line.strip()[:2] in ("0 ", "4 ") and len(line.split()) == 5]
+    assert [int(row[0]) for row in rows] == [0, 4]
+    assert all(float(row[1]) == pytest.approx(float(row[2]), abs=1e-5) for row in rows)
+    assert float(rows[1][2]) < float(rows[0][2])
+    assert " ms plain in one thread, " in shown.out
+    drawn = {line.split()[0]: line.split()[1] for line in lines if line.startswith("virtual:")}
+    assert sorted(drawn) == ["virtual:0", "virtual:1"]
+    assert set("FB") <= set("".join(drawn.values())) <= set("FRLBud.")
+    assert torch.get_num_threads() == threads
+
+
+def test_the_demo_shows_what_a_pipeline_is_for(capsys):
+    """Weights that are larger than a device: plain training is refused there, and the pipeline has room to spare."""
+    assert main(["demo", "--steps", "1"]) == 0
+    shown = capsys.readouterr().out
+
+    def megabytes(line):
+        return [float(word) for word, unit in zip(line.split(), line.split()[1:], strict=False) if unit == "MB"]
+
+    (limit,) = megabytes(next(line for line in shown.splitlines() if "device of 4 MB" in line))
+    plain = next(line for line in shown.splitlines() if line.startswith("plain PyTorch"))
+    pipeline = next(line for line in shown.splitlines() if line.startswith("through a pipeline"))
+    assert plain.endswith("too small")
+    assert pipeline.endswith("large enough")
+    weights = 4 * sum(parameter.numel() for parameter in demo._build().parameters()) / 1e6
+    assert megabytes(plain)[0] == megabytes(pipeline)[0] == pytest.approx(weights, abs=0.01)
+    assert megabytes(pipeline)[1] <= limit < weights < 4 * weights < megabytes(plain)[1]
+    assert "the device is out of memory: it holds" in " ".join(shown.split())
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """For tests of what comes after: counting takes seconds."""
+    monkeypatch.setattr(demo, "measure_needs", lambda *args: Needs(5_580_000, 41_700_000, "It is too much.", 2_330_000))
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_no_line_is_wider_than_the_terminal(capsys, monkeypatch, counted, columns):
+    """80 columns hold all of it, and 120 are used."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["demo", "--steps", "1"]) == 0
+    widths = [len(line) for line in capsys.readouterr().out.splitlines()]
+    assert columns - 4 <= max(widths) <= columns
+
+
+def test_losses_that_differ_end_the_demo_with_1(capsys, monkeypatch, counted):
+    """The verdict says so, and NaN counts as a difference."""
+    monkeypatch.setattr(demo, "_timed", lambda step, *batch: (step(*batch) and float("nan"), 0.001))
+    assert main(["demo", "--steps", "1"]) == 1
+    assert "THE LOSSES DIFFER." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("steps", ["0", "-1", "x"])
+def test_a_number_of_steps_that_cannot_be_is_refused(steps, capsys):
+    """Exit status 2, and the reason on stderr."""
+    assert main(["demo", "--steps", steps]) == 2
+    assert capsys.readouterr().err.startswith("roundpipe: Invalid value for '--steps'")
+
+
+def test_a_missing_library_is_named_with_the_command_that_installs_it(capsys, monkeypatch):
+    """Called from Python without rich: one line."""
+    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError) as caught:
+        demo.run_demo(1)
+    assert str(caught.value) == "the demo needs rich: pip install 'yobx-flatten[cli]' (or '.[cli]' in a clone)"

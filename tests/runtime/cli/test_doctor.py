@@ -1,0 +1,53 @@
+"""``roundpipe doctor`` as a user meets it."""
+
+import json
+
+import pytest
+
+from roundpipe_runtime.cli import doctor_command
+from roundpipe_runtime.cli.app import run
+from roundpipe_runtime.cli.doctor import Finding
+
+
+def test_every_line_says_how_it_is(capsys, monkeypatch):
+    """ok or warning, what was looked at, what was found; 0 at the end."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["doctor"]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert {line.split()[0] for line in lines if line and line[0] != " "} >= {"ok"}
+    assert max(map(len, lines)) <= 80
+    assert "training on 2 virtual devices: two steps, as plain PyTorch does" in out
+    assert "\x1b" not in out
+
+
+def test_a_failure_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
+    """Warnings alone do not."""
+    findings = [Finding("disk", "ok", "1 GB free"), Finding("peft", "warning", "not installed", "pip install peft")]
+    monkeypatch.setattr(doctor_command, "examine", lambda: findings)
+    assert run(["doctor"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 warning"
+    monkeypatch.setattr(doctor_command, "examine", lambda: [*findings, Finding("torch", "fail", "old", "pip install")])
+    assert run(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "fail     torch: old\n         -> pip install\n" in out
+    assert out.splitlines()[-1] == "1 fail, 1 warning"
+
+
+def test_json_has_the_same(capsys, monkeypatch):
+    """For a script."""
+    monkeypatch.setattr(doctor_command, "examine", lambda: [Finding("torch", "fail", "old", "pip install")])
+    assert run(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {
+        "ok": False,
+        "findings": [{"name": "torch", "status": "fail", "found": "old", "remedy": "pip install"}],
+    }
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_long_lines_are_wrapped(capsys, monkeypatch, columns):
+    """In the width of the terminal."""
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(doctor_command, "examine", lambda: [Finding("a", "warning", "long " * 30, "do " * 60)])
+    assert run(["doctor"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= int(columns)

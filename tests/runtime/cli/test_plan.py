@@ -1,0 +1,213 @@
+"""``roundpipe plan`` as a user meets it."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from matrix.models import make_config
+from roundpipe_runtime.cli.app import run
+from roundpipe_runtime.cli.quantities import parse_bytes, spell_count, spell_seconds
+from yobx_flatten.terminal.failures import UserError
+
+CARDS = ["--devices", "cuda:0,cuda:1", "--bandwidth", "25", "--flops", "150"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a configuration and no weights: 6.7 billion parameters."""
+    from transformers import LlamaConfig
+
+    path = tmp_path_factory.mktemp("model")
+    LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A file with a small configuration, of float32."""
+    path = tmp_path_factory.mktemp("small")
+    config = make_config("llama")
+    config.dtype = "float32"
+    config.save_pretrained(path)
+    return path / "config.json"
+
+
+def test_a_plan_says_what_is_needed_and_whether_it_fits(folder, capsys, monkeypatch):
+    """Layers, stages, both memories, tokens, time and the verdict, in 80 columns, on stdout alone."""
+    monkeypatch.setattr("roundpipe_runtime.estimate.hardware.host_memory_available", lambda: 10**12)
+    assert run(["plan", str(folder), *CARDS, "--memory", "24GiB", "--batch", "12", "--length", "2048"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.splitlines()[:2] == [
+        "LlamaForCausalLM, 6.74 billion parameters",
+        "bfloat16, gradients and AdamW in float32",
+    ]
+    assert "12 rows of 2048 tokens, 24,576 in all, in 3 microbatches" in out
+    assert "model.layers.0 to 30" in out
+    assert "fused" in out
+    assert "Transfers hide behind computing from" in out
+    assert "Devices: fits" in out
+    assert "Host: fits" in out
+    assert "\x1b" not in out
+
+
+def test_numbers_are_those_of_the_json(folder, capsys):
+    """Sizes in bytes, rates per second; the stages can be given to ModelExecutePlan."""
+    run(["plan", str(folder), *CARDS, "--memory", "24GiB", "--batch", "12", "--length", "2048", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == found["learning"] == 6_738_415_616
+    assert found["hardware"]["memory"] == 24 * 2**30
+    assert found["hardware"]["link"] == 25e9
+    assert found["hardware"]["origin"] == {"flops": "given", "link": "given", "memory": "given"}
+    assert (found["microbatches"], found["tokens"]) == (3, 12 * 2048)
+    assert len(found["layers"]) == 34
+    # masters, gradients, two moments of four bytes, and weights of two
+    assert found["host_memory"]["total"] - found["host_memory"]["activations"] == pytest.approx(18 * 6.738e9, rel=1e-3)
+    backward = found["plan"]["bwd_plan"]
+    assert backward[0][1] == 34
+    assert all(one[0] == other[1] for one, other in itertools.pairwise(backward))
+    assert found["fits"]["devices"] is True
+
+
+def test_what_does_not_fit_ends_with_1_and_says_what_would(folder, capsys, monkeypatch):
+    """The numbers of the change, too."""
+    monkeypatch.setattr("roundpipe_runtime.estimate.hardware.host_memory_available", lambda: 50 * 10**9)
+    request = ["plan", str(folder), *CARDS, "--memory", "16GiB", "--batch", "128", "--length", "2048"]
+    assert run(request) == 1
+    out = capsys.readouterr().out
+    assert "Devices: DOES NOT FIT" in out
+    advice = next(line for line in out.splitlines() if "It fits with --microbatches" in line)
+    assert "Host: DOES NOT FIT" in out
+    assert "--lora 8" in out
+    assert "--optim-dtype same" in out
+    number = advice.split()[4].rstrip(":")
+    run([*request, "--microbatches", number])
+    assert "Devices: fits" in capsys.readouterr().out
+
+
+def test_a_layer_that_is_too_large_says_how_much_a_device_needs(folder, capsys):
+    """No change of the batch helps then."""
+    assert run(["plan", str(folder), *CARDS, "--memory", "2GB", "--batch", "2", "--length", "64"]) == 1
+    out = capsys.readouterr().out
+    assert "Devices: DOES NOT FIT. layer" in out
+    assert "A device needs" in out
+    assert "It fits with" not in out
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="these devices would be here")
+def test_what_is_assumed_is_said(folder, capsys):
+    """Of devices that are not here; without --memory nobody knows whether it fits."""
+    run(["plan", str(folder), "--devices", "cuda:0", "--batch", "2", "--length", "64"])
+    out = capsys.readouterr().out
+    assert "20 GB/s       assumed" in out
+    assert "give: --bandwidth, --flops" in out
+    assert "memory   unknown, give it with --memory" in out
+    assert "Devices: unknown; they need" in out
+
+
+def test_virtual_devices_are_measured(small, capsys):
+    """They are here, whatever machine this is."""
+    assert run(["plan", str(small), "--devices", "virtual:2", "--length", "32"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("measured") == 2
+    assert "assumed" not in out
+
+
+def test_adapters_are_planned(folder, capsys):
+    """What learns is told apart."""
+    pytest.importorskip("peft", reason="adapters are PEFT's")
+    request = ["plan", str(folder), *CARDS, "--lora", "8,16,q_proj", "--batch", "2", "--length", "64", "--json"]
+    run(request)
+    found = json.loads(capsys.readouterr().out)
+    assert found["learning"] == 32 * 2 * 8 * 4096
+    assert found["host_memory"]["optimizer"] == 8 * found["learning"]
+
+
+def test_a_type_of_model_is_a_small_one(capsys):
+    """The same that `train` trains."""
+    assert run(["plan", "llama", "--devices", "virtual:1", "--length", "16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] < 1e6
+    assert run(["plan", "llama", "--devices", "virtual:1", "--length", "16"]) == 0
+    assert capsys.readouterr().out.startswith("llama: a small model with random weights\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory", "24"], "Write a number and its unit: --memory 24GiB"),
+        (["--memory", "0GB"], "is no size of memory"),
+        (["--bandwidth", "0"], "--bandwidth must be a number above 0"),
+        (["--flops", "nan"], "--flops must be a number above 0"),
+        (["--devices", "gpu5x"], "names no device"),
+        (["--devices", "virtual:0"], "names no device"),
+        (["--microbatches", "9"], "8 rows cannot be cut into 9 microbatches"),
+        (["--length", "100000"], "--length"),
+        (["--lora", "x"], "--lora 8"),
+        (["--dtype", "int8"], "int8"),
+        (["--batch", "0"], "--batch"),
+    ],
+)
+def test_wrong_options_are_one_line_and_2(small, capsys, options, message):
+    """On stderr, with what to type; nothing on stdout."""
+    assert run(["plan", str(small), *options]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err.splitlines()[-1]
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize("name", ["nothing/here", "no_such_type"])
+def test_a_model_that_does_not_exist_is_one_line_and_2(capsys, name):
+    """Neither a folder nor a type."""
+    assert run(["plan", name]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("roundpipe: ")
+    assert len(shown.err.splitlines()) == 1
+    assert shown.out == ""
+
+
+def test_a_damaged_configuration_is_one_line_and_2(tmp_path, capsys):
+    """A file that is no JSON, and one of another library."""
+    for content in ("{", '{"model_type": "llama"', '{"a": 1}', "[]"):
+        (tmp_path / "config.json").write_text(content)
+        assert run(["plan", str(tmp_path)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_help_fits_into_80_columns(capsys, monkeypatch):
+    """Every option with what it means and in which unit."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["plan", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    for option in (
+        "--devices",
+        "--memory",
+        "--bandwidth",
+        "--flops",
+        "--batch",
+        "--length",
+        "--microbatches",
+        "--lora",
+    ):
+        assert option in out
+
+
+@pytest.mark.parametrize(("text", "count"), [("24GiB", 24 * 2**30), ("1.5 gb", 1_500_000_000), ("512MiB", 2**29)])
+def test_sizes_are_read_with_their_units(text, count):
+    """Of thousands, and of 1024."""
+    assert parse_bytes(text, "--memory") == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "24 gibi", "1e9GB", "24"])
+def test_what_is_no_size_is_refused(text):
+    """A number without a unit could be anything."""
+    with pytest.raises(UserError, match="Write a number and its unit"):
+        parse_bytes(text, "--memory")
+
+
+def test_numbers_are_spelled_for_people():
+    """Three digits, and a unit."""
+    assert [spell_count(n) for n in (12, 1_234, 1.3e12)] == ["12", "1.23 thousand", "1.3 trillion"]
+    assert [spell_seconds(s) for s in (0.0, 999.4, 1000)] == ["0 ms", "999 s", "17 min"]

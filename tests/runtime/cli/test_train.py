@@ -1,0 +1,352 @@
+"""`roundpipe train` as a user meets it: folders, texts, what is printed, what is refused, Ctrl-C."""
+
+import json
+import os
+import pathlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+import transformers
+
+from roundpipe_runtime import parse_devices
+from roundpipe_runtime.__main__ import main
+from roundpipe_runtime.cli.models import source_of
+from roundpipe_runtime.fine_tune import model_source
+from tests.runtime import tiny_training as tiny
+
+ROOT = pathlib.Path(__file__).parents[3]
+FEW = ["--length", "16", "--batch", "4", "--microbatches", "2", "--steps", "3", "--devices", "virtual:1", "--no-check"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder with texts and a configuration, in which commands run."""
+    monkeypatch.chdir(tmp_path)
+    tiny.text_folder(tmp_path / "texts")
+    tiny.config_folder(tmp_path / "conf")
+    return tmp_path
+
+
+def digest(folder):
+    return model_source(folder).load().state_dict()
+
+
+def same_bits(one, other):
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_a_configuration_becomes_a_model_that_transformers_loads(here, capsys):
+    """It says what it does, line by line, and nothing on stderr; the folder generates."""
+    arguments = ["train", "--model", "conf", "--text", "texts", "-o", "out", *FEW, "--lr", "1e-2"]
+    assert main([*arguments, "--metrics", "m.jsonl", "--timeline", "t.json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    lines = shown.out.splitlines()
+    assert lines[0].startswith("text: ")
+    assert re.fullmatch(r"model: conf with random weights, [\d,]+ parameters in float32", lines[1])
+    assert lines[2:4] == ["cut: 5 pieces", "steps: 3 of 4 rows in 2 microbatches on virtual:0"]
+    assert [line.split()[1] for line in lines[4:8]] == ["1/3", "2/3", "3/3", "3/3"]
+    assert re.search(r"loss \d\.\d{4}  [\d,]+ tokens/s  [\d.]+ [MG]B  lr \d\.\d\de-\d\d  gradient [\d.]+$", lines[4])
+    assert lines[7].startswith("step 3/3  held-out loss ")
+    assert lines[8:] == ["saved in out, loaded from there and compared", "step 3:  roundpipe timeline t.json"]
+    assert [row[0] for row in tiny.metrics_of(here / "m.jsonl")] == [1, 2, 3, 3]
+    model = transformers.AutoModelForCausalLM.from_pretrained("out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("out")
+    ids = torch.tensor([tokenizer("the pipe", add_special_tokens=False)["input_ids"]])
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] >= ids.shape[1] + 1
+    assert sorted(path.name for path in here.iterdir()) == ["conf", "m.jsonl", "out", "t.json", "texts"]
+
+
+def test_weights_with_their_tokenizer_go_on_learning(here, capsys):
+    """Of JSON lines with a field of their own; the output is as the input was, and has learnt."""
+    tiny.weights_folder(here / "model", dtype=torch.bfloat16)
+    rows = [json.dumps({"body": tiny.prose(seed=seed)}) for seed in range(3)]
+    (here / "docs.jsonl").write_text("\n".join(rows))
+    more = ["--text", "docs.jsonl", "--field", "body", "--accumulate", "2", "--schedule", "constant", "--lr", "1e-2"]
+    assert main(["train", "--model", "model", *more, "-o", "out", *FEW]) == 0
+    assert "steps: 3 of 2 batches of 4 rows" in capsys.readouterr().out
+    before, after = digest("model"), digest("out")
+    assert before.keys() == after.keys()
+    assert all(tensor.dtype == torch.bfloat16 for tensor in after.values())
+    assert not same_bits(before, after)
+    assert transformers.AutoTokenizer.from_pretrained("out")("pipe", add_special_tokens=False)["input_ids"] == [4]
+
+
+def test_adapters_are_saved_alone(here, capsys):
+    """PEFT loads them into the folder that they name."""
+    peft = pytest.importorskip("peft", reason="LoRA is PEFT's")
+    tiny.weights_folder(here / "model")
+    assert main(["train", "--model", "model", "--text", "texts", "-o", "out", "--lora", "2,8,q_proj", *FEW]) == 0
+    assert "of which 384 learn" in capsys.readouterr().out  # two matrices of 2 x 32 in each of three layers
+    named = json.loads((here / "out" / "adapter_config.json").read_text())
+    assert (named["base_model_name_or_path"], named["r"], named["lora_alpha"]) == ("model", 2, 8)
+    assert peft.AutoPeftModelForCausalLM.from_pretrained("out").get_base_model().config.vocab_size == 40
+
+
+def test_a_shell_may_spread_a_pattern(here):
+    """`--text texts/*.txt` arrives as one option and further arguments."""
+    names = [f"texts/{number}.txt" for number in range(3)]
+    assert main(["train", "--model", "conf", "--text", *names, "-o", "spread", *FEW]) == 0
+    assert main(["train", "--model", "conf", "texts/*.txt", "-o", "pattern", *FEW]) == 0
+    assert same_bits(digest("spread"), digest("pattern"))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
+def test_a_type_of_model_is_a_small_one(here, name, capsys):
+    """As for the other command line, but with weights as narrow as training wants them."""
+    more = ["--dtype", "bfloat16", "--optim-dtype", "same", "--steps", "1"]
+    assert main(["train", "--model", name, "texts", "-o", "out", *FEW, *more]) == 0
+    assert f"model: {name} with random weights" in capsys.readouterr().out
+    assert abs(source_of(name).load().get_input_embeddings().weight.std().item() - 0.02) < 0.005
+
+
+def test_the_model_is_the_first_argument_as_in_every_command(here, capsys):
+    """Behind it stands text; with `--model` all arguments are. `--json` leaves stdout to one object."""
+    assert main(["train", "conf", "texts/*.txt", "-o", "first", *FEW, "--json"]) == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert "model: conf with random weights" in shown.err
+    assert (found["model"], found["random_weights"], found["path"], found["step"]) == ("conf", True, "first", 3)
+    assert found["last_step"]["step"] == found["last_evaluation"]["step"] == 3
+    assert main(["train", "-o", "named", *FEW, "--model", "conf", "texts/*.txt"]) == 0
+    assert same_bits(digest("first"), digest("named"))
+
+
+def test_ctrl_c_before_the_first_step_says_that_nothing_was_written(here, capsys, monkeypatch):
+    """While weights are drawn: there is no checkpoint to write yet."""
+    from roundpipe_runtime.cli import train_command
+
+    def pressed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_command, "_learner", pressed)
+    before = sorted(here.rglob("*"))
+    assert main(["train", "conf", "texts", "-o", "out", *FEW]) == 130
+    assert capsys.readouterr().err == "roundpipe: interrupted, nothing was written\n"
+    assert sorted(here.rglob("*")) == before
+
+
+def test_an_id_of_the_hub_is_downloaded(here, monkeypatch):
+    """`plan` wants the configuration alone, `train` the weights, too."""
+    import huggingface_hub
+
+    asked = []
+
+    def snapshot(name, allow_patterns):
+        asked.append((name, "*.safetensors" in allow_patterns))
+        return str(here / "conf")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert source_of("someone/model").name == "someone/model"
+    assert main(["plan", "someone/model", "--devices", "virtual:1", "--length", "16"]) == 0
+    assert asked == [("someone/model", True), ("someone/model", False)]
+
+
+def test_going_on_after_the_end_with_more_steps(here, capsys):
+    """A checkpoint behind the last step is written where one was asked for."""
+    arguments = ["train", "--model", "conf", "texts", "-o", "out", *FEW]
+    constant = ["--schedule", "constant", "--warmup", "0"]
+    assert main([*arguments, *constant, "--checkpoint", "c"]) == 0
+    longer = [*arguments, *constant, "--checkpoint", "c", "--steps", "5"]
+    assert main([*longer, "--resume", "--overwrite"]) == 0
+    assert "going on after step 3" in capsys.readouterr().out
+    assert main([*longer, "--checkpoint", "d", "--overwrite", "--resume"]) == 0
+    assert "no checkpoint in d yet" in capsys.readouterr().out
+    whole = digest("out")
+    assert main([*longer, "--resume", "--overwrite"]) == 0  # nothing is left to do
+    assert same_bits(digest("out"), whole)
+
+
+MISTAKES = {
+    "no model": (["--model", "nowhere/x"], "There is no folder nowhere/x"),
+    "no type": (
+        ["--model", "lama"],
+        "'lama' is no folder and no type of model that transformers has.",
+    ),
+    "no small one": (["--model", "clap"], "A small clap cannot be made: "),
+    "no config": (["--model", "texts"], "texts holds no config.json"),
+    "no text": (["--text", "gone.txt"], "There is no file gone.txt"),
+    "nothing": (["--text", "void.txt"], "There is no text in void.txt"),
+    "suffix": (["--text", "paper.pdf"], "paper.pdf ends in .pdf"),
+    "short": (
+        ["--text", "short.txt"],
+        "has 6 tokens, which do not fill one row of 16. Give more text",
+    ),
+    "long": (["--length", "65"], "conf takes rows of 64 tokens at most: --length 64"),
+    "device": (["--devices", "virtual:x"], "--devices virtual:x: it names no device. Write auto, virtual:2, or cuda:0"),
+    "device word": (["--devices", "gpu7"], "--devices gpu7: it names no device"),
+    "cpu": (["--devices", "cpu"], "--devices cpu: it names no device"),
+    "microbatches": (
+        ["--microbatches", "5"],
+        "4 rows cannot be cut into 5 microbatches. Make it larger",
+    ),
+    "vocabulary": (["--model", "narrow"], "has a vocabulary of 100, and bytes with their special tokens need 259"),
+    "output": (["-o", "short.txt/out"], "short.txt/out cannot be written"),
+    "exists": (["-o", "texts"], "texts exists. Name another folder, or replace it: --overwrite"),
+    "metrics": (["--metrics", "short.txt"], "short.txt exists. Name another file, or replace it: --overwrite"),
+    "timeline": (["--timeline", "gone/t.json"], "There is no folder gone for t.json"),
+    "both": (["--epochs", "2"], "--steps and --epochs both say how long"),
+    "lora": (["--lora", "8"], "conf has random weights, and adapters are of no use without theirs"),
+    "number": (["--batch", "0"], "Invalid value for '--batch'"),
+    "rate": (["--lr", "-1"], "lr must be a number above 0"),
+    "schedule": (["--schedule", "stairs"], "'stairs' is not one of"),
+    "tokenizer": (["--tokenizer", "texts"], "texts holds no tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_status_2(here, name, capsys):
+    """It names what was given; nothing is written."""
+    more, words = MISTAKES[name]
+    for file, content in (("void.txt", ""), ("short.txt", "short"), ("paper.pdf", "")):
+        (here / file).write_text(content)
+    tiny.config_folder(here / "narrow", vocab_size=100)
+    before = sorted(here.rglob("*"))
+    text = [] if "--text" in more else ["--text", "texts"]
+    assert main(["train", "--model", "conf", "-o", "out", *text, *FEW, *more]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("roundpipe: ")
+    assert shown.err.count("\n") == 1
+    assert words in shown.err
+    assert sorted(here.rglob("*")) == before
+
+
+def test_an_accelerator_that_is_not_there_is_refused(here, capsys):
+    if torch.accelerator.is_available():
+        pytest.skip("there is one")
+    assert main(["train", "--model", "conf", "texts", "-o", "out", *FEW, "--devices", "cuda:0,cuda:1"]) == 2
+    assert "--devices cuda:0,cuda:1: torch finds no accelerator here" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_run_is_in_the_way(here, capsys):
+    """Neither overwritten nor gone on with unless that is said; one of another model is refused."""
+    arguments = ["train", "texts", "-o", "out", *FEW, "--checkpoint", "c"]
+    assert main([*arguments, "--model", "conf"]) == 0
+    assert main([*arguments, "--model", "conf", "--overwrite"]) == 2
+    assert "is of another run. Go on with that: --resume; or begin anew" in capsys.readouterr().err
+    assert main([*arguments, "--model", "gpt2", "--overwrite", "--resume"]) == 2
+    shown = capsys.readouterr().err
+    assert "c: The checkpoint is of another model." in shown
+    assert shown.count("\n") == 1
+    assert main([*arguments, "--model", "conf", "--overwrite", "--resume", "--batch", "3"]) == 2
+    assert "c was trained with --batch 4. Go on with the same" in capsys.readouterr().err
+
+
+def start(*arguments, folder, **options):
+    """The command in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **options}
+    command = [sys.executable, "-m", "roundpipe_runtime", *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for_step(process, path, step):
+    deadline = time.monotonic() + 240
+    while not path.exists() or path.read_text().count('"loss"') < step:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+LONG = ["--length", "16", "--batch", "6", "--microbatches", "3", "--steps", "25", "--eval-every", "4", "--every", "2"]
+LONG += ["--lr", "1e-2", "--no-check"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Metrics and weights of a run that nobody stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    tiny.text_folder(folder / "texts")
+    tiny.config_folder(folder / "conf")
+    files = ["--model", folder / "conf", folder / "texts", "-o", folder / "out", "--metrics", folder / "m.jsonl"]
+    assert main(["train", *map(str, files), *LONG, "--devices", "virtual:2"]) == 0
+    return tiny.metrics_of(folder / "m.jsonl"), digest(folder / "out")
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "step"), [(signal.SIGINT, 130, 3), (signal.SIGTERM, 143, 6), (signal.SIGKILL, -9, 5)]
+)
+def test_a_run_that_is_stopped_goes_on_to_the_same_bits(here, whole, number, status, step):
+    """In another process, on other devices: metrics and weights are those of a run that nobody stopped.
+
+    Killed without notice it goes on from the last checkpoint, and does again what came after.
+    """
+    stopped = ["train", "--model", "conf", "texts", *LONG, "-o", "parts", "--metrics", "parts.jsonl"]
+    with start(*stopped, "--devices", "virtual:1", folder=here) as process:
+        wait_for_step(process, here / "parts.jsonl", step)
+        process.send_signal(number)
+        shown, _ = process.communicate()
+        assert process.returncode == status
+    assert not (here / "parts").exists()
+    if number != signal.SIGKILL:
+        said, line = shown.splitlines()[-2:]
+        assert re.match(r"stopped after step \d+ of 25, saved in .*parts-checkpoints/checkpoint-\d+\. To go on:", said)
+        assert shlex.split(line) == ["roundpipe", *stopped, "--devices", "virtual:1", "--resume"]
+    with start(*stopped, "--devices", "virtual:3", "--resume", folder=here) as process:
+        shown, error = process.communicate()
+        assert (process.returncode, error) == (0, "")
+        assert "going on after step " in shown
+    assert tiny.metrics_of(here / "parts.jsonl") == whole[0]
+    assert same_bits(digest("parts"), whole[1])
+
+
+def test_on_a_terminal_there_is_a_bar(here):
+    """With loss, speed and memory, redrawn in place; lines of a log are for logs."""
+    pty = pytest.importorskip("pty", reason="terminals are those of Unix")
+    own, its = pty.openpty()
+    command = [sys.executable, "-m", "roundpipe_runtime", "train", "--model", "conf", "texts", "-o", "out", *FEW]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen(command, env=environment, stdout=its, stderr=its, close_fds=True) as process:
+        os.close(its)
+        shown = b""
+        while True:
+            try:
+                part = os.read(own, 65536)
+            except OSError:  # Linux says so when the other end is closed
+                break
+            if not part:
+                break
+            shown += part
+        assert process.wait() == 0
+    os.close(own)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
+    assert re.search(r"\rstep 3/3 ━+ 0:00:00 loss \d\.\d{4}  [\d,]+ tokens/s  \d+ MB", text)
+    assert "step 3/3  held-out loss" in text
+    assert "gradient" not in text
+    assert "\x1b[?25h" in shown.decode()  # the cursor is there again
+
+
+def test_transformers_is_quiet_meanwhile_and_as_before_afterwards(here, capsys):
+    """Its tables of missing weights and its bars are not part of what is said."""
+    from transformers.utils import logging
+
+    tiny.weights_folder(here / "model")
+    config = json.loads((here / "model" / "config.json").read_text())
+    (here / "model" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    before = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    capsys.readouterr()
+    assert main(["train", "--model", "model", "texts", "-o", "out", *FEW]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("roundpipe: model holds the weights of another model: 9 of LlamaForCausalLM are missing")
+    assert shown.count("\n") == 1
+    assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == before
+
+
+def test_devices_are_those_of_the_runtime():
+    from roundpipe_runtime.cli.train_command import _devices
+
+    assert [device.name for device in _devices("virtual:3")] == ["virtual:0", "virtual:1", "virtual:2"]
+    assert [device.name for device in _devices("auto")] == [device.name for device in parse_devices()]

@@ -1,0 +1,145 @@
+"""Threads leave results on a board; the first error stops them all and is raised where somebody waits."""
+
+import contextvars
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from roundpipe_runtime.device.worker import Board, StoppedRun, Worker, add_note_once, collect
+
+
+@pytest.fixture
+def workers():
+    made = [Worker("first"), Worker("second")]
+    yield made
+    for worker in made:
+        worker.close()
+
+
+def test_a_worker_starts_with_its_first_work_and_ends_with_close():
+    """No thread before, one for any amount of work, none afterwards."""
+    before = threading.active_count()
+    worker = Worker("test")
+    assert threading.active_count() == before
+    names = {worker.submit(lambda: threading.current_thread().name).result() for _ in range(5)}
+    assert len(names) == 1
+    assert not any(t.daemon for t in threading.enumerate() if t.name in names)
+    worker.close()
+    assert threading.active_count() == before
+    with pytest.raises(RuntimeError):
+        worker.submit(int)
+
+
+def test_work_runs_in_order(workers):
+    """What is given first runs first."""
+    found = []
+    for number in range(20):
+        workers[0].submit(found.append, number)
+    workers[0].submit(int).result()
+    assert found == list(range(20))
+
+
+def test_work_sees_the_callers_context(workers):
+    """Context variables are those of the thread that gave the work."""
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(7)
+    assert workers[0].submit(variable.get).result() == 7
+
+
+def test_a_value_is_waited_for_across_threads(workers):
+    """take() returns what another thread puts later, and then it is gone."""
+    board = Board()
+    result = workers[0].submit(board.take, "x")
+    workers[1].submit(board.put, "x", 5)
+    assert result.result() == 5
+    board.put("x", 6)
+    assert board.take("x", keep=True) == board.take("x") == 6
+
+
+def test_a_failure_wakes_whoever_waits_and_is_raised_once(workers):
+    """The waiting thread leaves; collect raises the error itself, not a copy."""
+    board = Board()
+    error = ValueError("the first")
+
+    def waits():
+        with pytest.raises(StoppedRun):
+            board.take("never")
+
+    def fails():
+        board.fail(error)
+        board.fail(ValueError("a later one"))
+
+    with pytest.raises(ValueError, match="the first") as caught:
+        collect(board, [workers[0].submit(waits), workers[1].submit(fails)])
+    assert caught.value is error
+    assert board.error is None
+
+
+def test_notes_are_not_repeated():
+    """The same note twice is one note."""
+    error = ValueError()
+    add_note_once(error, "here")
+    add_note_once(error, "here")
+    assert error.__notes__ == ["here"]
+
+
+def test_a_cleared_board_stays_stopped(workers):
+    """A stage that begins after its run was discarded ends at once, instead of waiting for what never comes."""
+    board = Board()
+    board.fail(ValueError())
+    board.clear()
+    with pytest.raises(StoppedRun):
+        board.check()
+    with pytest.raises(StoppedRun):
+        board.take("never")
+    assert board.error is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_work_is_done_after_a_fork():
+    """The child has threads of its own: those of the parent are not there."""
+    code = (
+        "import os, signal, sys\n"
+        "from roundpipe_runtime.device.worker import Worker\n"
+        "worker = Worker('forked')\n"
+        "assert worker.submit(pow, 2, 3).result() == 8\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    signal.alarm(10)\n"
+        "    os._exit(worker.submit(pow, 2, 4).result())\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 16\n"
+        "assert worker.submit(pow, 2, 5).result() == 32\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_child_has_every_lock_of_the_process_free():
+    """Another thread of the parent holds all of them when it forks, and one of a layer; the child takes them."""
+    code = (
+        "import os, signal, threading, torch\n"
+        "import roundpipe_runtime.checkpoint.save\n"
+        "from roundpipe_runtime import forking, parameters\n"
+        "layer = torch.nn.Linear(2, 2)\n"
+        "locks = lambda: [*forking._LOCKS, parameters.scan([layer])[0].lock]\n"
+        "held, over = threading.Event(), threading.Event()\n"
+        "def hold():\n"
+        "    for lock in reversed(locks()):\n"
+        "        lock.acquire()\n"
+        "    held.set()\n"
+        "    over.wait(30)\n"
+        "thread = threading.Thread(target=hold)\n"
+        "thread.start()\n"
+        "held.wait(30)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    signal.alarm(10)\n"
+        "    os._exit(sum(lock.acquire(timeout=1) for lock in locks()))\n"
+        "over.set()\n"
+        "thread.join()\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(forking._LOCKS) + 1 == 6\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

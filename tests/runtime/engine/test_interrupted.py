@@ -1,0 +1,48 @@
+"""Ctrl-C at any moment, hundreds of times, to a process that trains: nothing is half done, and nothing hangs."""
+
+import contextlib
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TRAINING = "tests.runtime.fine_tune.interrupted_training"
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("kind", ["fused", "classic", "async"])
+def test_an_interrupted_call_did_all_or_nothing(kind):
+    """After KeyboardInterrupt gradients and buffers are those from before the call, or those from behind it."""
+    command = [sys.executable, "-m", TRAINING, kind, "moments", "3"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    moments = random.Random(0)
+    end = time.monotonic() + 3.2
+    while process.poll() is None and time.monotonic() < end:
+        time.sleep(moments.uniform(0.001, 0.012))
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGINT)
+            if moments.random() < 0.5:  # and again, by somebody who does not want to wait
+                time.sleep(moments.uniform(0, 0.001))
+                process.send_signal(signal.SIGINT)
+    interrupted, wrong, last = process.communicate(timeout=60)[0].split()
+    assert process.returncode == 0
+    assert int(interrupted) > 20
+    assert (wrong, last) == ("0", "True")
+
+
+@pytest.mark.parametrize("kind", ["fused", "classic", "async"])
+def test_an_interruption_before_any_line_does_all_or_nothing(kind):
+    """Before every 37th line of those that run in the caller's thread; by hand, every one was tried."""
+    command = [sys.executable, "-m", TRAINING, kind, "lines", "37"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stderr
+    ready, interrupted, wrong, last = found.stdout.split()
+    assert ready == "ready"
+    assert int(interrupted) > 100
+    assert (wrong, last) == ("0", "True")

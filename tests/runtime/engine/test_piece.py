@@ -1,0 +1,145 @@
+"""Layers get the leaves of their graph where they leave their inputs alone, and may write them in place elsewhere."""
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError
+from roundpipe_runtime.device.transfer import take_apart
+from roundpipe_runtime.engine.piece import Piece, Values, enter, is_refused_write, leaves_inputs
+from tests.runtime.small import batch, checked_devices, gradients, relative_error
+
+F = nn.functional
+MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
+
+
+@pytest.fixture(scope="module")
+def devices():
+    with checked_devices(2) as made:
+        yield made
+
+
+class Late(nn.Linear):
+    """Writes its input in place from its third call on."""
+
+    calls = 0
+    counts = False
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        if self.counts:
+            self.seen += 1
+        return super().forward(x.mul_(2) if self.calls > 2 else x * 2)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Late(), nn.Linear(4, 3))
+
+
+def train(wrapped, inputs, labels):
+    wrapped.zero_grad()
+    return wrapped.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+
+
+def test_a_layer_that_leaves_its_input_alone_gets_the_leaf(devices):
+    """From its second call on; a layer that writes it never does."""
+    seen = {0: [], 1: []}
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))
+    inputs, labels = batch(6)
+    for number in seen:
+        layers[number + 1].register_forward_pre_hook(lambda m, args, n=number: seen[n].append(args[0].is_leaf))
+    wrapped = RoundPipe(layers, devices=devices, model_run_config=MEAN)
+    for _ in range(2):
+        train(wrapped, inputs, labels)
+    assert not any(seen[0])
+    assert seen[1][0] is False
+    assert all(seen[1][-3:])
+    assert not leaves_inputs(layers[1])
+    assert leaves_inputs(layers[2])
+
+
+def test_a_layer_may_begin_to_write_its_input(devices):
+    """torch refuses the write of a leaf; the call is repeated with a tensor that can be written."""
+    inputs, labels = batch(6)
+    expected = model()
+    F.mse_loss(expected(inputs), labels).backward()
+    found = model()
+    wrapped = RoundPipe(found, devices=devices, model_run_config=MEAN)
+    for _ in range(2):
+        train(wrapped, inputs, labels)
+    assert found[1].calls > 3
+    exact = gradients(expected)
+    assert all(relative_error(p.grad, exact[name]) < 1e-6 for name, p in found.named_parameters())
+
+
+def test_it_may_not_when_the_call_cannot_be_repeated(devices):
+    """It wrote a buffer before: an error says so, and the next call is right."""
+    inputs, labels = batch(6)
+    found = model()
+    found[1].counts = True
+    wrapped = RoundPipe(found, devices=devices, model_run_config=MEAN)
+
+    def twice():
+        train(wrapped, inputs, labels)
+        train(wrapped, inputs, labels)
+
+    with pytest.raises(StageError, match=r"layer 1 \(Late\) began to write its input in place"):
+        twice()
+    found[1].counts = False
+    train(wrapped, inputs, labels)
+
+
+def test_an_error_of_the_layer_s_own_is_not_taken_for_that(devices):
+    """A layer that writes a leaf of its own raises what torch raises."""
+
+    class Own(nn.Linear):
+        broken = False
+
+        def forward(self, x):
+            if self.broken:
+                self.weight.add_(1)
+            return super().forward(x)
+
+    inputs, labels = batch(6)
+    layers = nn.Sequential(nn.Linear(4, 4), Own(4, 3))
+    wrapped = RoundPipe(layers, devices=devices, model_run_config=MEAN)
+    train(wrapped, inputs, labels)
+    layers[1].broken = True
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        train(wrapped, inputs, labels)
+
+
+@pytest.mark.parametrize("write", [lambda leaf: leaf.add_(1), lambda leaf: leaf.view(-1).add_(1)])
+def test_torch_refuses_to_write_a_leaf(write):
+    """Its message is how it is known."""
+    skeleton, tensors = take_apart(torch.ones(2))
+    (leaf,), (entered,) = enter(Values(skeleton, tensors, [True]), as_leaves=True)
+    assert entered is leaf
+    with pytest.raises(RuntimeError) as caught:
+        write(entered)
+    assert is_refused_write(caught.value)
+    _, (entered,) = enter(Values(skeleton, tensors, [True]), as_leaves=False)
+    write(entered)
+    assert tensors[0].tolist() == [2, 2]
+
+
+def test_where_no_gradient_flows_nothing_is_run():
+    """A frozen layer, or an output that nobody used: what its backward would do stays unknown."""
+    leaf = torch.ones(2, requires_grad=True)
+    calls = []
+
+    def run(call):
+        calls.append(call)
+        call()
+
+    assert Piece(0, [None], [torch.ones(2)]).backward([torch.ones(2)], run) == [None]
+    assert Piece(0, [leaf], [leaf * 2]).backward([None], run) == [None]
+    assert calls == []
+    (found,) = Piece(0, [leaf], [leaf * 2]).backward([torch.ones(2)], run)
+    assert found.tolist() == [2.0, 2.0]
+    assert len(calls) == 1

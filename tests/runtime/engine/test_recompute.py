@@ -1,0 +1,251 @@
+"""A recomputation repeats the forward: random numbers, buffers, and data that a layer kept."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import (
+    ModelExecutePlan,
+    RoundPipe,
+    RoundPipeRunConfig,
+    StageError,
+    doing_recompute,
+    get_recompute_data,
+    save_for_recompute,
+)
+from roundpipe_runtime.engine.recompute import call_seed, run_seeded
+from tests.runtime.small import batch, relative_error
+
+F = nn.functional
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def pipe():
+    made = []
+
+    def make(model, **options):
+        made.append(RoundPipe(model, devices="virtual:2:check", **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def all_recomputed(layers, **fields):
+    plan = ModelExecutePlan([range(layers)], [range(layers, layers + 1), range(layers)])
+    return RoundPipeRunConfig(execute_plan=plan, num_microbatch=2, loss_reduction="mean", **fields)
+
+
+def test_seeds_differ_in_every_part():
+    """Base, pipeline, step, layer and microbatch each give another seed."""
+    parts = [
+        (0, "", 0, 0, 0),
+        (1, "", 0, 0, 0),
+        (0, "a", 0, 0, 0),
+        (0, "", 1, 0, 0),
+        (0, "", 0, 1, 0),
+        (0, "", 0, 0, 1),
+    ]
+    assert len({call_seed(*part) for part in parts}) == len(parts)
+
+
+def test_the_callers_generator_is_left_alone(pipe):
+    """Dropout in the layers does not move torch's default generator."""
+    model = pipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 3)))
+    inputs, labels = batch(4)
+    before = torch.get_rng_state()
+    model.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=all_recomputed(2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_is_that_of_the_documented_seed(pipe):
+    """The mask of a microbatch can be drawn outside: one gradient, from the same mask forward and backward."""
+    inputs, labels = batch(4)
+    model = pipe(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Identity()))
+    torch.manual_seed(11)
+    model.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=all_recomputed(2))
+    found = model[0].weight.grad.clone()
+    model[0].weight.grad = None
+    tag = f"|3|{4 * 3 + 3}"
+    total = 0.0
+    for microbatch in range(2):
+        rows = slice(2 * microbatch, 2 * microbatch + 2)
+        hidden = model[0](inputs[rows])
+        with torch.random.fork_rng():
+            torch.manual_seed(call_seed(11, tag, 0, 1, microbatch))
+            total = total + F.mse_loss(F.dropout(hidden, 0.5), labels[rows]) / 2
+    total.backward()
+    assert relative_error(found, model[0].weight.grad) < 1e-6
+
+
+def test_every_step_draws_new_numbers(pipe):
+    """Two runs with the same weights and inputs differ by their masks, and manual_seed brings a training back."""
+    inputs, _labels = batch(4)
+
+    def losses():
+        torch.manual_seed(5)
+        model = pipe(nn.Sequential(nn.Dropout(0.5), nn.Identity()))
+        config = RoundPipeRunConfig(requires_grad=True, num_microbatch=2)
+        return [model(inputs, roundpipe_run_config=config).sum().item() for _ in range(3)]
+
+    first = losses()
+    assert len(set(first)) == 3
+    assert losses() == first
+
+
+def test_a_layer_that_begins_to_draw_is_noticed():
+    """Drawing for the first time at a later call, it is repeated with its seed; the generator is left alone."""
+
+    class Sometimes(nn.Module):
+        draws = False
+
+        def forward(self):
+            return torch.rand(3) if self.draws else torch.zeros(3)
+
+    layer = Sometimes()
+    run_seeded(layer, layer, lambda: 1, CPU, layer)
+    layer.draws = True
+    before = torch.get_rng_state()
+    found = run_seeded(layer, layer, lambda: 2, CPU, layer)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(found, run_seeded(layer, layer, lambda: 2, CPU, layer))
+
+
+def test_a_random_loss_is_seeded_too(pipe):
+    """A loss function that draws gives the same numbers for the same step, and leaves the generator alone."""
+    inputs, _labels = batch(4)
+
+    def loss_fn(outputs, labels):
+        return (torch.rand_like(outputs) * outputs).sum()
+
+    found = []
+    for _ in range(2):
+        torch.manual_seed(2)
+        model = pipe(nn.Sequential(nn.Identity(), nn.Identity()))
+        found.append(model.forward_backward((inputs,), loss_fn=loss_fn, run_config=all_recomputed(1)))
+    assert torch.equal(*found)
+
+
+class Keeps(nn.Module):
+    """Finds the positive entries once."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.calls = calls
+
+    def forward(self, x):
+        if doing_recompute():
+            (mask,) = get_recompute_data()
+        else:
+            mask = x > 0
+            save_for_recompute(mask)
+        self.calls.append(doing_recompute())
+        return self.scale * x * mask
+
+
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+def test_kept_data_is_there_in_the_recomputation(pipe, grain):
+    """What a layer saves for a microbatch comes back for that microbatch."""
+    calls = []
+    model = pipe(nn.Sequential(Keeps(calls), nn.Linear(4, 3)))
+    inputs, labels = batch(4)
+    config = all_recomputed(1, recompute_grain=grain)
+    model.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=config)
+    assert calls == [False, False, True, True]
+    found = model[0].scale.grad.clone()
+    model[0].scale.grad = None
+    F.mse_loss(model[1](model[0].scale * inputs.relu()), labels).backward()
+    assert relative_error(found, model[0].scale.grad) < 1e-6
+
+
+def test_keeping_outside_of_a_pipeline_does_nothing():
+    """The layer runs plainly, too; asking for data that nobody kept is an error with the line to type."""
+    assert not doing_recompute()
+    Keeps([])(torch.ones(2))
+    with pytest.raises(StageError, match="doing_recompute"):
+        get_recompute_data()
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (lambda x: (save_for_recompute(1), save_for_recompute(2)), "called before"),
+        (lambda x: save_for_recompute(x * 2), "requires a gradient"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(pipe, keep, message):
+    """Twice in one call, or with a gradient that would be lost."""
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            keep(out)
+            return out
+
+    model = pipe(nn.Sequential(Layer(4, 4), nn.Linear(4, 3)))
+    inputs, labels = batch(4)
+    with pytest.raises(StageError, match=message):
+        model.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=all_recomputed(1))
+
+
+class Counts(nn.Module):
+    """Its output depends on a buffer that it writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return self.weight * x * self.count
+
+
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+@pytest.mark.parametrize("classic", [False, True])
+def test_a_recomputation_reads_buffers_as_they_were(pipe, grain, classic):
+    """Microbatch 0 was multiplied by 1 and microbatch 1 by 2, in both passes; afterwards the count is 2."""
+    model = pipe(nn.Sequential(Counts(), nn.Identity()))
+    inputs = torch.tensor([[1.0], [10.0]])
+    if classic:
+        config = RoundPipeRunConfig(num_microbatch=2, recompute_grain=grain)
+        loss = model(inputs, roundpipe_run_config=config).sum()
+        loss.backward()
+    else:
+        config = all_recomputed(1, recompute_grain=grain)
+        loss = 2 * model.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.sum(), run_config=config)
+        model[0].weight.grad *= 2  # the mean over two rows, back to the sum
+    assert loss.item() == 21
+    assert model[0].weight.grad.item() == 21
+    assert model[0].count.item() == 2
+
+
+def test_a_layer_that_draws_may_call_another_pipeline(pipe):
+    """The inner one draws as well; the outer one holds the generator and waits for it, and both have their seeds."""
+    inner = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), name="inner", devices="virtual:2")
+
+    class Teaches(nn.Module):
+        def forward(self, x):
+            with torch.no_grad():
+                return x + inner(F.dropout(x, 0.5))
+
+    model = pipe(nn.Sequential(nn.Linear(4, 4), Teaches(), nn.Linear(4, 3)), name="outer")
+    inputs, labels = batch(6)
+    outside = torch.get_rng_state()
+    found = []
+
+    def run():
+        found.append(model.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=all_recomputed(2)))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(found) == 1
+    assert torch.equal(outside, torch.get_rng_state())
+    inner.close()

@@ -1,0 +1,252 @@
+"""A pipeline computes what the plain model computes: loss and gradients, for any batch, cut and plan."""
+
+import contextlib
+import copy
+import random
+import time
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, WeightedLoss
+from roundpipe_runtime.engine.recompute import call_seed
+from tests.runtime.small import (
+    batch,
+    checked_devices,
+    cut_plan,
+    gradients,
+    relative_error,
+    same_bits,
+    small_model,
+    state,
+)
+
+F = nn.functional
+TOLERANCE = 1e-6  # float32, of the norm
+
+cases = st.fixed_dictionaries(
+    {
+        "rows": st.integers(1, 17),
+        "microbatches": st.integers(1, 8),
+        "devices": st.integers(1, 4),
+        "forward": st.lists(st.integers(1, 6), max_size=4),
+        "backward": st.lists(st.integers(1, 6), max_size=4),
+        "fused": st.integers(1, 6),
+        "grain": st.sampled_from(["stage", "layer"]),
+        "tied": st.booleans(),
+        "fits": st.booleans(),
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def devices():
+    """Four devices that check every access, for all examples: a new set per example would start 4 threads each."""
+    with checked_devices(4) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def wrapped(model, devices, case, **fields):
+    plan = cut_plan(len(model), case["forward"], case["backward"], case["fused"])
+    config = RoundPipeRunConfig(
+        num_microbatch=case["microbatches"], execute_plan=plan, recompute_grain=case["grain"], **fields
+    )
+    pipe = RoundPipe(model, devices=devices[: case["devices"]], model_run_config=config)
+    pipe._rp_engine._fits = lambda: case.get("fits", True)  # whether layers stay on a device between their two passes
+    yield pipe
+
+
+class Plain(NamedTuple):
+    """Loss and gradients of the plain model in float64, and how far those in float32 are from them."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    noise: dict[str, float]
+
+
+def plain(model, inputs, labels, loss_fn, times=1):
+    """One backward over the whole batch: what all the pipelines must come near to."""
+    exact, single = copy.deepcopy(model).double(), copy.deepcopy(model)
+    for _ in range(times):
+        loss = loss_fn(exact(inputs.double()), labels.double())
+        loss.backward()
+        loss_fn(single(inputs), labels).backward()
+    expected, found = gradients(exact), gradients(single)
+    return Plain(loss.detach(), expected, {name: relative_error(found[name], expected[name]) for name in expected})
+
+
+def assert_near(model, expected):
+    """Within 1e-6. Where terms of a sum cancel, plain float32 is that far away itself: then within 4 times that."""
+    for name, gradient in gradients(model).items():
+        allowed = max(TOLERANCE, 4 * expected.noise[name])
+        assert relative_error(gradient, expected.gradients[name]) < allowed, name
+
+
+@settings(max_examples=60)
+@given(case=cases, times=st.integers(1, 3))
+def test_means_and_gradients_are_those_of_the_whole_batch(devices, case, times):
+    """With loss_reduction="mean", loss and gradients are those of one backward, accumulated over several calls too."""
+    model = small_model(tied=case["tied"])
+    inputs, labels = batch(case["rows"])
+    expected = plain(model, inputs, labels, F.mse_loss, times)
+    with wrapped(model, devices, case, loss_reduction="mean") as pipe:
+        for _ in range(times):
+            loss = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+    assert relative_error(loss, expected.loss) < TOLERANCE
+    assert_near(model, expected)
+
+
+@settings(max_examples=40)
+@given(case=cases, data=st.data())
+def test_pairs_of_sum_and_weight_are_exact(devices, case, data):
+    """With (sum, weight), rows that do not count change nothing, however they are spread over microbatches."""
+    model = small_model(tied=case["tied"])
+    inputs, labels = batch(case["rows"])
+    counts = torch.tensor(data.draw(st.lists(st.booleans(), min_size=case["rows"], max_size=case["rows"])))
+
+    def pair(outputs, labelled):
+        labels, counts = labelled
+        errors = ((outputs - labels) ** 2).sum(1) * counts
+        return WeightedLoss(errors.sum(), counts.sum())
+
+    def whole(outputs, labels):
+        errors = ((outputs - labels) ** 2).sum(1) * counts
+        return errors.sum() / max(counts.sum(), 1)
+
+    expected = plain(model, inputs, labels, whole)
+    with wrapped(model, devices, case) as pipe:
+        loss = pipe.forward_backward((inputs,), label=(labels, counts.float()), loss_fn=pair)
+    assert relative_error(loss, expected.loss) < TOLERANCE
+    assert_near(model, expected)
+
+
+@settings(max_examples=40)
+@given(case=cases, dropout=st.sampled_from([0.0, 0.4]), norm=st.booleans())
+def test_device_count_and_plan_change_no_bit(devices, case, dropout, norm):
+    """At a fixed number of microbatches, loss, gradients and buffers are equal to the last bit."""
+    model = small_model(tied=case["tied"], dropout=dropout, norm=norm)
+    twin = copy.deepcopy(model)
+    inputs, labels = batch(max(case["rows"], 2 * case["microbatches"]))  # a norm wants two rows
+    one = dict(case, devices=1, forward=[], backward=[], fused=len(model), grain="stage", fits=False)
+    found = []
+    for which, how in ((model, case), (twin, one)):
+        with wrapped(which, devices, how, loss_reduction="mean") as pipe:
+            losses = [pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss) for _ in range(2)]
+        found.append([*losses, *state(which)])
+    assert same_bits(*found)
+
+
+@settings(max_examples=25)
+@given(case=cases, times=st.integers(1, 2))
+def test_dropout_is_that_of_the_plain_model_with_the_same_seeds(devices, case, times):
+    """A plain loop over layers, each seeded as documented, draws the same masks: loss and gradients are the same."""
+    model = small_model(tied=case["tied"], dropout=0.4)
+    reference = copy.deepcopy(model)
+    inputs, labels = batch(max(case["rows"], case["microbatches"]))
+    base, tag = torch.initial_seed(), f"|{len(model)}|{sum(p.numel() for p in model.parameters())}"
+    parts = list(zip(inputs.tensor_split(case["microbatches"]), labels.tensor_split(case["microbatches"]), strict=True))
+    total = 0.0
+    for step in range(times):
+        for microbatch, (hidden, label) in enumerate(parts):
+            share = len(hidden) / len(inputs)
+            for number, layer in enumerate(reference):
+                torch.manual_seed(call_seed(base, tag, step, number, microbatch))
+                hidden = layer(hidden)
+            loss = F.mse_loss(hidden, label) * share
+            loss.backward()
+            total += loss.item() * (step == times - 1)
+    torch.manual_seed(base)
+    with wrapped(model, devices, case, loss_reduction="mean") as pipe:
+        for _ in range(times):
+            found = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+    assert relative_error(found, torch.tensor(total)) < TOLERANCE
+    expected = gradients(reference)
+    assert all(relative_error(p.grad, expected[name]) < TOLERANCE for name, p in model.named_parameters())
+
+
+@settings(max_examples=25)
+@given(case=cases)
+def test_batch_norm_sees_its_microbatches_in_sequence(devices, case):
+    """Gradients and running statistics are those of the plain model on the same microbatches, one by one.
+
+    In float32: a norm over two rows is too badly conditioned to be compared with float64.
+    """
+    model = small_model(norm=True)
+    inputs, labels = batch(2 * case["microbatches"] + case["rows"] % 2)
+    reference = copy.deepcopy(model)
+    parts = list(zip(inputs.tensor_split(case["microbatches"]), labels.tensor_split(case["microbatches"]), strict=True))
+    for part, label in parts:
+        loss = F.mse_loss(reference(part), label) * (len(part) / len(inputs))
+        loss.backward()
+    with wrapped(model, devices, case, loss_reduction="mean") as pipe:
+        pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+    found, expected = gradients(model), gradients(reference)
+    assert all(relative_error(found[name], expected[name]) < TOLERANCE for name in expected)
+    norms = [next(m for m in found if isinstance(m, nn.BatchNorm1d)) for found in (model, reference)]
+    assert norms[0].num_batches_tracked == case["microbatches"] == norms[1].num_batches_tracked
+    assert relative_error(norms[0].running_mean, norms[1].running_mean) < TOLERANCE
+    assert relative_error(norms[0].running_var, norms[1].running_var) < TOLERANCE
+
+
+@settings(max_examples=25)
+@given(case=cases)
+def test_forward_and_then_backward_is_the_same_function(devices, case):
+    """forward() gives the plain outputs, and loss.backward() through them the plain gradients, of the input as well."""
+    model = small_model(tied=case["tied"])
+    inputs, labels = batch(case["rows"])
+    expected = plain(model, inputs, labels, F.mse_loss)
+    exact = inputs.double().requires_grad_()
+    F.mse_loss(copy.deepcopy(model).double()(exact), labels.double()).backward()
+    inputs.requires_grad_()
+    pipe = RoundPipe(model, devices=devices[: case["devices"]])
+    config = RoundPipeRunConfig(num_microbatch=case["microbatches"], recompute_grain=case["grain"])
+    loss = F.mse_loss(pipe(inputs, roundpipe_run_config=config), labels)
+    loss.backward()
+    assert relative_error(loss.detach(), expected.loss) < TOLERANCE
+    assert_near(model, expected)
+    assert relative_error(inputs.grad, exact.grad) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes_change_no_bit_either(devices, dtype):
+    """Two plans and device counts give the same bits in every dtype."""
+    found = []
+    for count, cuts in ((1, []), (3, [1, 3])):
+        model = small_model().to(dtype)
+        case = {"forward": cuts, "backward": cuts, "fused": 2, "microbatches": 3, "grain": "stage", "devices": count}
+        inputs, labels = (tensor.to(dtype) for tensor in batch(7))
+        with wrapped(model, devices, case, loss_reduction="mean") as pipe:
+            loss = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+        found.append([loss, *state(model)])
+    assert same_bits(*found)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_slow_layers_and_copies_change_no_bit(devices, monkeypatch, seed):
+    """Threads that are held up at random, in layers and in copies, meet in another order; the result is the same."""
+    delays = random.Random(seed)
+
+    def dawdle(*args):
+        time.sleep(delays.choice([0, 0, 0, 0.001, 0.003]))
+
+    case = {"forward": [1, 3], "backward": [2, 4], "fused": 2, "microbatches": 4, "grain": "stage", "devices": 4}
+    inputs, labels = batch(9)
+    found = []
+    for slow in (False, True):
+        model = small_model(tied=True, dropout=0.3, norm=True)
+        if slow:
+            for layer in model:
+                layer.register_forward_pre_hook(dawdle)
+            for device in devices:
+                for name in ("copy_in", "copy_out"):
+                    original = getattr(device, name)
+                    monkeypatch.setattr(device, name, lambda *a, copy=original, **k: (dawdle(), copy(*a, **k))[1])
+        with wrapped(model, devices, case, loss_reduction="mean") as pipe:
+            losses = [pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss) for _ in range(2)]
+        found.append([*losses, *state(model)])
+    assert same_bits(*found)

@@ -1,0 +1,154 @@
+"""The estimate of memory, beside what runs really hold."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from matrix.models import make_config
+from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
+from roundpipe_runtime.estimate.hardware import Hardware
+from roundpipe_runtime.estimate.layer_footprint import measure_layers
+from roundpipe_runtime.estimate.memory_estimate import device_memory, host_memory, visit_bytes
+from roundpipe_runtime.huggingface.plan_training import PlannedTraining, model_on_meta
+from roundpipe_runtime.schedule.round_robin import RoundRobin
+from tests.runtime.device.measuring_device import MeasuringDevice
+
+VIRTUAL = Hardware(("virtual:0", "virtual:1"), "cpu", 1e9, 1e9, None, None, 1e9, {})
+
+
+@pytest.fixture
+def no_collections():
+    """Memory must not wait for Python's collector of cycles, which does not know that a device is full."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def fused_plan(count: int, style: str) -> ModelExecutePlan:
+    """Stages of several layers, or one long forward stage and backward stages of one layer each."""
+    if style == "long":
+        return ModelExecutePlan([range(count - 1)], [range(k, k + 1) for k in reversed(range(count))])
+    return ModelExecutePlan([range(2), range(2, count - 1)], [range(count - 1, count), range(2, count - 1), range(2)])
+
+
+@pytest.mark.parametrize("style", ["several", "long"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "optim_dtype"),
+    [
+        ("llama", torch.float32, None),
+        ("llama", torch.bfloat16, torch.float32),
+        ("gpt2", torch.float32, None),
+        ("mixtral", torch.float32, None),
+        ("gemma3_text", torch.float32, None),
+        ("falcon", torch.float32, None),
+        ("bart", torch.float32, None),
+    ],
+)
+@pytest.mark.parametrize("stays", [True, False])
+def test_the_estimate_is_what_a_run_holds(name, dtype, optim_dtype, style, stays, no_collections):
+    """Every device of a real run peaks at 0.8 to 1.05 times the estimate."""
+    rows, length, microbatches = 8, 64, 4
+    config = make_config(name)
+    planned = PlannedTraining(model_on_meta(config, dtype=dtype), VIRTUAL, optim_dtype=optim_dtype)
+    layers = planned.report(batch=rows, length=length, num_microbatch=microbatches).layers
+    plan = fused_plan(len(layers), style)
+    number = 7 if style == "long" else 2  # so that a device has the long stage alone
+    stages = plan.stages("fused", len(layers))
+    expected = device_memory(
+        stages, RoundRobin(number).assign(len(stages)), layers, microbatches, stays=stays, prefetches=False
+    )
+
+    devices = [MeasuringDevice(f"virtual:{index}") for index in range(number)]
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = wrap_model_to_roundpipe(
+        AutoModelForCausalLM.from_config(config, dtype=dtype).train(),
+        devices=devices,
+        optim_dtype=optim_dtype,
+        lower_threshold=0,
+        check=False,
+        model_run_config=RoundPipeRunConfig(num_microbatch=microbatches, execute_plan=plan),
+    )
+    model._rp_engine._fits = lambda: stays
+    tokens = torch.randint(0, config.vocab_size, (rows, length))
+    model.forward_backward(input_kwargs={"input_ids": tokens, "labels": tokens})
+    model.close()
+    for device, memory in zip(devices, expected, strict=False):
+        assert 0.8 <= device.footprint.peak / memory.total <= 1.05, (device, memory)
+
+
+def test_the_host_holds_what_was_saved_for_the_backward():
+    """Inputs of backward stages, of all microbatches, are what a run has saved when it turns round."""
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    x = torch.ones(12, 8)
+    plan = ModelExecutePlan([range(3)], [range(3, 4), range(1, 3), range(1)])
+    found = measure_layers(layers, (x[:4],))
+    parameters = [p for layer in layers for p in layer.parameters()]
+    host = host_memory(parameters, [], plan.stages("fused", 4), found, 3)
+    assert host.parameters == host.gradients == 4 * 72 * 4
+    assert (host.masters, host.optimizer) == (0, 2 * host.gradients)
+    # layers 1 and 0 start anew, and the outputs of the forward stage are on their way
+    assert host.activations == 3 * (2 * 4 * 8 * 4 + 4 * 8 * 4)
+
+    saved = []
+    model = RoundPipe(nn.Sequential(*layers), devices="virtual:1")
+
+    def loss_fn(outputs, labels):
+        run = runs[0]
+        saved.append(sum(t.numel() * t.element_size() for parcel in run.saved.values() for t in parcel.tensors))
+        return outputs.sum()
+
+    runs = []
+    prepare = model._rp_engine.prepare
+
+    def prepared(*args):
+        made = prepare(*args)
+        runs.append(made[0])
+        return made
+
+    model._rp_engine.prepare = prepared
+    model.forward_backward(
+        (x,),
+        label=torch.ones(12, 1),
+        loss_fn=loss_fn,
+        run_config=RoundPipeRunConfig(num_microbatch=3, execute_plan=plan, loss_reduction="mean"),
+    )
+    model.close()
+    assert max(saved) == 3 * 2 * 4 * 8 * 4
+
+
+def test_masters_take_the_memory_of_the_optimizers_dtype():
+    """Weights of two bytes: masters, gradients and both moments of four each."""
+    parameter = nn.Parameter(torch.empty(100, dtype=torch.bfloat16))
+    frozen = nn.Parameter(torch.empty(50, dtype=torch.bfloat16), requires_grad=False)
+    host = host_memory([parameter, frozen], [torch.empty(3)], [], [], 1, optim_dtype=torch.float32)
+    assert (host.parameters, host.gradients, host.masters, host.optimizer) == (312, 400, 400, 800)
+    assert host.total == 312 + 400 + 400 + 800
+
+
+def test_an_accelerator_also_holds_what_arrives():
+    """The next stage's parameters, and copies of the other microbatches, come while a stage computes."""
+    layers = [nn.Linear(8, 8, device="meta") for _ in range(3)]
+    found = measure_layers(layers, (torch.empty(4, 8, device="meta"),))
+    stages = ModelExecutePlan([range(1)], [range(1, 3), range(1)]).stages("fused", 3)
+    (virtual,) = device_memory(stages, [0, 0, 0], found, 3, stays=False, prefetches=False)
+    (card,) = device_memory(stages, [0, 0, 0], found, 3, stays=False, prefetches=True)
+    assert virtual.stage == card.stage == 1
+    assert (virtual.arriving, virtual.copies) == (0, 0)
+    assert card.arriving == found[0].param_bytes == 288
+    assert card.copies == 2 * (found[1].inputs + found[1].grads_in + found[2].grads_out)
+    assert card.total == virtual.total + card.arriving + card.copies
+
+
+def test_a_forward_stage_holds_the_graph_of_one_layer():
+    """However many layers it has; a backward stage holds those of all."""
+    layers = [nn.Linear(8, 8, device="meta") for _ in range(5)]
+    found = measure_layers(layers, (torch.empty(4, 8, device="meta"),))
+    forward, _, *rest = ModelExecutePlan([range(4)], [range(4, 5), range(4)]).stages("fused", 5)
+    single = ModelExecutePlan([range(1)], [range(1, 5), range(1)]).stages("fused", 5)[0]
+    assert visit_bytes(forward, found) == visit_bytes(single, found) == 2 * 4 * 8 * 4
+    assert visit_bytes(rest[0], found) > 4 * 4 * 8 * 4

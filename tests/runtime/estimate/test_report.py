@@ -1,0 +1,98 @@
+"""What a training comes to."""
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime.estimate.hardware import Hardware
+from roundpipe_runtime.estimate.layer_footprint import measure_layers
+from roundpipe_runtime.estimate.report import plan_report
+
+WIDTH, ROWS = 64, 16
+
+
+def hardware(*, count=2, flops=1e9, link=1e12, memory=None, host=None, kind="cuda"):
+    names = tuple(f"{kind}:{index}" for index in range(count))
+    return Hardware(names, kind, flops, link, memory, host, 1e9, {})
+
+
+def report(machine, *, layers=6, dtype=torch.float32, tokens=3 * ROWS, optim_dtype=None):
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False, device="meta", dtype=dtype) for _ in range(layers)])
+    given = torch.empty(ROWS, WIDTH, device="meta", dtype=dtype)
+    found = measure_layers(list(model), (given,), gradient_dtype=lambda p: optim_dtype or p.dtype)
+    return plan_report(model, list(model), found, machine, num_microbatch=3, tokens=tokens, optim_dtype=optim_dtype)
+
+
+def test_equal_layers_get_the_plan_of_the_runtime():
+    """A forward stage holds three layers where a backward stage holds one; the last layer is the fused stage."""
+    found = report(hardware())
+    assert [stage.kind for stage in found.stages][:3] == ["forward", "forward", "fused"]
+    assert found.devices == [index % 2 for index in range(len(found.stages))]
+    assert found.seconds[2] == pytest.approx(3 * 2 * ROWS * WIDTH * WIDTH / 1e9)
+
+
+def test_tokens_that_hide_transfers_follow_the_formula():
+    """Bytes of a parameter times F / (2 B) forward: 2 x width^2 operations a token against 4 bytes of each."""
+    machine = hardware(flops=1e9, link=1e6, memory=10**5)
+    found = report(machine)
+    assert not found.stays
+    assert found.tokens_forward == pytest.approx(4 * machine.flops / (2 * machine.link))
+    # six operations a parameter with the forward that is done again, but for the first layer, whose input needs none
+    layers = 6
+    operations = 2 * (3 * layers - 1) * WIDTH * WIDTH
+    assert found.tokens_backward == pytest.approx(
+        4 * layers * WIDTH * WIDTH / machine.link * machine.flops / operations
+    )
+
+
+def test_sums_of_four_bytes_take_longer_than_weights_of_two():
+    """The way back is the slower one: then the formula counts its bytes."""
+    narrow = report(hardware(link=1e6, memory=10**5), dtype=torch.bfloat16)
+    wide = report(hardware(link=1e6, memory=10**5), dtype=torch.bfloat16, optim_dtype=torch.float32)
+    assert wide.tokens_backward == pytest.approx(2 * narrow.tokens_backward)
+    assert wide.tokens_forward == pytest.approx(narrow.tokens_forward)
+
+
+def test_transfers_add_time_below_those_tokens_and_none_far_above():
+    """The simulation says what the formula says."""
+    few = report(hardware(flops=1e9, link=1e6, memory=10**5))
+    assert few.simulation.time > 1.5 * few.unhindered.time
+    quick = report(hardware(flops=1e9, link=1e12, memory=10**5))
+    assert quick.simulation.time == pytest.approx(quick.unhindered.time, rel=0.01)
+
+
+def test_layers_that_stay_are_copied_once():
+    """Where all fits, the backward finds on its device what the forward left there."""
+    staying, moving = report(hardware(count=1)), report(hardware(count=1, memory=10**5))
+    weights = 6 * 4 * WIDTH * WIDTH
+    assert (staying.stays, moving.stays) == (True, False)
+    # activations aside: gradients have the same size in both
+    assert moving.simulation.bytes_up - staying.simulation.bytes_up >= 0.8 * weights
+
+
+def test_it_fits_or_it_does_not():
+    """Devices and host, each by what they have; unknown where nobody knows."""
+    unknown = report(hardware())
+    assert (unknown.fits_devices, unknown.fits_host) == (None, None)
+    needed = max(memory.total for memory in unknown.device_memory)
+    assert report(hardware(memory=20 * needed, host=unknown.host_memory.total)).fits_devices
+    assert report(hardware(host=unknown.host_memory.total)).fits_host
+    assert report(hardware(host=unknown.host_memory.total - 1)).fits_host is False
+
+
+def test_a_layer_that_is_too_large_is_a_result_and_no_error():
+    """The runtime would refuse; the report says so, and how much a device must have."""
+    found = report(hardware(memory=50_000))
+    assert found.fits_devices is False
+    assert "layer 0" in found.too_large
+    # weight and gradient, of which a stage may have 0.6 / 2 of the memory
+    assert found.least_memory == pytest.approx(2 * 4 * WIDTH * WIDTH / 0.3, rel=1e-3)
+    assert not report(hardware(memory=found.least_memory + 1000)).too_large
+
+
+def test_adam_moves_seven_numbers_a_parameter():
+    """Four are read, three are written; at 1 GB/s."""
+    parameters = 6 * WIDTH * WIDTH
+    assert report(hardware()).optimizer_seconds == pytest.approx(7 * 4 * parameters / 1e9)
+    wide = report(hardware(), dtype=torch.bfloat16, optim_dtype=torch.float32)
+    assert wide.optimizer_seconds == pytest.approx((7 * 4 + 4 + 2) * parameters / 1e9)

@@ -1,0 +1,89 @@
+"""Where a model comes from: folders, configurations, and what is neither."""
+
+import json
+
+import pytest
+import torch
+
+from roundpipe_runtime.fine_tune import FineTuneError, model_source
+from tests.runtime import tiny_training as tiny
+
+pytest.importorskip("transformers")
+
+
+def test_a_folder_with_weights_is_loaded_as_it_is_stored(tmp_path):
+    """Nothing is read before; the dtype is that of the file unless another one is asked for."""
+    folder = tiny.weights_folder(tmp_path / "model", dtype=torch.bfloat16)
+    source = model_source(folder)
+    assert (source.has_weights, source.folder, source.vocab_size, source.longest) == (True, folder, 40, 64)
+    expected = tiny.source(vocab_size=40).load(seed=5).bfloat16().state_dict()
+    found = source.load()
+    assert found.training
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
+    assert source.load(dtype=torch.float32).dtype == torch.float32
+
+
+def test_half_precision_becomes_bfloat16(tmp_path):
+    """Gradients would vanish in float16."""
+    source = model_source(tiny.weights_folder(tmp_path / "model", dtype=torch.float16))
+    assert source.load().dtype == torch.bfloat16
+
+
+def test_a_configuration_alone_has_random_weights(tmp_path):
+    """As a folder or as a file; the seed makes them, and nothing else is drawn."""
+    folder = tiny.config_folder(tmp_path / "model")
+    state = torch.get_rng_state()
+    for name in (folder, folder / "config.json"):
+        source = model_source(name)
+        assert not source.has_weights
+        one, same, other = (source.load(seed=seed).lm_head.weight for seed in (1, 1, 2))
+        assert torch.equal(one, same)
+        assert not torch.equal(one, other)
+        assert one.dtype == torch.float32
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "holds no config.json. Name a folder that save_pretrained wrote"),
+        ("{", "is no configuration of transformers"),
+        ('{"hidden_size": 3}', "is no configuration of transformers"),
+        ('{"model_type": "t5"}', "a model of type 't5', which transformers has no causal language model for"),
+    ],
+)
+def test_folders_that_hold_no_language_model_are_refused(tmp_path, content, words):
+    """With their name."""
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(FineTuneError) as caught:
+        model_source(tmp_path)
+    assert words in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_names_that_do_not_exist_are_refused():
+    with pytest.raises(FineTuneError, match=r"There is no folder nowhere/model\. Name a folder"):
+        model_source("nowhere/model")
+
+
+def test_adapters_are_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FineTuneError, match=r"holds adapters and no model\. Merge them"):
+        model_source(tmp_path)
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    """Missing ones would be drawn at random, in silence."""
+    folder = tiny.weights_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    with pytest.raises(FineTuneError, match=r"holds the weights of another model: 9 of LlamaForCausalLM are missing"):
+        model_source(folder).load()
+
+
+def test_damaged_weights_are_refused(tmp_path):
+    folder = tiny.weights_folder(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(FineTuneError, match="cannot be loaded"):
+        model_source(folder).load()

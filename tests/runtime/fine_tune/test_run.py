@@ -1,0 +1,120 @@
+"""A training from its first step to its last: what is written when, and what a signal does."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from roundpipe_runtime import list_checkpoints
+from roundpipe_runtime.fine_tune import Outcome, Settings, StepRecord, Training, run
+from tests.runtime import tiny_training as tiny
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+
+def training(**options):
+    chosen = {"batch": 4, "microbatches": 2, "steps": 7, "devices": "virtual:1", "check": False, "eval_every": 3}
+    return Training(tiny.source().load(), tiny.blocks(), Settings(**{**chosen, **options}))
+
+
+def test_all_steps_are_done_and_shown_in_order(tmp_path):
+    """The metrics are what was shown; without `every` there is no checkpoint."""
+    shown = []
+    with training() as made:
+        outcome = run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl", show=shown.append)
+    assert outcome == Outcome(0, None, None)
+    assert not (tmp_path / "c").exists()
+    assert [(record.step, isinstance(record, StepRecord)) for record in shown] == [
+        *[(1, True), (2, True), (3, True), (3, False)],
+        *[(4, True), (5, True), (6, True), (6, False), (7, True), (7, False)],
+    ]
+    expected = [(r.step, "loss", r.loss) if isinstance(r, StepRecord) else (r.step, "eval", r.eval_loss) for r in shown]
+    assert tiny.metrics_of(tmp_path / "m.jsonl") == expected
+
+
+@pytest.mark.parametrize(("at_end", "steps"), [(False, [2, 4, 6]), (True, [2, 4, 6, 7])])
+def test_checkpoints_come_every_so_many_steps(tmp_path, at_end, steps):
+    """And behind the last one, if that is asked for."""
+    with training(eval_every=None) as made:
+        outcome = run(made, checkpoints=tmp_path, every=2, keep=None, at_end=at_end)
+    found = list_checkpoints(tmp_path)
+    assert [checkpoint.data["step"] for checkpoint in found] == steps
+    assert outcome.checkpoint == str(found[-1].path)
+
+
+def test_only_the_last_checkpoints_stay(tmp_path):
+    with training(eval_every=None) as made:
+        run(made, checkpoints=tmp_path, every=1, keep=2)
+    assert [checkpoint.data["step"] for checkpoint in list_checkpoints(tmp_path)] == [5, 6]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_behind_the_step_and_its_evaluation(tmp_path, number, status):
+    """With a checkpoint, from which another training goes on to the same losses."""
+    with training() as made:
+        run(made, checkpoints=tmp_path / "never", metrics=tmp_path / "whole.jsonl")
+
+    def interrupt(record):
+        if isinstance(record, StepRecord) and record.step == 3:
+            os.kill(os.getpid(), number)
+
+    with training() as made:
+        outcome = run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl", show=interrupt)
+        assert (outcome.status, made.step) == (status, 3)
+    assert [checkpoint.data["step"] for checkpoint in list_checkpoints(tmp_path / "c")] == [3]
+    assert tiny.metrics_of(tmp_path / "m.jsonl")[-1][:2] == (3, "eval")
+    with training(devices="virtual:2") as made:
+        assert made.restore(tmp_path / "c")
+        assert run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl").status == 0
+    assert tiny.metrics_of(tmp_path / "m.jsonl") == tiny.metrics_of(tmp_path / "whole.jsonl")
+
+
+def test_a_signal_at_a_checkpoint_writes_no_second_one(tmp_path):
+    def interrupt(record):
+        if record.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with training(eval_every=None) as made:
+        outcome = run(made, checkpoints=tmp_path, every=2, show=interrupt)
+    assert outcome.status == 130
+    assert len(list_checkpoints(tmp_path)) == 1
+
+
+def test_a_signal_in_the_last_step_comes_too_late(tmp_path):
+    """All is done, so nothing is to be resumed."""
+
+    def interrupt(record):
+        if isinstance(record, StepRecord) and record.step == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with training(eval_every=None) as made:
+        outcome = run(made, checkpoints=tmp_path, show=interrupt)
+    assert outcome == Outcome(0, None, None)
+
+
+def test_an_error_leaves_the_metrics_of_the_steps_before(tmp_path):
+    """Ctrl-C is what it was again."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def fail(record):
+        if record.step == 2:
+            raise ZeroDivisionError
+
+    with training(eval_every=None) as made, pytest.raises(ZeroDivisionError):
+        run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl", show=fail)
+    assert [row[0] for row in tiny.metrics_of(tmp_path / "m.jsonl")] == [1, 2]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(("steps", "recorded"), [(7, 5), (2, 2)])
+def test_a_timeline_holds_one_step(tmp_path, steps, recorded):
+    """The fifth, or the last: a viewer of traces opens it."""
+    with training(steps=steps) as made:
+        outcome = run(made, checkpoints=tmp_path / "c", timeline=tmp_path / "t.json")
+    assert outcome.recorded == recorded
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {"forward", "loss", "backward"} <= {event.get("cat") for event in events}
+    losses = [event for event in events if event.get("cat") == "loss"]
+    assert len(losses) == 2  # one for each microbatch

@@ -1,0 +1,299 @@
+"""A training through the pipeline beside a plain loop, on any number of devices, and across a checkpoint."""
+
+import math
+
+import pytest
+import torch
+
+from roundpipe_runtime import CheckpointError, Timeline
+from roundpipe_runtime.fine_tune import EvalRecord, FineTuneError, Lora, Settings, StepRecord, Training, add_lora
+from roundpipe_runtime.fine_tune import training as training_file
+from tests.runtime import tiny_training as tiny
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+
+def settings(**options) -> Settings:
+    options.setdefault("devices", "virtual:2")
+    return Settings(**{"batch": 4, "microbatches": 3, "steps": 6, "lr": 5e-3, "warmup": 2, **options})
+
+
+def trained(model, made, chosen):
+    """Records of a whole training, and the state it ends with."""
+    with Training(model, made, chosen) as training:
+        records = list(training)
+    return records, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same_bits(one, other):
+    assert one.keys() == other.keys()
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def losses(records):
+    return [record.loss for record in records if isinstance(record, StepRecord)]
+
+
+def test_it_learns_what_a_plain_loop_learns():
+    """Thirty steps of the same rows: loss, norm of the gradients and the loss at the end, within 0.05 %."""
+    made = tiny.blocks(length=24, rows=80)
+    chosen = settings(steps=30, batch=6, check=False)
+    plain = tiny.source().load()
+    expected = tiny.train_plainly(plain, made, chosen)
+    records, _ = trained(tiny.source().load(), made, chosen)
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    assert [record.loss for record in steps] == pytest.approx([loss for loss, _ in expected], rel=5e-4)
+    assert [record.grad_norm for record in steps] == pytest.approx([norm for _, norm in expected], rel=5e-3)
+    assert steps[-1].loss < 0.6 * steps[0].loss
+    held_out = made.tokens[made.held_out].long()
+    with torch.no_grad():
+        loss = plain.eval()(input_ids=held_out, labels=held_out).loss.item()
+    assert records[-1] == EvalRecord(30, pytest.approx(loss, rel=5e-4), held_out.numel(), records[-1].seconds)
+
+
+@pytest.mark.parametrize("options", [{}, {"attention_dropout": 0.1}])
+def test_devices_change_no_bit(options):
+    """The same microbatches on one, two and three devices: losses and weights, with dropout as well."""
+    made = tiny.blocks()
+    found = [
+        trained(tiny.source(**options).load(), made, settings(devices=f"virtual:{count}", check=count == 2))
+        for count in (1, 2, 3)
+    ]
+    assert losses(found[0][0]) == losses(found[1][0]) == losses(found[2][0])
+    assert same_bits(found[0][1], found[1][1])
+    assert same_bits(found[0][1], found[2][1])
+
+
+def test_batches_that_are_accumulated_count_as_one():
+    """Two batches of three rows learn what one of six does."""
+    made = tiny.blocks()
+    chosen = settings(batch=3, accumulate=2, steps=5)
+    expected = tiny.train_plainly(tiny.source().load(), made, chosen)
+    records, _ = trained(tiny.source().load(), made, chosen)
+    assert losses(records) == pytest.approx([loss for loss, _ in expected], rel=1e-4)
+    assert records[0].tokens == 3 * 2 * 16
+
+
+def test_weights_of_16_bits_learn_through_masters():
+    """A step smaller than their precision is not lost."""
+    made = tiny.blocks()
+    chosen = settings(lr=1e-5, warmup=0, schedule="constant", steps=4)
+    model = tiny.source().load().bfloat16()
+    with Training(model, made, chosen) as training:
+        before = [p.detach().clone() for p in training.pipeline.optim_parameters()]
+        list(training)
+        after = list(training.pipeline.optim_parameters())
+    assert all(p.dtype == torch.float32 for p in after)
+    moved = [(new - old).abs().max().item() for new, old in zip(after, before, strict=True)]
+    assert all(0 < size < 1e-4 for size in moved)
+
+
+def test_only_adapters_learn():
+    pytest.importorskip("peft", reason="LoRA is PEFT's")
+    model = add_lora(tiny.source().load(), Lora.parse("4"))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    made = tiny.blocks()
+    with Training(model, made, settings(lr=5e-2, steps=8)) as training:
+        assert sum(len(group["params"]) for group in training.optimizer.param_groups) == 2 * 21
+        records = list(training)
+    assert losses(records)[-1] < losses(records)[0]
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if "lora_" in name}
+
+
+def test_evaluation_comes_when_it_is_due_and_changes_nothing():
+    """After every second step; the weights are those of a training that was never evaluated."""
+    made = tiny.blocks()
+    records, state = trained(tiny.source().load(), made, settings(eval_every=2, steps=5))
+    assert [(type(record).__name__, record.step) for record in records] == [
+        ("StepRecord", 1),
+        ("StepRecord", 2),
+        ("EvalRecord", 2),
+        ("StepRecord", 3),
+        ("StepRecord", 4),
+        ("EvalRecord", 4),
+        ("StepRecord", 5),
+        ("EvalRecord", 5),
+    ]
+    never = tiny.blocks(eval_share=0.0)
+    never = type(made)(never.tokens, made.training, never.held_out, never.left_over, never.digest)
+    plain_records, plain_state = trained(tiny.source().load(), never, settings(steps=5))
+    assert losses(plain_records) == losses(records)
+    assert same_bits(plain_state, state)
+
+
+def test_clipping_scales_the_gradient_down():
+    """The norm that is told is the one before; with 0 nothing is scaled."""
+    made = tiny.blocks()
+    ends = {}
+    for clip in (0.0, 1e-3, 1e9):
+        records, ends[clip] = trained(tiny.source().load(), made, settings(clip=clip, steps=2, weight_decay=0.0))
+        assert records[0].grad_norm > 0.1
+    assert same_bits(ends[0.0], ends[1e9])
+    assert not same_bits(ends[0.0], ends[1e-3])
+
+
+def test_a_loss_that_is_not_finite_ends_it_before_it_is_learnt_from(monkeypatch):
+    """With a learning rate to try."""
+    model = tiny.source().load()
+    with Training(model, tiny.blocks(), settings()) as training:
+        next(iter(training.advance()))
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        monkeypatch.setattr(type(training.pipeline), "forward_backward", lambda *args, **kwargs: torch.tensor(math.nan))
+        with pytest.raises(FineTuneError, match=r"Step 2: the loss is nan. .*--lr 0.0005"):
+            next(iter(training.advance()))
+        assert same_bits(before, model.state_dict())
+
+
+def test_a_gradient_that_is_not_finite_is_not_stepped(monkeypatch):
+    """The loss may still be a number."""
+    model = tiny.source().load()
+    with Training(model, tiny.blocks(), settings()) as training:
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        step = type(training.pipeline).step
+
+        def spoilt(pipeline, update):
+            model.model.norm.weight.grad[0] = math.inf
+            step(pipeline, update)
+
+        monkeypatch.setattr(type(training.pipeline), "step", spoilt)
+        with pytest.raises(FineTuneError, match="Step 1: the norm of the gradients is inf"):
+            next(iter(training.advance()))
+        assert same_bits(before, model.state_dict())
+
+
+def test_a_model_that_sees_what_comes_is_refused():
+    """An encoder's loss would fall to nothing, and mean nothing."""
+    from transformers import BertConfig, BertLMHeadModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with pytest.raises(FineTuneError, match="BertLMHeadModel sees the token that it is to predict"):
+        Training(BertLMHeadModel(BertConfig(vocab_size=259, **sizes)), tiny.blocks(), settings())
+    decoder = BertLMHeadModel(BertConfig(vocab_size=259, is_decoder=True, **sizes))
+    Training(decoder, tiny.blocks(), settings(check=True, steps=1)).close()
+
+
+def test_a_step_can_be_recorded():
+    """Its forward, loss and backward; not the evaluation behind it."""
+    with Training(tiny.source().load(), tiny.blocks(), settings(steps=1)) as training:
+        timeline = Timeline()
+        step, evaluation = training.advance(timeline)
+    assert isinstance(evaluation, EvalRecord)
+    assert {"forward", "loss", "backward"} <= {record.kind for record in timeline.records}
+    assert max(r.end for r in timeline.records) - min(r.start for r in timeline.records) <= step.seconds
+
+
+class TestCheckpoints:
+    """What `save` writes and `restore` reads."""
+
+    @pytest.mark.parametrize("stop", [1, 3, 5])
+    def test_a_restored_training_goes_on_to_the_same_bits(self, tmp_path, stop):
+        """On another number of devices, with another object for everything; the evaluation is part of it."""
+        made, options = tiny.blocks(), {"eval_every": 2, "accumulate": 2, "steps": 6}
+        dropout = {"attention_dropout": 0.1}
+        expected = trained(tiny.source(**dropout).load(), made, settings(**options))
+        first = Training(tiny.source(**dropout).load(), made, settings(**options))
+        seen = []
+        while first.step < stop:
+            seen += first.advance()
+        first.save(tmp_path)
+        first.close()
+        model = tiny.source(**dropout).load(seed=9)
+        with Training(model, made, settings(devices="virtual:3", check=False, **options)) as second:
+            assert second.restore(tmp_path)
+            assert second.step == stop
+            seen += list(second)
+        assert losses(seen) == losses(expected[0])
+        assert [type(record) for record in seen] == [type(record) for record in expected[0]]
+        assert same_bits(model.state_dict(), expected[1])
+
+    def test_the_number_of_microbatches_is_gone_on_with(self, tmp_path):
+        """Nobody named it: three for two devices, and three still where another number would be taken."""
+        made, chosen = tiny.blocks(), {"microbatches": None, "check": False}
+        _, expected = trained(tiny.source().load(), made, settings(**chosen))
+        with Training(tiny.source().load(), made, settings(**chosen)) as first:
+            list(first.advance())
+            first.save(tmp_path)
+        model = tiny.source().load(seed=9)
+        with Training(model, made, settings(devices="virtual:1", **chosen)) as second:
+            assert second.microbatches == 2
+            second.restore(tmp_path)
+            assert second.microbatches == 3
+            list(second)
+        assert same_bits(model.state_dict(), expected)
+        with Training(model, made, settings(**{**chosen, "microbatches": 4})) as other:
+            other.restore(tmp_path)
+            assert other.microbatches == 4
+
+    def test_an_empty_folder_is_no_checkpoint(self, tmp_path):
+        with Training(tiny.source().load(), tiny.blocks(), settings()) as training:
+            assert not training.restore(tmp_path / "nowhere")
+            assert training.step == 0
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"batch": 6}, "was trained with --batch 4"),
+            ({"accumulate": 2}, "was trained with --accumulate 1"),
+            ({"seed": 1}, "was trained with --seed 0"),
+            ({"steps": 1}, "is at step 2, and --steps is 1"),
+        ],
+    )
+    def test_other_batches_are_refused(self, tmp_path, change, words):
+        """The place in the data would be another one."""
+        with Training(tiny.source().load(), tiny.blocks(), settings()) as training:
+            for _ in range(2):
+                list(training.advance())
+            training.save(tmp_path)
+        with (
+            Training(tiny.source().load(), tiny.blocks(), settings(**change)) as other,
+            pytest.raises(FineTuneError) as caught,
+        ):
+            other.restore(tmp_path)
+        assert words in str(caught.value)
+
+    def test_another_text_is_refused(self, tmp_path):
+        with Training(tiny.source().load(), tiny.blocks(), settings()) as training:
+            training.save(tmp_path)
+        with (
+            Training(tiny.source().load(), tiny.blocks(rows=59), settings()) as other,
+            pytest.raises(FineTuneError, match="was trained with another --text"),
+        ):
+            other.restore(tmp_path)
+        with (
+            Training(tiny.source().load(), tiny.blocks(length=12), settings()) as other,
+            pytest.raises(FineTuneError, match="was trained with --length 16"),
+        ):
+            other.restore(tmp_path)
+
+    def test_another_model_is_refused(self, tmp_path):
+        with Training(tiny.source().load(), tiny.blocks(), settings()) as training:
+            training.save(tmp_path)
+        with (
+            Training(tiny.source(num_hidden_layers=2).load(), tiny.blocks(), settings()) as other,
+            pytest.raises(CheckpointError, match=r"The checkpoint is of another model\. The model has no"),
+        ):
+            other.restore(tmp_path)
+
+    def test_a_checkpoint_of_something_else_is_refused(self, tmp_path):
+        """`save_checkpoint` of another script wrote it."""
+        from roundpipe_runtime import save_checkpoint
+
+        with Training(tiny.source().load(), tiny.blocks(), settings()) as training:
+            save_checkpoint(tmp_path, training.pipeline, optimizer=training.optimizer, data={"step": 1})
+            with pytest.raises(FineTuneError, match="begin anew in another folder"):
+                training.restore(tmp_path)
+
+
+def test_the_causal_check_costs_two_rows_of_four_tokens(monkeypatch):
+    """And leaves the model as it was, in training or not."""
+    model = tiny.source().load()
+    calls = []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda **kwargs: calls.append(kwargs["input_ids"].shape) or forward(**kwargs))
+    for mode in (True, False):
+        model.train(mode)
+        training_file._check_causal(model)
+        assert model.training is mode
+    assert calls == [(1, 4)] * 4

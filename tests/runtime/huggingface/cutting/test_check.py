@@ -1,0 +1,253 @@
+"""Tests of roundpipe_runtime.huggingface.cutting.check."""
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime.huggingface import CutError, cut
+from roundpipe_runtime.huggingface.cutting import gradients
+from roundpipe_runtime.huggingface.cutting.check import check_equivalence, objective, tolerance
+from tests.runtime.huggingface.hf_small import Block, Toy, tokens
+
+
+@pytest.fixture(params=["small", "large"], autouse=True)
+def size(request, monkeypatch):
+    """Each test sees every gradient kept whole, and digested as that of a large model."""
+    if request.param == "large":
+        monkeypatch.setattr(gradients, "_SMALL", 0)
+        monkeypatch.setattr(gradients, "_WHOLE", 0)
+    return request.param
+
+
+class Piece(nn.Module):
+    """A piece that runs a function with a module."""
+
+    def __init__(self, module, function):
+        super().__init__()
+        self.module, self.function = module, function
+
+    def forward(self, *args):
+        return self.function(self.module, *args)
+
+
+def pieces_of(model, scale=1.0):
+    first = Piece(model.embed, lambda embed, ids: embed(ids))
+    layers = [Piece(layer, lambda layer, x: layer(x)) for layer in model.layers]
+    return [first, *layers, Piece(model.head, lambda head, x: head(x * scale))]
+
+
+def test_equal_pieces_have_no_error():
+    """Outputs and all gradients are compared, and their number is reported."""
+    model = Toy().double()
+    found = check_equivalence(model, pieces_of(model), (tokens(2),), {})
+    assert (found.outputs, found.gradients, found.parameters) == (0.0, 0.0, 9)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_wrong_number_is_refused():
+    """Another output, by a thousandth."""
+    model = Toy().double()
+    with pytest.raises(CutError, match=r"outputs differ by .* at most 1e-06 and 1e-05 are rounding") as caught:
+        check_equivalence(model, pieces_of(model, 1.001), (tokens(2),), {})
+    assert caught.value.reason == "values"
+
+
+def test_a_missing_gradient_is_refused():
+    """The same outputs, but nothing flows through the second layer."""
+    model = Toy().double()
+    pieces = pieces_of(model)
+    pieces[2].function = lambda layer, x: x + (layer(x) - x).detach()
+    with pytest.raises(CutError, match="gradients by inf"):
+        check_equivalence(model, pieces, (tokens(2),), {})
+
+
+def test_the_objective_reaches_every_number():
+    """A change of any number of the outputs changes it; NaN and infinite ones are left out."""
+    outputs = {"a": torch.zeros(3, requires_grad=True), "n": torch.arange(3), "b": torch.full((2,), -torch.inf)}
+    objective(outputs, None).backward()
+    assert (outputs["a"].grad != 0).all()
+    with pytest.raises(CutError, match="Nothing that the model returns requires a gradient"):
+        objective({"n": torch.arange(3)}, None)
+
+
+def test_rounding_depends_on_the_dtype():
+    """1e-6 for float32 and float64, 3 % for bfloat16."""
+    model = nn.Linear(2, 2)
+    assert tolerance(model) == tolerance(model.double()) == 1e-6
+    assert tolerance(model.bfloat16()) == pytest.approx(4 * 2**-7)
+
+
+def wrong_output(scale, wrong):
+    return lambda layer, x: layer(x) + scale * wrong(layer(x))
+
+
+def wrong_gradient(scale, wrong):
+    def call(layer, x):
+        out = layer(x)
+        bad = scale * wrong(out)
+        return out + bad - bad.detach()
+
+    return call
+
+
+MISTAKES = {
+    "couples rows": lambda out: out.flip(0),
+    "couples positions": lambda out: out.cumsum(1),
+    "scales": lambda out: out,
+    "forgets a row": lambda out: torch.cat([-out[:1], torch.zeros_like(out[1:])]),
+    "mixes features": lambda out: out.roll(1, -1),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("layer", [1, 3], ids=["first", "last"])
+@pytest.mark.parametrize("plant", [wrong_output, wrong_gradient])
+def test_a_layer_that_does_something_else_is_found(mistake, layer, plant):
+    """In what it returns, or in its gradient alone; whichever layer it is, by a thousandth."""
+    model = Toy().double()
+    pieces = pieces_of(model)
+    pieces[layer].function = plant(1e-3, MISTAKES[mistake])
+    with pytest.raises(CutError, match=r"outputs differ by .* and gradients by"):
+        check_equivalence(model, pieces, (tokens(2),), {})
+
+
+def test_one_wrong_number_of_one_gradient_is_found():
+    """The gradient of the last layer is off in one of 64 numbers, the outputs are not."""
+    model = Toy().double()
+    pieces = pieces_of(model)
+
+    def call(layer, x):
+        bad = layer.linear.weight[3, 5] * 1e-2
+        return layer(x) + bad - bad.detach()
+
+    pieces[3].function = call
+    with pytest.raises(CutError, match=r"outputs differ by 0.0e\+00 and gradients by .* \(layers.2.linear.weight\)"):
+        check_equivalence(model, pieces, (tokens(2),), {})
+
+
+class Counting(Block):
+    """A layer that does something else each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Keeping(Block):
+    """A layer that goes back into what another layer has kept on itself."""
+
+    kept = None
+
+    def forward(self, x):
+        other, Keeping.kept = Keeping.kept, x * self.linear.weight.sum()
+        return super().forward(x) + (0.0 if other is None else other)
+
+
+@pytest.mark.parametrize("leaking", [Counting, Keeping])
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_layer_that_leaks_state_is_found(leaking, place):
+    """From one call to the next, or past what it returns."""
+    layers = nn.ModuleList([Block(), Block(), Block()])
+    layers[place] = leaking()
+    layers[1] = leaking()
+    Keeping.kept = None
+    report = cut(Toy(layers).double(), {"input_ids": tokens(2)}).report
+    Keeping.kept = None
+    assert report.is_whole
+    assert report.refused[-1][0] in ("values", "structure")
+
+
+class Wide(nn.Module):
+    """A layer of another kind: it mixes positions, and has a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixing = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return x + self.mixing(x.mT).mT * self.scale
+
+
+def test_layers_of_every_kind_take_part():
+    """A model whose last layer is unlike the others: it is cut, each of its gradients is compared."""
+    model = Toy(nn.ModuleList([Block(), Block(), Block(), Wide()])).double()
+    report = cut(model, {"input_ids": tokens(2)}).report
+    assert report.equivalence.parameters == len(list(model.parameters()))
+    assert report.equivalence.gradients < 1e-12
+    pieces = cut(model, {"input_ids": tokens(2)}, check=False).pieces
+    right = pieces[-2].layer
+
+    class Wrong(Wide):
+        def forward(self, x):
+            return right(x) + 1e-3 * (right.scale - right.scale.detach())
+
+    pieces[-2].layer = Wrong()
+    with pytest.raises(CutError, match=r"outputs differ by 0.0e\+00 .*layers.3.scale"):
+        check_equivalence(model, pieces, (), {"input_ids": tokens(2)})
+
+
+class Tied(Toy):
+    """The head is the embedding, and one block is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.embed.weight
+        self.layers[2] = self.layers[0]
+
+
+def test_parameters_that_several_pieces_use_are_summed():
+    """An embedding that is the head, a layer that is called twice: as in the plain model."""
+    model = Tied().double()
+    found = check_equivalence(model, pieces_of(model), (tokens(2),), {})
+    assert (found.outputs, found.parameters) == (0.0, 6)
+    assert found.gradients < 1e-12
+    assert model.head.weight is model.embed.weight
+    pieces = pieces_of(model)
+    pieces[-1].function = lambda head, x: nn.functional.linear(x, head.weight.detach(), head.bias)
+    with pytest.raises(CutError, match=r"embed.weight"):
+        check_equivalence(model, pieces, (tokens(2),), {})
+
+
+def test_hooks_of_parameters_are_called_with_the_whole_gradient():
+    """Once in the plain model and once in the cut one, which adds the parts of a tied parameter first."""
+    model = Tied().double()
+    seen = []
+    model.embed.weight.register_hook(lambda gradient: seen.append(gradient) or gradient.clamp(max=1e-4))
+    found = check_equivalence(model, pieces_of(model), (tokens(2),), {})
+    assert len(seen) == 2
+    assert torch.allclose(*seen)
+    assert found.gradients < 1e-12
+
+
+def test_nothing_of_the_check_stays_behind():
+    """Gradients, hooks, frozen parameters and the objects in their places are as before."""
+    model = Tied().double()
+    model.layers[1].linear.weight.requires_grad_(False)
+    model.head.bias.grad = torch.ones_like(model.head.bias)
+    places = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    check_equivalence(model, pieces_of(model), (tokens(2),), {})
+    assert places == {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["head.bias"]
+    assert (model.head.bias.grad == 1).all()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_no_two_large_gradients_are_there_at_once(size, monkeypatch):
+    """Each is forgotten before the next layer goes back, and no parameter is copied."""
+    model = Toy().double()
+    held = []
+    plain = gradients.digest
+
+    def watched(gradient, **options):
+        held.append(sum(p.grad is not None for p in model.parameters()))
+        return plain(gradient, **options)
+
+    monkeypatch.setattr(gradients, "digest", watched)
+    check_equivalence(model, pieces_of(model), (tokens(2),), {})
+    assert len(held) == 18
+    assert max(held) == 1

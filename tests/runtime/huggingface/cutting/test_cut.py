@@ -1,0 +1,234 @@
+"""Tests of roundpipe_runtime.huggingface.cut, over models of transformers."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from matrix.models import make_config
+from roundpipe_runtime.huggingface import BatchStructureError, CutError, cut
+from tests.runtime.huggingface.hf_small import Block, Toy, hf_batch, hf_model, tokens, wrapped
+
+
+@pytest.mark.parametrize(
+    ("name", "calls", "phases"),
+    [
+        ("llama", 2, 2),
+        ("gemma3_text", 2, 2),
+        ("mamba", 2, 2),
+        ("seq2seq:t5", 4, 3),  # the norm of the encoder stands between
+        ("seq2seq:bart", 4, 2),  # the encoder's output goes to the decoder as it is
+        ("hrm_text", 16, 9),  # two stacks, in loops
+    ],
+)
+def test_models_are_cut_where_their_layers_are(name, calls, phases):
+    """Every call of a layer is a piece, and every place where the model computes between them is a phase."""
+    report = cut(hf_model(name)).report
+    assert (len(report.pieces) - report.phases, report.phases) == (calls, phases)
+    assert report.equivalence.outputs == 0.0
+    assert report.equivalence.gradients < 1e-6
+
+
+def test_the_report_says_what_was_found():
+    """Lists, pieces, bytes and errors, in words as well."""
+    model = hf_model("llama")
+    report = cut(model).report
+    assert report.lists == ("model.layers",)
+    assert report.pieces == ("phase 0", "model.layers.0", "model.layers.1", "phase 1")
+    layer = sum(p.numel() * 8 for p in model.model.layers[0].parameters())
+    assert report.bytes[1] == layer
+    assert str(report).startswith("LlamaForCausalLM: 4 pieces, 2 calls of layers in model.layers, 2 phases\n")
+
+
+def test_a_phase_has_only_the_parameters_that_it_reads():
+    """The embedding goes with the first phase, norm and head with the last one."""
+    made = cut(hf_model("gpt_neox"))
+    first, last = (dict(made.pieces[place].copy.named_parameters()) for place in (0, -1))
+    assert "gpt_neox.embed_in.weight" in first
+    assert "lm_head.weight" not in first
+    assert "lm_head.weight" in last
+
+
+def test_an_embedding_that_is_handed_on_belongs_to_the_first_phase():
+    """The code of the last phase begins with it again, but only layers that were called already would read it."""
+    made = cut(hf_model("llama"))
+    assert "model.embed_tokens.weight" in dict(made.pieces[0].copy.named_parameters())
+    assert {name for name, _ in made.pieces[-1].copy.named_parameters()} == {"model.norm.weight", "lm_head.weight"}
+    assert made.program.embeddings == {"model.embed_tokens"}
+
+
+class Positioned(Toy):
+    """Computes with its embedding before the first layer, and hands it out where it is asked for."""
+
+    def __init__(self, *, adds: bool) -> None:
+        super().__init__()
+        self.adds = adds
+
+    def forward(self, input_ids, output_hidden_states=False, reads=False):
+        first = x = self.embed(input_ids) + 1.0 if self.adds else self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        x = x + first if reads else x
+        return (self.head(x), first) if output_hidden_states else (self.head(x),)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_what_was_embedded_is_there_when_it_is_asked_for(adds):
+    """Where code computes with it, phases compute it again; where it is an output, it travels to the end."""
+    model, ids = Positioned(adds=adds).double(), tokens(5)
+    pipeline = wrapped(model, example={"input_ids": tokens(2)})
+    assert pipeline.cut.program.embeddings == (frozenset() if adds else {"embed"})
+    found, expected = (one(ids, output_hidden_states=True) for one in (pipeline, model))
+    assert [torch.allclose(*pair) for pair in zip(found, expected, strict=True)] == [True, True]
+    found[1].square().sum().backward()
+    gradient = model.embed.weight.grad
+    model.embed.weight.grad = None
+    expected[1].square().sum().backward()
+    assert torch.allclose(gradient, model.embed.weight.grad)
+    pipeline.close()
+
+
+def test_tokens_that_code_looks_for_are_there():
+    """Given embeddings, models of pictures embed the token of a picture and compare: in later phases, too."""
+    model, batch = hf_model("gemma4_unified"), hf_batch()
+    given = {**batch, "inputs_embeds": model.get_input_embeddings()(batch["input_ids"]).detach()}
+    del given["input_ids"]
+    pipeline = wrapped(model)
+    with torch.no_grad():
+        found, expected = pipeline(**given), model(**given, use_cache=False)
+    pipeline.close()
+    assert pipeline.cut.program.embeddings
+    assert torch.allclose(found.logits, expected.logits, rtol=1e-9)
+
+
+def test_a_batch_that_reads_what_was_embedded_is_an_error():
+    """The example did not: the last phase has no embedding, and says which one it needs."""
+    model = Positioned(adds=False).double()
+    pipeline = wrapped(model, example={"input_ids": tokens(2)})
+    with pytest.raises(BatchStructureError, match="computes with embed behind its layers"):
+        pipeline(tokens(5), reads=True)
+    pipeline.close()
+    pipeline = wrapped(model, example={"input_ids": tokens(2), "reads": True})
+    assert torch.allclose(pipeline(tokens(5), reads=True)[0], model(tokens(5), reads=True)[0])
+    pipeline.close()
+
+
+def test_parameters_on_meta_are_enough_for_a_plan():
+    """80 layers are cut without a weight, in seconds, and nothing is compared."""
+    from transformers import LlamaForCausalLM
+
+    config = make_config("llama")
+    config.num_hidden_layers = 80
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    start = time.perf_counter()
+    report = cut(model).report
+    assert len(report.pieces) == 82
+    assert report.equivalence is None
+    assert time.perf_counter() - start < 30
+
+
+def test_mode_and_gradients_of_the_model_are_left_alone():
+    """The check runs in evaluation mode; afterwards every module is in the mode that it was in, with its gradients."""
+    model = hf_model("llama").train()
+    model.model.layers[0].eval()
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    cut(model)
+    assert model.training
+    assert not model.model.layers[0].training
+    assert model.model.layers[1].training
+    assert (model.lm_head.weight.grad == 1).all()
+    assert model.model.norm.weight.grad is None
+
+
+def test_a_model_without_layers_stays_whole_with_a_reason():
+    """No list of modules: one piece, and the report says so."""
+    report = cut(nn.Sequential(nn.Linear(2, 2)), {"input": torch.ones(1, 2)}).report
+    assert report.is_whole
+    assert report.refused == (("layers", "There is no list of two or more modules with parameters."),)
+
+
+def test_layers_that_talk_behind_the_models_back_are_refused():
+    """What passes by an attribute instead of an argument does not reach the other device: the check finds it."""
+
+    class Secret(Toy):
+        def forward(self, input_ids):
+            self.layers[0].seen = x = self.embed(input_ids) * 2
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x + self.layers[0].seen)
+
+    class Reading(Block):
+        def forward(self, x):
+            return super().forward(x) + self.__dict__.get("seen", 0)
+
+    report = cut(Secret(nn.ModuleList([Reading(), Block()])), {"input_ids": tokens(2)}).report
+    assert report.is_whole
+    assert report.refused[-1][0] in ("structure", "values")
+
+
+def test_fewer_lists_are_cut_where_all_do_not_go():
+    """If one list of layers makes trouble, the largest is cut alone."""
+
+    class Opaque:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+    class Taking(Block):
+        def forward(self, x, held):
+            return super().forward(x) + held.tensor.sum()
+
+    class Two(Toy):
+        def __init__(self):
+            super().__init__(count=4)
+            self.others = nn.ModuleList([Taking(), Taking()])
+
+        def forward(self, input_ids):
+            x = self.embed(input_ids)
+            for layer in self.others:
+                x = layer(x, Opaque(self.head.bias))
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    report = cut(Two(), {"input_ids": tokens(2)}).report
+    assert report.lists == ("layers",)
+    assert [reason for reason, _ in report.refused] == ["structure"]
+
+
+def test_an_example_that_the_model_cannot_run_is_an_error():
+    """The error names the model, the arguments and what the model said."""
+    with pytest.raises(CutError, match=r"Toy does not run on the example \(input_ids\): IndexError") as caught:
+        cut(Toy(), {"input_ids": torch.tensor([[99]])})
+    assert caught.value.reason == "example"
+    assert "cut(model, example=batch)" in str(caught.value)
+
+
+def test_skipped_modules_are_not_cut():
+    """The encoder stays in one piece when it is to be skipped."""
+    model = hf_model("seq2seq:bart")
+    report = cut(model, skip_modules=[model.model.encoder]).report
+    assert report.lists == ("model.decoder.layers",)
+
+
+def test_pictures_are_part_of_an_example():
+    """A vision-language model is cut with pictures, its vision tower as well as its language model."""
+    from matrix.cut_cases import batch_of
+
+    model = hf_model("image:llava")
+    report = cut(model, batch_of("image:llava", model, 2, 0)).report
+    assert "model.language_model.layers" in report.lists
+    assert report.equivalence.gradients < 1e-9
+
+
+def test_a_head_for_sequences_is_no_different():
+    """Sequence classification: layers are cut, the pooled head is the last phase."""
+    from transformers import BertForSequenceClassification
+
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(make_config("bert")).double().eval()
+    batch = {key: value for key, value in hf_batch(2).items() if key != "labels"}
+    report = cut(model, {**batch, "labels": torch.tensor([0, 1])}).report
+    assert report.lists == ("bert.encoder.layer",)
+    assert report.equivalence.gradients < 1e-12

@@ -1,0 +1,43 @@
+"""Tests of roundpipe_runtime.huggingface.cutting.example and .configuration."""
+
+import torch
+from torch import nn
+
+from roundpipe_runtime.huggingface.configuration import text_config
+from roundpipe_runtime.huggingface.cutting.example import example_inputs, without_cache
+from tests.runtime.huggingface.hf_small import Toy, hf_model
+
+
+def test_an_example_has_padding_and_two_rows():
+    """One row is padded, so that the mask is one; the other is not."""
+    made = example_inputs(hf_model("llama"))
+    assert made["input_ids"].shape == made["attention_mask"].shape == (2, 12)
+    assert made["attention_mask"].sum(1).tolist() == [9, 12]
+
+
+def test_an_example_has_what_the_forward_takes():
+    """Tokens for the decoder where there is one, no mask where none is taken."""
+    assert set(example_inputs(Toy())) == {"input_ids"}
+    assert set(example_inputs(hf_model("seq2seq:t5"))) == {"input_ids", "attention_mask", "decoder_input_ids"}
+
+
+def test_an_example_is_where_the_model_is():
+    """On meta, for a plan without weights."""
+    with torch.device("meta"):
+        model = Toy()
+    assert example_inputs(model)["input_ids"].is_meta
+
+
+def test_models_are_asked_for_no_cache():
+    """Where the model knows of caches, and the caller did not ask for one."""
+    model = hf_model("llama")
+    assert without_cache(model, {"a": 1}) == {"a": 1, "use_cache": False}
+    assert without_cache(model, {"use_cache": True}) == {"use_cache": True}
+    assert without_cache(Toy(), {}) == {}
+
+
+def test_the_configuration_of_text():
+    """A part of that of a model that reads pictures; none for a model without one."""
+    model = hf_model("image:llava")
+    assert text_config(model) is model.config.text_config
+    assert text_config(nn.Linear(1, 1)) is None

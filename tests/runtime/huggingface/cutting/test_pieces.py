@@ -1,0 +1,212 @@
+"""Tests of huggingface.cutting.pieces, .session and .discover: what models do between their layers."""
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime.huggingface import BatchStructureError, CutError
+from tests.runtime.huggingface.hf_small import Block, Toy, compare_toy, tokens, wrapped
+
+
+def test_plain_layers_are_two_phases():
+    """What is handed from layer to layer needs no code of the model between them."""
+    made = compare_toy(Toy())
+    assert made.report.pieces == ("phase 0", "layers.0", "layers.1", "layers.2", "phase 1")
+
+
+def test_code_between_layers_is_a_phase():
+    """A model that computes with what a layer returned runs its own code there, with true values."""
+
+    class Glue(Toy):
+        def between(self, number, layer, x):
+            return layer(x) * 2 if number == 1 else layer(x)
+
+    assert compare_toy(Glue()).report.pieces == ("phase 0", "layers.0", "layers.1", "phase 1", "layers.2", "phase 2")
+
+
+def test_code_between_all_layers_may_have_parameters():
+    """Every phase has the parameters that it reads; gradients of all of them are added."""
+
+    class Glue(Toy):
+        def between(self, number, layer, x):
+            return layer(x) + self.head(x)[..., :8] * self.embed.weight[0]
+
+    assert compare_toy(Glue()).report.phases == 4
+
+
+def test_side_inputs_get_their_gradients():
+    """What the model hands to every layer may be learned: its gradients are summed."""
+
+    class Sides(Toy):
+        def forward(self, input_ids):
+            x = self.embed(input_ids)
+            scale = self.head.bias[:8] * 2
+            for layer in self.layers:
+                x = layer(x, scale=scale)
+            return self.head(x)
+
+    assert compare_toy(Sides()).report.phases == 2
+
+
+def test_layers_called_again_and_in_another_order():
+    """A loop over layers makes one piece per call; the layer's gradient is that of all of them."""
+
+    class Loop(Toy):
+        def forward(self, input_ids):
+            x = self.embed(input_ids)
+            for number in (1, 0, 1, 2, 1):
+                x = self.layers[number](x)
+            return self.head(x)
+
+    made = compare_toy(Loop())
+    assert made.report.pieces[1:-1] == ("layers.1", "layers.0", "layers.1", "layers.2", "layers.1")
+
+
+class WithResidual(Block):
+    """Returns what it adds and what it is to be added to."""
+
+    def forward(self, x, residual=None):
+        residual = x if residual is None else residual + x
+        return {"x": torch.tanh(self.linear(residual)), "residual": residual, "none": None}
+
+
+def test_carried_state_passes_from_layer_to_layer():
+    """Every tensor that a layer returns may go to the next one; a layer may return a dictionary."""
+
+    class Carried(Toy):
+        def forward(self, input_ids):
+            x, residual = self.embed(input_ids), None
+            for layer in self.layers:
+                out = layer(x, residual)
+                x, residual = out["x"], out["residual"]
+            return self.head(x + residual)
+
+    assert compare_toy(Carried(nn.ModuleList([WithResidual() for _ in range(3)]))).report.phases == 2
+
+
+class Sharing(Block):
+    """The first layers write what the others read."""
+
+    def forward(self, x, shared):
+        if len(shared) < 2:
+            shared[f"key {len(shared)}"] = torch.sigmoid(self.linear(x))
+        return x + self.linear(shared["key 0"]) * sum(shared.values())
+
+
+def test_a_dictionary_that_layers_write_is_shared():
+    """Later layers see what earlier ones wrote, on whatever device, and gradients go back to these."""
+
+    class Boxed(Toy):
+        def forward(self, input_ids):
+            x, shared = self.embed(input_ids), {}
+            for layer in self.layers:
+                x = layer(x, shared)
+            return self.head(x)
+
+    compare_toy(Boxed(nn.ModuleList([Sharing() for _ in range(4)])))
+
+
+def test_the_model_may_read_the_shared_dictionary_between_layers():
+    """After a phase in between, the dictionary holds what the layers before it wrote."""
+
+    class Boxed(Toy):
+        def forward(self, input_ids):
+            x, shared = self.embed(input_ids), {}
+            for number, layer in enumerate(self.layers):
+                x = layer(x, shared)
+                x = x * 3 if number == 1 else x
+            return self.head(x + shared["key 1"])
+
+    compare_toy(Boxed(nn.ModuleList([Sharing() for _ in range(4)])))
+
+
+def test_a_microbatch_may_leave_layers_out():
+    """Whether a layer is called may depend on the microbatch: those that do not call it pass it by."""
+
+    class Skipping(Toy):
+        def between(self, number, layer, x):
+            return x if number == 1 and x.shape[0] == 1 else layer(x)
+
+    model = Skipping().double()
+    ids = tokens()
+    pipeline = wrapped(model, example={"input_ids": tokens(2)})
+    found = pipeline(ids)
+    expected = torch.cat([model(part) for part in ids.split((2, 2, 1))])
+    pipeline.close()
+    assert torch.allclose(found, expected, rtol=1e-12)
+
+
+def test_layers_that_the_example_did_not_call_are_an_error():
+    """A batch that calls more than the example did is refused, with the line to type."""
+
+    class Adding(Toy):
+        def between(self, number, layer, x):
+            return layer(layer(x)) if x.shape[1] == 6 else layer(x)
+
+    model = Adding()
+    pipeline = wrapped(model, example={"input_ids": tokens(2, 4)})
+    with pytest.raises(BatchStructureError, match=r"This batch calls layers\.0 where the example") as caught:
+        pipeline(tokens())
+    assert "wrap_model_to_roundpipe(model, example=batch)" in str(caught.value)
+    assert pipeline(tokens(5, 4)).shape == (5, 4, 20)
+    pipeline.close()
+
+
+def test_code_that_the_example_did_not_run_is_an_error():
+    """A batch for which the model computes between layers, as it did not for the example, is refused."""
+
+    class Sometimes(Toy):
+        def between(self, number, layer, x):
+            return layer(x) * 2 if x.shape[1] == 6 and number == 0 else layer(x)
+
+    pipeline = wrapped(Sometimes(), example={"input_ids": tokens(2, 4)})
+    with pytest.raises(BatchStructureError, match="needs layers, or the code between them, in another way"):
+        pipeline(tokens())
+    pipeline.close()
+
+
+def test_opaque_objects_among_arguments_are_refused():
+    """An object with tensors in it that nobody registered is named, and the model stays whole."""
+
+    class Opaque:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+    class Handing(Toy):
+        def between(self, number, layer, x):
+            return layer(x, Opaque(self.head.bias).tensor[0])
+
+    class Taking(Block):
+        def forward(self, x, held):
+            return super().forward(x) + held.tensor.sum()
+
+    class Holding(Toy):
+        def between(self, number, layer, x):
+            return layer(x, Opaque(self.head.bias))
+
+    compare_toy(Handing())
+    with pytest.raises(CutError, match="is handed something that cannot travel") as caught:
+        wrapped(Holding(nn.ModuleList([Taking(), Taking()])), example={"input_ids": tokens(2)})
+    assert caught.value.reason == "structure"
+
+
+def test_noise_of_the_models_own_code_is_the_same_in_all_phases():
+    """Dropout before the layers is drawn once, however often the code that draws it runs."""
+
+    class Twice(Toy):
+        def forward(self, input_ids):
+            x = torch.nn.functional.dropout(self.embed(input_ids), 0.5, self.training)
+            y = self.layers[0](x.clone())
+            y = self.layers[1](y * 0 + x)
+            return y * 0 + x, self.layers[2](y * 0 + x * 1)
+
+    class Identity(Block):
+        def forward(self, x):
+            return x + 0 * self.linear(x)
+
+    model = Twice(nn.ModuleList([Identity() for _ in range(3)])).train()
+    pipeline = wrapped(model, example={"input_ids": tokens(2)})
+    before, behind = pipeline(tokens())
+    pipeline.close()
+    assert (before == 0).any()
+    assert torch.equal(before, behind)

@@ -1,0 +1,104 @@
+"""Tests of roundpipe_runtime.huggingface.cutting.stub."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime.huggingface import CutError
+from roundpipe_runtime.huggingface.cutting.stub import copy_with_stubs, running, structure_around, sync
+from tests.runtime.huggingface.hf_small import Block, Toy, tokens
+
+
+def made():
+    model = Toy()
+    layers = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
+    return model, copy_with_stubs(model, layers)
+
+
+def test_a_copy_shares_parameters_and_has_no_layers():
+    """Modules are new, parameters are the same objects, and those of layers are not in it."""
+    model, copied = made()
+    assert copied is not model
+    assert copied.embed is not model.embed
+    assert copied.embed.weight is model.embed.weight
+    assert {name for name, _ in copied.named_parameters()} == {"embed.weight", "head.weight", "head.bias"}
+
+
+def test_a_stub_passes_for_its_layer():
+    """Its class and attributes are those of the layer, and reading them loads nothing."""
+    model, copied = made()
+    model.layers[1].kind = "sliding"
+    assert isinstance(copied.layers[1], Block)
+    assert copied.layers[1].kind == "sliding"
+    assert copied.layers[1].linear is model.layers[1].linear
+
+
+def test_stubs_answer_to_the_session_of_their_thread():
+    """A session answers the calls that its own thread makes; without one a call is an error."""
+    _, copied = made()
+
+    class Twice:
+        def call(self, layer, args, kwargs):
+            return args[0] * 2
+
+    with running(Twice()):
+        found = copied(tokens())
+        errors = []
+
+        def other():
+            try:
+                copied(tokens())
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert torch.equal(found, copied.head(copied.embed(tokens()) * 8))
+    assert errors == ["The stub of layers.0 was called outside of a phase."]
+
+
+def test_sync_follows_the_model():
+    """Mode, replaced parameters and simple attributes reach the copy; parameters that are not used are left out."""
+    model, copied = made()
+    model.eval()
+    model.embed.weight = nn.Parameter(torch.zeros(20, 8))
+    model.note = 7
+    sync(copied, model, {"embed.weight"})
+    assert not copied.embed.training
+    assert copied.note == 7
+    assert copied.embed.weight is model.embed.weight
+    assert [name for name, _ in copied.named_parameters()] == ["embed.weight"]
+    with pytest.raises(AttributeError, match="weight"):
+        copied.head(torch.zeros(1, 8))
+
+
+def test_what_cannot_be_copied_is_refused():
+    """A model that holds a lock cannot be copied, and the error says so."""
+    model = Toy()
+    model.lock = threading.Lock()
+    with pytest.raises(CutError, match=r"Toy cannot be copied: cannot pickle") as caught:
+        copy_with_stubs(model, {})
+    assert caught.value.reason == "copy"
+
+
+def test_plain_data_that_changed_is_brought_up_to_date():
+    """Lists and dictionaries of numbers and texts are copied; a copy may write into its own."""
+    model, copied = made()
+    model.active, model.scales = ["two"], {"two": 0.5}
+    sync(copied, model, None)
+    copied.scales["two"] = 1.0
+    assert copied.active == ["two"]
+    assert model.scales == {"two": 0.5}
+
+
+def test_the_structure_around_layers():
+    """Names and classes, without what is in the layers."""
+    assert structure_around(Toy(), {"layers.0", "layers.1", "layers.2"}) == {
+        "": Toy,
+        "embed": nn.Embedding,
+        "layers": nn.ModuleList,
+        "head": nn.Linear,
+    }

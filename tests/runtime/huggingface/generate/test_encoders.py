@@ -1,0 +1,171 @@
+"""Encoder-decoders generate through two pipelines: the tokens of the plain model, and the encoder runs once."""
+
+import copy
+import logging
+import threading
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from matrix.models import make_model
+from roundpipe_runtime.huggingface.cutting.caches import HeldCache, home
+from roundpipe_runtime.huggingface.generate import encoders
+from roundpipe_runtime.huggingface.generate.encoders import Route, routes_of
+from tests.runtime.huggingface.generate.test_generation import prompt
+from tests.runtime.huggingface.hf_small import hf_batch, hf_model, wrapped
+
+OPTIONS = {"decoder_start_token_id": 2, "pad_token_id": 0, "max_new_tokens": 5, "min_new_tokens": 5}
+WAYS = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "top_k": 20},
+    "beams": {"num_beams": 3},
+    "static": {"cache_implementation": "static"},
+    "no cache": {"use_cache": False},
+}
+
+
+def pair(name: str, **options):
+    """The pipeline, a plain copy, and a prompt of three rows, two of them padded, in two microbatches."""
+    model = make_model(name).double().eval()
+    model.config.decoder_start_token_id = 2
+    plain = copy.deepcopy(model)
+    if name != "speech:whisper":
+        return wrapped(model, microbatches=2, **options), plain, prompt()
+    config, torch_generator = model.config, torch.Generator().manual_seed(0)
+    shape = (3, config.num_mel_bins, 2 * config.max_source_positions)
+    sounds = torch.randn(shape, generator=torch_generator, dtype=torch.float64)
+    example = {"input_features": sounds[:2], "decoder_input_ids": torch.ones(2, 4, dtype=torch.long)}
+    return wrapped(model, microbatches=2, example=example, **options), plain, {"input_features": sounds}
+
+
+@pytest.mark.filterwarnings("ignore:.*generation.*")
+@pytest.mark.parametrize("name", ["seq2seq:t5", "seq2seq:bart", "speech:whisper", "seq2seq:t5gemma"])
+def test_tokens_are_those_of_the_plain_model(name):
+    """Relative, learned and rotary positions, texts and sounds; greedy, sampled, with beams, and static caches."""
+    pipeline, plain, inputs = pair(name)
+    for way, options in WAYS.items():
+        found = []
+        for model in (pipeline, plain):
+            torch.manual_seed(3)
+            found.append(model.generate(**inputs, **OPTIONS, **options))
+        assert torch.equal(*found), way
+        assert found[0].shape[1] >= 5
+    assert not any(route.is_on_host for route in pipeline._rp_routes())
+    pipeline.close()
+
+
+def test_nothing_runs_on_after_close():
+    """Three pipelines share the devices; the threads end with the one that the user closes, and not before."""
+    before = threading.active_count()
+    pipeline, _, inputs = pair("seq2seq:t5")
+    tokens = pipeline.generate(**inputs, **OPTIONS)
+    routes = pipeline._rp_routes()
+    for route in routes:
+        route.close()
+    assert torch.isfinite(pipeline(**inputs, decoder_input_ids=tokens).logits).all()
+    pipeline.close()
+    assert threading.active_count() == before
+
+
+def test_the_encoder_runs_once():
+    """For each microbatch, that is; layers of the decoder once for every token. The host runs none of them."""
+    pipeline, _, inputs = pair("seq2seq:bart")
+    pipeline.generate(**inputs, **OPTIONS)
+    inner, calls = pipeline.cut.model.model, {"encoder": 0, "decoder": 0}
+
+    def count(side):
+        def hook(*_):
+            calls[side] += 1
+
+        return hook
+
+    handles = [getattr(inner, side).layers[0].register_forward_pre_hook(count(side)) for side in calls]
+    pipeline.generate(**inputs, **OPTIONS)
+    for handle in handles:
+        handle.remove()
+    pipeline.close()
+    assert calls == {"encoder": 2, "decoder": 2 * 5}
+
+
+def test_outputs_beside_the_tokens():
+    """Logits of every token, hidden states of both sides, and the cache: of the whole batch, as without."""
+    pipeline, plain, inputs = pair("seq2seq:t5")
+    options = {"output_logits": True, "output_hidden_states": True, "return_dict_in_generate": True}
+    found, expected = (model.generate(**inputs, **OPTIONS, **options) for model in (pipeline, plain))
+    pipeline.close()
+    assert list(found) == list(expected)
+    for name in ("logits", "encoder_hidden_states", "decoder_hidden_states"):
+        pairs = zip(pytree.tree_leaves(found[name]), pytree.tree_leaves(expected[name]), strict=True)
+        assert all(torch.allclose(one, other, rtol=1e-9) for one, other in pairs), name
+    assert found.past_key_values.is_updated == expected.past_key_values.is_updated == {0: True, 1: True}
+    for side in ("self_attention_cache", "cross_attention_cache"):
+        caches = [getattr(one.past_key_values, side) for one in (found, expected)]
+        for one, other in zip(*(cache.layers for cache in caches), strict=True):
+            assert torch.allclose(one.keys, other.keys, rtol=1e-9)
+
+
+def test_weights_of_the_last_step_generate():
+    """Routes have the model's own parameters: after a step of the pipeline they use the new ones."""
+    pipeline, plain, inputs = pair("seq2seq:t5")
+    first = pipeline.generate(**inputs, **OPTIONS)
+    optimizer = torch.optim.SGD(pipeline.optim_parameters(), lr=5.0)
+    pipeline.train().forward_backward(input_kwargs=hf_batch())
+    pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    second = pipeline.eval().generate(**inputs, **OPTIONS)
+    plain.load_state_dict(pipeline.state_dict())
+    pipeline.close()
+    assert not torch.equal(first, second)
+    assert torch.equal(second, plain.generate(**inputs, **OPTIONS))
+
+
+def test_a_route_that_differs_is_not_taken(monkeypatch, caplog):
+    """The host runs what the trial refuses, and the logger says why; other routes and the training go on."""
+    monkeypatch.setattr(encoders, "_first_tensor", lambda output: torch.rand(()).double())
+    pipeline, plain, inputs = pair("seq2seq:t5")
+    with caplog.at_level(logging.INFO, logger="roundpipe_runtime"):
+        found = pipeline.generate(**inputs, **OPTIONS)
+    assert torch.equal(found, plain.generate(**inputs, **OPTIONS))
+    assert [route.is_on_host for route in pipeline._rp_routes()] == [True, True]
+    assert "T5Stack runs on the host in generate: through the pipeline, its output differs by" in caplog.text
+    assert pipeline.forward_backward(input_kwargs=hf_batch()) > 0
+    assert not any("forward" in vars(module) for module in pipeline.cut.model.modules())
+    pipeline.close()
+
+
+def test_a_cache_of_both_sides_is_filled_as_the_plain_model_fills_it():
+    """By the pipeline of the training, too: with `use_cache=True`, and with the cache of the call before."""
+    pipeline, plain, inputs = pair("seq2seq:t5")
+    tokens, held = hf_batch(3)["input_ids"][:, :4], []
+    with torch.no_grad():
+        for model in (pipeline, plain):
+            cache = model(**inputs, decoder_input_ids=tokens, use_cache=True).past_key_values
+            again = model(**inputs, decoder_input_ids=tokens[:, -1:], past_key_values=cache)
+            held.append((again.logits, cache))
+    pipeline.close()
+    (found, ours), (expected, theirs) = held
+    assert torch.allclose(found, expected, rtol=1e-9)
+    assert type(ours) is type(theirs)
+    assert ours.get_seq_length() == theirs.get_seq_length() == 5
+
+
+def test_the_sides_of_a_held_cache_are_apart():
+    """A layer that writes both sides, and says so, leaves the cache itself alone until the parts are joined."""
+    cache = home(hf_model("seq2seq:t5"))
+    ones = torch.ones(1, 4, 2, 16)
+    held = HeldCache(cache)
+    with held.opened(torch.device("cpu")) as view:
+        view.self_attention_cache.update(ones, ones, 0)
+        view.cross_attention_cache.update(2 * ones, 2 * ones, 0)
+        view.is_updated[0] = True
+    after = held.after()
+    assert after.is_updated == {0: True}
+    assert after.self_attention_cache.layers[0].keys.unique().tolist() == [1.0]
+    assert after.cross_attention_cache.layers[0].keys.unique().tolist() == [2.0]
+    assert not cache.is_updated
+    assert held.before().get_seq_length() == 0
+
+
+def test_decoders_have_no_routes():
+    """Only what has an encoder calls its parts one by one."""
+    assert routes_of(hf_model("llama"), Route) == []

@@ -1,0 +1,364 @@
+"""The loss of a large vocabulary in chunks: the numbers of torch's own, without the logits of all tokens."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from matrix.models import make_model
+from roundpipe_runtime.errors import LossError
+from roundpipe_runtime.huggingface.loss import lazy_logits as late_logits
+from roundpipe_runtime.huggingface.loss.chunked import chunked_cross_entropy
+from roundpipe_runtime.huggingface.loss.lazy_logits import LateLogits, late_head, loss_only
+from roundpipe_runtime.huggingface.loss.weights import counting
+from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of tensors that operations made and nobody has let go of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        inputs = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._seen and storage._cdata not in inputs:
+                    self._hold(storage)
+        return result
+
+    def _hold(self, storage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._seen.add(key)
+        self.held += size
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self._let_go, key, size)
+
+    def _let_go(self, key, size) -> None:
+        self._seen.discard(key)
+        self.held -= size
+
+
+def example(rows: int = 37, vocabulary: int = 50, width: int = 8, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, width, generator=generator, dtype=dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width, generator=generator, dtype=dtype).requires_grad_()
+    bias = torch.randn(vocabulary, generator=generator, dtype=dtype).requires_grad_()
+    labels = torch.randint(0, vocabulary, (rows,), generator=generator)
+    labels[::5] = -100
+    return hidden, weight, bias, labels
+
+
+def gradients(loss, *tensors):
+    return torch.autograd.grad(loss, tensors)
+
+
+def cap(values):
+    return 3 * torch.tanh(values / 3)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("transform", [None, cap])
+@pytest.mark.parametrize("rows", [1, 10, 37, None])
+def test_loss_and_gradients_are_those_of_all_logits(reduction, smoothing, transform, rows):
+    """With bias, ignored labels, smoothing and a soft cap, for any size of a chunk; a multiple of the loss, too."""
+    hidden, weight, bias, labels = example()
+    logits = functional.linear(hidden, weight, bias)
+    logits = logits if transform is None else transform(logits)
+    expected = functional.cross_entropy(logits, labels, reduction=reduction, label_smoothing=smoothing)
+    options = {"bias": bias, "reduction": reduction, "transform": transform, "label_smoothing": smoothing}
+    found = chunked_cross_entropy(hidden, weight, labels, rows=rows, **options)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    for one, other in zip(gradients(2 * found, hidden, weight, bias), gradients(2 * expected, hidden, weight, bias),
+                          strict=True):  # fmt: skip
+        assert torch.allclose(one, other, rtol=1e-10, atol=1e-14)
+
+
+def test_only_what_learns_has_a_gradient():
+    """A frozen head costs no buffer; without gradients at all, the loss has no graph."""
+    hidden, weight, _, labels = example()
+    loss = chunked_cross_entropy(hidden, weight.detach(), labels)
+    (found,) = gradients(loss, hidden)
+    (expected,) = gradients(functional.cross_entropy(hidden @ weight.detach().T, labels), hidden)
+    assert torch.allclose(found, expected, rtol=1e-10)
+    with torch.no_grad():
+        assert not chunked_cross_entropy(hidden, weight, labels).requires_grad
+
+
+def test_going_back_again_gives_the_same():
+    """With the graph retained; another multiple of the loss has another multiple of its gradients."""
+    hidden, weight, bias, labels = example()
+    loss = chunked_cross_entropy(hidden, weight, labels, bias=bias, rows=10, transform=cap)
+    first = torch.autograd.grad(3 * loss, (hidden, weight, bias), retain_graph=True)
+    again = torch.autograd.grad(loss, (hidden, weight, bias), retain_graph=True)
+    third = torch.autograd.grad(loss, (hidden, weight, bias))
+    for one, other, last in zip(first, again, third, strict=True):
+        assert torch.allclose(one, 3 * other, rtol=1e-12)
+        assert torch.equal(other, last)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_half_precision_is_summed_wide():
+    """In bfloat16 the loss is in float32, and gradients are as close as rounding lets the plain ones be."""
+    hidden, weight, _, labels = example(rows=200, dtype=torch.float32)
+    exact = gradients(functional.cross_entropy(hidden @ weight.T, labels), hidden, weight)
+    short = [t.detach().bfloat16().requires_grad_() for t in (hidden, weight)]
+    loss = chunked_cross_entropy(*short, labels, rows=50)
+    assert loss.dtype == torch.float32
+    for found, expected in zip(gradients(loss, *short), exact, strict=True):
+        assert (found.float() - expected).norm() < 0.02 * expected.norm()
+
+
+def test_under_autocast():
+    """The head computes in bfloat16, parameters have float32 gradients."""
+    hidden, weight, bias, labels = example(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = chunked_cross_entropy(hidden, weight, labels, bias=bias, rows=10)
+        expected = functional.cross_entropy(functional.linear(hidden, weight, bias).float(), labels)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    for one, other in zip(gradients(found, hidden, weight, bias), gradients(expected, hidden, weight, bias),
+                          strict=True):  # fmt: skip
+        assert one.dtype == torch.float32
+        assert (one - other).norm() < 0.01 * other.norm()
+
+
+def test_nothing_to_learn_from_has_no_slope():
+    """All labels ignored: NaN like torch's mean over nothing, and gradients of zero."""
+    hidden, weight, _, labels = example()
+    loss = chunked_cross_entropy(hidden, weight, torch.full_like(labels, -100))
+    assert loss.isnan()
+    assert not any(found.any() for found in gradients(loss, hidden, weight))
+
+
+def test_wrong_arguments_are_errors():
+    """Shapes that do not fit, and unknown reductions, are named."""
+    hidden, weight, _, labels = example()
+    with pytest.raises(LossError, match=r"\(37, 8\), weight \(50, 8\) and labels \(36,\)"):
+        chunked_cross_entropy(hidden, weight, labels[1:])
+    with pytest.raises(LossError, match="none"):
+        chunked_cross_entropy(hidden, weight, labels, reduction="none")
+
+
+def test_what_it_averages_over_is_counted():
+    """In a model of one's own, its mean is weighted by the labels that count."""
+    hidden, weight, _, labels = example()
+    with counting() as items:
+        chunked_cross_entropy(hidden, weight, labels)
+        chunked_cross_entropy(hidden, weight, labels, reduction="sum")
+    assert items.counts == [29.0]
+    assert items.sums == 1
+
+
+def chunked_and_plain(tokens: int, device: str):
+    """Peak memory, loss and gradients of both, with a vocabulary of 256 k."""
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, 16, device=device).requires_grad_()
+    weight = (torch.randn(256_000, 16, device=device) * 0.1).requires_grad_()
+    labels = torch.randint(0, 256_000, (tokens,), device=device)
+    peaks, losses, slopes = [], [], []
+    for loss_of in (chunked_cross_entropy, lambda *args: functional.cross_entropy(args[0] @ args[1].T, args[2])):
+        with Memory() as memory:
+            loss = loss_of(hidden, weight, labels)
+            slopes.append(gradients(loss, hidden, weight))
+        peaks.append(memory.peak)
+        losses.append(loss.detach())
+        del loss
+    return peaks, losses, slopes
+
+
+def test_a_quarter_of_the_memory():
+    """2 k tokens: at most a quarter of the plain peak. Tensors on `meta` have sizes, and no memory."""
+    (chunked, plain), _, _ = chunked_and_plain(2048, "meta")
+    assert plain >= 2 * 2048 * 256_000 * 4  # logits and their gradient: the measure sees them
+    assert chunked <= 0.25 * plain
+
+
+def test_the_gradient_of_the_weight_is_there_once():
+    """A head as wide as those of real models: beside chunks of logits, its gradient, and no copy of it."""
+    hidden = torch.randn(2048, 2048, device="meta").requires_grad_()
+    weight = torch.randn(256_000, 2048, device="meta").requires_grad_()
+    labels = torch.zeros(2048, dtype=torch.int64, device="meta")
+    with Memory() as memory:
+        torch.autograd.grad(chunked_cross_entropy(hidden, weight, labels), (hidden, weight))
+    assert memory.peak <= weight.nbytes + 2 * hidden.nbytes + 4 * 2**26 * 4
+
+
+def test_a_large_vocabulary_gives_the_same_numbers():
+    """In two chunks: loss and gradients within 1e-6."""
+    _, losses, slopes = chunked_and_plain(300, "cpu")
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    for one, other in zip(*slopes, strict=True):
+        assert (one - other).norm() <= 1e-6 * other.norm()
+
+
+# -- within models ---------------------------------------------------------------------------------------------------
+
+# A plain head; tied weights; soft caps; scales of logits; heads with a bias; experts
+MODELS = ["llama", "gpt2", "gemma2", "gemma3_text", "cohere", "granite", "phi", "gptj", "bloom", "mixtral", "opt"]
+
+
+@pytest.fixture
+def everything_is_large(monkeypatch):
+    monkeypatch.setattr(late_logits, "_SMALL", 0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("cut", [True, False])
+def test_models_learn_the_same(name, cut, everything_is_large, monkeypatch):
+    """Loss and every gradient are the plain model's; the logits of a microbatch were not computed."""
+    computed = []
+    compute = LateLogits.compute
+    monkeypatch.setattr(LateLogits, "compute", lambda self: computed.append(1) or compute(self))
+    model = hf_model(name)
+    plain = copy.deepcopy(model)
+    batch = hf_batch(padding=name not in ("gemma2", "bloom"))  # whose loss padding on the left makes NaN
+    expected = plain(**batch).loss
+    expected.backward()
+    pipeline = wrapped(model, use_sequential_preset=cut)
+    loss = pipeline.forward_backward(input_kwargs=batch)
+    pipeline.close()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
+    assert not computed
+
+
+def assert_like_plain(batch):
+    """The loss and every gradient of a small Llama, of the whole batch."""
+    model = hf_model("llama")
+    plain = copy.deepcopy(model)
+    expected = plain(**batch).loss
+    expected.backward()
+    pipeline = wrapped(model)
+    loss = pipeline.forward_backward(input_kwargs=batch)
+    pipeline.close()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
+
+
+def test_a_microbatch_of_ignored_labels(everything_is_large):
+    """It counts nothing, without logits as with them."""
+    batch = hf_batch(3)
+    batch["labels"][1] = -100
+    assert_like_plain(batch)
+
+
+def test_a_count_of_the_script(everything_is_large):
+    """`num_items_in_batch` makes the loss a sum over it, in chunks, too."""
+    assert_like_plain({**hf_batch(), "num_items_in_batch": 17})
+
+
+def test_whoever_looks_at_logits_gets_them(everything_is_large):
+    """A loss function of one's own, and returned outputs, have the logits."""
+    model = hf_model("llama")
+    plain = copy.deepcopy(model)
+    batch = hf_batch()
+    pipeline = wrapped(model)
+    seen = []
+    pipeline.forward_backward(input_kwargs=batch, loss_fn=lambda out, _: seen.append(out.logits.shape) or out.loss)
+    _, outputs = pipeline.forward_backward(input_kwargs=batch, return_outputs=True)
+    pipeline.close()
+    assert seen == [(2, 10, 128), (2, 10, 128), (1, 10, 128)]
+    assert torch.allclose(outputs.logits, plain(**batch).logits, rtol=1e-9)
+
+
+def test_small_logits_are_computed_as_the_model_does():
+    """Below 16 million numbers nothing changes, to the last bit."""
+    model = make_model("llama")
+    plain = copy.deepcopy(model)
+    batch = hf_batch()
+    expected = plain(**batch).loss
+    pipeline = wrapped(model, microbatches=1)
+    assert pipeline.forward_backward(input_kwargs=batch).item() == expected.item()
+    pipeline.close()
+
+
+class Own(torch.nn.Module):
+    """A model with a head of its own, and something it does to logits before the loss."""
+
+    def __init__(self, between) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = torch.nn.Linear(4, 6).double(), torch.nn.Linear(6, 9).double()
+        self.between = between
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, x, labels):
+        logits = self.head(self.body(x))
+        flat = logits.view(-1, 9)
+        changed = self.between(logits)
+        flat = flat if changed is None else changed.reshape(-1, 9)
+        return {"loss": functional.cross_entropy(flat, labels.flatten()), "logits": changed}
+
+
+def write(logits):
+    logits[..., 3] = -5.0
+
+
+def write_into_a_view(logits):
+    logits[0].mul_(2.0)
+
+
+def scale_in_place(logits):
+    logits *= 2.0
+
+
+BETWEEN = {
+    "nothing": lambda logits: logits,
+    "cap": lambda logits: 5.0 * torch.tanh(logits / 5.0),
+    "number first": lambda logits: 0.5 * logits,
+    "wider": lambda logits: logits.to(torch.float64).contiguous(),
+    "another token's": lambda logits: logits + logits.flip(1),
+    "a mask": lambda logits: logits.masked_fill(torch.arange(9) == 2, -1e4),
+    "softmax": lambda logits: logits.softmax(-1),
+    "a number by tokens": lambda logits: logits * logits.mean(),
+    "some columns": lambda logits: logits[..., :9],
+    "written": write,
+    "written into a view": write_into_a_view,
+    "scaled in place": scale_in_place,
+    "written by name": lambda logits: logits.clamp_(-1, 1),
+    "below torch functions": lambda logits: torch.ops.aten.mul.Tensor(logits, logits),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_whatever_is_done_to_logits_is_done(name, everything_is_large):
+    """Loss and gradients are those of the plain forward, whether the logits stay late or not."""
+    model = Own(BETWEEN[name])
+    x, labels = torch.randn(2, 5, 4, dtype=torch.float64), torch.randint(0, 9, (2, 5))
+    expected = model(x, labels)["loss"]
+    found = loss_only(model, lambda: model(x, labels))["loss"]
+    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    parameters = list(model.parameters())
+    for one, other in zip(gradients(found, *parameters), gradients(expected, *parameters), strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-14)
+
+
+def test_rows_are_picked_without_logits(everything_is_large):
+    """The shift of older models: all but the last token, made contiguous, flattened."""
+    head = torch.nn.Linear(4, 9)
+    model = Own(None)
+    model.head = head
+    hidden = torch.randn(2, 5, 4)
+    with late_head(model):
+        logits = head(hidden)
+    assert type(logits) is LateLogits
+    for index in [(Ellipsis, slice(None, -1), slice(None)), (slice(None), slice(1, None)), slice(0, 1)]:
+        picked = logits[index].contiguous()
+        assert type(picked) is LateLogits
+        assert torch.allclose(picked.compute(), head(hidden)[index])
+    assert type(logits[..., 1:]) is torch.Tensor  # columns
+    assert type(logits[0]) is torch.Tensor
+    assert type(logits.view(9, 10)) is torch.Tensor

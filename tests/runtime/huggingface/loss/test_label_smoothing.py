@@ -1,0 +1,190 @@
+"""Tests of huggingface.loss.label_smoothing: what the Trainer computes of all logits, without all logits."""
+
+import copy
+
+import pytest
+import torch
+from transformers.trainer_pt_utils import LabelSmoother
+
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
+from roundpipe_runtime.errors import LossError
+from roundpipe_runtime.huggingface import SmoothedLoss
+from roundpipe_runtime.huggingface.loss import lazy_logits as late_logits
+from roundpipe_runtime.huggingface.loss.lazy_logits import LateLogits
+from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
+from tests.runtime.huggingface.loss.test_chunked import Memory
+from tests.runtime.huggingface.trainer.trainer_runs import make_model
+
+# A plain head; tied weights and a soft cap; experts; an encoder and a decoder, which shifts nothing
+MODELS = {"llama": True, "gemma2": True, "mixtral": True, "t5": False}
+
+
+@pytest.fixture
+def everything_is_large(monkeypatch):
+    monkeypatch.setattr(late_logits, "_SMALL", 0)
+
+
+def make(name: str) -> torch.nn.Module:
+    return make_model("t5").double().eval() if name == "t5" else hf_model(name)
+
+
+def make_batch(name: str) -> dict[str, torch.Tensor]:
+    batch = hf_batch(padding=name != "gemma2")  # whose padding on the left is NaN
+    if name == "t5":
+        batch["decoder_input_ids"] = batch["input_ids"].flip(1)
+    return batch
+
+
+def plain_loss(model, batch, *, shifted, **options):
+    """What the Trainer computes: the model without labels, its smoother behind it."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return LabelSmoother(0.1)(model(**inputs), batch["labels"], shift_labels=shifted, **options)
+
+
+@pytest.mark.parametrize("items", [None, 17])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_the_trainer(name, items, everything_is_large, monkeypatch):
+    """Five rows in microbatches of 2, 2 and 1, ignored labels among them; and the logits are never computed."""
+    computed = []
+    compute = LateLogits.compute
+    monkeypatch.setattr(LateLogits, "compute", lambda self: computed.append(1) or compute(self))
+    model = make(name)
+    plain = copy.deepcopy(model)
+    batch = make_batch(name)
+    expected = plain_loss(plain, batch, shifted=MODELS[name], num_items_in_batch=items)
+    expected.backward()
+    pipeline = wrapped(model)
+    loss_fn = SmoothedLoss(0.1, num_items_in_batch=items)
+    loss = pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn)
+    pipeline.close()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
+    assert not computed
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_microbatch_of_ignored_labels_counts_nothing(cut):
+    """Small logits are computed as the model does; labels may be given as `label`; the loss has its scale."""
+    model = hf_model("llama")
+    plain = copy.deepcopy(model)
+    batch = hf_batch()
+    batch["labels"][:2] = -100
+    expected = plain_loss(plain, batch, shifted=True) * 8  # which adds classes in float32
+    expected.backward()
+    pipeline = wrapped(model, use_sequential_preset=cut)
+    labels = batch.pop("labels")
+    loss = pipeline.forward_backward(input_kwargs=batch, label=labels, loss_fn=SmoothedLoss(0.1, scale=8.0))
+    pipeline.close()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
+
+
+def test_nothing_but_ignored_labels():
+    """A loss of zero, and no gradient, where the mean over nothing is NaN."""
+    model = hf_model("llama")
+    batch = hf_batch()
+    batch["labels"][:] = -100
+    pipeline = wrapped(model)
+    loss = pipeline.forward_backward(input_kwargs=batch, loss_fn=SmoothedLoss(0.1))
+    pipeline.close()
+    assert loss.item() == 0.0
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_whoever_asks_for_outputs_gets_logits(everything_is_large):
+    """And the loss of the batch beside them, to which experts add nothing: the Trainer's loss has nothing of theirs."""
+    model = hf_model("mixtral")
+    model.config.output_router_logits = True
+    plain = copy.deepcopy(model)
+    batch = hf_batch()
+    expected = plain_loss(plain, batch, shifted=True)
+    expected.backward()
+    pipeline = wrapped(model)
+    loss, outputs = pipeline.forward_backward(input_kwargs=batch, loss_fn=SmoothedLoss(0.1), return_outputs=True)
+    pipeline.close()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert outputs.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert outputs.logits.shape == (5, 10, 128)
+    assert worst_gradient(model, plain) < 1e-6
+
+
+def test_decoders_begin_with_what_their_model_makes_of_labels():
+    """An encoder-decoder that is given labels only has the inputs of its decoder from them, as it does itself."""
+    model = make("t5")
+    plain = copy.deepcopy(model)
+    batch = hf_batch()
+    own = plain.prepare_decoder_input_ids_from_labels(batch["labels"])
+    expected = plain_loss(plain, {**batch, "decoder_input_ids": own}, shifted=False)
+    expected.backward()
+    pipeline = wrapped(model)
+    loss = pipeline.forward_backward(input_kwargs=batch, loss_fn=SmoothedLoss(0.1))
+    pipeline.close()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
+
+
+@pytest.mark.parametrize("items", [None, 3])
+def test_any_pipeline_takes_it(items):
+    """Said whether labels are shifted, it is a loss function like others: a sum, and how many labels counted."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 9)).double()
+    plain = copy.deepcopy(model)
+    x, labels = torch.randn(6, 4, dtype=torch.float64), torch.tensor([1, -100, 3, 8, -100, -100])
+    expected = LabelSmoother(0.2)((plain(x),), labels, num_items_in_batch=items)
+    expected.backward()
+
+    def loss_fn(output, wanted):
+        return SmoothedLoss(0.2, shift_labels=False, num_items_in_batch=items)((output,), wanted)
+
+    pipeline = RoundPipe(model, devices="virtual:2")
+    config = RoundPipeRunConfig(num_microbatch=3, loss_reduction="sum")
+    loss = pipeline.forward_backward((x,), label=labels, loss_fn=loss_fn, run_config=config)
+    pipeline.close()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
+
+
+def test_16_bits_are_summed_wide(everything_is_large):
+    """Logits of 16 bits stay late, too: their loss is computed in float32."""
+    hidden, weight = torch.randn(2, 5, 4).bfloat16(), torch.randn(9, 4).bfloat16()
+    labels = torch.randint(0, 9, (2, 5))
+    late = LateLogits(hidden, (weight, None))
+    found = SmoothedLoss(0.1, shift_labels=True).of_logits(late, labels)
+    logits = (hidden @ weight.T).float()
+    assert found.dtype == torch.float32
+    assert not late.computed
+    assert found.item() == pytest.approx(LabelSmoother(0.1)((logits,), labels, shift_labels=True).item(), rel=1e-5)
+
+
+def test_a_quarter_of_the_memory():
+    """2 k tokens, 256 k words: at most a quarter of what the Trainer's smoother holds. Tensors on `meta` have sizes."""
+    peaks = []
+    for loss_of in (
+        lambda h, w, y: SmoothedLoss(0.1, shift_labels=False).of_logits(LateLogits(h, (w, None)), y),
+        lambda h, w, y: LabelSmoother(0.1)((h @ w.T,), y),
+    ):
+        hidden = torch.randn(2048, 16, device="meta").requires_grad_()
+        weight = torch.randn(256_000, 16, device="meta").requires_grad_()
+        labels = torch.zeros(2048, dtype=torch.int64, device="meta")
+        with Memory() as memory:
+            torch.autograd.grad(loss_of(hidden, weight, labels), (hidden, weight))
+        peaks.append(memory.peak)
+    smoothed, plain = peaks
+    assert plain >= 2 * 2048 * 256_000 * 4  # logits and their gradient: the measure sees them
+    assert smoothed <= 0.25 * plain
+
+
+def test_wrong_arguments_are_errors():
+    """A factor that is none, labels that are missing or no classes, outputs without logits."""
+    with pytest.raises(LossError, match=r"from 0 to 1, found 1\.5"):
+        SmoothedLoss(1.5)
+    with pytest.raises(LossError, match="shift_labels=True"):
+        SmoothedLoss(0.1)({"logits": torch.ones(2, 3)}, torch.ones(2))
+    with pytest.raises(LossError, match="no logits"):
+        SmoothedLoss(0.1, shift_labels=False)({"loss": torch.ones(())}, torch.ones(2))
+    with pytest.raises(LossError, match=r"torch\.float32"):
+        SmoothedLoss(0.1, shift_labels=False)((torch.ones(2, 3),), torch.ones(2))
+    pipeline = wrapped(hf_model("llama"))
+    with pytest.raises(LossError, match="needs labels"):
+        pipeline.forward_backward(input_kwargs={"input_ids": torch.ones(2, 4).long()}, loss_fn=SmoothedLoss())
+    pipeline.close()

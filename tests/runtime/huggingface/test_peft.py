@@ -1,0 +1,302 @@
+"""Adapters of PEFT on models behind a pipeline: trained, saved, loaded and merged as on the plain model."""
+
+import copy
+import gc
+
+import pytest
+import torch
+
+from roundpipe_runtime import RoundPipeRunConfig, optim
+from roundpipe_runtime.errors import ConfigError
+from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
+from roundpipe_runtime.huggingface.adapters import is_adapted, model_inside
+from roundpipe_runtime.optim.parameters import ParameterStore
+from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
+
+peft = pytest.importorskip("peft", reason="LoRA is PEFT's")
+
+TARGETS = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn"], "gemma3_text": ["q_proj", "v_proj"]}
+
+
+def lora(name: str = "llama", **options) -> "peft.LoraConfig":
+    """Adapters whose second matrix is not zero, so that they matter from the start."""
+    options.setdefault("target_modules", TARGETS[name])
+    return peft.LoraConfig(
+        r=4, task_type="CAUSAL_LM", init_lora_weights=False, fan_in_fan_out=name == "gpt2", **options
+    )
+
+
+def adapted(name: str = "llama", **options):
+    """A small model with adapters, in float64."""
+    torch.manual_seed(0)
+    return peft.get_peft_model(hf_model(name), lora(name, **options)).double()
+
+
+def assert_the_same(pipeline, plain, batch, rel=1e-6):
+    """Logits, loss (which is in float32) and gradients of a batch, of the pipeline and of the plain model."""
+    expected = plain(**batch, use_cache=False)
+    expected.loss.backward()
+    loss, found = pipeline.forward_backward(input_kwargs=batch, return_outputs=True)
+    assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert (found.logits - expected.logits).norm() <= rel * expected.logits.norm()
+    assert worst_gradient(pipeline.cut.model, plain) < rel
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_adapters_learn_as_in_the_plain_model(name):
+    """Three steps: logits, loss and gradients are those of the plain model; nothing else moves or has a gradient."""
+    model = adapted(name)
+    plain = copy.deepcopy(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    pipeline = wrapped(model)
+    ours = torch.optim.SGD(pipeline.optim_parameters(), lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        assert_the_same(pipeline, plain, hf_batch(seed=step), rel=1e-6 if step == 0 else 1e-5)
+        pipeline.step(lambda: (ours.step(), ours.zero_grad()))
+        theirs.step()
+        theirs.zero_grad()
+    pipeline.close()
+    assert not pipeline.cut.report.is_whole
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj", "lm_head", "embed_tokens"]])
+def test_adapters_put_into_a_wrapped_model(targets):
+    """`get_peft_model` on a pipeline: adapters arrive within the layers, and in the model's own code around them."""
+    torch.manual_seed(0)
+    model = hf_model("llama")
+    pipeline = wrapped(model)
+    inserted = peft.get_peft_model(pipeline, lora(target_modules=targets)).double()
+    plain = copy.deepcopy(model)
+    batch = hf_batch()
+    assert_the_same(pipeline, plain, batch)
+    output = inserted(**batch)
+    assert output.loss.item() == pytest.approx(plain(**batch).loss.item(), rel=1e-6)
+    pipeline.close()
+
+
+def test_adapters_around_the_layers_and_modules_that_learn_whole():
+    """`modules_to_save` trains the head whole, beside adapters of the embedding."""
+    model = adapted(target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"])
+    plain = copy.deepcopy(model)
+    pipeline = wrapped(model)
+    assert_the_same(pipeline, plain, hf_batch())
+    pipeline.close()
+    learning = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert any("lm_head.modules_to_save" in name for name in learning)
+    assert any("lora_embedding_A" in name for name in learning)
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]])
+def test_switching_and_switching_off_adapters(targets):
+    """`set_adapter` and `disable_adapter` reach the layers and the copies of what is around them."""
+    model = adapted(target_modules=targets)
+    torch.manual_seed(1)
+    model.add_adapter("other", lora(target_modules=targets))
+    model.double()
+    plain = copy.deepcopy(model)
+    pipeline = wrapped(model)
+    batch = hf_batch()
+    seen = []
+    for name in ("default", "other"):
+        for both in (pipeline, plain):
+            both.set_adapter(name)
+        assert torch.allclose(pipeline(**batch).logits, plain(**batch).logits, rtol=1e-9)
+        seen.append(plain(**batch).logits)
+    with pipeline.disable_adapter(), plain.disable_adapter():
+        assert torch.allclose(pipeline(**batch).logits, plain(**batch).logits, rtol=1e-9)
+        seen.append(plain(**batch).logits)
+    pipeline.close()
+    assert not any(torch.allclose(seen[i], seen[i - 1]) for i in range(3))
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]])
+def test_merged_adapters_count_once(targets):
+    """`merge_adapter`, `unmerge_adapter` and `merge_and_unload` after training leave the logits as they are."""
+    model = adapted(target_modules=targets)
+    plain = copy.deepcopy(model)
+    pipeline = wrapped(model)
+    batch = hf_batch()
+    expected = plain(**batch).logits
+    pipeline.merge_adapter()
+    assert torch.allclose(pipeline(**batch).logits, expected, rtol=1e-9)
+    pipeline.unmerge_adapter()
+    assert torch.allclose(pipeline(**batch).logits, expected, rtol=1e-9)
+    merged = pipeline.merge_and_unload()
+    pipeline.close()
+    assert type(merged).__name__ == "LlamaForCausalLM"
+    assert not any("lora" in name for name in merged.state_dict())
+    assert torch.allclose(merged(**batch).logits, expected, rtol=1e-9)
+
+
+def test_saved_adapters_are_loaded_by_peft(tmp_path):
+    """After training, `save_pretrained` writes the adapters only; PEFT puts them into a fresh model, and a pipeline."""
+    model = adapted()
+    torch.manual_seed(0)
+    base, other = hf_model("llama"), hf_model("llama")
+    pipeline = wrapped(model)
+    optimizer = torch.optim.Adam(pipeline.optim_parameters(), lr=0.01)
+    batch = hf_batch()
+    for _ in range(2):
+        pipeline.forward_backward(input_kwargs=batch)
+        pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    pipeline.eval().save_pretrained(tmp_path)
+    found = pipeline(**batch).logits
+    pipeline.close()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    assert torch.allclose(loaded(**batch).logits, found, rtol=1e-6, atol=1e-9)
+    again = wrapped(other)
+    peft.PeftModel.from_pretrained(again, tmp_path)
+    assert torch.allclose(again.eval()(**batch).logits, found, rtol=1e-6, atol=1e-9)
+    again.close()
+
+
+def test_a_step_in_the_background_is_saved(tmp_path):
+    """`save_pretrained` waits for it."""
+    from safetensors.torch import load_file
+
+    model = adapted()
+    pipeline = wrapped(model)
+    optimizer = torch.optim.SGD(pipeline.optim_parameters(), lr=0.5)
+    pipeline.forward_backward(input_kwargs=hf_batch())
+    pipeline.step(optimizer.step, is_async=True)
+    pipeline.save_pretrained(tmp_path)
+    pipeline.close()
+    held = load_file(tmp_path / "adapter_model.safetensors")
+    weights = peft.get_peft_model_state_dict(model)
+    assert held.keys() == weights.keys()
+    assert all(torch.equal(held[name], weights[name]) for name in held)
+
+
+def test_frozen_parameters_cost_the_optimizer_nothing():
+    """With masters in float32, only adapters have one, a gradient and moments; in the background, too."""
+    model = adapted().to(torch.bfloat16)
+    pipeline = wrapped(model, optim_dtype=torch.float32)
+    named = dict(pipeline.optim_named_parameters())
+    learning = {name for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = optim.Adam(named.values(), lr=0.01)
+    for is_async in (False, True):
+        pipeline.forward_backward(input_kwargs=hf_batch())
+        pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
+    shadows = len(pipeline._rp_engine.store._shadows)
+    pipeline.synchronize()
+    pipeline.close()
+    assert shadows == 0
+    assert {name for name, p in named.items() if p.untyped_storage().nbytes() > 4} == learning
+    assert {name for name, p in named.items() if p in optimizer.state} == learning
+    assert all(p.grad is None for name, p in named.items() if name not in learning)
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+    assert pipeline._rp_engine.store.masters().keys() == learning
+
+
+def test_host_memory_of_a_step_is_that_of_the_adapters():
+    """One step of Adam with masters adds to the host less than a tenth of what the frozen weights take."""
+    model = adapted().to(torch.bfloat16)
+    pipeline = wrapped(model, optim_dtype=torch.float32)
+    frozen = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    before = _bytes_of_tensors()
+    optimizer = optim.Adam(pipeline.optim_parameters(), lr=0.01)
+    pipeline.forward_backward(input_kwargs=hf_batch())
+    pipeline.step(optimizer.step)
+    added = _bytes_of_tensors() - before
+    learning = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    pipeline.close()
+    assert added <= 4 * 4 * learning + 0.1 * frozen  # master, gradient, two moments
+
+
+def _bytes_of_tensors() -> int:
+    gc.collect()
+    found = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    held = [one.untyped_storage() for one in found if one.layout == torch.strided]  # other tests may leave sparse ones
+    return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
+
+
+def test_a_master_is_filled_when_its_parameter_learns():
+    """An optimizer that was made while a parameter was frozen trains it, in its own dtype, from its present value."""
+    layer = torch.nn.Linear(2, 1, bias=False).to(torch.bfloat16)
+    layer.weight.requires_grad_(False)
+    store = ParameterStore(layer, torch.float32)
+    (_, master), *_ = store.named()
+    optimizer = torch.optim.SGD([master], lr=1.0)
+    assert master.shape == (1, 2)
+    assert master.isnan().all()
+    with torch.no_grad():
+        layer.weight.fill_(2.0)
+    layer.weight.requires_grad_(True)
+    store.add_gradients([{layer.weight: torch.ones(1, 2)}])
+    optimizer.step()
+    store.publish(stepped=True)
+    assert master.tolist() == [[1.0, 1.0]]
+    assert layer.weight.tolist() == [[1.0, 1.0]]
+
+
+def test_dropout_of_adapters_is_the_same_on_any_devices():
+    """With `lora_dropout`, in training, one device and three give the same gradients to the last bit."""
+    model = adapted(lora_dropout=0.3).train()
+    found = []
+    for devices in (1, 3):
+        part = copy.deepcopy(model)
+        torch.manual_seed(5)
+        pipeline = wrapped(part, devices=f"virtual:{devices}")
+        pipeline.forward_backward(input_kwargs=hf_batch())
+        pipeline.close()
+        found.append([p.grad for p in part.parameters() if p.requires_grad])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_the_loss_of_experts_is_found_inside_of_adapters():
+    """Mixtral with adapters and `output_router_logits`: its auxiliary loss is that of the whole batch."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(hf_model("mixtral"), lora(target_modules=["q_proj"])).double()
+    plain = copy.deepcopy(model)
+    batch = hf_batch()
+    expected = plain(**batch, output_router_logits=True, use_cache=False)
+    expected.loss.backward()
+    pipeline = wrapped(model)
+    loss = pipeline.forward_backward(input_kwargs={**batch, "output_router_logits": True})
+    pipeline.close()
+    assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-5
+
+
+def test_rows_with_different_adapters_are_refused():
+    """PEFT would hook the layers, which are elsewhere."""
+    pipeline = wrapped(adapted())
+    with pytest.raises(ConfigError, match="set_adapter"):
+        pipeline(**hf_batch(2), adapter_names=["default", "__base__"])
+    pipeline.close()
+
+
+def test_what_is_inside():
+    """The model of transformers, through PEFT's wrapper; a plain model is itself."""
+    model = hf_model("llama")
+    assert model_inside(model) is model
+    assert not is_adapted(model)
+    made = peft.get_peft_model(model, lora())
+    assert is_adapted(made)
+    assert model_inside(made) is model
+    mixed = peft.PeftMixedModel(
+        hf_model("gpt2"),
+        lora(
+            "gpt2",
+        ),
+        "default",
+    )
+    assert type(model_inside(mixed)).__name__ == "GPT2LMHeadModel"
+
+
+def test_a_small_model_in_one_piece_has_adapters_too():
+    """Uncut, the model is wrapped all the same."""
+    model = adapted()
+    plain = copy.deepcopy(model)
+    pipeline = wrap_model_to_roundpipe(
+        model, use_sequential_preset=False, model_run_config=RoundPipeRunConfig(num_microbatch=2), devices="virtual:1"
+    )
+    assert_the_same(pipeline, plain, hf_batch())
+    pipeline.close()

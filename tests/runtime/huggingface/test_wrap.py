@@ -1,0 +1,348 @@
+"""Tests of roundpipe_runtime.huggingface.wrap: trained like the plain model, and the model itself in all else."""
+
+import copy
+import pickle
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from matrix.models import make_config, make_model
+from roundpipe_runtime import Replicate, RoundPipe, RoundPipeRunConfig
+from roundpipe_runtime.errors import ConfigError, LossError
+from roundpipe_runtime.huggingface import CutError, CutRefusedWarning, wrap_model_to_roundpipe
+from roundpipe_runtime.huggingface.cutting.capture_old import is_old
+from tests.runtime.huggingface.hf_small import Toy, hf_batch, hf_model, tokens, worst_gradient, wrapped
+
+NAMES = ["llama", "gpt2", "gemma3_text", "gemma3n_text", "gemma4_text", "mixtral", "mamba", "xlm", "seq2seq:t5"]
+
+
+def arguments(name: str, **options) -> dict[str, torch.Tensor]:
+    batch = hf_batch(**options)
+    if name.startswith("seq2seq"):
+        batch["decoder_input_ids"] = batch["input_ids"].flip(1)
+    return batch
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_three_steps_are_those_of_the_plain_model(name):
+    """Padding, ignored labels, 5 rows in 3 microbatches: loss, logits and every gradient, step after step."""
+    model = hf_model(name)
+    plain = copy.deepcopy(model)
+    pipeline = wrapped(model, example=arguments(name, rows=2))
+    ours = torch.optim.SGD(pipeline.optim_parameters(), lr=0.05)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for step in range(3):
+        batch = arguments(name, seed=step)
+        expected = plain(**batch, use_cache=False)
+        expected.loss.backward()
+        loss, found = pipeline.forward_backward(input_kwargs=batch, return_outputs=True)
+        # parts of some models are in float32 whatever their dtype, and roundings grow with the steps
+        assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+        assert (found.logits - expected.logits).norm() <= 1e-5 * expected.logits.norm()
+        assert worst_gradient(model, plain) < (1e-5 if step == 0 else 1e-3)
+        pipeline.step(lambda: (ours.step(), ours.zero_grad()))
+        theirs.step()
+        theirs.zero_grad()
+    pipeline.close()
+
+
+@pytest.mark.parametrize(("devices", "microbatches", "rows"), [(1, 1, 5), (1, 4, 3), (3, 2, 5), (2, 5, 4)])
+def test_any_number_of_devices_and_microbatches(devices, microbatches, rows):
+    """In float32, loss and gradients are within 1e-6 of the plain model, which has seen the batch at once."""
+    model = make_model("llama")
+    plain = copy.deepcopy(model)
+    batch = hf_batch(rows)
+    expected = plain(**batch).loss
+    expected.backward()
+    pipeline = wrapped(model, devices=f"virtual:{devices}", microbatches=microbatches)
+    loss = pipeline.forward_backward(input_kwargs=batch)
+    pipeline.close()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
+
+
+def test_no_bit_depends_on_the_devices():
+    """With dropout, in training, one device and three give the same gradients to the last bit."""
+    config = make_config("gpt2")
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.2
+    from transformers import GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).train()
+    found = []
+    for devices in (1, 3):
+        torch.manual_seed(5)
+        part = copy.deepcopy(model)
+        pipeline = wrapped(part, devices=f"virtual:{devices}", microbatches=3)
+        pipeline.forward_backward(input_kwargs=hf_batch())
+        pipeline.close()
+        found.append([p.grad for p in part.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_layers_that_are_dropped_at_random_are_dropped_in_all_phases():
+    """With layer drop, in training, a microbatch calls the layers that were drawn for it, on any number of devices."""
+    from transformers import OPTForCausalLM
+
+    config = make_config("opt")
+    config.num_hidden_layers, config.layerdrop = 6, 0.5
+    torch.manual_seed(0)
+    model = OPTForCausalLM(config).train()
+    batch = hf_batch()
+    found = []
+    for devices in (1, 2):
+        torch.manual_seed(3)
+        part = copy.deepcopy(model)
+        pipeline = wrapped(part, devices=f"virtual:{devices}", microbatches=5)
+        found.append(pipeline.forward_backward(input_kwargs=batch).item())
+        assert part.model.decoder.embed_tokens.weight.grad.any()
+        pipeline.close()
+    assert found[0] == found[1]
+
+
+def test_forward_and_backward_apart():
+    """`model(**batch).loss.backward()` gives the loss and the gradients of the whole batch."""
+    model = hf_model("llama")
+    plain = copy.deepcopy(model)
+    batch = hf_batch()
+    plain(**batch).loss.backward()
+    pipeline = wrapped(model)
+    output = pipeline(**batch)
+    output.loss.backward()
+    pipeline.close()
+    assert type(output).__name__ == "CausalLMOutputWithPast"
+    assert output.loss.item() == pytest.approx(plain(**batch).loss.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
+
+
+def test_the_loss_function_of_a_script():
+    """A script that computes the loss itself, and divides by the number of microbatches, does what it did before."""
+    model = hf_model("llama")
+    plain = copy.deepcopy(model)
+    batch = hf_batch(6, padding=False)
+    labels = batch.pop("labels")
+    pipeline = wrapped(model)
+
+    def loss_fn(outputs, labels):
+        return pipeline.loss_function(logits=outputs.logits, labels=labels, vocab_size=pipeline.vocab_size) / 3
+
+    found = pipeline.forward_backward(input_kwargs=batch, label=labels, loss_fn=loss_fn)
+    pipeline.close()
+    parts = zip(*(value.split(2) for value in (*batch.values(), labels)), strict=True)
+    expected = sum(plain(input_ids=i, attention_mask=m, labels=t).loss / 3 for i, m, t in parts)
+    expected.backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "merge",
+    [
+        False,
+        lambda outputs: [o.logits for o in outputs],
+        {"outputs['logits']": Replicate},
+    ],
+)
+def test_outputs_are_joined_as_the_user_wants(merge):
+    """Not at all, by a function or by rules; the loss is the one of the batch in any case."""
+    model = hf_model("llama")
+    batch = hf_batch(4, padding=False)
+    batch = {key: value[:1].expand(4, -1).clone() for key, value in batch.items()}
+    pipeline = wrapped(model, microbatches=2)
+    if isinstance(merge, dict):
+        with torch.no_grad():
+            model.lm_head.weight.zero_()  # the same to the last bit, wherever in memory a product is computed
+    if isinstance(merge, dict) and is_old():
+        merge = {"outputs[1]": Replicate}  # where nobody else registers them, outputs come apart without names
+    config = RoundPipeRunConfig(merge_output=merge)
+    loss, outputs = pipeline.forward_backward(input_kwargs=batch, return_outputs=True, run_config=config)
+    pipeline.close()
+    expected = model(**batch)
+    found = outputs if isinstance(outputs, list) else list(outputs.logits)
+    if isinstance(merge, dict):
+        found = [outputs.logits, outputs.logits]
+    assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert torch.allclose(torch.cat(found), expected.logits)
+
+
+def test_without_labels_and_loss_function_there_is_no_loss():
+    """The error says what to give."""
+    pipeline = wrapped(hf_model("llama"))
+    batch = hf_batch()
+    del batch["labels"]
+    with pytest.raises(LossError, match="Give it labels, or give forward_backward a loss_fn"):
+        pipeline.forward_backward(input_kwargs=batch)
+    pipeline.close()
+
+
+def test_it_is_the_model_in_all_else(tmp_path):
+    """Names, configuration, generation, saving, modes and attributes are the model's own."""
+    from transformers import LlamaForCausalLM
+
+    model = make_model("llama")
+    expected = model.generate(tokens(2) + 5, max_new_tokens=4, do_sample=False)
+    pipeline = wrapped(model)
+    assert isinstance(pipeline, RoundPipe)
+    assert pipeline.config is model.config
+    assert list(pipeline.state_dict()) == list(model.state_dict())
+    assert [name for name, _ in pipeline.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert pipeline.model is model.model
+    assert pipeline.get_input_embeddings() is model.get_input_embeddings()
+    assert torch.equal(pipeline.generate(tokens(2) + 5, max_new_tokens=4, do_sample=False), expected)
+    pipeline.note = 3
+    assert model.note == 3
+    assert pipeline.train().training
+    assert model.model.layers[0].training
+    assert not pipeline.eval().training
+    assert not model.training
+    pipeline.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    pipeline.close()
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_parameters_that_are_replaced_are_seen():
+    """A larger vocabulary and loaded weights reach the next run."""
+    model = hf_model("llama")
+    pipeline = wrapped(model)
+    model.resize_token_embeddings(160, mean_resizing=False)
+    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+    batch = hf_batch()
+    with torch.no_grad():
+        assert torch.allclose(pipeline(**batch).logits, model(**batch).logits, rtol=1e-9)
+    pipeline.close()
+
+
+def test_pickle_and_deepcopy_keep_the_cut():
+    """A copy runs without being cut again."""
+    pipeline = wrapped(hf_model("mixtral"))
+    batch = hf_batch()
+    with torch.no_grad():
+        expected = pipeline(**batch).logits
+        for other in (copy.deepcopy(pipeline), pickle.loads(pickle.dumps(pipeline))):
+            assert other.cut.report == pipeline.cut.report
+            assert torch.equal(other(**batch).logits, expected)
+            other.close()
+    pipeline.close()
+
+
+def test_half_precision_with_masters():
+    """`optim_dtype` gives the optimizer float32 copies, and a step reaches the model."""
+    model = make_model("llama").bfloat16()
+    pipeline = wrapped(model, optim_dtype=torch.float32)
+    optimizer = torch.optim.Adam(pipeline.optim_parameters(), lr=0.1)
+    before = model.lm_head.weight.clone()
+    pipeline.forward_backward(input_kwargs=hf_batch())
+    pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    pipeline.synchronize()
+    pipeline.close()
+    assert {p.dtype for p in pipeline.optim_parameters()} == {torch.float32}
+    assert not torch.equal(model.lm_head.weight, before)
+
+
+def test_an_exception_in_a_layer_comes_out_and_changes_nothing():
+    """The error has a note on where it was; the next call gives what it would have given."""
+    model = hf_model("llama")
+    pipeline = wrapped(model)
+    batch = hf_batch()
+
+    def fail(module, args):
+        raise ArithmeticError("broken")
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(ArithmeticError, match="broken") as caught:
+        pipeline.forward_backward(input_kwargs=batch)
+    assert "LayerCall" in "".join(caught.value.__notes__)
+    assert all(p.grad is None for p in model.parameters())
+    handle.remove()
+    plain = copy.deepcopy(model)
+    plain(**batch).loss.backward()
+    pipeline.forward_backward(input_kwargs=batch)
+    pipeline.close()
+    assert worst_gradient(model, plain) < 1e-6
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------
+
+
+class Uncuttable(nn.Module):
+    """No layers at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def test_a_model_that_cannot_be_cut_warns_and_runs_whole():
+    """With ``use_sequential_preset=True`` it is an error."""
+    example = {"x": torch.ones(2, 64)}
+    with pytest.warns(CutRefusedWarning, match="Uncuttable runs in one piece, as it cannot be cut"):
+        pipeline = wrap_model_to_roundpipe(Uncuttable(), lower_threshold=0, example=example, devices="virtual:1")
+    assert pipeline(torch.ones(3, 64)).shape == (3, 64)
+    pipeline.close()
+    with pytest.raises(CutError, match="Uncuttable cannot be cut: There is no list"):
+        wrap_model_to_roundpipe(Uncuttable(), True, lower_threshold=0, example=example)
+
+
+def test_thresholds_keep_small_models_whole():
+    """Below the lower one, also in one microbatch; a preset that is refused is one piece."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        small = wrap_model_to_roundpipe(Toy(), devices="virtual:2")
+        medium = wrap_model_to_roundpipe(Toy(), lower_threshold=0, upper_threshold=10**6, devices="virtual:2")
+        refused = wrap_model_to_roundpipe(Toy(), False, lower_threshold=0, devices="virtual:2")
+    assert [len(p.cut.pieces) for p in (small, medium, refused)] == [1, 1, 1]
+    assert small._rp_config(None).num_microbatch == 1
+    assert medium._rp_config(None).num_microbatch == 3
+    assert torch.allclose(medium(tokens()), medium.cut.model(tokens()))
+    for pipeline in (small, medium, refused):
+        pipeline.close()
+
+
+def test_configurations_of_parts_are_refused():
+    """The model is one pipeline, so only the model can have a configuration."""
+    model = Toy()
+    with pytest.raises(ConfigError, match="override_config: Linear cannot have a configuration of its own"):
+        wrap_model_to_roundpipe(model, override_config={model.head: RoundPipeRunConfig()})
+    own = {model: RoundPipeRunConfig(num_microbatch=7)}
+    pipeline = wrap_model_to_roundpipe(model, False, override_config=own, lower_threshold=0, devices="virtual:1")
+    assert pipeline._rp_config(None).num_microbatch == 7
+    pipeline.close()
+
+
+def test_a_name_is_no_model():
+    """What comes to mind first is refused with the line to type."""
+    with pytest.raises(ConfigError, match=r"found str 'llama'.*\n.*from_pretrained"):
+        wrap_model_to_roundpipe("llama")
+
+
+def test_the_name_is_given_or_the_line():
+    """Without a name, it is the place of the call."""
+    named = wrap_model_to_roundpipe(Toy(), False, name="toy", devices="virtual:1")
+    unnamed = wrap_model_to_roundpipe(Toy(), False, devices="virtual:1")
+    assert named.name == "toy"
+    assert unnamed.name.startswith("test_huggingface_wrap.py:")
+    named.close()
+    unnamed.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not tell a process how much memory it held at most")
+def test_the_check_takes_no_copies_of_a_large_model():
+    """214 MB of weights: copies of them and their gradients would take several times as much; the check takes half.
+
+    Most of that half are buffers of libraries, which do not grow with the model.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.huggingface.wrapped_large"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    weights, growth, compared = map(int, done.stdout.split())
+    assert compared == 75
+    assert growth < weights

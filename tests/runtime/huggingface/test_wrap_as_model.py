@@ -1,0 +1,143 @@
+"""Tests of what a script does with a model, done to a wrapped one: places, dtypes, saving, loading, resizing, hooks."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="models are those of transformers")
+
+from matrix.models import make_model
+from roundpipe_runtime import ConfigError
+from roundpipe_runtime.huggingface import CutRefusedWarning
+from tests.runtime.huggingface.hf_small import hf_batch, hf_model, wrapped
+
+
+def test_parameters_stay_on_the_host():
+    """A ``to`` with another place is refused with the line to type; the dtype may change."""
+    pipeline = wrapped(make_model("llama"))
+    with pytest.raises(
+        ConfigError, match=r"stay on the host.*\n    wrap_model_to_roundpipe\(model, devices=\['meta'\]"
+    ):
+        pipeline.to("meta")
+    assert {p.device.type for p in pipeline.parameters()} == {"cpu"}
+    assert pipeline.to("cpu") is pipeline
+    batch = hf_batch()
+    for change, dtype in ((pipeline.bfloat16, torch.bfloat16), (pipeline.double, torch.float64)):
+        assert change() is pipeline
+        plain = copy.deepcopy(pipeline.cut.model)
+        with torch.no_grad():
+            assert torch.equal(pipeline(**batch).logits, plain(**batch).logits)
+        assert {p.dtype for p in pipeline.parameters()} == {dtype}
+    pipeline.close()
+
+
+def test_a_pipeline_is_not_wrapped_again_and_a_model_may_be():
+    """Two pipelines around one model share its parameters; one around a pipeline is an error."""
+    model = make_model("llama")
+    pair = [wrapped(model), wrapped(model, devices="virtual:1")]
+    batch = hf_batch()
+    losses = [pipeline.forward_backward(input_kwargs=batch) for pipeline in pair]
+    assert torch.equal(*losses)
+    with pytest.raises(ConfigError, match="is a RoundPipe already: use it as it is"):
+        wrapped(pair[0])
+    for pipeline in pair:
+        pipeline.close()
+
+
+def test_state_dict_is_that_of_the_model():
+    """The plain model loads it; copies of ``optim_dtype`` are not in it, and follow what is loaded."""
+    pipeline = wrapped(make_model("llama").bfloat16(), optim_dtype=torch.float32)
+    optimizer = torch.optim.SGD(pipeline.optim_parameters(), lr=0.1)
+    pipeline.forward_backward(input_kwargs=hf_batch())
+    pipeline.step(optimizer.step, is_async=True)
+    state = {name: value.clone() for name, value in pipeline.state_dict().items()}
+    plain = make_model("llama").bfloat16()
+    plain.load_state_dict(state)
+    finer = [copy for copy in pipeline.optim_parameters() if not torch.equal(copy, copy.bfloat16().float())]
+    assert finer  # what a step adds below the precision of a weight is in the copies only
+    pipeline.load_state_dict(state)
+    for name, value in pipeline.optim_named_parameters():
+        assert torch.equal(value, plain.get_parameter(name).float()), name
+    pipeline.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_what_is_saved_is_loaded_to_the_bit(tmp_path, name):
+    """In shards, tied weights once, after a step in the background; every key."""
+    model = make_model(name)
+    pipeline = wrapped(model)
+    optimizer = torch.optim.SGD(pipeline.optim_parameters(), lr=0.1)
+    pipeline.forward_backward(input_kwargs=hf_batch())
+    pipeline.step(optimizer.step, is_async=True)
+    pipeline.save_pretrained(tmp_path, max_shard_size="30KB")
+    pipeline.close()
+    loaded = type(model).from_pretrained(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert list(loaded.state_dict()) == list(model.state_dict())
+    assert all(map(torch.equal, loaded.state_dict().values(), model.state_dict().values()))
+
+
+def test_copies_of_the_optimizer_are_not_resized():
+    """A larger vocabulary comes before the copies; the error says so, and nothing was changed."""
+    model = make_model("llama").bfloat16()
+    pipeline = wrapped(model, optim_dtype=torch.float32)
+    size = pipeline.resize_token_embeddings(140, mean_resizing=False).weight.shape[0]
+    assert size == model.config.vocab_size == 140
+    list(pipeline.optim_parameters())
+    with pytest.raises(ConfigError, match=r"have the old size. Resize first:\n    model.resize_token_embeddings"):
+        pipeline.resize_token_embeddings(150)
+    assert model.config.vocab_size == 140
+    pipeline.forward_backward(input_kwargs=hf_batch())
+    pipeline.close()
+
+
+def test_hooks_count_whenever_they_are_registered():
+    """On a module around the layers, after the cut: it sees each microbatch; taken away, nothing."""
+    model = hf_model("llama")
+    pipeline = wrapped(model)
+    batch = hf_batch()
+    rows = []
+    handle = model.model.embed_tokens.register_forward_hook(lambda module, args, output: rows.append(len(output)))
+    with torch.no_grad():
+        pipeline(**batch)
+        assert set(rows) == {2, 1}
+        rows.clear()
+        handle.remove()
+        pipeline(**batch)
+    assert not rows
+    pipeline.close()
+
+
+def test_texts_behind_each_other_are_one_row():
+    """``DataCollatorWithFlattening``: where texts begin is not cut like rows; several rows of that kind are refused."""
+    model = hf_model("llama")
+    model.config.use_cache = False
+    plain = copy.deepcopy(model)
+    ids = torch.randint(5, 100, (1, 12), generator=torch.Generator().manual_seed(0))
+    begins = torch.tensor([0, 3, 5, 12], dtype=torch.int32)
+    batch = {
+        "input_ids": ids, "labels": ids, "position_ids": torch.tensor([[*range(3), *range(2), *range(7)]]),
+        "cu_seq_lens_q": begins, "cu_seq_lens_k": begins, "max_length_q": 7, "max_length_k": 7,
+    }  # fmt: skip
+    pipeline = wrapped(model)
+    expected = plain(**batch, num_items_in_batch=torch.tensor(40))
+    found = pipeline(**batch, num_items_in_batch=torch.tensor(40))
+    assert found.logits.shape == (1, 12, 128)
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-12)
+    with pytest.raises(ConfigError, match=r"through all 2 rows.*\n    DataCollatorWithFlattening"):
+        pipeline(**{**batch, "input_ids": ids.reshape(2, 6)})
+    pipeline.close()
+
+
+def test_a_forward_that_was_replaced_is_named():
+    """The function calls the model itself, so the copy's layers are never called: one piece, with a warning and why."""
+    model = hf_model("llama")
+    original = model.forward
+    model.forward = lambda **kwargs: original(**kwargs)
+    with pytest.warns(CutRefusedWarning, match=r"Its forward was replaced by a function.*\n    wrap_model_to"):
+        pipeline = wrapped(model, use_sequential_preset=None)
+    batch = hf_batch()
+    with torch.no_grad():
+        assert torch.allclose(pipeline(**batch).logits, original(**batch).logits, rtol=1e-9)
+    pipeline.close()

@@ -1,0 +1,284 @@
+"""Tests of roundpipe_runtime.huggingface.trainer.checkpoints: a kill leaves whole ones, and a run goes on from one."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
+
+from transformers import Trainer, TrainerCallback
+
+from roundpipe_runtime import CheckpointError, CheckpointWarning, DamagedCheckpointError, load_checkpoint
+from roundpipe_runtime.checkpoint.manifest import MANIFEST, write_manifest
+from roundpipe_runtime.huggingface.trainer.checkpoints import newest_whole, remove_all_but, settle
+from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
+from tests.runtime.huggingface.trainer.trainer_runs import arguments, history, make_trainer
+
+SAVING = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "no"}
+ROOT = pathlib.Path(__file__).parents[4]
+
+
+def make(run, *steps, manifest=True):
+    """Checkpoints as small as can be."""
+    for step in steps:
+        path = run / f"checkpoint-{step}"
+        path.mkdir(parents=True)
+        (path / "model.safetensors").write_text(f"weights {step}")
+        (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        if manifest:
+            write_manifest(path)
+
+
+def names(run):
+    return sorted(path.name for path in run.iterdir())
+
+
+# -- which one a run goes on from ------------------------------------------------------------------------------------
+
+
+def test_newest_is_that_of_most_steps(tmp_path):
+    """12 and not 9, and no warning."""
+    make(tmp_path, 9, 12, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert newest_whole(tmp_path) == tmp_path / "checkpoint-12"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "model.safetensors").write_text("weighty"), r"has 7 bytes, and 10 were written"),
+        (lambda path: (path / "model.safetensors").write_text("weights_12"), r"not what was written"),
+        (lambda path: (path / "model.safetensors").unlink(), r"model.safetensors is missing"),
+        (
+            lambda path: [(path / name).unlink() for name in (MANIFEST, "trainer_state.json")],
+            r"written last, is missing",
+        ),
+    ],
+    ids=["cut short", "changed", "removed", "never finished"],
+)
+def test_one_that_is_not_whole_is_passed_over(tmp_path, damage, message):
+    """The one before it is taken, with a warning that says what is wrong."""
+    make(tmp_path, 9, 12)
+    damage(tmp_path / "checkpoint-12")
+    with pytest.warns(CheckpointWarning, match=rf"one before it is tried.*checkpoint-12.*{message}"):
+        assert newest_whole(tmp_path) == tmp_path / "checkpoint-9"
+
+
+def test_checkpoints_of_a_plain_trainer_count(tmp_path):
+    """They have no manifest; the file that is written last tells whether they are whole."""
+    make(tmp_path, 2, 4, 6, manifest=False)
+    (tmp_path / "checkpoint-6" / "trainer_state.json").write_text('{"global_st')
+    (tmp_path / "checkpoint-4" / "checkpoint-is-incomplete.txt").write_text("")
+    with pytest.warns(CheckpointWarning, match="missing or cut short") as caught:
+        assert newest_whole(tmp_path) == tmp_path / "checkpoint-2"
+    assert len(caught) == 2
+
+
+def test_nothing_whole_is_an_error_and_nothing_at_all_is_none(tmp_path):
+    """A training never starts anew in silence."""
+    assert newest_whole(tmp_path) is None
+    assert newest_whole(tmp_path / "not there") is None
+    make(tmp_path, 3)
+    (tmp_path / "checkpoint-3" / "model.safetensors").unlink()
+    with pytest.warns(CheckpointWarning), pytest.raises(DamagedCheckpointError, match=r"No checkpoint is whole:\n  "):
+        newest_whole(tmp_path)
+
+
+def test_what_a_kill_left_is_settled(tmp_path):
+    """A checkpoint that only lacked its name gets it; half ones, and those that were leaving, go."""
+    make(tmp_path, 1)
+    make(tmp_path / ".checkpoint-2.writing", 2)
+    make(tmp_path / ".checkpoint-3.writing", 3, manifest=False)
+    make(tmp_path / ".checkpoint-1.writing", 1)
+    (tmp_path / ".checkpoint-0.leaving").mkdir()
+    settle(tmp_path)
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+
+
+# -- how many stay ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "expected"),
+    [
+        (None, None, [1, 2, 3, 4]),
+        (0, None, [1, 2, 3, 4]),
+        (2, None, [3, 4]),
+        (2, 1, [1, 4]),
+        (1, 2, [2, 4]),
+        (1, 4, [4]),
+        (9, 1, [1, 2, 3, 4]),
+    ],
+)
+def test_the_newest_and_the_best_stay(tmp_path, limit, best, expected):
+    """``save_total_limit`` means what it means for the Trainer of transformers 5."""
+    for step in (1, 2, 3, 4):
+        make(tmp_path, step)
+    remove_all_but(tmp_path, limit, None if best is None else str(tmp_path / f"checkpoint-{best}"))
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in expected]
+
+
+def test_a_run_that_starts_anew_keeps_its_own(tmp_path):
+    """The newest is the last that was written, also beside one with more steps; half ones count for nothing."""
+    make(tmp_path, 500)
+    os.utime(tmp_path / "checkpoint-500", (1, 1))
+    make(tmp_path, 10)
+    make(tmp_path, 11)
+    (tmp_path / "checkpoint-11" / "model.safetensors").unlink()
+    remove_all_but(tmp_path, 1, None)
+    assert names(tmp_path) == ["checkpoint-10"]
+
+
+# -- runs of the Trainer ---------------------------------------------------------------------------------------------
+
+
+class Stops(TrainerCallback):
+    """Calls a function behind the save of a step."""
+
+    def __init__(self, step, call):
+        self.step, self.call = step, call
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.call()
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """Makes trainers of the same script, and ends the threads of their pipelines."""
+    made = []
+
+    def make_one(steps=4, **options):
+        changes = {key: options.pop(key) for key in list(options) if key.startswith(("save", "eval", "load"))}
+        made.append(
+            make_trainer("gpt2", arguments(tmp_path, steps, **{**SAVING, **changes}), RoundPipeTrainer, **options)
+        )
+        return made[-1]
+
+    yield make_one
+    for one in made:
+        if one._rp_pipeline is not None:
+            one.pipeline.close()
+
+
+def test_files_are_those_of_the_trainer_and_a_manifest(trainer, tmp_path):
+    """Nothing else is left in the folder."""
+    trainer(1).train()
+    plain = make_trainer("gpt2", arguments(tmp_path / "plain", 1, **SAVING), Trainer)
+    plain.train()
+    expected = {path.name for path in (tmp_path / "plain" / "checkpoint-1").iterdir()}
+    found = {path.name for path in (tmp_path / "checkpoint-1").iterdir()}
+    assert found == expected | {MANIFEST, "roundpipe.pt"}
+    assert names(tmp_path) == ["checkpoint-1", "plain"]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_written_again(trainer, tmp_path):
+    """The run goes on from step 2 with a warning, writes step 3 once more, and ends with the bits of the whole run."""
+    whole = trainer()
+    whole.train()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    weights = tmp_path / "checkpoint-3" / "optimizer.pt"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    again = trainer()
+    with pytest.warns(CheckpointWarning, match=r"checkpoint-3: optimizer.pt has \d+ bytes"):
+        again.train(resume_from_checkpoint=True)
+    assert history(again, "loss") == history(whole, "loss")
+    assert all(map(torch.equal, again.model.state_dict().values(), whole.model.state_dict().values()))
+    assert newest_whole(tmp_path) == tmp_path / "checkpoint-4"
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in (1, 2, 3, 4)]
+
+
+def test_a_disk_that_is_full_leaves_what_was_there(trainer, tmp_path, monkeypatch):
+    """The error comes out of ``train``; the step before is whole, and nothing of this one is left."""
+    ours = trainer(3)
+
+    def full(folder):
+        if "checkpoint-2" in folder:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ours, "_save_rng_state", full)
+    with pytest.raises(OSError, match="No space left"):
+        ours.train()
+    assert names(tmp_path) == ["checkpoint-1"]
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(trainer, tmp_path):
+    """The path was given, so no other one is taken; the error says how to."""
+    trainer(1).train()
+    (tmp_path / "checkpoint-1" / "scheduler.pt").write_bytes(b"")
+    with pytest.raises(
+        DamagedCheckpointError, match=r"has 0 bytes.*\n    trainer.train\(resume_from_checkpoint=True\)"
+    ):
+        trainer(2).train(resume_from_checkpoint=tmp_path / "checkpoint-1")
+
+
+def test_without_a_checkpoint_the_trainer_says_so(trainer):
+    """Its own error, for a script that asks for one by mistake."""
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        trainer(1).train(resume_from_checkpoint=True)
+
+
+def test_the_best_checkpoint_is_known_by_its_place(trainer, tmp_path):
+    """In the state of the run, and in the file; it stays beside the newest with ``save_total_limit=1``."""
+    best = {"save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    ours = trainer(3, **best)
+    losses = {1: 3.0, 2: 1.0, 3: 2.0}
+    ours.evaluate = lambda **kwargs: {"eval_loss": losses[ours.state.global_step]}
+    seen = []
+    ours.add_callback(Stops(3, lambda: seen.extend(names(tmp_path))))
+    ours.train()
+    assert seen == ["checkpoint-2", "checkpoint-3"]
+    assert ours.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    stored = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert stored["best_model_checkpoint"] == str(tmp_path / "checkpoint-2")
+
+
+def test_adapters_in_folders_of_their_own_are_checked_too(tmp_path):
+    """PEFT writes a second adapter into a folder of the checkpoint."""
+    path = tmp_path / "checkpoint-1"
+    (path / "second").mkdir(parents=True)
+    (path / "second" / "adapter_model.safetensors").write_text("weights")
+    (path / "trainer_state.json").write_text("{}")
+    write_manifest(path)
+    assert newest_whole(tmp_path) == path
+    (path / "second" / "adapter_model.safetensors").write_text("weight_")
+    with pytest.warns(CheckpointWarning), pytest.raises(DamagedCheckpointError, match="second/adapter_model"):
+        newest_whole(tmp_path)
+
+
+def test_load_checkpoint_says_whose_it_is(tmp_path):
+    """A folder of the Trainer's given to ``load_checkpoint``: an error with the line to type."""
+    make(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"Trainer has written it.*\n    trainer.train\(resume_from_checkpoint="):
+        load_checkpoint(tmp_path / "checkpoint-1", torch.nn.Linear(1, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="attempts are forked, which this system cannot")
+def test_kills_change_no_bit(tmp_path):
+    """bfloat16 with copies, dropout, accumulation, a schedule, a limit of two; 1 to 3 devices."""
+    wanted = int(os.environ.get("ROUNDPIPE_KILLS", "3"))
+    steps = max(6, wanted)
+    ends = []
+    for kills in (0, wanted):
+        folder = tmp_path / str(kills)
+        options = ["--steps", str(steps), "--kills", str(kills)]
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.runtime.huggingface.trainer.killed_trainer", str(folder), *options],
+            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        losses = {tuple(line.split()) for line in (folder / "losses").read_text().splitlines()}
+        assert sorted(int(line[0]) for line in losses) == list(range(1, steps + 1))  # what came twice came out equal
+        ends.append((losses, (folder / "final").read_text()))
+        assert set(names(folder / "run")) == {f"checkpoint-{steps - 1}", f"checkpoint-{steps}"}
+    assert int(done.stdout.split()[0]) > wanted / 2
+    assert ends[0] == ends[1]

@@ -1,0 +1,142 @@
+"""The host copy of each parameter, its one gradient, and the master that an optimizer of another dtype gets."""
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime.optim.parameters import ParameterStore, scan
+from tests.runtime.small import small_model
+
+
+def test_a_tied_weight_is_one_parameter_of_its_layer():
+    """Two places in one layer, one parameter, its bytes counted once."""
+    layer = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    layer[1].weight = layer[0].weight
+    (contents,) = scan([layer])
+    assert len(contents.slots) == 2
+    assert [id(p) for p in contents.parameters()] == [id(layer[0].weight)]
+    assert contents.nbytes() == 36
+
+
+def test_layers_that_share_a_module_share_a_lock():
+    """Device copies stand in the places of a module: two layers with a module in common take turns."""
+    shared, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    first, second, third = scan([nn.Sequential(shared), nn.Sequential(other), nn.Sequential(nn.ReLU(), shared)])
+    assert first.lock is third.lock
+    assert first.lock is not second.lock
+    tied = small_model(tied=True)
+    contents = scan(list(tied))
+    assert contents[2].lock is not contents[3].lock  # a weight in common is no module in common
+
+
+def test_gradients_are_added_in_the_order_of_the_list():
+    """What was there first, then the last layer, then those before it: float32 sums in exactly that order."""
+    model = nn.Linear(1, 1, bias=False)
+    store = ParameterStore(model)
+    numbers = [torch.full((1, 1), value) for value in (1e8, 3.0, -1e8)]
+    store.add_gradients([{model.weight: number.clone()} for number in numbers])
+    expected = (numbers[0] + numbers[1]) + numbers[2]
+    assert torch.equal(model.weight.grad, expected)
+    store.add_gradients([{model.weight: torch.ones(1, 1)}])
+    assert torch.equal(model.weight.grad, expected + 1)
+
+
+def test_without_a_dtype_the_optimizer_gets_the_parameters_themselves():
+    """No copy, and the gradient buffer is `grad`."""
+    model = small_model()
+    assert [p for _, p in ParameterStore(model).named()] == list(model.parameters())
+
+
+def test_a_master_holds_gradients_in_its_own_dtype():
+    """bfloat16 gradients of many microbatches add up in float32; show_gradients rounds them once."""
+    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    store = ParameterStore(model, torch.float32)
+    ((name, master),) = store.named()
+    for _ in range(300):  # in bfloat16 the sum would stay at 256
+        store.add_gradients([{model.weight: torch.ones(1, 1)}])
+    assert name == "weight"
+    assert master.dtype == torch.float32
+    assert master.grad.item() == 300
+    assert model.weight.grad is None
+    store.show_gradients()
+    assert model.weight.grad.dtype == torch.bfloat16
+    assert model.weight.grad.item() == 300
+    store.zero_grad()
+    assert master.grad is None
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_the_optimizer_does_to_masters_is_published(fused):
+    """Also by torch's fused kernels, which write without counting a version."""
+    model = nn.Linear(2, 2).to(torch.bfloat16)
+    store = ParameterStore(model, torch.float32)
+    optimizer = torch.optim.Adam([p for _, p in store.named()], lr=0.5, fused=fused)
+    store.add_gradients([{p: torch.ones_like(p) for p in model.parameters()}])
+    before = model.weight.detach().clone()
+    optimizer.step()
+    store.publish()
+    assert not torch.equal(model.weight, before)
+    assert torch.equal(model.weight, dict(store.named())["weight"].to(torch.bfloat16))
+
+
+def test_a_parameter_that_somebody_changed_wins_over_its_master():
+    """After an edit in place, load_state_dict or assign=True, the master follows."""
+    model = nn.Linear(2, 2).to(torch.bfloat16)
+    store = ParameterStore(model, torch.float32)
+    masters = dict(store.named())
+    with torch.no_grad():
+        model.weight.fill_(3)
+    store.publish()
+    assert torch.equal(masters["weight"], torch.full((2, 2), 3.0))
+    state = {"weight": torch.full((2, 2), 4.0).bfloat16(), "bias": torch.zeros(2).bfloat16()}
+    model.load_state_dict(state, assign=True)
+    store.publish()
+    assert torch.equal(masters["weight"], torch.full((2, 2), 4.0))
+
+
+def test_frozen_copies_stay_until_they_are_refreshed():
+    """Between freeze and refresh stages read what the parameters were; after thaw, the parameters."""
+    model = nn.Linear(2, 2)
+    store = ParameterStore(model)
+    store.freeze()
+    before = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert torch.equal(store.source(model.weight), before)
+    store.refresh([model.weight])
+    assert torch.equal(store.source(model.weight), before + 1)
+    store.thaw()
+    assert store.source(model.weight) is model.weight
+
+
+def test_hooks_see_the_sum_of_what_layers_computed():
+    """A tied weight has one gradient: its hooks see it whole, once per run, and what they return is what is added."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    weight = model[0].weight
+    seen, summed = [], []
+    weight.register_hook(lambda gradient: seen.append(gradient.clone()) or 10 * gradient)
+    weight.register_post_accumulate_grad_hook(lambda parameter: summed.append(parameter.grad.clone()))
+    store = ParameterStore(model)
+    ones = torch.ones(2, 2)
+    store.add_gradients([{weight: ones.clone()}, {weight: 2 * ones}])
+    store.add_gradients([{weight: ones.clone()}])
+    assert [float(tensor[0, 0]) for tensor in seen] == [3, 1]
+    assert [float(tensor[0, 0]) for tensor in summed] == [30, 40]
+
+
+def test_a_parameter_that_is_part_of_a_graph_hands_its_gradient_on():
+    """What stands in the module may be computed of something else, as functional_call does it."""
+    made_of = torch.ones(2, requires_grad=True)
+    part = 3 * made_of
+    ParameterStore(nn.Sequential()).add_gradients([{part: torch.ones(2)}])
+    assert made_of.grad.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("first", ["sparse", "dense"])
+def test_sparse_and_dense_gradients_add_up(first):
+    """A table that is looked up in one layer and multiplied with in another, in either order."""
+    table = nn.Embedding(3, 2)
+    sparse = torch.sparse_coo_tensor([[1]], [[1.0, 1.0]], (3, 2), check_invariants=True)
+    parts = [{table.weight: sparse}, {table.weight: torch.ones(3, 2)}]
+    ParameterStore(table).add_gradients(parts if first == "sparse" else parts[::-1])
+    assert table.weight.grad.tolist() == [[1, 1], [2, 2], [1, 1]]

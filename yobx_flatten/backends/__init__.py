@@ -1,1 +1,0 @@
-"""One file per library that takes objects apart; all answer the same questions (see :mod:`.contract`)."""

@@ -1,0 +1,354 @@
+"""The demo: real architectures, real text, one export each, and a table of what came of it.
+
+.. code-block:: text
+
+    Zen of Python --> bytes --> example, cases --+
+                                                 +--> export_onnx --> replay --> one row of the table
+    configuration --> model, random weights -----+
+
+The weights are random, the rest is what a user has: caches that the models filled themselves, left padding, pasts
+below, at and past the window. Each case starts from the text and then decodes on, the program fed with its own cache.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import logging
+import os
+import pathlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import MissingDependencyError, ReplayError
+from ..export.onnx_export import export_onnx
+from ..export.replay import Case
+from ..export.report import ExportReport
+from ..huggingface.caches.layers import code_of
+from ..huggingface.cases import DecodeSizes, decode_inputs
+from ..model_folder.writable import check_writable
+
+__all__ = ["MODELS", "run_demo"]
+
+WINDOW = 8
+STEPS = 6
+
+_NEEDED = {"transformers": "transformers", "onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx", "rich": "cli"}
+
+# ByT5's vocabulary: three special tokens, then one per byte.
+_TOKENS = {"vocab_size": 259, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+_DECODER = {
+    **_TOKENS,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "num_hidden_layers": 2,
+}
+_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 0}
+_ALTERNATING = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", _DECODER),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_DECODER, **_ALTERNATING, "sliding_window": WINDOW}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {**_DECODER, "sliding_window": WINDOW}),
+    "t5": ("T5Config", "T5ForConditionalGeneration", {**_TOKENS, **_T5}),
+}
+"""Name on the command line, configuration class, model class, configuration."""
+
+EXAMPLE = DecodeSizes(batch=2, past=5, new=3)
+CASES = {
+    "below the window": DecodeSizes(batch=3, past=4, new=1, source=12),
+    "at the window": DecodeSizes(batch=1, past=WINDOW, new=1, source=9),
+    "past the window": DecodeSizes(batch=4, past=2 * WINDOW + 3, new=1, source=30),
+    "3 tokens at once": DecodeSizes(batch=3, past=WINDOW - 2, new=3, source=5),
+    "a padded row": DecodeSizes(batch=2, past=WINDOW + 2, new=1, padding=3, source=16),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """What the table says of one model."""
+
+    model: str
+    layers: str
+    leaves: int
+    path: pathlib.Path
+    report: ExportReport
+    failure: str | None = None
+
+
+def run_demo(
+    output: pathlib.Path,
+    models: Sequence[str] = tuple(MODELS),
+    *,
+    as_json: Callable[[list[dict[str, Any]]], None] | None = None,
+) -> int:
+    """Export and replay the models, and print one table.
+
+    Args:
+        output: folder for the ONNX files, made if it is not there.
+        models: names out of :data:`MODELS`.
+        as_json: is given the rows in place of the table, and stdout is left to it.
+
+    Returns:
+        0, or 1 when a program does something else than its eager model.
+
+    Raises:
+        MissingDependencyError: when an optional library is not installed.
+        OSError: when ``output`` cannot be made or written.
+        KeyboardInterrupt: after Ctrl-C; its text names the files that are there.
+    """
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        extras = ",".join(dict.fromkeys(_NEEDED[name] for name in missing))
+        raise MissingDependencyError(
+            f"the demo needs {', '.join(missing)}: pip install 'yobx-flatten[{extras}]' (or '.[{extras}]' in a clone)"
+        )
+    check_writable(output)
+    is_new = not output.exists()
+    output.mkdir(parents=True, exist_ok=True)
+    console = _console(stderr=as_json is not None)
+    text = _zen_of_python()
+    _say(console, f"Text: the Zen of Python (python -c 'import this'), {len(text.encode())} bytes, one token each.")
+    rows: list[_Row] = []
+    try:
+        with _stages(console, models) as stages:
+            for name in models:
+                rows.append(_export(name, text, output, stages))
+    except KeyboardInterrupt:
+        if is_new and not any(output.iterdir()):
+            output.rmdir()
+        raise KeyboardInterrupt(_what_is_there(rows)) from None
+    if as_json is not None:
+        as_json([_as_dict(row) for row in rows])
+        return int(any(row.failure is not None for row in rows))
+    console.print()
+    console.print(_table(rows))
+    _say(console, f"{_LEGEND}, of {len(CASES) + 1} cases each: {', '.join(('the example', *CASES))}")
+    for row in rows:
+        if row.failure is not None:
+            _say(console, f"\n{row.model}: {row.failure}")
+    console.print()
+    failed = any(row.failure is not None for row in rows)
+    if not failed:
+        _say(console, _next_steps(rows[0]))
+    return int(failed)
+
+
+def _what_is_there(rows: Sequence[_Row]) -> str:
+    names = [row.path.name for row in rows if row.path.exists()]
+    if not names:
+        return "interrupted, nothing was written"
+    return f"interrupted; {', '.join(names)} in {rows[0].path.parent} {'is' if len(names) == 1 else 'are'} whole"
+
+
+def _as_dict(row: _Row) -> dict[str, Any]:
+    runtimes = ("torch.export", "onnxruntime")
+    return {
+        "model": row.model,
+        "file": str(row.path),
+        "layers": row.layers.replace("\n", ", "),
+        "leaves": row.leaves,
+        "export_seconds": row.report.export_seconds,
+        "onnx_seconds": row.report.onnx_seconds,
+        "bytes": row.report.onnx_bytes,
+        "max_difference": {runtime: _largest(row.report, runtime) for runtime in runtimes},
+        "ok": row.failure is None,
+        "failure": row.failure,
+    }
+
+
+# -- one model -------------------------------------------------------------------------------------------------------
+
+
+def _export(name: str, text: str, output: pathlib.Path, stages: _Stages) -> _Row:
+    stages.begin(name)
+    model = _build(name)
+    kwargs = _inputs(model, EXAMPLE, text)
+    cases = [Case(title, (), _inputs(model, sizes, text), STEPS) for title, sizes in CASES.items()]
+    path, failure = output / f"{name}.onnx", None
+    try:
+        report = export_onnx(model, (), kwargs, path, cases=cases).report
+    except ReplayError as error:
+        if not isinstance(error.report, ExportReport):
+            raise
+        report, failure = error.report, str(error)
+    leaves = sum(leaf.startswith("past_key_values") for leaf in report.input_names)
+    return _Row(name, _layers(kwargs["past_key_values"]), leaves, path, report, failure)
+
+
+def _build(name: str) -> Any:
+    import transformers
+
+    config_class, model_class, options = MODELS[name]
+    config = getattr(transformers, config_class)(**options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return getattr(transformers, model_class)(config).eval()
+
+
+def _inputs(model: Any, sizes: DecodeSizes, text: str) -> dict[str, Any]:
+    """The inputs of a decode call, made from the text, with the cache that the model filled while it read it."""
+    tokens = _tokens(text, sizes.batch, sizes.past + sizes.new)
+    if model.config.is_encoder_decoder:
+        # what the decoder says is what the encoder read, as a summary begins
+        return decode_inputs(model, sizes, tokens=tokens, source=_tokens(text, sizes.batch, sizes.source))
+    # positions are inputs, since a padded row does not begin at its first column
+    names = ("input_ids", "attention_mask", "position_ids", "past_key_values")
+    return decode_inputs(model, sizes, like=dict.fromkeys(names), tokens=tokens)
+
+
+def _tokens(text: str, rows: int, length: int) -> torch.Tensor:
+    """Tokens of shape (rows, length), one per byte; each row begins one line further down."""
+    from transformers import ByT5Tokenizer
+
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    lines = text.splitlines(keepends=True)
+    beginnings = ("".join(lines[row:]) for row in range(rows))
+    return torch.tensor([tokenizer(some, add_special_tokens=False)["input_ids"][:length] for some in beginnings])
+
+
+def _zen_of_python() -> str:
+    """The text that Python prints on ``import this``, without its empty line."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        import this
+
+    return codecs.decode(this.s, "rot13").replace("\n\n", "\n")
+
+
+def _layers(cache: Any) -> str:
+    """The layers of a cache by their codes, ``2x W8 + 2x D``."""
+    if hasattr(cache, "cross_attention_cache"):
+        return f"{_layers(cache.self_attention_cache)}\ncross {_layers(cache.cross_attention_cache)}"
+    codes = Counter(code_of(layer) for layer in cache.layers)
+    return " + ".join(f"{count}x {code}" for code, count in codes.items())
+
+
+# -- what the terminal shows -----------------------------------------------------------------------------------------
+
+
+_LEGEND = (
+    f"Cache layers: D keeps every token, W{WINDOW} slides over the last {WINDOW}; 2x is two of them, cross is what a "
+    "decoder read of its encoder.\nDifferences are the largest of all outputs"
+)
+
+
+def _console(*, stderr: bool = False) -> Any:
+    from rich.console import Console
+
+    console = Console(highlight=False, stderr=stderr)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(highlight=False, stderr=stderr, width=120)  # a log has no width; rich takes 80 for it
+    return console
+
+
+def _say(console: Any, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def _table(rows: Sequence[_Row]) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    files = ", ".join(row.path.name for row in rows)
+    caption = Text(f"Files in {rows[0].path.parent}: {files}")  # a Text, since a folder's name may hold [brackets]
+    # as narrow as it gets: 80 columns hold all models
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+        show_edge=False,
+        pad_edge=False,
+        caption=caption,
+        caption_justify="left",
+    )
+    for heading in ("model", "cache layers"):
+        table.add_column(heading)
+    for heading in ("leaves", "export\ns", "ONNX\ns", "ONNX\nMB", "cases", "max diff.\ntorch", "max diff.\nONNX"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        report = row.report
+        table.add_row(
+            row.model,
+            row.layers,
+            str(row.leaves),
+            f"{report.export_seconds:.1f}",
+            f"{report.onnx_seconds or 0:.1f}",
+            f"{(report.onnx_bytes or 0) / 1e6:.2f}",
+            str(sum(case.runtime == "onnxruntime" for case in report.cases)),
+            *(_worst(report, runtime) for runtime in ("torch.export", "onnxruntime")),
+        )
+    return table
+
+
+def _worst(report: ExportReport, runtime: str) -> str:
+    worst = _largest(report, runtime)
+    return f"{worst:.1e}" if worst <= report.tolerance else f"[bold red]{worst:.1e}\nDIFFERS[/]"
+
+
+def _largest(report: ExportReport, runtime: str) -> float:
+    return max((case.max_difference for case in report.cases if case.runtime == runtime), default=0.0)
+
+
+def _next_steps(row: _Row) -> str:
+    names = row.report.input_names
+    others = [name for name in names if not name.startswith("past_key_values")]
+    cache = [name for name in names if name.startswith("past_key_values")]
+    return (
+        f'Load:  session = onnxruntime.InferenceSession("{row.path.as_posix()}")\n'
+        f"Feed:  session.run(None, feeds) with {', '.join(others)}, {cache[0]} ... {cache[-1]}; "
+        "next time past_key_values.* is what came out as present.*\n"
+        "Read:  docs/ in the repository; `make docs` builds the site"
+    )
+
+
+class _Stages(logging.Handler):
+    """Shows the last stage that an export logged: on a terminal beside a bar, elsewhere one plain line per stage."""
+
+    def __init__(self, console: Any, bar: Any, total: int) -> None:
+        super().__init__(logging.INFO)
+        self.console, self.bar, self.model, self.last = console, bar, "", ""
+        self.task = bar.add_task("", total=total)
+
+    def begin(self, model: str) -> None:
+        self.model = model
+        self._show(f"building {model}", f"building {model}")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "step", False):  # registrations are logged as well
+            # one plain line for all cases: "replaying llama with onnxruntime"
+            self._show(f"{self.model}: {record.getMessage()}", str(record.msg).replace("%s", self.model))
+
+    def _show(self, detailed: str, plain: str) -> None:
+        self.bar.update(self.task, description=detailed, advance=1)
+        if self.bar.disable and plain != self.last:
+            _say(self.console, plain)
+        self.last = plain
+
+
+@contextlib.contextmanager
+def _stages(console: Any, models: Sequence[str]) -> Iterator[_Stages]:
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    logger = logging.getLogger("yobx_flatten")
+    found = logger.level
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        # building, tracing, converting, and every case and the example in both runtimes
+        stages = _Stages(console, bar, len(models) * (3 + 2 * (1 + len(CASES))))
+        logger.addHandler(stages)
+        logger.setLevel(min(found or logging.INFO, logging.INFO))
+        try:
+            yield stages
+        finally:
+            logger.setLevel(found)
+            logger.removeHandler(stages)

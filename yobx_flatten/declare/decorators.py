@@ -1,0 +1,359 @@
+"""JAX's ways of writing a node, for torch: in functions, in methods of the class, in the fields of a dataclass.
+
+What is written once reaches torch (Python, C++ and ``fx``), optree and JAX. Neither of the last two is imported for
+it: one that is there is told now, one that is not when somebody imports it.
+
+JAX says *aux* for what is called static here (torch says *context*), and puts it first: ``unflatten(aux, children)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any, TypeVar, dataclass_transform, overload
+
+from ..errors import InvalidRegistrationError
+from ..recipe.codegen import functions_from_fields
+from ..recipe.contract import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_node
+from ..recipe.fields import functions_of
+from ..recipe.keys import torch_key
+from ..registry.claims import REGISTRY
+
+__all__ = [
+    "pytree_dataclass",
+    "register",
+    "register_pytree_node",
+    "register_pytree_node_class",
+    "register_pytree_with_keys",
+    "register_pytree_with_keys_class",
+    "static_field",
+]
+
+C = TypeVar("C", bound=type)
+Backends = str | Iterable[str]
+
+JaxFlatten = Callable[[Any], tuple[Iterable[Any], Any]]
+JaxFlattenWithKeys = Callable[[Any], tuple[Iterable[tuple[Any, Any]], Any]]
+JaxUnflatten = Callable[[Any, tuple[Any, ...]], Any]
+
+
+def register(cls: type, *, backends: Backends = "all") -> bool:
+    """Register a class that says itself how it comes apart.
+
+    Args:
+        cls: any class that :func:`~yobx_flatten.make_flattening_function_for_dataclass` can read.
+        backends: ``"torch"``, ``"optree"``, ``"jax"``, several of them, or ``"all"``: every one that is installed.
+
+    Returns:
+        ``True`` if this call registered the class, ``False`` if it was registered already. Take it back with
+        :func:`~yobx_flatten.unregister_class_flattening`.
+
+    Raises:
+        InvalidRegistrationError: for any other class.
+        AlreadyRegisteredError: when it is registered by us with other functions.
+
+    >>> import dataclasses, torch, yobx_flatten
+    >>> @dataclasses.dataclass
+    ... class Pair:
+    ...     a: object
+    ...     b: object
+    >>> register(Pair)
+    True
+    >>> torch.utils._pytree.tree_leaves([Pair(1, Pair(2, 3))])
+    [1, 2, 3]
+    >>> yobx_flatten.unregister_class_flattening(Pair)
+    """
+    require_node(cls, "register")
+    return _claim(cls, functions_of, ("register",), "register", backends)
+
+
+def register_pytree_node(
+    cls: type,
+    flatten: JaxFlatten,
+    unflatten: JaxUnflatten,
+    flatten_with_keys: JaxFlattenWithKeys | None = None,
+    *,
+    backends: Backends = "all",
+) -> bool:
+    """Register a class by functions in the order of JAX.
+
+    Args:
+        cls: the class; subclasses need a registration of their own.
+        flatten: ``obj -> (children, static)``.
+        unflatten: ``(static, children) -> obj``, with a tuple of children. torch has them the other way round.
+        flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch; ``None`` numbers the
+            children.
+        backends: ``"torch"``, ``"optree"``, ``"jax"``, several of them, or ``"all"``: every one that is installed.
+
+    Returns:
+        ``True`` if this call registered the class, ``False`` if it was registered already. Take it back with
+        :func:`~yobx_flatten.unregister_class_flattening`.
+
+    Raises:
+        InvalidRegistrationError: when ``cls`` is not a class, or is that of a named tuple or an enum, or a function
+            cannot be called as needed.
+        AlreadyRegisteredError: when it is registered by us with other functions.
+
+    >>> import torch, yobx_flatten
+    >>> class Dense:
+    ...     def __init__(self, weights, activation):
+    ...         self.weights, self.activation = weights, activation
+    >>> register_pytree_node(
+    ...     Dense, lambda d: ((d.weights,), d.activation), lambda activation, c: Dense(*c, activation)
+    ... )
+    True
+    >>> torch.utils._pytree.tree_map(lambda w: 2 * w, Dense(3, "relu")).activation
+    'relu'
+    >>> yobx_flatten.unregister_class_flattening(Dense)
+    """
+    return _register_functions(cls, flatten, unflatten, flatten_with_keys, "register_pytree_node", backends)
+
+
+def register_pytree_with_keys(
+    cls: type,
+    flatten_with_keys: JaxFlattenWithKeys,
+    unflatten: JaxUnflatten,
+    flatten: JaxFlatten | None = None,
+    *,
+    backends: Backends = "all",
+) -> bool:
+    """Register a class whose children have keys, by functions in the order of JAX.
+
+    Args:
+        cls: the class.
+        flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch.
+        unflatten: ``(static, children) -> obj``.
+        flatten: ``obj -> (children, static)``, faster where nobody asks for keys; ``None`` drops the keys.
+        backends: see :func:`register_pytree_node`.
+
+    Returns:
+        As :func:`register_pytree_node`; it raises the same.
+    """
+    return _register_functions(cls, flatten, unflatten, flatten_with_keys, "register_pytree_with_keys", backends)
+
+
+@overload
+def register_pytree_node_class(cls: C, *, backends: Backends = "all") -> C: ...
+@overload
+def register_pytree_node_class(cls: None = None, *, backends: Backends = "all") -> Callable[[C], C]: ...
+def register_pytree_node_class(cls: C | None = None, *, backends: Backends = "all") -> C | Callable[[C], C]:
+    """Decorate a class that has ``tree_flatten`` and ``tree_unflatten``.
+
+    Args:
+        cls: a class with ``tree_flatten(self) -> (children, static)`` and the class method
+            ``tree_unflatten(cls, static, children) -> obj``.
+        backends: see :func:`register_pytree_node`.
+
+    Returns:
+        The class itself.
+
+    Raises:
+        InvalidRegistrationError: when a method is missing, or ``tree_unflatten`` is no class method.
+
+    >>> import torch, yobx_flatten
+    >>> @register_pytree_node_class
+    ... class Pair:
+    ...     def __init__(self, a, b):
+    ...         self.a, self.b = a, b
+    ...     def tree_flatten(self):
+    ...         return (self.a, self.b), None
+    ...     @classmethod
+    ...     def tree_unflatten(cls, static, children):
+    ...         return cls(*children)
+    >>> torch.utils._pytree.tree_leaves({"pair": Pair(1, 2)})
+    [1, 2]
+    >>> yobx_flatten.unregister_class_flattening(Pair)
+    """
+    if cls is None:
+        return functools.partial(register_pytree_node_class, backends=backends)
+    _register_methods(cls, "register_pytree_node_class", backends)
+    return cls
+
+
+@overload
+def register_pytree_with_keys_class(cls: C, *, backends: Backends = "all") -> C: ...
+@overload
+def register_pytree_with_keys_class(cls: None = None, *, backends: Backends = "all") -> Callable[[C], C]: ...
+def register_pytree_with_keys_class(cls: C | None = None, *, backends: Backends = "all") -> C | Callable[[C], C]:
+    """Decorate a class that has ``tree_flatten_with_keys`` and ``tree_unflatten``.
+
+    Args:
+        cls: a class with ``tree_flatten_with_keys(self) -> ([(key, child), ...], static)`` with keys of JAX or torch,
+            the class method ``tree_unflatten(cls, static, children) -> obj`` and, if it likes, ``tree_flatten``.
+        backends: see :func:`register_pytree_node`.
+
+    Returns:
+        The class itself.
+
+    Raises:
+        InvalidRegistrationError: when a method is missing, or ``tree_unflatten`` is no class method.
+    """
+    if cls is None:
+        return functools.partial(register_pytree_with_keys_class, backends=backends)
+    _register_methods(cls, "register_pytree_with_keys_class", backends)
+    return cls
+
+
+def static_field(**options: Any) -> Any:
+    """Declare a field of a :func:`pytree_dataclass` as static data.
+
+    Args:
+        options: those of :func:`dataclasses.field`.
+
+    What it holds is compared and, by JAX, hashed at every call; a program is made for one value and refuses others.
+    Strings, numbers, tuples, dtypes and enums are right, and so are lists and dicts of them; tensors are children.
+    """
+    return dataclasses.field(**{**options, "metadata": {**(options.get("metadata") or {}), "static": True}})
+
+
+@overload
+def pytree_dataclass(cls: C, *, backends: Backends = "all", **options: Any) -> C: ...
+@overload
+def pytree_dataclass(cls: None = None, *, backends: Backends = "all", **options: Any) -> Callable[[C], C]: ...
+@dataclass_transform(field_specifiers=(dataclasses.field, static_field))
+def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **options: Any) -> C | Callable[[C], C]:
+    """Make a class a dataclass and a node: its fields are the children, those of :func:`static_field` the static part.
+
+    An object is put together without ``__init__`` and ``__post_init__``, which a trace's placeholders may not please;
+    what ``__post_init__`` computes comes back if it is a field (``dataclasses.field(init=False)``).
+
+    A subclass inherits the fields and not the registration: decorate it, too. Undecorated it is a leaf.
+
+    Args:
+        cls: the class, or a dataclass already.
+        backends: see :func:`register_pytree_node`.
+        options: those of :func:`dataclasses.dataclass`: ``frozen=True``, ``slots=True``, ``kw_only=True``, ...
+
+    Returns:
+        The class; with ``slots=True`` a new one of its name, as :func:`dataclasses.dataclass` makes it.
+
+    >>> import torch, yobx_flatten
+    >>> @pytree_dataclass(frozen=True)
+    ... class Dense:
+    ...     weights: object
+    ...     activation: str = static_field(default="relu")
+    >>> leaves, spec = torch.utils._pytree.tree_flatten(Dense(1, "gelu"))
+    >>> leaves, torch.utils._pytree.tree_unflatten([2], spec)
+    ([1], Dense(weights=2, activation='gelu'))
+    >>> yobx_flatten.unregister_class_flattening(Dense)
+    """
+    if cls is None:
+        return functools.partial(pytree_dataclass, backends=backends, **options)
+    require_node(cls, "pytree_dataclass")
+    if options or "__dataclass_fields__" not in vars(cls):  # inherited fields do not make it a dataclass of its own
+        return _node_of_fields(dataclasses.dataclass(**options)(cls), backends)
+    return _node_of_fields(cls, backends)
+
+
+def _node_of_fields(cls: C, backends: Backends) -> C:
+    _claim(cls, _functions_of_fields, (), "pytree_dataclass", backends)
+    return cls
+
+
+def _functions_of_fields(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
+    fields = dataclasses.fields(cls)
+    static = [field.name for field in fields if field.metadata.get("static", False)]
+    children = [field.name for field in fields if field.name not in static]
+    return functions_from_fields(cls, children, static, names_in_static=False)
+
+
+def _register_functions(
+    cls: type,
+    flatten: JaxFlatten | None,
+    unflatten: JaxUnflatten,
+    flatten_with_keys: JaxFlattenWithKeys | None,
+    caller: str,
+    backends: Backends,
+) -> bool:
+    require_node(cls, caller)
+    for argument, function in (("flatten", flatten), ("flatten_with_keys", flatten_with_keys)):
+        if function is not None or (argument == "flatten") is (caller == "register_pytree_node"):
+            require_callable(cls, argument, function, 1, caller=caller)
+    require_callable(cls, "unflatten", unflatten, 2, caller=caller, needed="(static, children)")
+    _refuse_order_of_torch(cls, unflatten, caller)
+    return _claim(cls, _functions_of_jax, (flatten, unflatten, flatten_with_keys), caller, backends)
+
+
+def _register_methods(cls: type, caller: str, backends: Backends) -> bool:
+    require_node(cls, caller)
+    flatten, keyed = getattr(cls, "tree_flatten", None), getattr(cls, "tree_flatten_with_keys", None)
+    wanted = "tree_flatten_with_keys" if caller == "register_pytree_with_keys_class" else "tree_flatten"
+    for name in (wanted, "tree_unflatten"):
+        if not callable(getattr(cls, name, None)):
+            raise InvalidRegistrationError(
+                f"{caller}({cls.__qualname__}): the class has no method {name}. Write it, or let the fields say it:\n"
+                f"    @pytree_dataclass\n    class {cls.__name__}: ..."
+            )
+    if isinstance(inspect.getattr_static(cls, "tree_unflatten"), FunctionType):
+        raise InvalidRegistrationError(
+            f"{caller}({cls.__qualname__}): tree_unflatten makes the object, so it is a class method:\n"
+            "    @classmethod\n    def tree_unflatten(cls, static, children): ..."
+        )
+    # `cls.tree_unflatten` is a new object each time, and equal to the one before
+    return _claim(cls, _functions_of_jax, (flatten, cls.tree_unflatten, keyed), caller, backends)  # type: ignore[attr-defined] # looked at above
+
+
+def _refuse_order_of_torch(cls: type, unflatten: JaxUnflatten, caller: str) -> None:
+    """An unflatten function written for torch would be handed the children as its static part, without a word."""
+    try:
+        first = next(iter(inspect.signature(unflatten).parameters), "")
+    except (TypeError, ValueError):  # builtins have no signature to read
+        return
+    if first in ("children", "values", "leaves"):
+        raise InvalidRegistrationError(
+            f"{caller}({cls.__qualname__}): unflatten is called as f(static, children), in the order of JAX, and its "
+            f"first parameter is {first!r}. Turn them round, or register it in the order of torch:\n"
+            f"    register_class_flattening({cls.__qualname__}, flatten, unflatten, flatten_with_keys)"
+        )
+
+
+def _claim(
+    cls: type,
+    make: Callable[..., tuple[Flatten, FlattenWithKeys | None, Unflatten]],
+    written: tuple[Any, ...],
+    caller: str,
+    backends: Backends,
+) -> bool:
+    """Register what ``make(cls, *written)`` returns, unless it came from the same hands before."""
+    libraries = REGISTRY.libraries(backends, caller)
+    source = (make, written)
+    for library in libraries:
+        recipe = REGISTRY.recipe_in_force(cls, library)
+        if recipe is not None and getattr(recipe.unflatten, "_source", None) == source:
+            break
+    else:
+        flatten, flatten_with_keys, unflatten = make(cls, *written)
+        unflatten._source = source  # type: ignore[attr-defined] # a function, made for this class alone
+        remedy = f"{caller}({cls.__qualname__}{', ...' if make is _functions_of_jax and 'class' not in caller else ''})"
+        recipe = Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys, remedy=remedy)
+    return REGISTRY.claim_for_user(recipe, libraries) is not None
+
+
+def _functions_of_jax(
+    cls: type, flatten: JaxFlatten | None, unflatten: JaxUnflatten, flatten_with_keys: JaxFlattenWithKeys | None
+) -> tuple[Flatten, FlattenWithKeys | None, Unflatten]:
+    """Functions as torch calls them, from functions as JAX calls them."""
+
+    def torch_flatten(obj: Any) -> tuple[list[Any], Any]:
+        children, static = flatten(obj)  # type: ignore[misc] # used where there is one
+        return list(children), static
+
+    def torch_flatten_without_keys(obj: Any) -> tuple[list[Any], Any]:
+        pairs, static = flatten_with_keys(obj)  # type: ignore[misc] # used where there is one
+        return [child for _, child in pairs], static
+
+    def torch_flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        pairs, static = flatten_with_keys(obj)  # type: ignore[misc] # used where there is one
+        return [(torch_key(key), child) for key, child in pairs], static
+
+    def torch_unflatten(children: Iterable[Any], static: Any) -> Any:
+        return unflatten(static, tuple(children))
+
+    return (
+        torch_flatten_without_keys if flatten is None else torch_flatten,
+        None if flatten_with_keys is None else torch_flatten_with_keys,
+        torch_unflatten,
+    )

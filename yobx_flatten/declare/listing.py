@@ -1,0 +1,169 @@
+"""The Flattening List: every class we know, what its leaves are, what is static, and who registers it where."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["FlatteningRow", "flattening_list"]
+
+_TABLES = "torch (Python), torch (C++), torch.fx"
+_OTHERS_TABLES = "torch (Python), torch (C++)"  # what torch's own function writes
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatteningRow:
+    """One class of the Flattening List.
+
+    Attributes:
+        kind: ``"layer"``, ``"cache"``, ``"output"`` or ``"container"``.
+        cls: module and name of the class.
+        code: the letters that name a layer's leaves; for other classes the name stored in saved programs.
+        leaves: what becomes a leaf, or a child.
+        counters: where the number of tokens seen is.
+        static: what a program relies on.
+        registered_by: ``"yobx_flatten"`` inside the block, ``"transformers"`` where its own registration stays in
+            force, ``"-"`` for layers, which are part of their cache's node.
+        tables: where it is registered; empty for layers.
+        since: the first of the versions of transformers we test with that has the class (4.56, 4.57, 5.0, 5.17, 5.23);
+            empty for classes of models.
+    """
+
+    kind: str
+    cls: str
+    code: str
+    leaves: str
+    counters: str
+    static: str
+    registered_by: str
+    tables: str
+    since: str
+
+
+def flattening_list() -> list[FlatteningRow]:
+    """List the classes that ``register_flattening_functions(patch_transformers=True)`` knows.
+
+    Layers and caches of ``transformers.cache_utils`` are listed as the installed version has them; classes of models
+    as far as these are imported.
+
+    Returns:
+        One row per class: layers, caches, outputs and containers; each kind in the order of its definition or import.
+        Empty when transformers is not installed.
+
+    >>> [(row.code, row.leaves) for row in flattening_list() if row.cls.endswith(".DynamicLayer")]
+    [('D', 'key, value')]
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return []
+    return [*_layers(), *_nodes()]
+
+
+# Classes that came later than 4.56, the oldest version we test with. Where a version renamed a class, it is the same.
+_SINCE = {
+    "5.17": {"MtpCache", "DFlashCache", "DynamicIndexedLayer", "StaticIndexedLayer"},
+    "5.23": {"KVSharingDict", "Fp8QuantizedLayer", "DummyLayer"},
+}
+
+
+def _since(cls: type) -> str:
+    if cls.__module__.startswith("transformers.models."):
+        return ""
+    name = cls.__name__
+    if name.startswith("LinearAttention"):
+        return "5.17"
+    return next((version for version, names in _SINCE.items() if name in names), "4.56")
+
+
+# -- layers ----------------------------------------------------------------------------------------------------------
+
+# letter -> leaves, where it counts, what is static. The words that stand behind LETTERS and OTHER_LETTERS.
+_LAYERS: dict[str, tuple[str, str, str]] = {
+    "D": ("key, value", "the length of its keys", "none"),
+    "W": ("key, value", "length", "window; whether it records its past"),
+    "S": ("key, value, position", "position", "room in tokens"),
+    "X": ("key, value, position", "position, length", "window"),
+    "I": ("key, value, indexer_keys", "the length of its keys", "what its configuration fixes"),
+    "J": ("key, value, position, indexer_keys, indexer_cumulative_length", "position", "room in tokens"),
+    "L": ("conv_states, recurrent_states", "none", "number of states, kernel sizes, which states there are"),
+    "LD": ("conv_states, recurrent_states, key, value", "the length of its keys", "as L"),
+    "LW": ("conv_states, recurrent_states, key, value", "length", "as L; window"),
+    "LS": ("conv_states, recurrent_states, key, value, position", "position", "as L; room in tokens"),
+    "LX": ("conv_states, recurrent_states, key, value, position", "position, length", "as L; window"),
+    "Q": ("key, value, quantized keys and values", "length", "bits, axes, group size, residual length"),
+    "H": ("key, value, quantized keys and values", "length", "bits, axes, group size, residual length"),
+    "F": ("key, value, quantized keys and values with their scales", "length", "none"),
+    "Z": ("none", "none", "none"),
+}
+_BY_ATTRIBUTES = ("its tensors, by attribute", "integers that count, by attribute; length", "every other attribute")
+
+
+def _layers() -> Iterator[FlatteningRow]:
+    import transformers.cache_utils as cache_utils
+
+    from ..huggingface.caches.layers import LETTERS, OTHER_LETTERS
+    from ..huggingface.loaded import ModelClasses
+
+    letters = {**LETTERS, **OTHER_LETTERS}
+    for cls in vars(cache_utils).values():
+        if isinstance(cls, type) and cls.__module__ == cache_utils.__name__ and cls.__name__ in letters:
+            letter = letters[cls.__name__]
+            yield FlatteningRow("layer", _full_name(cls), letter, *_LAYERS[letter], "-", "", _since(cls))
+    bases = tuple(
+        getattr(cache_utils, name)
+        for name in ("CacheLayerMixin", "LinearAttentionCacheLayerMixin")
+        if hasattr(cache_utils, name)
+    )
+    for cls in ModelClasses(lambda cls: issubclass(cls, bases))():
+        yield FlatteningRow("layer", _full_name(cls), cls.__name__.replace("_", ""), *_BY_ATTRIBUTES, "-", "", "")
+
+
+# -- nodes -----------------------------------------------------------------------------------------------------------
+
+_CACHES: dict[str, tuple[str, str, str]] = {
+    "EncoderDecoderCache": (
+        "its two caches",
+        "in its two caches",
+        "is_updated, where the layers do not show it",
+    ),
+    "KVSharingDict": ("the tensors of its tuples", "none", "its keys"),
+}
+_LAYERED = ("those of its layers; its own tensors", "in its layers", "its layers' codes; every other attribute")
+
+
+def _nodes() -> Iterator[FlatteningRow]:
+    from ..huggingface.recipes import transformers_recipes
+
+    # an instance of an output needs its module; the list names the documented ones in any case
+    for name in ("transformers.modeling_outputs", "transformers.tokenization_utils_base"):
+        importlib.import_module(name)
+    importlib.import_module("transformers.feature_extraction_utils")
+    rows = [_node(cls, recipe) for cls, recipe in transformers_recipes().items()]
+    for kind in ("cache", "output", "container"):
+        yield from (row for row in rows if row.kind == kind)
+
+
+def _node(cls: Any, recipe: Any) -> FlatteningRow:
+    from transformers.cache_utils import Cache
+    from transformers.utils.generic import ModelOutput
+
+    name, bases = cls.__name__, {base.__name__ for base in cls.__mro__}
+    if bases & {"BatchEncoding", "BatchFeature"}:
+        static = "keys, skip_tensor_conversion" if "BatchFeature" in bases else "keys"
+        kind, words = "container", ("the values of .data", "-", static)
+    elif issubclass(cls, ModelOutput):
+        kind, words = "output", ("the fields that are set", "-", "their names")
+    elif dataclasses.is_dataclass(cls):
+        kind, words = "output", ("every field", "-", "their names")
+    else:
+        kind = "cache"
+        words = _CACHES.get(name) or (_LAYERED if issubclass(cls, Cache) else _BY_ATTRIBUTES)
+    code, by, tables = ("-", "transformers", _OTHERS_TABLES)
+    if recipe is not None:
+        code, by, tables = recipe.name, "yobx_flatten", _TABLES
+    return FlatteningRow(kind, _full_name(cls), code, *words, by, tables, _since(cls))
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

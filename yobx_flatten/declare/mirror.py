@@ -1,0 +1,188 @@
+"""Classes that somebody else registered with one library, for the others: flax's and equinox's for torch, and back.
+
+The source is asked for one level at a time: children, their keys, the static part. A tree definition of JAX would do
+for a round trip, and could not be stored; the static part of one level is plain data, which ``torch.export.save``
+writes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.utils._pytree as pytree
+
+from ..errors import InvalidArgumentError, MissingDependencyError, NotRegisteredError, describe_class
+from ..recipe.contract import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_node
+from ..recipe.keys import torch_key
+from ..recipe.roundtrip import check_round_trip
+from ..registry.claims import REGISTRY
+
+__all__ = ["mirror"]
+
+_Functions = tuple[Flatten, FlattenWithKeys | None, Unflatten]
+
+
+def mirror(
+    cls: type,
+    *,
+    source: str = "jax",
+    to: str | Iterable[str] = ("torch",),
+    namespace: str = "",
+    f_check: Callable[[], Any] | None = None,
+) -> bool:
+    """Let other libraries take a class apart as the one does that it is registered with.
+
+    Args:
+        cls: a class that is registered with the source: by flax, equinox, chex, transformers, by hand.
+        source: ``"jax"``, ``"torch"`` (its Python pytree) or ``"optree"``.
+        to: the libraries to tell, names like that of the source.
+        namespace: of optree, where it is the source; ``""`` is the one that all trees see.
+        f_check: makes an instance, which is taken apart and rebuilt at once, and whose static part is stored; where
+            that fails nothing is registered.
+
+    Returns:
+        ``True`` if this call registered the class, ``False`` if each of ``to`` knew it already. Take it back with
+        :func:`~yobx_flatten.unregister_class_flattening`.
+
+    Raises:
+        InvalidArgumentError: when a library is unknown, or mirrored to itself.
+        MissingDependencyError: when a library is not installed.
+        NotRegisteredError: when the source does not know the class.
+        AlreadyRegisteredError: when one of ``to`` holds it by us, with other functions.
+        RoundTripError: when the check finds a difference.
+
+    A module of equinox, in a program of torch::
+
+        class Scale(equinox.Module):
+            weight: torch.Tensor
+            power: int = equinox.field(static=True)
+
+        mirror(Scale)                                           # from JAX, to torch
+        torch.utils._pytree.tree_map(torch.zeros_like, Scale(torch.ones(2), power=2))
+
+    What JAX does is C++, which ``torch.export.export(..., strict=True)`` and ``torch.compile`` cannot look into. Where
+    the fields say it all, as here, :func:`~yobx_flatten.register` reads them instead, and both can.
+    """
+    require_node(cls, "mirror")
+    targets = _targets(source, to)
+    start = f"mirror({cls.__qualname__}, source={source!r}, "
+    recipe = REGISTRY.recipe_in_force(cls, source) or _mirrored_before(cls, start)
+    if recipe is None:
+        flatten, flatten_with_keys, unflatten = _SOURCES[source](cls, namespace)
+        recipe = Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys, remedy=f"{start}to={targets!r})")
+    if f_check is not None:
+        require_callable(cls, "f_check", f_check, 0)
+    claim = REGISTRY.claim_for_user(recipe, targets)
+    if claim is None:
+        return False
+    if f_check is not None:
+        try:
+            check_round_trip(recipe, f_check())
+        except BaseException:
+            REGISTRY.release(claim)
+            raise
+    return True
+
+
+def _targets(source: str, to: str | Iterable[str]) -> tuple[str, ...]:
+    names = (to,) if isinstance(to, str) else tuple(to)
+    known = ", ".join(map(repr, _SOURCES))
+    for name in (source, *names):
+        if name not in _SOURCES:
+            raise InvalidArgumentError(
+                f"mirror: expected a library out of {known}, found {describe_class(name)}.\n"
+                '    mirror(MyClass, source="jax", to=("torch",))'
+            )
+        if importlib.util.find_spec(name) is None:
+            raise MissingDependencyError(f"mirror: {name} is not installed:\n    pip install {name}")
+    if source in names or not names:
+        raise InvalidArgumentError(
+            f"mirror: source={source!r} and to={names!r}; name a library, and another one.\n"
+            '    mirror(MyClass, source="jax", to=("torch",))'
+        )
+    return names
+
+
+def _mirrored_before(cls: type, start: str) -> Recipe | None:
+    """The recipe that was made of this source: asking twice changes nothing, and another library gets the same."""
+    held = [REGISTRY.recipe_in_force(cls, library) for library in _SOURCES]
+    return next((recipe for recipe in held if recipe is not None and recipe.remedy.startswith(start)), None)
+
+
+def _unknown(cls: type, library: str, line: str) -> NotRegisteredError:
+    return NotRegisteredError(
+        f"mirror({cls.__qualname__}): {describe_class(cls)} is not registered with {library}. Register it there first, "
+        f"or here, for all at once:\n    {line}"
+    )
+
+
+def _from_torch(cls: type, namespace: str) -> _Functions:
+    node = pytree.SUPPORTED_NODES.get(cls)
+    if node is None:
+        raise _unknown(cls, "torch", f"register({cls.__qualname__})")
+    return node.flatten_fn, node.flatten_with_keys_fn, node.unflatten_fn
+
+
+def _from_jax(cls: type, namespace: str) -> _Functions:
+    # nobody can have registered a class with a library that is not imported
+    tree_util = getattr(sys.modules.get("jax"), "tree_util", None)
+    if tree_util is None or not tree_util.default_registry.is_node(cls):
+        raise _unknown(cls, "JAX", f"register({cls.__qualname__})")
+    registry, leaf = tree_util.default_registry, tree_util.tree_structure(0)
+
+    def flatten(obj: Any) -> tuple[list[Any], Any]:
+        children, static = registry.flatten_one_level(obj)
+        return list(children), static
+
+    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        pairs, definition = tree_util.tree_flatten_with_path(obj, is_leaf=lambda part: part is not obj)
+        return [(torch_key(path[0]), child) for path, child in pairs], definition.node_data()[1]
+
+    def unflatten(children: Iterable[Any], static: Any) -> Any:
+        children = list(children)
+        definition = tree_util.PyTreeDef.from_node_data_and_children(registry, (cls, static), [leaf] * len(children))
+        return definition.unflatten(children)
+
+    return flatten, flatten_with_keys, unflatten
+
+
+def _from_optree(cls: type, namespace: str) -> _Functions:
+    optree = sys.modules.get("optree")
+    entry = None if optree is None else optree.register_pytree_node.get(cls, namespace=namespace)
+    if entry is None or optree is None:
+        raise _unknown(cls, f"optree (namespace {namespace!r})", f"register({cls.__qualname__})")
+    flatten_func, unflatten_func = entry.flatten_func, entry.unflatten_func
+
+    def flatten(obj: Any) -> tuple[list[Any], Any]:
+        children, static, *_ = flatten_func(obj)
+        return list(children), static
+
+    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        children, static, *rest = flatten_func(obj)
+        children = list(children)
+        entries = range(len(children)) if not rest or rest[0] is None else rest[0]
+        return [(_torch_key(optree, entry, e), child) for e, child in zip(entries, children, strict=True)], static
+
+    def unflatten(children: Iterable[Any], static: Any) -> Any:
+        return unflatten_func(static, tuple(children))
+
+    return flatten, flatten_with_keys, unflatten
+
+
+def _torch_key(optree: Any, entry: Any, key: Any) -> Any:
+    kind = entry.path_entry_type
+    if issubclass(kind, optree.GetAttrEntry):
+        return pytree.GetAttrKey(key)
+    if issubclass(kind, optree.SequenceEntry):
+        return pytree.SequenceKey(key)
+    return pytree.MappingKey(key) if issubclass(kind, optree.MappingEntry) else torch_key(key)
+
+
+_SOURCES: dict[str, Callable[[type, str], _Functions]] = {
+    "torch": _from_torch,
+    "jax": _from_jax,
+    "optree": _from_optree,
+}

@@ -1,0 +1,398 @@
+"""The documented functions: register one class, register what we know, and the block that does both and undoes it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from ..errors import InvalidRegistrationError, MissingDependencyError, RoundTripError, describe_class
+from ..log import say, verbosity
+from ..recipe.contract import (
+    Flatten,
+    FlattenWithKeys,
+    Recipe,
+    Unflatten,
+    require_callable,
+    require_class,
+    require_node,
+)
+from ..recipe.fields import functions_of
+from ..recipe.roundtrip import check_round_trip
+from ..registry.claims import REGISTRY, TORCH
+from ..registry.interrupts import Uninterrupted
+from ..registry.locking import LOCK
+from ..registry.patches import ImportHook
+from ..trace.hook import EXPORT_HOOK, TraceSupport
+
+__all__ = [
+    "Undo",
+    "make_flattening_function_for_dataclass",
+    "options_in_use",
+    "register_cache_flattening",
+    "register_class_flattening",
+    "register_flattening_functions",
+    "unregister_cache_flattening",
+    "unregister_class_flattening",
+]
+
+
+def register_class_flattening(
+    cls: type,
+    f_flatten: Flatten,
+    f_unflatten: Unflatten,
+    f_flatten_with_keys: FlattenWithKeys | None,
+    f_check: Callable[[], Any] | None = None,
+    verbose: int = 0,
+    *,
+    backends: str | Iterable[str] = TORCH,
+    axes: Mapping[str, Mapping[int, str]] | None = None,
+) -> bool:
+    """Tell torch how instances of one class come apart: its Python pytree, its C++ pytree and ``torch.fx``.
+
+    Args:
+        cls: the class; subclasses need a registration of their own.
+        f_flatten: ``obj -> (children, static)``: a list of tensors and containers, and what else is needed to rebuild
+            (torch says *context*, JAX *aux*): strings, numbers, tuples, dicts, dtypes, enums.
+        f_unflatten: ``(children, static) -> obj``.
+        f_flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of ``torch.utils._pytree``; ``None``
+            numbers the children.
+        f_check: makes an instance, which is taken apart and rebuilt at once; a difference undoes the registration. It
+            may also check for itself and return ``None`` or ``True``; ``False`` means that it failed.
+        verbose: 1 or more logs what is done (logger ``yobx_flatten``).
+        backends: which libraries to tell: ``"torch"`` (the three tables above), ``"optree"`` (its namespace
+            ``"yobx_flatten"``), ``"jax"``; ``"all"`` is every one of them that is installed. A library that is not
+            imported yet is told when it is.
+        axes: what the axes of a child mean, by its key (its number where there are no keys), for those that vary
+            between calls: ``{"hidden": {1: "batch"}}``. ``dynamic_shapes`` keeps the other axes fixed, and a pipeline
+            cuts microbatches along ``"batch"``. Of children that are not named nothing is known.
+
+    Returns:
+        ``True`` if this call registered the class; ``False`` if it was registered already, by us with the same
+        functions or by somebody else, whose functions stay in force. With several libraries, ``True`` if one of them
+        is new to the class.
+
+    Raises:
+        InvalidRegistrationError: when ``cls`` is not a class, or is that of a named tuple or an enum, or a function
+            cannot be called as needed.
+        InvalidArgumentError: when ``backends`` names an unknown library.
+        MissingDependencyError: when ``backends`` names a library that is not installed.
+        AlreadyRegisteredError: when it is registered by us with other functions.
+        RoundTripError: when the check finds a difference. Nothing is registered then.
+
+    >>> import torch
+    >>> class Pair:
+    ...     def __init__(self, a, b):
+    ...         self.a, self.b = a, b
+    >>> register_class_flattening(
+    ...     Pair,
+    ...     lambda pair: ([pair.a, pair.b], None),
+    ...     lambda children, static: Pair(*children),
+    ...     None,
+    ...     f_check=lambda: Pair(torch.zeros(2), torch.ones(2)),
+    ... )
+    True
+    >>> torch.utils._pytree.tree_leaves(Pair(1, 2))
+    [1, 2]
+    >>> unregister_class_flattening(Pair)
+    """
+    require_node(cls, "register_class_flattening")
+    recipe = Recipe.from_functions(cls, f_flatten, f_unflatten, f_flatten_with_keys)
+    if axes is not None:
+        recipe = dataclasses.replace(recipe, axes={key: dict(meaning) for key, meaning in axes.items()}.get)
+    libraries = REGISTRY.libraries(backends, "register_class_flattening")
+    if f_check is not None:
+        require_callable(cls, "f_check", f_check, 0)
+    with verbosity(verbose):
+        claim = REGISTRY.claim_for_user(recipe, libraries)
+        if claim is None:
+            say(logging.DEBUG, "%s is registered already", describe_class(cls))
+            return False
+        if f_check is not None:
+            try:
+                _run_check(recipe, f_check)
+            except BaseException:
+                REGISTRY.release(claim)
+                raise
+        say(logging.INFO, "registered %s", describe_class(cls))
+    return True
+
+
+def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
+    """Undo :func:`register_class_flattening`: every table is as it was before.
+
+    JAX alone cannot forget a class: it goes on taking instances apart as it did last.
+
+    Args:
+        cls: the class.
+        verbose: 1 or more logs what is done.
+
+    Raises:
+        InvalidRegistrationError: when ``cls`` is not a class.
+        NotRegisteredError: when it was not registered with :func:`register_class_flattening`. Nothing changes then.
+    """
+    require_class(cls, "unregister_class_flattening")
+    with verbosity(verbose):
+        REGISTRY.release_user(cls)
+        say(logging.INFO, "unregistered %s", describe_class(cls))
+
+
+def make_flattening_function_for_dataclass(
+    cls: type, supported_classes: set[type]
+) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
+    """Make the three functions that :func:`register_class_flattening` wants, for a class whose fields say it all.
+
+    Args:
+        cls: a class with ``keys()`` and ``values()`` (a ``dict`` subclass, a ``ModelOutput``), a dataclass (flax, chex
+            and equinox write dataclasses, too), an attrs class, a pydantic model, one with JAX's ``tree_flatten`` and
+            ``tree_unflatten``, or one with nothing but ``__slots__``. A field with ``metadata={"static": True}``
+            becomes static data, and so does flax's ``pytree_node=False``.
+        supported_classes: the class is added to this set.
+
+    Returns:
+        Functions named ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``.
+
+    Raises:
+        InvalidRegistrationError: for any other class.
+
+    >>> class HiddenState(dict):
+    ...     pass
+    >>> [f.__name__ for f in make_flattening_function_for_dataclass(HiddenState, set())]
+    ['flatten_hidden_state', 'flatten_with_keys_hidden_state', 'unflatten_hidden_state']
+    """
+    functions = functions_of(cls)
+    supported_classes.add(cls)
+    return functions
+
+
+class Undo(dict[type, bool]):
+    """What :func:`register_cache_flattening` did: each class, and whether this call put our functions in force for it.
+
+    Hand it to :func:`unregister_cache_flattening`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stack = contextlib.ExitStack()
+        self._undone = False
+
+    def _add(self, cls: type, recipe: Recipe | None) -> None:
+        with LOCK:
+            if self._undone:  # a module whose import began inside and ends outside
+                return
+            held_before = REGISTRY.recipe_in_force(cls) is not None
+            claim = None if recipe is None else REGISTRY.claim(recipe)
+            self[cls] = claim is not None and not held_before
+            if claim is not None:
+                self._stack.callback(REGISTRY.release, claim)
+
+    def _add_imports(self, wanted: Callable[[str], bool], recipes_of: Callable[[ModuleType], list[Recipe]]) -> None:
+        """Register what modules define that are imported while this is in force."""
+
+        def action(module: ModuleType) -> None:
+            for recipe in recipes_of(module):
+                self._add(recipe.cls, recipe)
+
+        hook = ImportHook(wanted, action)
+        hook.install()
+        self._stack.callback(hook.remove)
+
+    def _add_hook(self, support: TraceSupport | None) -> None:
+        EXPORT_HOOK.acquire(support)
+        self._stack.callback(EXPORT_HOOK.release, support)
+
+    def _undo(self) -> None:
+        with LOCK:
+            self._undone = True
+            stack = self._stack.pop_all()  # so that a second call, from another thread too, finds nothing to do
+        stack.close()
+
+
+def register_cache_flattening(
+    patch_transformers: bool = False, patch_diffusers: bool = False, verbose: int = 0
+) -> Undo:
+    """Put our functions in force for the classes we know, until :func:`unregister_cache_flattening`.
+
+    Somebody else's registration of such a class (see :data:`WRONG_REGISTRATIONS`) steps back meanwhile. A class that
+    you registered yourself with :func:`register_class_flattening` keeps your functions.
+
+    Args:
+        patch_transformers: every cache class of transformers and of its models, also of those imported later inside,
+            and traces that serve all lengths (see :mod:`.support`). The ``ModelOutput`` family
+            keeps the registration that transformers makes.
+        patch_diffusers: the output classes of the diffusers models and pipelines, also of those imported later inside.
+        verbose: 1 or more logs what is done.
+
+    Returns:
+        Each class with ``True`` if this call put our functions in force, ``False`` if they were already or the class
+        was left to its own registration. Pass it to :func:`unregister_cache_flattening`.
+
+    Raises:
+        MissingDependencyError: when the library is not installed.
+    """
+    undo = Undo()
+    try:
+        _put_in_force(undo, patch_transformers, patch_diffusers, verbose)
+        return undo
+    except BaseException:
+        with Uninterrupted():
+            undo._undo()
+        raise
+
+
+def _put_in_force(undo: Undo, patch_transformers: bool, patch_diffusers: bool, verbose: int) -> None:
+    # what takes long first, where Ctrl-C may end it
+    if patch_transformers:
+        _require_library("transformers", "patch_transformers")
+        from ..huggingface.recipes import transformers_recipes, transformers_recipes_of_module
+        from ..huggingface.tracing.support import TRANSFORMERS_TRACING
+    if patch_diffusers:
+        _require_library("diffusers", "patch_diffusers")
+        from ..huggingface.diffusers_outputs import DIFFUSERS, diffusers_recipes
+    with Uninterrupted(), verbosity(verbose):
+        if patch_transformers:
+            for cls, recipe in transformers_recipes().items():
+                undo._add(cls, recipe)
+            undo._add_imports(_is_model_module, transformers_recipes_of_module)
+            undo._add_hook(TRANSFORMERS_TRACING)
+        if patch_diffusers:
+            for recipe in diffusers_recipes():
+                undo._add(recipe.cls, recipe)
+            undo._add_imports(_is_diffusers_module, lambda module: diffusers_recipes(module.__name__))
+            undo._add_hook(DIFFUSERS)
+        undo._add_hook(None)
+        names = ", ".join(cls.__name__ for cls, done in undo.items() if done)
+        say(logging.INFO, "put in force: %s", names or "nothing new")
+
+
+def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> None:
+    """Undo one :func:`register_cache_flattening`. Doing it twice is harmless.
+
+    Args:
+        undo: what :func:`register_cache_flattening` returned.
+        verbose: 1 or more logs what is done.
+
+    Raises:
+        InvalidRegistrationError: when ``undo`` is something else.
+    """
+    if not isinstance(undo, Undo):
+        raise InvalidRegistrationError(
+            f"unregister_cache_flattening: expected what register_cache_flattening returned, found "
+            f"{describe_class(undo)}.\n    undo = register_cache_flattening(patch_transformers=True)\n"
+            "    unregister_cache_flattening(undo)"
+        )
+    with Uninterrupted(), verbosity(verbose):
+        undo._undo()
+        say(logging.INFO, "let go: %s", ", ".join(c.__name__ for c in undo) or "nothing")
+
+
+def register_flattening_functions(
+    patch_transformers: bool = False, patch_diffusers: bool = False, verbose: int = 0
+) -> Block:
+    """Export inside this block: the classes we know come apart, and one trace serves all lengths.
+
+    On exit, also by an exception, every table and every patched attribute is as it was found. Blocks may be nested, and
+    open in several threads at once.
+
+    Args:
+        patch_transformers: see :func:`register_cache_flattening`.
+        patch_diffusers: see :func:`register_cache_flattening`.
+        verbose: 1 or more logs what is done.
+
+    Returns:
+        A block, which ``with`` enters; it hands out what :func:`register_cache_flattening` returns.
+
+    >>> import torch
+    >>> from transformers import DynamicCache
+    >>> cache = DynamicCache()
+    >>> _ = cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    >>> with register_flattening_functions(patch_transformers=True):
+    ...     leaves, spec = torch.utils._pytree.tree_flatten(cache)
+    >>> [tuple(leaf.shape) for leaf in leaves], spec.context
+    ([(1, 2, 3, 4), (1, 2, 3, 4)], ['key_0', 'value_0'])
+    """
+    return Block(patch_transformers, patch_diffusers, verbose)
+
+
+class Block(contextlib.ContextDecorator, contextlib.AbstractContextManager[Undo]):
+    """What :func:`register_flattening_functions` returns: ``with`` enters it, and it decorates functions."""
+
+    _undo: Undo | None = None
+    _guard: Iterator[None] | None = None
+
+    def __init__(self, patch_transformers: bool, patch_diffusers: bool, verbose: int) -> None:
+        self._options = patch_transformers, patch_diffusers, verbose
+
+    def _recreate_cm(self) -> Block:  # asked by ContextDecorator, at each call of what is decorated
+        return Block(*self._options)
+
+    # A handler of a signal may raise before any line. Where that is one of these, the block is ended again; before the
+    # first line of `__exit__`, it is ended when nobody has it any more.
+
+    def __enter__(self) -> Undo:
+        try:
+            self._undo = undo = Undo()
+            self._guard = _undone_when_dropped(undo)
+            next(self._guard)
+            _put_in_force(undo, *self._options)
+            return undo
+        except BaseException:
+            self._end()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            if self._undo is not None:
+                unregister_cache_flattening(self._undo, self._options[-1])
+            self._end()
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        with Uninterrupted():
+            if self._undo is not None:
+                self._undo._undo()
+            self._guard = None
+
+
+def _undone_when_dropped(undo: Undo) -> Iterator[None]:
+    # a generator, not __del__: that would run at the end of every block, and swallow what is raised there
+    try:
+        yield
+    finally:
+        undo._undo()
+
+
+def options_in_use() -> dict[str, bool]:
+    """Return the options of the block for the libraries that this process has imported."""
+    return {f"patch_{library}": library in sys.modules for library in ("transformers", "diffusers")}
+
+
+def _run_check(recipe: Recipe, f_check: Callable[[], Any]) -> None:
+    sample = f_check()
+    if sample is None or sample is True:
+        return
+    if sample is False:
+        raise RoundTripError(f"f_check of {recipe.cls.__qualname__} returned False; the registration is undone.")
+    check_round_trip(recipe, sample)
+
+
+def _is_diffusers_module(name: str) -> bool:
+    return name.startswith("diffusers.")
+
+
+def _is_model_module(name: str) -> bool:
+    return name.startswith("transformers.models.") and name.count(".") == 3
+
+
+def _require_library(name: str, option: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        raise MissingDependencyError(f"{option}=True needs {name}, which is not installed:\n    pip install {name}")
+    if name == "diffusers":
+        importlib.import_module("diffusers.utils.outputs")

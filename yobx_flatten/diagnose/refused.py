@@ -1,0 +1,33 @@
+"""An object that ``torch.export`` refuses, found among the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import NotRegisteredError
+from ..trees.walk import class_name, torch_leaves
+from .contents import Layouts
+from .remedies import remedy_for
+
+__all__ = ["explain_leaf"]
+
+
+def explain_leaf(inputs: Mapping[str, Any], refusal: str) -> NotRegisteredError | None:
+    """Say where among the inputs the object is that torch refuses, and the line that registers its class.
+
+    Args:
+        inputs: by parameter name.
+        refusal: what ``torch.export`` says, which names the class and neither place nor remedy.
+    """
+    layouts = Layouts()
+    for name, value in inputs.items():
+        for path, leaf in torch_leaves(value, name):
+            if str(type(leaf)) in refusal:
+                remedy = remedy_for(type(leaf), leaf, layouts)
+                line = remedy.line.replace("\n", "\n    ")
+                return NotRegisteredError(
+                    f"{path} is a {class_name(type(leaf))}, which torch does not know how to flatten. "
+                    f"{remedy.advice}:\n    {line}"
+                )
+    return None

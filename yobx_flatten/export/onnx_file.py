@@ -1,0 +1,151 @@
+"""A program into an ONNX file, which takes its name when it is proven."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pathlib
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from ..errors import FlattenError, InvalidArgumentError
+from .onnx_axes import name_axes
+from .onnx_graph import repair_graph
+
+__all__ = ["UnprovenFile", "convert", "unproven_file"]
+
+
+def convert(
+    program: ExportedProgram,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    opset_version: int | None,
+    axes: Mapping[tuple[str, int], str] | None = None,
+) -> torch.onnx.ONNXProgram:
+    """Convert a program.
+
+    Args:
+        program: the program; its classes must be registered.
+        input_names: one for each input of the graph.
+        output_names: one for each output of the graph.
+        opset_version: of ONNX; ``None`` for the exporter's own choice.
+        axes: names of axes, by input and axis.
+
+    Raises:
+        InvalidArgumentError: when the exporter has no such opset, and would write another.
+    """
+    with _without_noise():
+        converted = torch.onnx.export(
+            program,
+            input_names=list(input_names),
+            output_names=list(output_names),
+            opset_version=opset_version,
+            dynamo=True,
+            verbose=False,
+        )
+    if converted is None:  # typed as optional, for the other exporter
+        raise FlattenError("torch.onnx.export returned nothing.")
+    found = converted.model.opset_imports.get("")
+    if opset_version is not None and found != opset_version:
+        raise InvalidArgumentError(
+            f"opset_version={opset_version}: torch's exporter cannot write it for this model, it came to {found}. "
+            f"Take opset_version={found}, or None for the exporter's own choice. Nothing was written."
+        )
+    repair_graph(converted.model)
+    name_axes(converted.model, axes)
+    return converted
+
+
+class UnprovenFile:
+    """A file in a hidden folder beside the one it is to be.
+
+    Args:
+        target: the path it is to have.
+        folder: the hidden folder.
+    """
+
+    def __init__(self, target: pathlib.Path, folder: pathlib.Path) -> None:
+        self.target, self.folder = target, folder
+        # external data is stored under the file's own name, so the file has its own name from the first
+        self.path = folder / target.name
+
+    def save(self, converted: torch.onnx.ONNXProgram) -> int:
+        """Write the file; return the bytes written, those of weights beside the file included."""
+        converted.save(self.path)
+        return sum(file.stat().st_size for file in self.folder.iterdir())
+
+    def publish(self) -> None:
+        """Let it take its name, and the place of a file of that name with the weights beside it."""
+        stale = _weights_beside(self.target)
+        self._move(self.target.parent)
+        for file in stale - _weights_beside(self.target):
+            file.unlink(missing_ok=True)
+
+    def keep(self, folder: pathlib.Path) -> pathlib.Path:
+        """Move it to a folder where it can be looked at; return the path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._move(folder)
+        return folder / self.path.name
+
+    def _move(self, folder: pathlib.Path) -> None:
+        # weights first: whoever finds the model finds them
+        for file in sorted(self.folder.iterdir(), key=lambda file: file == self.path):
+            os.replace(file, folder / file.name)
+
+
+@contextlib.contextmanager
+def unproven_file(target: pathlib.Path) -> Iterator[UnprovenFile]:
+    """Yield a file that is gone afterwards unless it was published or kept.
+
+    Args:
+        target: the path it is to have. Its folder is made if it is not there.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    try:
+        yield UnprovenFile(target, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _weights_beside(path: pathlib.Path) -> set[pathlib.Path]:
+    """The file of weights that an ONNX file refers to, if it has the name that the exporter gives it."""
+    if not path.is_file():
+        return set()
+    import onnx
+
+    try:
+        model: Any = onnx.load(path, load_external_data=False)
+    except Exception:  # whatever it is, it is no ONNX file, and refers to nothing
+        return set()
+    name = f"{path.name}.data"
+    tensors = [*model.graph.initializer]
+    refers = any(entry.key == "location" and entry.value == name for t in tensors for entry in t.external_data)
+    return {path.parent / name} if refers else set()
+
+
+@contextlib.contextmanager
+def _without_noise() -> Iterator[None]:
+    """Keep two messages off the terminal that are about the insides of torch; all others come through."""
+    # The ONNX exporter translates four operators of torchvision, and says of each that torchvision is not installed,
+    # also for models that use none.
+    log = logging.getLogger("torch.onnx._internal.exporter._registration")
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("torchvision is not installed")
+
+    log.addFilter(is_news)
+    try:
+        with warnings.catch_warnings():
+            # torch 2.13 copies its own TreeSpec through its own deprecated LeafSpec; nothing of ours names that class
+            warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\). is deprecated", FutureWarning)
+            yield
+    finally:
+        log.removeFilter(is_news)

@@ -1,0 +1,185 @@
+"""Does an exported program do what the eager model does? Every case runs in a loop over its own outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from ..diagnose.compare import compare_outputs, largest_difference
+from ..errors import InvalidArgumentError, ReplayError, describe_class
+from ..trees.naming import output_names
+from .padding import Padding
+from .undisturbed import seeded, undisturbed
+
+__all__ = ["Case", "CaseResult", "check_cases", "clone", "replay"]
+
+Next = Callable[[Mapping[str, Any], Any, int], dict[str, Any] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One set of inputs to replay.
+
+    Attributes:
+        name: what is special about it.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        steps: number of calls; after the first each gets the cache that came out of the one before.
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    steps: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class CaseResult:
+    """What came of one case.
+
+    Attributes:
+        case: its name.
+        runtime: ``"torch.export"`` or ``"onnxruntime"``.
+        steps: number of calls.
+        differences: by output name, the largest absolute difference to the eager model over all steps.
+        seconds: how long the program's calls took.
+        error: why it stopped, ``None`` if it did not.
+        left_out: outputs of which positions of padding were left out of the comparison.
+    """
+
+    case: str
+    runtime: str
+    steps: int
+    differences: dict[str, float]
+    seconds: float
+    error: str | None = None
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def max_difference(self) -> float:
+        """The largest difference of all outputs; infinite when the case stopped."""
+        return max(self.differences.values(), default=0.0) if self.error is None else float("inf")
+
+
+def clone(tree: Any) -> Any:
+    """Copy every tensor of nested inputs: static caches are written to in place."""
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def eager_steps(
+    module: torch.nn.Module, case: Case, following: Next, written: Collection[str] = ()
+) -> list[tuple[Mapping[str, Any], Any]]:
+    """Run a case eagerly: inputs and outputs of each step, both copied before anything writes to them.
+
+    The module is as it was afterwards; from step to step it keeps what it changes of its state.
+    """
+    steps: list[tuple[Mapping[str, Any], Any]] = []
+    kwargs: Mapping[str, Any] | None = clone(dict(case.kwargs))
+    with undisturbed(module, written):
+        for index in range(case.steps):
+            if kwargs is None:
+                break
+            given = clone(kwargs)
+            with torch.no_grad(), seeded(index):
+                outputs = module(*clone(case.args), **kwargs)
+            steps.append((given, clone(outputs)))
+            kwargs = following(given, outputs, index) if index + 1 < case.steps else None
+    return steps
+
+
+def replay(
+    runtime: str,
+    run: Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]],
+    module: torch.nn.Module,
+    case: Case,
+    following: Next,
+    feed_back: Callable[[Mapping[str, Any], dict[str, Any]], Mapping[str, Any]],
+    *,
+    taken: Collection[str] = (),
+    returned: Callable[[], Any] | None = None,
+    written: Collection[str] = (),
+) -> CaseResult:
+    """Run one case eagerly and by the program, and compare every output of every step.
+
+    Args:
+        runtime: its name, for the result.
+        run: calls the program; returns its outputs by name.
+        module: the eager model.
+        case: the inputs.
+        following: makes the next step's inputs from the eager outputs.
+        feed_back: puts the program's own outputs in place of the eager cache in the next step's inputs.
+        taken: names of inputs, see :func:`.naming.output_names`.
+        returned: what the program's last call returned, nested as the model's own outputs; ``None`` for a graph, which
+            returns tensors only.
+        written: parameters that the module writes to, see :func:`.undisturbed.undisturbed`.
+
+    Returns:
+        The differences, or why the case stopped.
+    """
+    expected = eager_steps(module, case, following, written)
+    differences: dict[str, float] = {}
+    outputs: dict[str, Any] = {}
+    seconds = 0.0
+    padding = Padding()
+    positional = inspect.signature(module.forward).bind_partial(*case.args).arguments
+    for index, (kwargs, eager) in enumerate(expected):
+        fed = kwargs if index == 0 else feed_back(kwargs, outputs)
+        padding.next_call({**positional, **kwargs})
+        start = time.perf_counter()
+        try:
+            with seeded(index):
+                outputs = run(clone(case.args), fed)
+        except Exception as error:  # whatever the runtime raises is the result of this case
+            reason = f"step {index}: {type(error).__name__}: {str(error).strip()[:500]}"
+            return CaseResult(case.name, runtime, index, differences, seconds, reason)
+        seconds += time.perf_counter() - start
+        names = output_names(eager, taken)
+        wanted = padding.blank_leaves(eager, names)
+        try:
+            if returned is None:
+                shown = {name: padding.blank(name, value) for name, value in outputs.items()}
+                found = _tensors(wanted, shown, names)
+            else:
+                found = compare_outputs(wanted, padding.blank_leaves(returned(), names), names)
+        except ReplayError as error:
+            return CaseResult(case.name, runtime, index, differences, seconds, f"step {index}, {error}")
+        for name, difference in found.items():
+            differences[name] = max(differences.get(name, 0.0), difference)
+    return CaseResult(case.name, runtime, len(expected), differences, seconds, left_out=tuple(padding.left_out))
+
+
+def _tensors(eager: Any, outputs: Mapping[str, Any], names: Collection[str]) -> dict[str, float]:
+    """Compare with the outputs of a graph: what is no tensor is part of it, and no output."""
+    differences = {}
+    for name, value in zip(names, pytree.tree_leaves(eager), strict=True):
+        if name not in outputs:
+            if isinstance(value, torch.Tensor):
+                raise ReplayError(f"output {name!r}: it is missing")
+            continue
+        try:
+            differences[name] = largest_difference(value, outputs[name])
+        except ReplayError as error:
+            raise ReplayError(f"output {name!r}: {error}") from None
+    return differences
+
+
+def check_cases(cases: Iterable[Any]) -> list[Case]:
+    """Refuse cases that are none.
+
+    Raises:
+        InvalidArgumentError: naming the first one.
+    """
+    found = list(cases)
+    for number, case in enumerate(found):
+        if not isinstance(case, Case):
+            raise InvalidArgumentError(
+                f"cases[{number}]: expected a Case, found {describe_class(case)}.\n"
+                '    cases=[Case("five rows", args, kwargs)]'
+            )
+    return found

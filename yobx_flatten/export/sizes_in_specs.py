@@ -1,0 +1,48 @@
+"""A size of a trace in the static part of an output: the program would return the size of its example for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.export import ExportedProgram
+
+from ..errors import StaticDataError
+
+__all__ = ["refuse_sizes_in_static_parts"]
+
+
+def refuse_sizes_in_static_parts(program: ExportedProgram) -> None:
+    """Refuse a program whose outputs hold a size of the trace as static data.
+
+    Raises:
+        StaticDataError: naming the class, the place and the size.
+    """
+    for spec in program.call_spec:
+        for cls, place, size in [] if spec is None else list(_sizes(spec)):
+            raise StaticDataError(
+                f"The static part of {cls} holds {size} at {place}, a size that varies in the trace: the program would "
+                f"return that of its example for ever. Return it among the children of {cls}, as an int."
+            )
+
+
+def _sizes(spec: pytree.TreeSpec) -> Iterator[tuple[str, str, Any]]:
+    if spec.type is not None and not spec.is_leaf():
+        name = getattr(spec.type, "__qualname__", str(spec.type))
+        for place, size in _within(spec.context, "static"):
+            yield name, place, size
+        for child in spec.children():
+            yield from _sizes(child)
+
+
+def _within(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        yield place, value
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _within(item, f"{place}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _within(item, f"{place}[{key!r}]")

@@ -1,0 +1,1 @@
+"""Caches of transformers as nodes: every layer class, its leaves and its static part."""

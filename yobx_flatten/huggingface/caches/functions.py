@@ -1,0 +1,260 @@
+"""Caches as nodes: ``DynamicCache``, ``StaticCache``, ``EncoderDecoderCache``.
+
+The static part of a cache is the list of its leaves' names. A cache of ``DynamicLayer`` only has the plain names
+``key_0, value_0, key_1, ...``; any other cache says for every layer what it is: ``key_D_0, value_D_0, key_W8_1, ...``
+(letters in :mod:`.layers`). A layer that holds nothing yet keeps its place as ``none_W8_1``.
+
+Nothing that depends on the tokens seen is static, so one exported program serves all lengths. Where the *length* of
+sliding layers comes from:
+
+* a full layer beside them holds every token: its number of keys *is* the length, and no leaf is needed;
+* otherwise one integer leaf, ``length``, stands at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils._pytree import MappingKey
+
+from ...errors import CacheStructureError, describe_class
+from .layers import kind_of, kind_of_code, letter_of
+from .layouts import flatten_layers, holds_full_only, is_leaf_name, unflatten_layers
+
+__all__ = [
+    "flatten_dynamic_cache",
+    "flatten_encoder_decoder_cache",
+    "flatten_static_cache",
+    "flatten_with_keys_dynamic_cache",
+    "flatten_with_keys_encoder_decoder_cache",
+    "flatten_with_keys_static_cache",
+    "layers_of",
+    "new_cache",
+    "unflatten_dynamic_cache",
+    "unflatten_encoder_decoder_cache",
+    "unflatten_static_cache",
+]
+
+
+def flatten_dynamic_cache(cache: Any) -> tuple[list[Any], list[str]]:
+    """Take a ``DynamicCache`` apart.
+
+    Args:
+        cache: a ``transformers.DynamicCache``, with layers of any class.
+
+    Returns:
+        The cache's own tensors, each of shape (batch, heads, length, head size), and their names.
+
+    Raises:
+        CacheStructureError: when a layer is half-initialised, or sliding layers have not seen what full layers hold.
+        StaticDataError: when a layer of a class without a row has an attribute that cannot be stored.
+    """
+    return flatten_layers(layers_of(cache), plain=True)
+
+
+def flatten_with_keys_dynamic_cache(cache: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
+    """Take a ``DynamicCache`` apart, each leaf with its key: ``[key_0]``, ``[value_W8_1]``."""
+    return _with_keys(*flatten_dynamic_cache(cache))
+
+
+def unflatten_dynamic_cache(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
+    """Put a ``DynamicCache`` together around the given leaves, without copying them.
+
+    Args:
+        values: the leaves, as :func:`flatten_dynamic_cache` returned them, or placeholders for them.
+        context: their names, as :func:`flatten_dynamic_cache` returned them.
+        output_type: not used; there because users of this format pass it.
+
+    Returns:
+        A cache that goes on generating as the original would.
+    """
+    return new_cache(_dynamic_cache(), unflatten_layers(values, context), grows=holds_full_only(context))
+
+
+@functools.cache
+def _dynamic_cache() -> Any:
+    from transformers.cache_utils import DynamicCache
+
+    return DynamicCache
+
+
+def flatten_static_cache(cache: Any) -> tuple[list[Any], list[str]]:
+    """Take a ``StaticCache`` apart.
+
+    Args:
+        cache: a ``transformers.StaticCache``, with layers of any class.
+
+    Returns:
+        The cache's own tensors, of shape (batch, heads, maximal length, head size), its counters, and their names.
+
+    Raises:
+        CacheStructureError: when a layer is half-initialised.
+        StaticDataError: when a layer of a class without a row has an attribute that cannot be stored.
+    """
+    return flatten_layers(layers_of(cache), plain=False)
+
+
+def flatten_with_keys_static_cache(cache: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
+    """Take a ``StaticCache`` apart, each leaf with its key: ``[key_S16_0]``, ``[position_S16_0]``."""
+    return _with_keys(*flatten_static_cache(cache))
+
+
+def unflatten_static_cache(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
+    """Put a ``StaticCache`` together around the given leaves, without copying them."""
+    from transformers.cache_utils import StaticCache
+
+    return new_cache(StaticCache, unflatten_layers(values, context), grows=False)
+
+
+def flatten_encoder_decoder_cache(cache: Any) -> tuple[list[Any], list[str]]:
+    """Take an ``EncoderDecoderCache`` apart into its two caches.
+
+    ``is_updated`` says of each layer whether the encoder's keys are there. Where that is not what the layers themselves
+    show, it is stored as a third name, ``is_updated_<0 or 1 for each layer>``.
+
+    Args:
+        cache: a ``transformers.EncoderDecoderCache``.
+
+    Returns:
+        The self-attention and the cross-attention cache, and the names ``self_attention_cache``,
+        ``cross_attention_cache``.
+    """
+    names = ["self_attention_cache", "cross_attention_cache"]
+    cross = cache.cross_attention_cache
+    if cache.is_updated != _shown_updates(cross):
+        flags = [cache.is_updated.get(index) for index in range(max(cache.is_updated, default=-1) + 1)]
+        names.append("is_updated_" + "".join("-" if flag is None else str(int(flag)) for flag in flags))
+    return [cache.self_attention_cache, cross], names
+
+
+def flatten_with_keys_encoder_decoder_cache(cache: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
+    """Take an ``EncoderDecoderCache`` apart into its two caches, each with its key."""
+    caches, names = flatten_encoder_decoder_cache(cache)
+    return [(MappingKey(name), child) for name, child in zip(names, caches, strict=False)], names
+
+
+def unflatten_encoder_decoder_cache(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
+    """Put an ``EncoderDecoderCache`` together around its two caches."""
+    from transformers.cache_utils import EncoderDecoderCache
+
+    cache = EncoderDecoderCache.__new__(EncoderDecoderCache)
+    cache.self_attention_cache, cache.cross_attention_cache = values
+    if len(context) > 2:
+        flags = context[2].removeprefix("is_updated_")
+        cache.is_updated = {index: flag == "1" for index, flag in enumerate(flags) if flag != "-"}
+    else:
+        cache.is_updated = _shown_updates(cache.cross_attention_cache)
+    return cache
+
+
+# path, code, index: `key_W8_1`, `conv_states.0_L_2`, `key_0`
+_NAME = re.compile(r"(.+?)(?:_([A-Z][A-Za-z0-9]*))?_(\d+)")
+
+# What varies in the leaves whose meaning is known, by attribute.
+_AXES: dict[str, dict[int, str]] = {
+    "key": {0: "batch", 2: "length"},
+    "value": {0: "batch", 2: "length"},
+    "_quantized_keys": {0: "batch", 2: "length"},
+    "_quantized_values": {0: "batch", 2: "length"},
+    "indexer_keys": {0: "batch", 1: "length"},
+    "indexer_position_ids": {1: "batch", 2: "length"},
+    "conv_states": {0: "batch"},
+    "recurrent_states": {0: "batch"},
+    "buffer_kv": {0: "batch", 1: "length"},
+    "buffer_gate": {0: "batch", 1: "length"},
+    "compressed_kv": {0: "batch", 1: "length"},
+    "linear_cache": {0: "batch"},
+    "rnn_state": {0: "batch"},
+    "position": {},
+    "length": {},
+    "entry_count": {},  # numbers vary as they are
+}
+
+# The letters of layers whose tensors have their full length from the start.
+_STATIC = {"S", "X", "J", "LS", "LX"}
+
+
+def axes_of_leaf(name: str) -> dict[int, str] | None:
+    """Tell which axes of a cache's leaf vary between calls; ``None`` for a leaf whose meaning is not known.
+
+    >>> axes_of_leaf("key_W8_1"), axes_of_leaf("value_S16_0"), axes_of_leaf("length")
+    ({0: 'batch', 2: 'length'}, {0: 'batch'}, {})
+    """
+    found = _NAME.fullmatch(name)
+    path, code = (found[1], found[2] or "") if found else (name, "")
+    axes = _AXES.get(path.split(".")[0])
+    if axes is None:
+        return None if "." in path or code else {}
+    static = letter_of(code) in _STATIC
+    return {axis: meaning for axis, meaning in axes.items() if meaning == "batch" or not static}
+
+
+def label_of_leaf(name: str, below: str) -> str:
+    """Name a cache's leaf as the ONNX tools for generation do.
+
+    >>> label_of_leaf("key_W8_1", ""), label_of_leaf("value_0", ""), label_of_leaf("length", "")
+    ('1.key', '0.value', 'length')
+    """
+    found = _NAME.fullmatch(name)
+    return f"{found[3]}.{found[1]}" if found and (found[2] or found[1] in _AXES) else name
+
+
+def label_of_cache(name: str, below: str) -> str:
+    """Name a leaf of an ``EncoderDecoderCache`` as the ONNX tools for generation do.
+
+    >>> label_of_cache("self_attention_cache", "1.key"), label_of_cache("cross_attention_cache", "1.key")
+    ('1.decoder.key', '1.encoder.key')
+    """
+    side = "decoder" if name == "self_attention_cache" else "encoder"
+    index, dot, part = below.partition(".")
+    return f"{index}.{side}.{part}" if dot else f"{side}.{below}"
+
+
+def layers_of(cache: Any) -> list[Any]:
+    """Return the layers of a cache that can be rebuilt."""
+    if not hasattr(cache, "layers"):
+        raise CacheStructureError(
+            f"Expected a cache with layers, found {describe_class(cache)}. A DynamicCache is what "
+            "make_dynamic_cache(pairs) makes, or a model returns as past_key_values."
+        )
+    if getattr(cache, "offloading", False):
+        raise CacheStructureError(
+            f"This {type(cache).__qualname__} moves its layers between devices (offloading=True), and a rebuilt one "
+            "would not go on to do so. Pass one made with offloading=False."
+        )
+    return cache.layers  # type: ignore[no-any-return]
+
+
+def _with_keys(values: list[Any], names: list[str]) -> tuple[list[tuple[Any, Any]], list[str]]:
+    leaf_names = filter(is_leaf_name, names)
+    return [(MappingKey(name), value) for name, value in zip(leaf_names, values, strict=True)], names
+
+
+def new_cache(cls: Any, layers: list[Any], *, grows: bool) -> Any:
+    """Make a cache of the given layers, without its constructor.
+
+    Args:
+        cls: its class.
+        layers: its layers.
+        grows: whether it makes the layers it lacks. A ``DynamicCache`` of full layers only may have been made to grow
+            by one layer per layer of the model; one made from a configuration has all of them and never asks. Both are
+            the same kind of cache to a program.
+    """
+    cache = cls.__new__(cls)
+    replicated = kind_of_code("D")[0].cls if grows else None
+    cache.__dict__ = {"layers": layers, "layer_class_to_replicate": replicated, "offloading": False}
+    return cache
+
+
+def _shown_updates(cross: Any) -> dict[int, bool]:
+    """``is_updated`` as the layers themselves show it; empty for placeholders."""
+    layers = getattr(cross, "layers", ())
+    return {index: _is_filled(layer, index) for index, layer in enumerate(layers)}
+
+
+def _is_filled(layer: Any, index: int) -> bool:
+    kind = kind_of(type(layer))
+    return getattr(layer, "keys", None) is not None if kind is None else kind.is_filled(layer, index)

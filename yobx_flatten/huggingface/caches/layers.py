@@ -1,0 +1,302 @@
+"""One row per class of cache layer: its letter, its tensors, what counts tokens, what its configuration fixes.
+
+========  ===========================  =======================  ==================  ==============================
+letter    class                        leaves                   counter             static (digits behind the letter)
+========  ===========================  =======================  ==================  ==============================
+``D``     ``DynamicLayer``             ``key``, ``value``       their length        none
+``W``     ``DynamicSlidingWindow-``    ``key``, ``value``       ``length``          window; ``r`` while it records
+          ``Layer``                                                                 its past
+``S``     ``StaticLayer``              ``key``, ``value``,      ``position``        maximal length
+                                       ``position``
+``X``     ``StaticSlidingWindow-``     ``key``, ``value``,      ``position`` and    window
+          ``Layer``                    ``position``             ``length``
+========  ===========================  =======================  ==================  ==============================
+
+Every other class is taken apart by its attributes: the letters are those of :data:`OTHER_LETTERS`, or the class's name.
+
+``position`` is a tensor that the layer itself counts with. ``length`` is a Python integer; sliding layers keep fewer
+keys than they have seen tokens, and positions are wrong without it. It is one value for the whole cache: see
+:mod:`.functions` for where it comes from. What differs between versions of transformers is here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import re
+import sys
+from typing import Any
+
+import torch
+
+from ...errors import CacheStructureError, UnsupportedLayerError, describe_class
+from ...log import say
+from .state import SIZES, Template
+
+__all__ = [
+    "LETTERS",
+    "OTHER_LETTERS",
+    "PLACEHOLDERS",
+    "LayerKind",
+    "code_of",
+    "kind_of",
+    "kind_of_code",
+    "letter_of",
+    "make_window_tensor",
+    "remember",
+    "window_tensors",
+]
+
+# Marks a layer that was rebuilt around ``None``, which torch puts in for a while: it is not half-initialised.
+PLACEHOLDERS = "_yobx_placeholders"
+
+# class name -> letter; two names where a version renamed the class
+LETTERS = {
+    "DynamicLayer": "D",
+    "DynamicSlidingWindowLayer": "W",
+    "StaticLayer": "S",
+    "StaticSlidingWindowLayer": "X",
+    "SlidingWindowLayer": "X",  # transformers 4.56
+}
+
+_KINDS: dict[type, LayerKind | None] = {}
+
+# Letters of classes whose attributes speak for themselves (see :mod:`yobx_flatten.huggingface.caches.state`).
+OTHER_LETTERS = {
+    "DynamicIndexedLayer": "I",
+    "StaticIndexedLayer": "J",
+    "LinearAttentionLayer": "L",
+    "LinearAttentionAndFullAttentionLayer": "LD",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "LW",
+    "LinearAttentionAndStaticFullAttentionLayer": "LS",
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer": "LX",
+    "QuantoQuantizedLayer": "Q",
+    "HQQQuantizedLayer": "H",
+    "Fp8QuantizedLayer": "F",
+    "DummyLayer": "Z",
+}
+
+# window -> device -> the tensor that transformers 5 keeps beside the window (DDP gathers it). Remembered when a layer
+# is taken apart, because unflatten must not make tensors: inside a trace they become constants of the program.
+_WINDOW_TENSORS: dict[int, dict[torch.device, torch.Tensor]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """What is to know about one class of layers, for the installed version of transformers.
+
+    Attributes:
+        cls: the class.
+        letter: its letter code.
+        has_flag: instances have ``is_initialized`` (transformers >= 4.57); before, ``keys is None`` says it.
+        has_recording: instances have ``record_past`` (transformers >= 5.17).
+        derived: attributes that a filled static layer takes from its tensors.
+        has_position: a static layer counts in a tensor (transformers >= 5.10 or so).
+    """
+
+    cls: Any
+    letter: str
+    has_flag: bool
+    has_recording: bool
+    derived: tuple[str, ...]
+    has_position: bool
+
+    @property
+    def is_static(self) -> bool:
+        """Tell whether the layer's tensors have their full length from the start."""
+        return self.letter in "SX"
+
+    @property
+    def counter(self) -> str | None:
+        """The attribute in which a sliding layer counts the tokens it saw, more than it keeps; ``None`` for others."""
+        if self.letter == "X" and self.has_position:
+            return "cumulative_length_int"
+        return "cumulative_length" if self.letter in "WX" else None
+
+    def code(self, layer: Any) -> str:
+        """Return the letter and what the configuration fixes, ``W8`` for a window of 8.
+
+        A layer found in a ``DynamicCache`` of another length, batch, dtype or device has the same code.
+        """
+        if self.letter == "D":
+            return "D"
+        if self.letter == "W":
+            return f"W{layer.sliding_window}{'r' if getattr(layer, 'record_past', False) else ''}"
+        return f"{self.letter}{layer.max_cache_len}"
+
+    def is_filled(self, layer: Any, index: int) -> bool:
+        """Tell whether the layer holds keys and values.
+
+        Raises:
+            CacheStructureError: when it holds only one of them, or says something else than it holds.
+        """
+        held = vars(layer)
+        if PLACEHOLDERS in held:
+            return True
+        keys, values = held.get("keys"), held.get("values")
+        filled = bool(held.get("is_initialized", keys is not None))
+        if (keys is None) == (values is None) and (filled or keys is None):
+            return filled
+        found = {name: "None" if held.get(name) is None else type(held[name]).__name__ for name in ("keys", "values")}
+        raise CacheStructureError(
+            f"layers[{index}] is a half-initialised {self.cls.__name__}: keys is {found['keys']}, values is "
+            f"{found['values']}, is_initialized is {held.get('is_initialized', 'not there')}. Fill it with "
+            "layer.update(keys, values), or empty it with layer.reset()."
+        )
+
+    def template(self, parameter: str, *, filled: bool, has_position: bool) -> Template:
+        """Say of every attribute what stands there, as of the layers without a row.
+
+        Args:
+            parameter: what stands behind the letter in the code.
+            filled: the layer holds keys and values.
+            has_position: it counts in a tensor; in a stored program that is as it was when it was stored.
+        """
+        held: list[Any] = ["tensor"] if filled else ["fixed", None]
+        template: Template = {"keys": held, "values": held}
+        if self.has_flag:
+            template["is_initialized"] = ["fixed", filled]
+        if self.letter == "W":
+            template["sliding_window"] = ["fixed", int(parameter.rstrip("r"))]
+            if self.has_recording:
+                template["record_past"] = ["fixed", parameter.endswith("r")]
+        elif self.is_static:
+            template["max_cache_len"] = ["fixed", int(parameter)]
+        if filled:
+            if has_position:
+                template["cumulative_length"] = ["tensor"]
+            if self.counter is not None:
+                template[self.counter] = ["length"]
+            template |= {"dtype": ["dtype", 0], "device": ["device", 0]}
+            leaves = {"keys": 0, "values": 1}
+            template |= {name: ["shape", leaves[part], axis] for name, (part, axis) in self._sizes}
+        return template
+
+    @property
+    def _sizes(self) -> list[tuple[str, tuple[str, int]]]:
+        return [(name, SIZES[name]) for name in self.derived]
+
+    def empty(self, parameter: str) -> Any:
+        """Make a layer that holds nothing yet: only here the constructor runs."""
+        if self.letter == "D":
+            return self.cls()
+        size = int(parameter.rstrip("r"))
+        layer: Any = self.cls(size, size) if self.letter == "X" else self.cls(size)
+        if parameter.endswith("r"):
+            layer.activate_past_recording()
+        return layer
+
+
+def remember(held: dict[str, Any]) -> None:
+    """Keep the tensor that goes with a sliding layer's window, for the layers that are rebuilt from it."""
+    tensor = held.get("_sliding_window_tensor")
+    if type(tensor) is torch.Tensor:
+        window_tensors(held["sliding_window"]).setdefault(tensor.device, tensor)
+
+
+def window_tensors(window: int) -> dict[torch.device, torch.Tensor]:
+    """Return the tensors that go with a window, as remembered when a layer with that window was taken apart."""
+    return _WINDOW_TENSORS.setdefault(window, {})
+
+
+def make_window_tensor(cls: type, window: int, device: torch.device) -> torch.Tensor | None:
+    """Return the tensor that goes with a window; a new one if none was seen yet, as in a process that loads a program.
+
+    ``None`` in a trace, where it would become a constant of the program, and for classes that have no such tensor.
+    """
+    tensors = window_tensors(window)
+    if _may_be_traced():
+        return tensors.get(device)
+    if device not in tensors and _has_window_tensor(cls):
+        with torch.inference_mode(False):  # it outlives the block that it is made in
+            tensors[device] = torch.tensor(window, dtype=torch.long, device=device)
+    return tensors.get(device)
+
+
+@functools.cache
+def _has_window_tensor(cls: type) -> bool:
+    cache_utils: Any = sys.modules["transformers.cache_utils"]
+    read_by = getattr(cache_utils.DynamicCache.__iter__, "__code__", None)
+    sliding = issubclass(cls, cache_utils.DynamicSlidingWindowLayer)
+    return sliding and read_by is not None and "_sliding_window_tensor" in read_by.co_consts
+
+
+def _may_be_traced() -> bool:
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def kind_of(cls: type) -> LayerKind | None:
+    """Return the row of a layer class; ``None`` for a class without one, whose attributes speak for themselves."""
+    if cls not in _KINDS:
+        _KINDS[cls] = _read_kind(cls)
+    return _KINDS[cls]
+
+
+def code_of(layer: Any) -> str:
+    """Return the code of a layer of any class: ``W8``, ``LD``, ``DeepseekV4CSACache``."""
+    cls = type(layer)
+    kind = kind_of(cls)
+    if kind is not None:
+        return kind.code(layer)
+    if cls.__name__ not in OTHER_LETTERS or cls.__module__ != "transformers.cache_utils":
+        name = cls.__name__.replace("_", "")
+        return f"{name}Layer" if letter_of(name) else name
+    return f"{OTHER_LETTERS[cls.__name__]}{vars(layer).get('sliding_window', '')}"
+
+
+_CODE = re.compile(f"({'|'.join({*LETTERS.values(), *OTHER_LETTERS.values()})})([0-9]*r?)")
+
+
+def letter_of(code: str) -> str:
+    """Return the letter of a code; an empty string for the name of a class, which no letter stands for.
+
+    >>> letter_of("W8"), letter_of("LX16"), letter_of("SummedLayer")
+    ('W', 'LX', '')
+    """
+    found = _CODE.fullmatch(code)
+    return found[1] if found else ""
+
+
+def _read_kind(cls: Any) -> LayerKind | None:
+    letter = LETTERS.get(cls.__name__) if cls.__module__ == "transformers.cache_utils" else None
+    if letter is None:
+        say(logging.DEBUG, "no row for %s: taken apart by its attributes", describe_class(cls))
+        return None
+    dynamic = sys.modules[cls.__module__].DynamicLayer
+    filled_by = getattr(getattr(cls, "lazy_initialization", None), "__code__", None)
+    names = filled_by.co_names if filled_by is not None and letter in "SX" else ()
+    return LayerKind(
+        cls,
+        letter,
+        has_flag="is_initialized" in vars(dynamic()),
+        has_recording=hasattr(cls, "activate_past_recording"),
+        derived=tuple(name for name in SIZES if name in names),
+        # a tensor is counted up in place; older versions' sliding layers count in an integer of the same name
+        has_position=letter in "SX" and "add_" in cls.update.__code__.co_names,
+    )
+
+
+@functools.cache
+def kind_of_code(code: str) -> tuple[LayerKind, str]:
+    """Return the row and the parameter of a code such as ``W8``.
+
+    Raises:
+        UnsupportedLayerError: for a letter that no row has, as in a program saved by a newer version.
+    """
+    import transformers.cache_utils as cache_utils
+
+    letter = letter_of(code)
+    for name, known in LETTERS.items():
+        kind = kind_of(getattr(cache_utils, name, object))
+        if letter == known and kind is not None:
+            parameter = code[len(letter) :]
+            if not re.fullmatch({"D": "", "W": "[0-9]+r?"}.get(letter, "[0-9]+"), parameter):
+                break
+            return kind, parameter
+    raise UnsupportedLayerError(
+        f"{code!r} is not the code of a cache layer that this version of yobx_flatten knows. It knows D, and W, S and X"
+        " with the number of tokens behind it that a layer has room for, as in W8."
+    )

@@ -1,0 +1,327 @@
+"""A list of cache layers to leaves and names, and back. Names are static: they say all that a program relies on.
+
+What is here works layer by layer, for layers that hold anything: tensors, nothing, placeholders, what a trace puts in.
+What it finds out is kept, and the same layers are read and built all at once from then on
+(:mod:`yobx_flatten.huggingface.caches.fast_path`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import CacheStructureError, SpecMismatchError
+from ...recipe.static_codec import locate
+from .fast_path import Builders, LayerBuild, LayerRead, is_rule, key_count, learn, read_as_before
+from .layers import PLACEHOLDERS, LayerKind, code_of, kind_of, kind_of_code, make_window_tensor, remember
+from .state import Template, build_state, follow_state, leaf_paths, read_state
+
+__all__ = ["LENGTH", "flatten_layers", "holds_full_only", "is_leaf_name", "rebuild_by_attributes", "unflatten_layers"]
+
+LENGTH = "length"
+_UNSET: Any = object()  # not None, which may stand for any leaf
+
+
+def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[str]]:
+    """Take layers apart.
+
+    Args:
+        layers: of any classes; those without a row in :mod:`.layers` by their attributes.
+        plain: layers that are all ``DynamicLayer`` get names without a letter.
+
+    Returns:
+        The layers' own tensors and counters, and their names (layers that hold nothing have a name and no leaf).
+
+    Raises:
+        CacheStructureError: when a layer is half-initialised, or layers have not seen the same tokens.
+        StaticDataError: when a layer without a row has an attribute that cannot be stored.
+    """
+    found = read_as_before(layers, plain)
+    if found is not None:
+        return found
+    reading = _read(layers, plain)
+    if reading.reads is not None:
+        learn(layers, plain, reading.reads, reading.names.copy(), reading.full)
+    return reading.values, reading.names
+
+
+def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
+    """Put layers together around their leaves.
+
+    Args:
+        values: the leaves, or placeholders for them.
+        names: as :func:`flatten_layers` returned them.
+
+    Returns:
+        The layers.
+
+    Raises:
+        SpecMismatchError: when there are not as many values as names of leaves.
+        UnsupportedLayerError: when a name has a letter that no class has.
+    """
+    values = values if isinstance(values, (list, tuple)) else list(values)
+    plan = _plan(names)
+    if len(values) != plan.leaf_count:
+        raise SpecMismatchError(
+            f"A cache with the leaves {names} was given {len(values)} values instead of {plan.leaf_count}."
+        )
+    length = 0
+    if plan.counter is not None:
+        length = values[plan.counter]
+        if not plan.counts_itself:  # it is the keys of a full layer, which hold every token
+            length = key_count(length) if isinstance(length, torch.Tensor) else 0
+    layers = plan.quick(values, length)
+    if layers is None:
+        leaves = iter(values)
+        layers = [rebuild(leaves, length) for rebuild in plan.rebuilds]
+    return layers
+
+
+def holds_full_only(names: list[str]) -> bool:
+    """Tell whether names stand for layers that are all ``DynamicLayer``."""
+    return _plan(names).full_only
+
+
+# -- apart -----------------------------------------------------------------------------------------------------------
+
+
+class _Reading(NamedTuple):
+    """What layers hold."""
+
+    values: list[Any]
+    names: list[str]
+    full: int | None  # the leaf that holds every token
+    reads: list[LayerRead] | None  # how each was read; None where that is no rule for others
+
+
+def _read(layers: list[Any], plain: bool) -> _Reading:
+    values: list[Any] = []
+    names: list[str] = []
+    reads: list[LayerRead] = []
+    full: int | None = None  # keys of the first filled DynamicLayer, which hold every token
+    seen: Any = _UNSET  # what the layers counted that do not hold every token
+    first = ("", "")  # the first of them
+    uncounted: list[tuple[int, str, str]] = []  # the keys of those that hold some and counted none
+    for index, layer in enumerate(layers):
+        kind = kind_of(type(layer))
+        count = len(values)
+        if kind is None:
+            template, code, lengths = _read_attributes(layer, index, values, names)
+        else:
+            template, code, lengths = _read_row(kind, layer, index, values, names)
+            if kind.letter == "D" and full is None and len(values) > count:
+                full = count
+        attributes = tuple(vars(layer)) if kind is None else None
+        reads.append(LayerRead(type(layer), attributes, template, len(values) - count))
+        for length in lengths:
+            held = _held_uncounted(layer, length)
+            if held:
+                uncounted.append((held, f"layers[{index}]", code))
+            elif seen is _UNSET:
+                seen, first = length, (f"layers[{index}]", code)
+            else:
+                _check_agreement(seen, length, f"layers[{index}]", code)
+    # before 5.0 an empty layer says so by nothing but None, which may as well stand in for a leaf
+    unsure = any(
+        not read.leaf_count and kind is not None and not kind.has_flag
+        for read, kind in zip(reads, map(kind_of, map(type, layers)), strict=True)
+    )
+    rule = reads if is_rule(values) and not unsure and not uncounted else None
+    if uncounted:
+        whole = values[full] if full is not None else None
+        if seen is _UNSET:
+            seen = key_count(whole) if isinstance(whole, torch.Tensor) else max(held for held, _, _ in uncounted)
+        for held, place, code in uncounted:
+            if type(seen) is int and held > seen:
+                _check_agreement(seen, 0, place, code)
+    if seen is not _UNSET:
+        if full is None:
+            values.append(seen)
+            names.append(LENGTH)
+        elif isinstance(values[full], torch.Tensor):
+            _check_agreement(key_count(values[full]), seen, *first)
+    if plain and len(values) == 2 * len(layers) and all(_is_full(name) for name in names):
+        names = list(_plain_names(len(layers)))
+    return _Reading(values, names, full, rule)
+
+
+def _read_row(
+    kind: LayerKind, layer: Any, index: int, values: list[Any], names: list[str]
+) -> tuple[str, str, list[Any]]:
+    """Add the leaves of a layer with a row; return its template, its code and what it counted."""
+    code = kind.code(layer)
+    filled = kind.is_filled(layer, index)
+    parameter = code.removeprefix(kind.letter)
+    template = json.dumps(kind.template(parameter, filled=filled, has_position=kind.has_position))
+    if not filled:
+        names.append(f"none_{code}_{index}")
+        return template, code, []
+    values += (layer.keys, layer.values)
+    if kind.has_position:
+        values.append(layer.cumulative_length)
+    names += _names(kind, code, index)
+    if kind.counter is None:
+        return template, code, []
+    remember(vars(layer))
+    return template, code, [vars(layer)[kind.counter]]
+
+
+def _held_uncounted(layer: Any, length: Any) -> int:
+    """Count the keys of a layer that says it has seen nothing: made by hand, it has seen what the others have."""
+    held = vars(layer)
+    keys = held.get("keys")
+    if type(length) is not int or length or "max_cache_len" in held or type(keys) is not torch.Tensor:
+        return 0
+    count = key_count(keys)
+    return count if type(count) is int else 0
+
+
+def _is_full(name: str) -> bool:
+    return name.startswith(("key_D_", "value_D_"))
+
+
+def _read_attributes(layer: Any, index: int, values: list[Any], names: list[str]) -> tuple[str, str, list[Any]]:
+    """Add the leaves of a layer without a row; return its template, its code and what it counted."""
+    held, cls = vars(layer), type(layer)
+    remember(held)
+    template = held.get(PLACEHOLDERS)
+    if template is None:
+        template, leaves = read_state(held, in_cache=True)
+    else:
+        leaves = follow_state(template, held)
+    code, dumped = code_of(layer), json.dumps(template)
+    # says how to rebuild the layer, and stands for no leaf
+    names.append(f"layer_{index}={cls.__module__}:{cls.__qualname__}={dumped}")
+    names += [f"{_PARTS.get(path, path)}_{code}_{index}" for path in leaf_paths(template)]
+    values += leaves
+    # a layer that holds nothing yet has seen nothing, whatever the others have
+    counted = [held[name] for name, entry in template.items() if entry == ["length"] and leaves]
+    return dumped, code, counted
+
+
+_PARTS = {"keys": "key", "values": "value", "cumulative_length": "position"}
+
+
+def _names(kind: LayerKind, code: str, index: int) -> list[str]:
+    parts = ("key", "value", "position") if kind.has_position else ("key", "value")
+    return [f"{part}_{code}_{index}" for part in parts]
+
+
+@functools.cache
+def _plain_names(count: int) -> tuple[str, ...]:
+    return tuple(f"{part}_{index}" for index in range(count) for part in ("key", "value"))
+
+
+def _check_agreement(expected: Any, found: Any, place: str, code: str) -> None:
+    """All layers of a cache saw the same tokens: one count serves them all."""
+    # in a trace both are symbols; comparing them would add a guard to the program
+    if type(expected) is int and type(found) is int and expected != found:
+        raise CacheStructureError(
+            f"The layers of this cache have seen different numbers of tokens: {expected} and, in {place} ({code}), "
+            f"{found}. Such a cache cannot go on generating; fill every layer with the same tokens."
+        )
+
+
+# -- together --------------------------------------------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    """How to rebuild the layers that a list of names stands for."""
+
+    leaf_count: int
+    counter: int | None  # the leaf that tells how many tokens were seen
+    counts_itself: bool  # it is that number, not the keys of a full layer
+    quick: Builders
+    rebuilds: list[Any]  # (iterator over leaves, length) -> layer
+    full_only: bool
+
+
+_RECENT: list[tuple[list[str], _Plan]] = []
+_KEPT_PLANS = 8
+
+
+def _plan(names: list[str]) -> _Plan:
+    """Return the plan of names. They are mostly those of the last call: comparing is quicker than hashing."""
+    for known, plan in _RECENT:
+        if known == names:
+            return plan
+    plan = _make_plan(tuple(names))
+    _RECENT[:] = [(list(names), plan), *_RECENT[: _KEPT_PLANS - 1]]
+    return plan
+
+
+@functools.lru_cache(maxsize=1024)
+def _make_plan(names: tuple[str, ...]) -> _Plan:
+    if names == _plain_names(len(names) // 2):
+        names = tuple(f"{part}_D_{index}" for index in range(len(names) // 2) for part in ("key", "value"))
+    leaf_names = [name for name in names if is_leaf_name(name)]
+    counts_itself = LENGTH in leaf_names
+    counter = next(
+        (i for i, name in enumerate(leaf_names) if name == LENGTH or (not counts_itself and name.startswith("key_D_"))),
+        None,
+    )
+    positions = {name.rsplit("_", 1)[1] for name in names if name.startswith("position_")}
+    builds: list[LayerBuild] = []
+    rebuilds: list[Any] = []
+    used = 0
+    by_attributes: set[str] = set()
+    for name in names:
+        part, _, rest = name.partition("_")
+        if part == "layer":
+            index, cls_name, dumped = rest.split("=", 2)
+            by_attributes.add(index)
+            cls, template, empty = locate(cls_name), json.loads(dumped), None
+            rebuild = functools.partial(rebuild_by_attributes, cls, template)
+        else:
+            code, _, index = rest.rpartition("_")
+            if part not in ("key", "none") or index in by_attributes:
+                continue
+            kind, parameter = kind_of_code(code)
+            cls, has_position = kind.cls, index in positions
+            template = kind.template(parameter, filled=part == "key", has_position=has_position)
+            empty = functools.partial(kind.empty, parameter) if part == "none" else None
+            rebuild = functools.partial(_rebuild_row, kind, template, empty)
+        count = len(leaf_paths(template))
+        builds.append(LayerBuild(cls, json.dumps(template), empty, list(range(used, used + count))))
+        rebuilds.append(rebuild)
+        used += count
+    quick = Builders(builds, used + counts_itself)
+    full_only = {build.cls for build in builds} <= {kind_of_code("D")[0].cls}
+    return _Plan(len(leaf_names), counter, counts_itself, quick, rebuilds, full_only)
+
+
+def is_leaf_name(name: str) -> bool:
+    """Tell whether a name stands for a leaf; the others say how something is rebuilt."""
+    return not name.startswith("none_") and "=" not in name
+
+
+def rebuild_by_attributes(cls: type, template: Template, leaves: Iterator[Any], length: Any) -> Any:
+    """Build an object without a row around its leaves."""
+    obj: Any = object.__new__(cls)
+    held, used, real = build_state(template, leaves, length)
+    obj.__dict__.update(held)
+    if not real:
+        held = obj.__dict__
+        held[PLACEHOLDERS] = template
+    window = held.get("sliding_window")
+    if isinstance(window, int) and "cumulative_length" in held:
+        device = held.get("device")
+        device = device if isinstance(device, torch.device) else torch.device("cpu")
+        # a placeholder of torch may be on a device that this machine does not have
+        tensor = make_window_tensor(cls, window, device) if all(type(x) is torch.Tensor for x in used) else None
+        if tensor is not None:
+            obj._sliding_window_tensor = tensor
+        elif not used:  # a layer that holds nothing yet needs it for its first update
+            obj._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
+    return obj
+
+
+def _rebuild_row(kind: LayerKind, template: Template, empty: Any, leaves: Iterator[Any], length: Any) -> Any:
+    """Build a layer with a row around its leaves."""
+    if empty is not None:
+        return empty()
+    return rebuild_by_attributes(kind.cls, template, leaves, length)

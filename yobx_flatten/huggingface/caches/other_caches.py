@@ -1,0 +1,166 @@
+"""Every other cache: subclasses of ``Cache``, also a model's own, and the caches that do not inherit it.
+
+A subclass comes apart as its parent does; attributes of its own follow behind an entry ``cache=...`` that says how to
+rebuild them. A class that is no ``Cache`` (``xLSTMCache``, padding caches of audio codecs) is taken apart by its
+attributes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch.utils._pytree import MappingKey
+
+from ...recipe.contract import Recipe
+from ..loaded import ModelClasses, classes_of, subclasses_of
+from .fast_path import object_builder, read_object
+from .functions import axes_of_leaf, label_of_leaf, layers_of, new_cache
+from .layers import PLACEHOLDERS
+from .layouts import flatten_layers, holds_full_only, is_leaf_name, rebuild_by_attributes, unflatten_layers
+from .state import Template, build_state
+
+__all__ = ["cache_recipes", "cache_recipes_of_module"]
+
+# What every cache has; the rest is the subclass's own.
+_STANDARD = {"layers", "layer_class_to_replicate", "offloading", "only_non_sliding", "prefetch_stream", PLACEHOLDERS}
+_OWN = "cache="
+
+
+def cache_recipes(known: set[type], remedy: str) -> list[Recipe]:
+    """Recipes of all cache classes defined so far.
+
+    Args:
+        known: classes that have recipes of their own.
+        remedy: the line that registers them.
+    """
+    import transformers.cache_utils as cache_utils
+
+    classes = dict.fromkeys(subclasses_of(cache_utils.Cache))
+    classes.update(dict.fromkeys(_PLAIN_CACHES()))
+    if hasattr(cache_utils, "KVSharingDict"):
+        classes[cache_utils.KVSharingDict] = None
+    recipes = (_recipe(cls, remedy) for cls in classes if cls not in known)
+    return [recipe for recipe in recipes if recipe is not None]
+
+
+def cache_recipes_of_module(module: ModuleType, remedy: str) -> list[Recipe]:
+    """Recipes of the cache classes that one module of a model defines."""
+    from transformers.cache_utils import Cache
+
+    classes = [cls for cls in classes_of(module) if issubclass(cls, Cache) or _is_plain_cache(cls)]
+    return [recipe for recipe in (_recipe(cls, remedy) for cls in classes) if recipe is not None]
+
+
+_RECIPES: dict[type, Recipe] = {}
+
+
+def _recipe(cls: type, remedy: str) -> Recipe | None:
+    """The recipe of a class, ``None`` for somebody's own class that she registered with torch herself."""
+    theirs = cls.__module__.split(".")[0] == "transformers"
+    if not theirs and cls in pytree.SUPPORTED_NODES and not _is_ours(cls):
+        return None
+    if cls not in _RECIPES:
+        from transformers.cache_utils import Cache
+
+        flatten, unflatten = (_cache_functions if issubclass(cls, Cache) else _plain_functions)(cls)
+        prefix = "yobx_flatten.transformers:" if theirs else "yobx_flatten:"
+        short = cls.__name__ if cls.__module__ == "transformers.cache_utils" else f"{cls.__module__}.{cls.__qualname__}"
+        _RECIPES[cls] = Recipe(
+            cls,
+            flatten,
+            unflatten,
+            _with_keys(flatten),
+            prefix + short,
+            remedy,
+            axes=axes_of_leaf,
+            label=label_of_leaf,
+        )
+    return _RECIPES[cls]
+
+
+def _is_ours(cls: type) -> bool:
+    return cls in _RECIPES and pytree.SUPPORTED_NODES[cls].flatten_fn is _RECIPES[cls].flatten
+
+
+# -- subclasses of Cache ---------------------------------------------------------------------------------------------
+
+
+def _cache_functions(cls: Any) -> tuple[Any, Any]:
+    from transformers.cache_utils import DynamicCache
+
+    plain = issubclass(cls, DynamicCache)
+
+    def flatten(cache: Any) -> tuple[list[Any], list[str]]:
+        values, names = flatten_layers(layers_of(cache), plain=plain)
+        if not vars(cache).keys() <= _STANDARD:
+            template, paths, leaves = read_object(cache, _STANDARD)
+            values = [*values, *leaves]
+            names = [*names, _OWN + template, *paths]
+        return values, names
+
+    def unflatten(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
+        leaves = list(values)
+        split = next((index for index, name in enumerate(context) if name.startswith(_OWN)), len(context))
+        names = context[:split]
+        count = sum(map(is_leaf_name, names))
+        cache = new_cache(cls, unflatten_layers(leaves[:count], names), grows=plain and holds_full_only(names))
+        if split < len(context):
+            template = _template(context[split])
+            held, _, real = build_state(template, iter(leaves[count:]), 0)
+            vars(cache).update(held)
+            if not real:
+                vars(cache)[PLACEHOLDERS] = template
+        return cache
+
+    return flatten, unflatten
+
+
+@functools.lru_cache(maxsize=1024)
+def _template(name: str) -> Template:
+    template: Template = json.loads(name.removeprefix(_OWN))
+    return template
+
+
+# -- no Cache at all -------------------------------------------------------------------------------------------------
+
+
+def _plain_functions(cls: type) -> tuple[Any, Any]:
+    def flatten(obj: Any) -> tuple[list[Any], list[str]]:
+        template, paths, leaves = read_object(obj, {PLACEHOLDERS})
+        return leaves, [_OWN + template, *paths]
+
+    def unflatten(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
+        leaves = list(values)
+        obj = object_builder(cls, context[0].removeprefix(_OWN))(leaves)
+        return rebuild_by_attributes(cls, _template(context[0]), iter(leaves), 0) if obj is None else obj
+
+    return flatten, unflatten
+
+
+def _with_keys(flatten: Any) -> Any:
+    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
+        values, names = flatten(obj)
+        keys: list[Any] = [MappingKey(name) for name in names if is_leaf_name(name)]
+        return list(zip(keys, values, strict=True)), names
+
+    return flatten_with_keys
+
+
+# -- which classes there are -----------------------------------------------------------------------------------------
+
+
+def _is_plain_cache(cls: Any) -> bool:
+    """Tell whether a class is a model's cache without being a ``Cache``, by its name and what it is not."""
+    if not cls.__name__.endswith("Cache") or inspect.isabstract(cls):
+        return False
+    bases = {base.__name__ for base in cls.__mro__}
+    return not bases & {"Cache", "CacheLayerMixin", "LinearAttentionCacheLayerMixin", "Module", "PreTrainedConfig"}
+
+
+_PLAIN_CACHES = ModelClasses(_is_plain_cache)  # of imported models, that do not inherit `Cache`

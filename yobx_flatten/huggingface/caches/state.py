@@ -1,0 +1,279 @@
+"""Any object by its attributes: which are tensors, which count tokens, which are fixed. For classes without a row.
+
+A *template* says of every attribute what stands there. It is static data: it holds nothing that depends on the batch,
+the tokens seen, the dtype or the device, and it survives JSON.
+
+=====================  ==================================================================================
+``["tensor"]``         a leaf
+``["number"]``         a leaf, too: an integer that counts (``entry_count``, ``_seen_tokens``)
+``["length"]``         the number of tokens that all layers of a cache have seen; the cache provides it
+``["same", i]``        the very same tensor as leaf ``i`` (models that store one tensor as keys and values)
+``["dtype", i]``       the dtype of leaf ``i``; likewise ``["device", i]``
+``["shape", i, axis]`` a size of leaf ``i`` (static layers note their batch size)
+``["dict", [...]]``    pairs of key and template; likewise ``["list", [...]]``, ``["tuple", [...]]``
+``["object", c, {}]``  an object of class ``c`` of the same library, by its attributes
+``["fixed", value]``   anything else, as :mod:`yobx_flatten.recipe.static_codec` stores it
+=====================  ==================================================================================
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...errors import StaticDataError, describe_class
+from ...recipe.static_codec import dump_static, load_static, locate
+
+__all__ = [
+    "LENGTHS",
+    "SIZES",
+    "Template",
+    "build_state",
+    "follow_state",
+    "follows_leaf",
+    "leaf_paths",
+    "leaf_types",
+    "read_like",
+    "read_state",
+]
+
+Template = dict[str, list[Any]]
+
+# what all layers of a cache count alike
+LENGTHS = {"cumulative_length", "cumulative_length_int"}
+
+# The names under which caches count; everything else that is an integer is fixed by configuration.
+_COUNTS = re.compile(r"count|seen|offset|accepted|(^|_)position(_|$)|num_tokens|cumulative|prefill_length")
+_FIXED = re.compile(r"max|kernel|window|size|rate|layers|states$")
+
+# What static layers note about their own tensors.
+SIZES = {
+    "batch_size": ("keys", 0),
+    "max_batch_size": ("keys", 0),
+    "num_heads": ("keys", 1),
+    "head_dim": ("keys", -1),
+    "k_head_dim": ("keys", -1),
+    "v_head_dim": ("values", -1),
+}
+
+# torch.compile's notes on a tensor, and what is made anew where it is needed
+_DROPPED = {"_sliding_window_tensor", "prefetch_stream"}
+
+
+def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Template, list[Any]]:
+    """Take the attributes of an object apart.
+
+    Args:
+        held: its ``vars()``.
+        in_cache: the object is a layer of a cache, which provides the number of tokens seen.
+
+    Returns:
+        The template and the leaves, in the order of the attributes.
+
+    Raises:
+        StaticDataError: when an attribute can neither be a leaf nor be stored; it names the attribute.
+    """
+    leaves: list[Any] = []
+    waiting: list[tuple[str, Any]] = []
+    template: Template = {}
+    for name, value in held.items():
+        if name in _DROPPED:
+            continue
+        template[name] = []  # in its place
+        if follows_leaf(name, value):
+            waiting.append((name, value))
+        elif in_cache and name in LENGTHS and not isinstance(value, torch.Tensor):
+            template[name] = ["length"]
+        else:
+            template[name] = _read(value, name, leaves)
+    for name, value in waiting:
+        template[name] = read_like(name, value, leaves, template)
+    return template, leaves
+
+
+def _read(value: Any, name: str, leaves: list[Any]) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        for index, leaf in enumerate(leaves):
+            if leaf is value:
+                return ["same", index]
+        leaves.append(value)
+        return ["tensor"]
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and _counts(name):
+        leaves.append(value)
+        return ["number"]
+    if type(value) is dict and _holds_leaves(value.values(), name):
+        return ["dict", [[dump_static(key), _read(x, name, leaves)] for key, x in value.items()]]
+    if type(value) in (list, tuple) and _holds_leaves(value, name):
+        return [type(value).__name__, [_read(x, name, leaves) for x in value]]
+    if _is_part(value):
+        cls = type(value)
+        below = {attribute: _read(x, attribute, leaves) for attribute, x in vars(value).items()}
+        return ["object", f"{cls.__module__}:{cls.__qualname__}", below]
+    try:
+        return ["fixed", dump_static(value)]
+    except StaticDataError:
+        raise StaticDataError(
+            f"The attribute {name!r} holds {describe_class(value)}, which is neither a tensor nor can be stored. "
+            "Register the class with functions of your own:\n"
+            "    register_class_flattening(cls, f_flatten, f_unflatten, f_flatten_with_keys)"
+        ) from None
+
+
+def _is_part(value: Any) -> bool:
+    """Tell whether a value is an object of a model library that holds tensors, or will: a layer of a padding cache."""
+    cls = type(value)
+    return cls.__module__.startswith("transformers.") and "Cache" in cls.__qualname__ and hasattr(value, "__dict__")
+
+
+def _counts(name: str) -> bool:
+    return bool(_COUNTS.search(name)) and not _FIXED.search(name)
+
+
+def _holds_leaves(values: Any, name: str) -> bool:
+    return any(
+        isinstance(x, torch.Tensor)
+        or (type(x) in (int, torch.SymInt) and _counts(name))
+        or (type(x) is dict and _holds_leaves(x.values(), name))
+        or (type(x) in (list, tuple) and _holds_leaves(x, name))
+        or _is_part(x)
+        for x in values
+    )
+
+
+def follows_leaf(name: str, value: Any) -> bool:
+    """Tell whether an attribute is a dtype, a device or a size, which follow the leaf that has them, too."""
+    return isinstance(value, (torch.dtype, torch.device)) or name in SIZES
+
+
+def read_like(name: str, value: Any, leaves: list[Any], template: Template) -> list[Any]:
+    """Return the entry of a dtype, device or size: it follows a leaf that has it, too, and is fixed otherwise."""
+    paths = leaf_paths(template)
+    if name in SIZES:
+        path, axis = SIZES[name]
+        index = paths.index(path) if path in paths else None
+        fits = index is not None and leaves[index].dim() > 1 and leaves[index].shape[axis] is not None
+        return ["shape", index, axis] if fits else ["fixed", dump_static(value)]
+    kind = "dtype" if isinstance(value, torch.dtype) else "device"
+    # `indexer_dtype` is that of `indexer_keys`; otherwise prefer numbers of the model to counters
+    prefix = name.removesuffix(f"_{kind}")
+    named = [index for index, path in enumerate(paths) if path.startswith(prefix)] if prefix != name else []
+    order = [*named, *sorted(range(len(leaves)), key=lambda i: not _is_floating(leaves[i]))]
+    for index in order:
+        if isinstance(leaves[index], torch.Tensor) and getattr(leaves[index], kind) == value:
+            return [kind, index]
+    return ["fixed", dump_static(value)]
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def leaf_paths(template: Template) -> list[str]:
+    """Name the leaves of a template: ``keys``, ``conv_states.0``."""
+    return [path for path, _ in _leaves_of(template)]
+
+
+def leaf_types(template: Template) -> list[type]:
+    """List what the leaves of a template are: tensors, or integers that count."""
+    return [torch.Tensor if kind == "tensor" else int for _, kind in _leaves_of(template)]
+
+
+def _leaves_of(template: Template) -> Iterator[tuple[str, str]]:
+    def walk(entry: list[Any], path: str) -> Iterator[tuple[str, str]]:
+        kind, *rest = entry or [""]
+        if kind in ("tensor", "number"):
+            yield path, kind
+        elif kind == "dict":
+            for key, below in rest[0]:
+                yield from walk(below, f"{path}.{load_static(key)}")
+        elif kind in ("list", "tuple"):
+            for index, below in enumerate(rest[0]):
+                yield from walk(below, f"{path}.{index}")
+        elif kind == "object":
+            for attribute, below in rest[1].items():
+                yield from walk(below, f"{path}.{attribute}")
+
+    for name, entry in template.items():
+        yield from walk(entry, name)
+
+
+def follow_state(template: Template, held: dict[str, Any]) -> list[Any]:
+    """Read the leaves of an object that was built from this template, whatever stands in their place."""
+    leaves: list[Any] = []
+
+    def walk(entry: list[Any], value: Any) -> None:
+        if entry[0] in ("tensor", "number"):
+            leaves.append(value)
+        elif entry[0] == "dict":
+            for key, below in entry[1]:
+                walk(below, value[load_static(key)])
+        elif entry[0] in ("list", "tuple"):
+            for below, x in zip(entry[1], value, strict=True):
+                walk(below, x)
+        elif entry[0] == "object":
+            for attribute, below in entry[2].items():
+                walk(below, getattr(value, attribute))
+
+    for name, entry in template.items():
+        walk(entry, held.get(name))
+    return leaves
+
+
+def build_state(template: Template, leaves: Iterator[Any], length: Any) -> tuple[dict[str, Any], list[Any], bool]:
+    """Put the attributes of an object together around its leaves.
+
+    Args:
+        template: what :func:`read_state` returned, possibly after a trip through JSON.
+        leaves: yields the leaves, or placeholders for them.
+        length: the number of tokens seen.
+
+    Returns:
+        The attributes, the leaves that were used, and whether these are what the template says, not placeholders: torch
+        also counts leaves through with integers.
+    """
+    used: list[Any] = []
+    real = True
+
+    def build(entry: list[Any]) -> Any:
+        nonlocal real
+        kind = entry[0]
+        if kind in ("tensor", "number"):
+            used.append(next(leaves))
+            real = real and isinstance(used[-1], torch.Tensor if kind == "tensor" else (int, torch.SymInt))
+            return used[-1]
+        if kind == "length":
+            return length
+        if kind == "same":
+            return used[entry[1]]
+        if kind == "dict":
+            return {load_static(key): build(below) for key, below in entry[1]}
+        if kind in ("list", "tuple"):
+            values = [build(below) for below in entry[1]]
+            return values if kind == "list" else tuple(values)
+        if kind == "object":
+            obj: Any = object.__new__(locate(entry[1]))
+            obj.__dict__.update({attribute: build(below) for attribute, below in entry[2].items()})
+            return obj
+        return load_static(entry[1])
+
+    held: dict[str, Any] = {}
+    late = []
+    for name, entry in template.items():
+        if entry[0] in ("dtype", "device", "shape"):
+            held[name] = None  # in its place; its leaf may come later
+            late.append((name, entry))
+        else:
+            held[name] = build(entry)
+    for name, (kind, index, *axis) in late:
+        leaf = used[index]
+        if isinstance(leaf, torch.Tensor):
+            held[name] = _size(leaf, *axis) if axis else getattr(leaf, kind)
+    return held, used, real
+
+
+def _size(leaf: torch.Tensor, axis: int) -> Any:
+    # the sum of a tensor may stand in its place for a while
+    return leaf.shape[axis] if leaf.dim() > max(axis, ~axis) else None

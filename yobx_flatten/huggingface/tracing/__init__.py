@@ -1,0 +1,1 @@
+"""Versions of transformers' functions without branches, in force during a trace."""

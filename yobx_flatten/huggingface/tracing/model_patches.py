@@ -1,0 +1,95 @@
+"""The reversible patches that transformers' own exporters apply to its models, for those that are imported.
+
+transformers 5.17 and later bring versions of some methods that a trace can follow, most of them of attention over
+pictures: one product instead of a loop over pictures of several sizes. They are put in place as ours are, by owner and
+attribute, so that blocks may nest and each original comes back. Without them the encoders of pictures of `glm4v`,
+`qwen2_vl`, `qwen3_vl` and their like stop the trace (column "picture" of the matrix).
+
+Of ``transformers.exporters.utils.apply_patches`` itself two things are in the way. It imports all 40 models that it
+knows. And it replaces what is not of one model: the sliding layers of caches by full ones, which keep every token
+(:mod:`.layers` has versions that keep the window), and functions of torch, which models that run in other
+threads would call, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import pathlib
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["upstream_replacements"]
+
+_MODULE = "transformers.exporters.exporter_dynamo"
+_MODELS = "transformers.models."
+
+
+def upstream_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Yield owner, attribute and replacement, for the models that are imported."""
+    if _modules_named() & sys.modules.keys():
+        for owner, name, make in _patches():
+            target = _imported(owner) if isinstance(owner, str) else owner
+            module = str(getattr(target, "__module__", None) or getattr(target, "__name__", ""))
+            if module.startswith(_MODELS) and name in vars(target):
+                yield target, name, _CORRECTED.get((target.__name__, name), make)
+
+
+@functools.cache
+def _modules_named() -> frozenset[str]:
+    """The model modules that the installed exporters patch, read off their source: importing 5.17's takes 2 seconds."""
+    package, _, file = _MODULE.rpartition(".")
+    spec = importlib.util.find_spec(package)  # of the package: to find the module in it would import 5.17's package
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())  # there is none in 4.56 to 5.16
+    sources = [path for path in (pathlib.Path(folder, f"{file}.py") for folder in folders) if path.exists()]
+    source = "".join(path.read_text(encoding="utf-8") for path in sources)
+    return frozenset(re.findall(r'"(transformers\.models\.\w+\.\w+)\.', source))
+
+
+@functools.cache
+def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    try:
+        with warnings.catch_warnings():
+            # 5.17 imports every model that it patches, and some use torch.jit.script
+            warnings.filterwarnings("ignore", r".torch\.jit\.script. is deprecated", DeprecationWarning)
+            importlib.import_module(_MODULE)
+            from transformers.exporters.utils import _PATCHES
+    except ImportError:  # a private name
+        return []
+    return list(_PATCHES.get("dynamo", ()))
+
+
+def _imported(path: str) -> Any:
+    """The module, or the class of a module, at a dotted path; ``None`` if it is not imported."""
+    module, _, name = path.rpartition(".")
+    return sys.modules.get(path) or getattr(sys.modules.get(module), name, None)
+
+
+def _attention_with_norms(original: Any) -> Any:
+    # Upstream's version (5.23) leaves out the norms of queries and keys where both come from one projection, and
+    # computes something else without a word. It also wants pictures of one size; a mask does not.
+    def forward(self: Any, hidden_states: Any, cu_seqlens: Any, position_embeddings: Any = None, **kwargs: Any) -> Any:
+        count = hidden_states.shape[0]
+        query, key, value = self.qkv(hidden_states).reshape(count, 3, self.num_heads, -1).unbind(1)
+        rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb_vision
+        query, key = rotate(self.q_norm(query), self.k_norm(key), *position_embeddings)
+        picture = (torch.arange(count, device=cu_seqlens.device)[:, None] >= cu_seqlens[1:]).sum(-1)
+        query, key, value = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
+        seen = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=picture[:, None] == picture, scale=self.scaling
+        )
+        return self.proj(seen.squeeze(0).transpose(0, 1).reshape(count, -1))
+
+    return forward
+
+
+# class and attribute -> ours, where upstream's does not compute what the model does
+_CORRECTED: dict[tuple[str, str], Callable[[Any], Any]] = {
+    ("Dots3NoteVisionAttention", "forward"): _attention_with_norms,
+    ("GlmOcrVisionAttention", "forward"): _attention_with_norms,
+}

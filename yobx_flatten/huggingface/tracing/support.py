@@ -1,0 +1,149 @@
+"""The few replacements that let one trace of a transformers model serve all lengths.
+
+A trace follows one branch. transformers branches on the number of tokens seen (is the window full?), on mask lengths
+and on whether a mask can be left out; each would fix the example's case in the program. The versions put in place here
+compute the same values without a branch: of the layers (:mod:`.layers`), of the masks
+(:mod:`.masks`), and of some models (:mod:`.models`).
+
+The replacements are in force during a trace only, for the thread that traces, and the originals are asked again for
+what they do not cover.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from ...registry.locking import LOCK
+from ...registry.patches import AttributePatch, TracePatch, tracing_here
+from ...trace.onnx_operators import Translation
+from ..loaded import subclasses_of
+from .layers import layer_replacements
+from .masks import mask_replacements
+from .model_patches import upstream_replacements
+from .models import model_replacements
+from .sparse import prepare_compressed
+
+__all__ = ["TRANSFORMERS_TRACING", "TransformersTracing"]
+
+
+class TransformersTracing:
+    """What transformers' models need while they are traced."""
+
+    modules = "transformers"
+
+    def __init__(self) -> None:
+        self._patches: dict[tuple[Any, str], TracePatch] = {}
+        self._keys_given: dict[type, AttributePatch] = {}
+        self._open = 0
+
+    def acquire(self) -> None:
+        """Open a block or a trace: outputs that transformers registered without keys have them from now on."""
+        from transformers.utils.generic import ModelOutput  # here, since no import runs under the lock
+
+        with LOCK:
+            self._open += 1
+            self._give_keys(ModelOutput)
+
+    def release(self) -> None:
+        """Close a block or a trace; the last one puts the registrations back."""
+        with LOCK:
+            self._open -= 1
+            if self._open == 0:
+                for patch in self._keys_given.values():
+                    patch.release()
+                self._keys_given.clear()
+
+    def _give_keys(self, model_output: Any) -> None:
+        # 4.56 to 5.0 register every ModelOutput without keys, and torch.export refuses to trace or to call a program
+        # that is given one (T5 returns such an encoder output). Specs and stored programs stay as they are.
+        base = pytree.SUPPORTED_NODES.get(model_output)
+        if base is None or base.flatten_with_keys_fn is not None:
+            return
+        for cls in subclasses_of(model_output):
+            node = pytree.SUPPORTED_NODES.get(cls)
+            if cls not in self._keys_given and node is not None and node.flatten_with_keys_fn is None:
+                keyed = node._replace(flatten_with_keys_fn=pytree._dict_flatten_with_keys)
+                patch = self._keys_given[cls] = AttributePatch(pytree.SUPPORTED_NODES, cls, keyed)
+                patch.acquire()
+
+    def prepare(self, tree: Any) -> Any:
+        """Return the inputs with the tensors of their caches contiguous.
+
+        Past its window a layer keeps a slice; the slice's strides would end in a guard of the program that refuses the
+        contiguous tensors which everybody else passes. Layers that compress their keys get sizes that a trace does not
+        fix.
+        """
+        from transformers.cache_utils import Cache
+
+        def contiguous(leaf: Any) -> Any:
+            return leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf
+
+        def prepare(node: Any) -> Any:
+            if not isinstance(node, Cache):
+                return node
+            copy = pytree.tree_map(contiguous, node)
+            for layer in getattr(copy, "layers", ()):
+                prepare_compressed(layer)
+            return copy
+
+        return pytree.tree_map(prepare, tree, is_leaf=lambda node: isinstance(node, Cache))
+
+    @contextlib.contextmanager
+    def traceable(self) -> Iterator[None]:
+        """Put the traceable versions in place, and the originals back."""
+        replacements = list(_replacements())  # which may import
+        with LOCK:
+            patches = [
+                self._patches.get((target, name))
+                or self._patches.setdefault((target, name), TracePatch(target, name, make))
+                for target, name, make in replacements
+            ]
+        with contextlib.ExitStack() as stack:
+            self.acquire()  # again: for models imported inside the block, and for a trace that outlives its block
+            stack.callback(self.release)
+            for patch in patches:
+                patch.acquire()
+                stack.callback(patch.release)
+            stack.enter_context(tracing_here())
+            yield
+
+    def translations(self) -> Iterator[Translation]:
+        """Return the translations of the grouped products by which mixtures of experts multiply.
+
+        transformers' own exporters (5.17 and later) bring them; there are none for versions without.
+        """
+        fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
+        if fallback is not None and importlib.util.find_spec("transformers.exporters") is not None:
+            for operator in (fallback.default, torch.ops.aten._grouped_mm.default):
+                yield Translation(operator, _grouped_products(operator))
+
+
+def _grouped_products(operator: Any) -> Callable[..., Any]:
+    """Build the product with transformers' own translation, which is imported for a program that needs it only."""
+
+    def translate(*args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            # 5.17's exporters import every model that they patch, and some use torch.jit.script
+            warnings.filterwarnings("ignore", r".torch\.jit\.script. is deprecated", DeprecationWarning)
+            from transformers.exporters.exporter_onnx import _ONNX_TRANSLATION_TABLE
+        return _ONNX_TRANSLATION_TABLE[operator](*args, **kwargs)
+
+    return translate
+
+
+def _replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Target, attribute and replacement, for what the installed and imported transformers has."""
+    yield from layer_replacements()
+    yield from mask_replacements()
+    yield from model_replacements()
+    yield from upstream_replacements()  # last: where ours replace the same function, ours is in force
+
+
+TRANSFORMERS_TRACING = TransformersTracing()

@@ -1,0 +1,1 @@
+"""How a class is flattened and rebuilt: plain data, known to no library."""

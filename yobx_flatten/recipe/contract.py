@@ -1,0 +1,198 @@
+"""What a class needs to come apart into children and to go together again. No library is told anything here."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias, is_typeddict
+
+import torch
+from torch.utils._pytree import KeyEntry, SequenceKey, is_namedtuple_class
+
+from ..errors import InvalidRegistrationError, describe_class
+
+__all__ = [
+    "Flatten",
+    "FlattenWithKeys",
+    "Recipe",
+    "Unflatten",
+    "is_constant_class",
+    "require_callable",
+    "require_class",
+    "require_node",
+]
+
+Flatten: TypeAlias = Callable[[Any], tuple[list[Any], Any]]
+FlattenWithKeys: TypeAlias = Callable[[Any], tuple[list[tuple[KeyEntry, Any]], Any]]
+Unflatten: TypeAlias = Callable[[Iterable[Any], Any], Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Recipe:
+    """How instances of one class come apart and go together.
+
+    Attributes:
+        cls: the class, exactly: subclasses need a recipe of their own.
+        flatten: ``obj -> (children, static)``.
+        unflatten: ``(children, static) -> obj``.
+        flatten_with_keys: ``obj -> ([(key, child), ...], static)``.
+        name: the name stored in saved programs; unique and stable across versions.
+        remedy: the line a user types to have the class registered; part of error messages.
+        axes: ``key -> {axis: meaning}`` of a leaf, for the axes that vary between calls (``{0: "batch"}``); ``None``
+            when nothing is known, and every axis may vary.
+        label: ``(key, name of what is below it) -> name`` of a leaf in an exported graph; ``None`` joins them by dots.
+        plain_static: the static part is stored as torch stores it by itself, as the registration does that steps back,
+            so that a program that was saved under one of them loads under the other.
+    """
+
+    cls: type
+    flatten: Flatten
+    unflatten: Unflatten
+    flatten_with_keys: FlattenWithKeys
+    name: str
+    remedy: str
+    axes: Callable[[str], dict[int, str] | None] | None = None
+    label: Callable[[str, str], str] | None = None
+    plain_static: bool = False
+
+    @classmethod
+    def from_functions(
+        cls,
+        target: type,
+        flatten: Flatten,
+        unflatten: Unflatten,
+        flatten_with_keys: FlattenWithKeys | None,
+        *,
+        name: str | None = None,
+        remedy: str | None = None,
+    ) -> Recipe:
+        """Check the functions a user gave and make a recipe of them.
+
+        Raises:
+            InvalidRegistrationError: when ``target`` is not a class, or a function cannot be called as needed.
+        """
+        require_class(target)
+        require_callable(target, "f_flatten", flatten, 1)
+        require_callable(target, "f_unflatten", unflatten, 2)
+        if flatten_with_keys is None:
+            flatten_with_keys = _with_positions(flatten)
+        else:
+            require_callable(target, "f_flatten_with_keys", flatten_with_keys, 1)
+        qualified = f"{target.__module__}.{target.__qualname__}"
+        return cls(
+            target,
+            flatten,
+            unflatten,
+            flatten_with_keys,
+            name or f"yobx_flatten:{qualified}",
+            remedy or f"register_class_flattening({target.__qualname__}, ...)",
+        )
+
+    def same_functions(self, other: Recipe) -> bool:
+        """Tell whether both recipes do the same, so that registering one after the other changes nothing."""
+        mine, theirs = (self.flatten, self.unflatten, _given(self)), (other.flatten, other.unflatten, _given(other))
+        return all(map(_same_function, mine, theirs))
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether the author named the children; they are numbered otherwise."""
+        return _given(self) is not None
+
+
+def require_class(target: object, function: str = "register_class_flattening") -> None:
+    """Refuse what is not a class, with the line to type."""
+    if isinstance(target, type):
+        return
+    hint = f" Did you mean type(obj), the class {type(target).__qualname__}?" if target is not None else ""
+    raise InvalidRegistrationError(
+        f"{function}: expected a class as first argument, found {describe_class(target)}.{hint}\n"
+        f"    {function}(MyClass, ...)"
+    )
+
+
+def require_node(target: object, function: str) -> None:
+    """Refuse what is not a class, and classes that are nodes, or never are, whatever is registered.
+
+    Raises:
+        InvalidRegistrationError: with what to do instead.
+    """
+    require_class(target, function)
+    cls: Any = target
+    start = f"{function}: {describe_class(cls)} is "
+    if is_namedtuple_class(cls):
+        raise InvalidRegistrationError(
+            f"{start}a named tuple, which torch, optree and JAX take apart by themselves, whatever is registered. Only "
+            "torch.export.save wants a name for it:\n"
+            f'    torch.utils._pytree._register_namedtuple({cls.__qualname__}, serialized_type_name="...")'
+        )
+    if is_typeddict(cls):
+        raise InvalidRegistrationError(
+            f"{start}a TypedDict, whose instances are plain dicts: torch, optree and JAX take them apart as they are."
+        )
+    if is_constant_class(cls):
+        raise InvalidRegistrationError(
+            f"{start}a class of constants: each is there once, and one put together from parts would be another. It is "
+            "static data of the object that holds it:\n"
+            f'    mode: {cls.__qualname__} = dataclasses.field(metadata={{"static": True}})'
+        )
+
+
+def is_constant_class(cls: type) -> bool:
+    """Tell whether a class is that of an enum, or of dtypes, devices and the like: static data, never a node."""
+    return issubclass(cls, (enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format))
+
+
+def require_callable(
+    target: type,
+    argument: str,
+    function: object,
+    arity: int,
+    *,
+    caller: str = "register_class_flattening",
+    needed: str | None = None,
+) -> None:
+    """Refuse a function that cannot take the arguments it will be called with."""
+    needed = needed or ("()", "(obj)", "(children, static)")[arity]
+    if not callable(function):
+        raise InvalidRegistrationError(
+            f"{caller}({target.__qualname__}): {argument} must be a function {needed}, found "
+            f"{describe_class(function)}."
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # builtins such as `list` have no signature to check
+        return
+    try:
+        signature.bind(*range(arity))
+    except TypeError as error:
+        raise InvalidRegistrationError(
+            f"{caller}({target.__qualname__}): {argument} is called as f{needed}, but its signature "
+            f"is {signature} ({error})."
+        ) from None
+
+
+def _same_function(one: object, other: object) -> bool:
+    # not `==` for everything: the registry asks while it holds its lock, and a callable object may define `__eq__`
+    return one is other or (isinstance(one, types.MethodType) and one == other)
+
+
+def _given(recipe: Recipe) -> FlattenWithKeys | None:
+    """The keyed function the author gave, ``None`` for keys by position."""
+    return (
+        None
+        if getattr(recipe.flatten_with_keys, "__name__", "") == "flatten_with_positions"
+        else recipe.flatten_with_keys
+    )
+
+
+def _with_positions(flatten: Flatten) -> FlattenWithKeys:
+    """Key paths by position, for classes whose author gave none."""
+
+    def flatten_with_positions(obj: Any) -> tuple[list[tuple[KeyEntry, Any]], Any]:
+        children, static = flatten(obj)
+        return [(SequenceKey(i), child) for i, child in enumerate(children)], static
+
+    return flatten_with_positions

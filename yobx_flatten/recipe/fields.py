@@ -1,0 +1,200 @@
+"""Flatten functions read off a class that says by itself what it holds.
+
+=====================================  ================================  ===============================================
+class                                  children                          static part
+=====================================  ================================  ===============================================
+pydantic model                         fields, extra values, private     fields whose ``json_schema_extra`` says so, and
+                                       attributes                        which were set
+``tree_flatten``/``tree_unflatten``    as the author says                as the author says
+attrs class                            attributes                        those whose metadata says ``static``
+mapping-like: ``keys()``/``values()``  values                            keys
+dataclass on a ``dict`` or ``list``    fields, then items                names, ``static`` fields, keys
+dataclass, of flax, equinox, chex too  fields                            those whose metadata says ``static``, or flax's
+                                                                         ``pytree_node=False``
+``__slots__`` and no ``__dict__``      slots
+=====================================  ================================  ===============================================
+
+None of these libraries is imported: the classes carry marks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch.utils._pytree import GetAttrKey, SequenceKey
+
+from ..errors import InvalidRegistrationError, describe_class
+from .codegen import checked, functions_from_fields, name_functions, require_content
+from .contract import Flatten, FlattenWithKeys, Recipe, Unflatten, require_node
+from .hashable import own_copy
+from .keys import torch_key
+from .mappings import is_mapping, is_mapping_like, mapping_functions
+
+__all__ = ["functions_of", "is_mapping_like", "recipe_of"]
+
+_Functions = tuple[Flatten, FlattenWithKeys, Unflatten]
+
+
+def functions_of(
+    cls: type, caller: str = "make_flattening_function_for_dataclass"
+) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
+    """Make the flatten, keyed flatten and unflatten functions of a class that says by itself what it holds.
+
+    Args:
+        cls: a dataclass (flax, chex and equinox write dataclasses, too), an attrs class, a pydantic model, a class with
+            ``keys()`` and ``values()`` (a ``dict`` subclass, a ``ModelOutput``), one with JAX's ``tree_flatten()`` and
+            ``tree_unflatten()``, or one with nothing but ``__slots__``. A field declared with
+            ``metadata={"static": True}`` becomes static data. What an instance holds beside its fields does not come
+            back; no constructor is called.
+        caller: the function that the user called, for the messages.
+
+    Returns:
+        The three functions, named ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``.
+
+    Raises:
+        InvalidRegistrationError: for any other class.
+    """
+    require_node(cls, caller)
+    for fits, read in _READERS:
+        if fits(cls):
+            if read is not _jax_functions:  # their author says it all
+                require_content(cls, caller)
+            return name_functions(cls, read(cls))
+    raise InvalidRegistrationError(
+        f"{caller}: {describe_class(cls)} is neither a dataclass nor has keys() and values(), nor is it an attrs "
+        "class, a pydantic model, or a class with tree_flatten() and tree_unflatten() or nothing but __slots__. Name "
+        "the attributes that hold tensors, and those that are fixed:\n"
+        f"    f, k, u = functions_from_fields({cls.__qualname__}, ['x', 'y'], ['name'])\n"
+        f"    register_class_flattening({cls.__qualname__}, f, u, k)"
+    )
+
+
+def recipe_of(cls: type) -> Recipe:
+    """Make a recipe of a class that says by itself what it holds; see :func:`functions_of`."""
+    flatten, flatten_with_keys, unflatten = functions_of(cls)
+    return Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys)
+
+
+def _is_static(metadata: Mapping[Any, Any]) -> bool:
+    # `pytree_node` is flax's word; equinox and JAX say `static`, as we do
+    return bool(metadata.get("static", False)) or metadata.get("pytree_node", True) is False
+
+
+def _by_metadata(cls: type, fields: Iterable[Any]) -> _Functions:
+    metadata = {field.name: field.metadata for field in fields}
+    static_names = [name for name in metadata if _is_static(metadata[name])]
+    return functions_from_fields(cls, [name for name in metadata if name not in static_names], static_names)
+
+
+def _dataclass_functions(cls: type) -> _Functions:
+    return _by_metadata(cls, dataclasses.fields(cls))
+
+
+def _attrs_functions(cls: type) -> _Functions:
+    # by the name of the attribute: `_x` is passed to the constructor as `x`, but that is not called
+    return _by_metadata(cls, cls.__attrs_attrs__)  # type: ignore[attr-defined] # attrs writes it
+
+
+def _is_written_for_jax(cls: type) -> bool:
+    return hasattr(cls, "tree_unflatten") and (hasattr(cls, "tree_flatten") or hasattr(cls, "tree_flatten_with_keys"))
+
+
+def _jax_functions(cls: Any) -> _Functions:
+    """The methods of ``jax.tree_util.register_pytree_node_class``; their unflatten takes the static part first."""
+    plain, with_keys = getattr(cls, "tree_flatten", None), getattr(cls, "tree_flatten_with_keys", None)
+
+    def flatten(obj: Any) -> tuple[list[Any], Any]:
+        if plain is None:
+            pairs, static = flatten_with_keys(obj)
+            return [child for _, child in pairs], static
+        children, static = plain(obj)
+        return list(children), static
+
+    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        if with_keys is None:
+            children, static = flatten(obj)
+            return [(SequenceKey(i), child) for i, child in enumerate(children)], static
+        pairs, static = with_keys(obj)
+        return [(torch_key(key), child) for key, child in pairs], static
+
+    def unflatten(children: Iterable[Any], static: Any, output_type: type | None = None) -> Any:
+        return cls.tree_unflatten(static, tuple(children))
+
+    return flatten, flatten_with_keys, unflatten
+
+
+def _is_pydantic_model(cls: type) -> bool:
+    return hasattr(cls, "__pydantic_fields__") and hasattr(cls, "model_construct")
+
+
+def _pydantic_functions(cls: Any) -> _Functions:
+    """Fields, extra values and private attributes, without validation, as ``model_construct`` sets them."""
+    extras = {name: field.json_schema_extra for name, field in cls.__pydantic_fields__.items()}
+    static_names = [name for name, extra in extras.items() if isinstance(extra, dict) and _is_static(extra)]
+    names = [name for name in extras if name not in static_names]
+    is_root = cls.__pydantic_root_model__  # holds one field, and has no place for more
+    set_field = object.__setattr__
+
+    def flatten(obj: Any) -> tuple[list[Any], Any]:
+        state = obj.__dict__
+        extra = None if is_root else obj.__pydantic_extra__
+        private = None if is_root else obj.__pydantic_private__
+        static = {
+            "names": names,
+            "static": [checked(state[name], f"{cls.__qualname__}.{name}") for name in static_names],
+            "set": sorted(obj.__pydantic_fields_set__),
+            "extra": None if extra is None else list(extra),
+            "private": None if private is None else list(private),
+        }
+        return [*(state[name] for name in names), *(extra or {}).values(), *(private or {}).values()], static
+
+    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        children, static = flatten(obj)
+        everything = [*names, *(static["extra"] or ()), *(static["private"] or ())]
+        return [(GetAttrKey(name), child) for name, child in zip(everything, children, strict=True)], static
+
+    def unflatten(children: Iterable[Any], static: Any, output_type: type | None = None) -> Any:
+        given = dict(zip([*names, *(static["extra"] or ()), *(static["private"] or ())], children, strict=True))
+        given.update(zip(static_names, map(own_copy, static["static"]), strict=True))
+        obj = object.__new__(cls)
+        set_field(obj, "__dict__", {name: given[name] for name in extras})
+        set_field(obj, "__pydantic_fields_set__", set(static["set"]))
+        if not is_root:
+            for place in ("extra", "private"):
+                held = None if static[place] is None else {name: given[name] for name in static[place]}
+                set_field(obj, f"__pydantic_{place}__", held)
+        return obj
+
+    return flatten, flatten_with_keys, unflatten
+
+
+def _slots_of(cls: type) -> list[str]:
+    """The slots of a class and of its bases, as they are spelt in the instance; bases come first."""
+    found = []
+    for base in reversed(cls.__mro__):
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return [name for name in dict.fromkeys(found) if name != "__weakref__"]
+
+
+def _has_only_slots(cls: type) -> bool:
+    return cls.__dictoffset__ == 0 and cls.__itemsize__ == 0 and bool(_slots_of(cls))
+
+
+def _slots_functions(cls: type) -> _Functions:
+    return functions_from_fields(cls, _slots_of(cls))
+
+
+# The first row that fits is used: what an author wrote for the purpose comes before what a library wrote.
+_READERS: tuple[tuple[Callable[[type], bool], Callable[[type], _Functions]], ...] = (
+    (_is_pydantic_model, _pydantic_functions),
+    (_is_written_for_jax, _jax_functions),
+    (lambda cls: hasattr(cls, "__attrs_attrs__"), _attrs_functions),
+    (is_mapping, mapping_functions),
+    (dataclasses.is_dataclass, _dataclass_functions),
+    (_has_only_slots, _slots_functions),
+)

@@ -1,0 +1,174 @@
+"""Flatten functions of classes that list their content by ``keys()`` and ``values()``: its values are the children.
+
+An instance is put together by its constructor, which may do more than keep items (``self.__dict__ = self``), or less.
+So what items do not say is refused, and what a constructor made of them is compared::
+
+    class Config(dict):                     config.scale = tensor     flatten raises: no item holds it
+        def __init__(self, name):           Config(items)             unflatten raises: {"name": items}
+            super().__init__(name=name)
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from types import MemberDescriptorType
+from typing import Any
+
+from torch.utils._pytree import MappingKey
+
+from ..errors import RoundTripError
+from .codegen import builtin_base
+from .contract import Flatten, FlattenWithKeys, Unflatten
+
+__all__ = ["is_mapping", "is_mapping_like", "mapping_functions"]
+
+
+def is_mapping_like(cls: type) -> bool:
+    """Tell whether instances list their content by ``keys()`` and ``values()``."""
+    return all(callable(getattr(cls, name, None)) for name in ("keys", "values"))
+
+
+def is_mapping(cls: type) -> bool:
+    """Tell whether the items of instances are all they hold, as far as their class says.
+
+    chex writes dataclasses with the methods of a mapping, and a dataclass may derive from ``dict`` and never put its
+    fields there; the fields say more then. A ``ModelOutput`` makes items of its fields when it is made.
+    """
+    if not is_mapping_like(cls) or (issubclass(cls, dict) and _has_slots(cls)):
+        return False
+    if not dataclasses.is_dataclass(cls):
+        return True
+    return issubclass(cls, dict) and any(name in vars(base) for base in _written(cls) for name in _KEEPS_ITEMS)
+
+
+def mapping_functions(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
+    """Return flatten, keyed flatten and unflatten of a class for which :func:`is_mapping` holds.
+
+    Args:
+        cls: the class.
+
+    Returns:
+        The three functions. Flatten raises :class:`~yobx_flatten.RoundTripError` for an instance of a ``dict`` or
+        ``UserDict`` that holds what no item does, and unflatten when the constructor made other items.
+    """
+    refuse_more = _check_of(cls)
+    rebuild = _rebuilding(cls)
+
+    def flatten(obj: Any) -> tuple[list[Any], list[Any]]:
+        refuse_more(obj)
+        return list(obj.values()), list(obj.keys())
+
+    def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
+        children, keys = flatten(obj)
+        return [(MappingKey(k), child) for k, child in zip(keys, children, strict=True)], keys
+
+    def unflatten(children: Iterable[Any], keys: list[Any], output_type: type | None = None) -> Any:
+        return rebuild(dict(zip(keys, children, strict=True)))
+
+    return flatten, flatten_with_keys, unflatten
+
+
+_KEEPS_ITEMS = ("__post_init__", "__setitem__")
+
+
+def _written(cls: type) -> list[type]:
+    """The class and its bases, as far as somebody wrote them in Python."""
+    return list(cls.__mro__[: cls.__mro__.index(builtin_base(cls))])
+
+
+def _has_slots(cls: type) -> bool:
+    return any(type(value) is MemberDescriptorType for base in _written(cls) for value in vars(base).values())
+
+
+# -- what no item holds ----------------------------------------------------------------------------------------------
+
+
+def _check_of(cls: type) -> Callable[[Any], None]:
+    if dataclasses.is_dataclass(cls):
+        return _check_of_fields(cls)
+    if issubclass(cls, (dict, collections.UserDict)) and cls.__dictoffset__:
+        return _refuse_attributes
+    return lambda obj: None
+
+
+def _check_of_fields(cls: Any) -> Callable[[Any], None]:
+    """What a field holds is an item, or ``None``."""
+    names = [field.name for field in dataclasses.fields(cls)]
+
+    def refuse_more(obj: Any) -> None:
+        for name in names:
+            value = getattr(obj, name, None)
+            if value is not dict.get(obj, name):
+                raise _not_an_item(obj, name, [name])
+
+    return refuse_more
+
+
+def _refuse_attributes(obj: Any) -> None:
+    held = obj.__dict__
+    if not held or held is obj:
+        return
+    is_dict = isinstance(obj, dict)
+    more = [
+        name
+        for name, value in held.items()
+        if not (is_dict and dict.get(obj, name, obj) is value) and not (name == "data" and not is_dict)
+    ]
+    if more:
+        raise _not_an_item(obj, more[0], more)
+
+
+def _not_an_item(obj: Any, name: str, names: list[str]) -> RoundTripError:
+    cls = type(obj)
+    if isinstance(obj, dict):
+        line = (
+            f"f, k, u = functions_from_fields({cls.__qualname__}, {names})\n"
+            f"    register_class_flattening({cls.__qualname__}, f, u, k)"
+        )
+    else:
+        line = f"register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
+    return RoundTripError(
+        f"{cls.__qualname__}: its attribute {name!r} is none of its items, and these alone are children: it would be "
+        f"lost. Make it an item, or a child beside them (names of static data go in a second list):\n    {line}"
+    )
+
+
+# -- put together ----------------------------------------------------------------------------------------------------
+
+
+def _rebuilding(cls: type) -> Callable[[dict[Any, Any]], Any]:
+    make: Callable[..., Any] = cls
+    if dataclasses.is_dataclass(cls):
+        # no item: the field is None, whatever its default
+        absent = {field.name: None for field in dataclasses.fields(cls) if field.init and field.default is not None}
+        return lambda items: make(**{**absent, **items})
+    if not issubclass(cls, dict):
+        return lambda items: make(**items)
+    base: Any = builtin_base(cls)
+    if not any(name in vars(written) for written in _written(cls) for name in ("__init__", "__new__")):
+        return make  # any hashable key, not only names
+
+    def rebuild(items: Mapping[Any, Any]) -> Any:
+        obj = make(items)
+        found = dict(base.items(obj))
+        if list(found) != list(items) or not all(map(_kept, found.values(), items.values())):
+            raise RoundTripError(
+                f"{cls.__qualname__}: its constructor, given the items, made other ones: {_spell(found)} instead of "
+                f"{_spell(items)}. Have it put together without its constructor:\n"
+                f"    f, k, u = functions_from_fields({cls.__qualname__}, [])\n"
+                f"    register_class_flattening({cls.__qualname__}, f, u, k)"
+            )
+        return obj
+
+    return rebuild
+
+
+def _kept(found: Any, given: Any) -> bool:
+    # some constructors make containers of their own kind of what is nested
+    return found is given or isinstance(given, (dict, list, tuple))
+
+
+def _spell(items: Mapping[Any, Any]) -> str:
+    return f"{{{', '.join(f'{key!r}: {type(value).__name__}' for key, value in items.items())}}}"

@@ -1,0 +1,271 @@
+"""Does an object come back from flatten and unflatten as it went in? What ``f_check`` and ``check_recipe`` ask.
+
+Each check takes a recipe that is in force and a sample, and raises for one kind of difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from ..errors import RoundTripError, StaticDataError, describe_class
+from .contract import Recipe
+from .hashable import hashable
+
+__all__ = ["CHECKS", "check_round_trip"]
+
+
+def check_round_trip(recipe: Recipe, sample: Any) -> None:
+    """Flatten, unflatten and flatten again, with every function of the recipe.
+
+    Args:
+        recipe: the recipe to check; it must be in force.
+        sample: an instance of its class.
+
+    Raises:
+        RoundTripError: naming the class, the function and the difference.
+    """
+    name = recipe.cls.__qualname__
+    if type(sample) is not recipe.cls:
+        raise RoundTripError(f"f_check of {name} returned a {type(sample).__qualname__}; return an instance of {name}.")
+    for check in CHECKS.values():
+        check(recipe, sample)
+
+
+# -- the checks ------------------------------------------------------------------------------------------------------
+
+
+def _check_no_tensors_in_static(recipe: Recipe, sample: Any) -> None:
+    """The static part holds neither tensors nor arrays: they change from call to call."""
+    _, static = _flatten(recipe, sample)
+    for found in _tensors_in(static):
+        raise RoundTripError(
+            f"{recipe.cls.__qualname__}: its tree spec cannot be stored in a saved program: Static data holds "
+            f"{describe_class(found)}, which cannot be stored with a tree spec. Return it among the children if it may "
+            "change between calls, otherwise store its name or its numbers."
+        )
+
+
+def _check_keys(recipe: Recipe, sample: Any) -> None:
+    """The keyed flatten gives the same children and static part, under keys that torch knows."""
+    name = recipe.cls.__qualname__
+    children, static = _flatten(recipe, sample)
+    keyed, keyed_static = _pair(name, "f_flatten_with_keys", recipe.flatten_with_keys(sample))
+    if not all(isinstance(item, tuple) and len(item) == 2 for item in keyed):
+        raise RoundTripError(f"{name}: f_flatten_with_keys must return a list of (key, child) pairs first.")
+    for key, _ in keyed:
+        if not isinstance(key, (pytree.MappingKey, pytree.GetAttrKey, pytree.SequenceKey)):
+            raise RoundTripError(
+                f"{name}: f_flatten_with_keys gives the key {key!r}, which torch.export does not know; write it with "
+                f"torch.utils._pytree:\n    return [(GetAttrKey({str(key)!r}), obj.{key}), ...], static"
+            )
+    if not _same([child for _, child in keyed], children) or not _equal(keyed_static, static):
+        raise RoundTripError(
+            f"{name}: f_flatten and f_flatten_with_keys disagree.\n"
+            f"  f_flatten:           {len(children)} children, static {static!r}\n"
+            f"  f_flatten_with_keys: {len(keyed)} children, static {keyed_static!r}"
+        )
+
+
+def _check_rebuilt(recipe: Recipe, sample: Any) -> None:
+    """The rebuilt object is of the same class, holds the same children (no copies) and has an equal static part."""
+    name, cls = recipe.cls.__qualname__, recipe.cls
+    children, static = _flatten(recipe, sample)
+    rebuilt = recipe.unflatten(list(children), static)
+    if type(rebuilt) is not cls:
+        raise RoundTripError(f"{name}: f_unflatten returned a {type(rebuilt).__qualname__} instead of a {name}.")
+    children_again, static_again = _flatten(recipe, rebuilt)
+    if not _same(children_again, children):
+        raise RoundTripError(
+            f"{name}: the rebuilt object has other children than the original "
+            f"({_difference(children_again, children)}). f_unflatten must "
+            "take the children in the order in which f_flatten returns them, and not copy them."
+        )
+    if not _equal(static_again, static):
+        raise RoundTripError(
+            f"{name}: the rebuilt object has another static part than the original.\n"
+            f"  original: {static!r}\n  rebuilt:  {static_again!r}"
+        )
+    for attribute in _lost_tensors(sample, rebuilt):
+        raise RoundTripError(
+            f"{name}: its attribute {attribute!r} holds tensors that do not come back, since it is not among the "
+            "children. Declare it as a field, or name it:\n"
+            f"    f, k, u = functions_from_fields({name}, [..., {attribute!r}])\n"
+            f"    register_class_flattening({name}, f, u, k)"
+        )
+
+
+def _check_no_tensors_made(recipe: Recipe, sample: Any) -> None:
+    """Unflatten makes no tensor: made in a trace, it would be a constant of the program.
+
+    See https://github.com/pytorch/pytorch/issues/179555: the constant is not found again by ``run_decompositions``.
+    """
+    children, static = _flatten(recipe, sample)
+    with _recorded() as operators:
+        recipe.unflatten(list(children), static)
+    if operators:
+        raise RoundTripError(
+            f"{recipe.cls.__qualname__}: f_unflatten calls {', '.join(operators)}. A tensor made there becomes a "
+            "constant of the program. Return it among the children, or make it where it is used."
+        )
+
+
+def _check_placeholders(recipe: Recipe, sample: Any) -> None:
+    """Unflatten takes whatever stands in the place of a tensor: torch.export puts shapes there, JAX bare objects."""
+    children, static = _flatten(recipe, sample)
+    placeholders = [object() if _is_leaf(child) else child for child in children]
+    try:
+        recipe.unflatten(placeholders, static)
+    except Exception as error:
+        raise RoundTripError(
+            f"{recipe.cls.__qualname__}: f_unflatten fails with placeholders in the place of the children "
+            f"({type(error).__name__}: {error}). Let it store the children as they are, without a look inside; what is "
+            "computed from them belongs into the static part."
+        ) from error
+
+
+def _check_hashable(recipe: Recipe, sample: Any) -> None:
+    """The static part hashes, or is made of lists, dicts and sets of what does: JAX keeps programs by it."""
+    _, static = _flatten(recipe, sample)
+    try:
+        hashable(static)
+    except StaticDataError as error:
+        raise RoundTripError(f"{recipe.cls.__qualname__}: {error}") from error
+
+
+def _check_stored(recipe: Recipe, sample: Any) -> None:
+    """The spec survives ``torch.export.save``."""
+    name = recipe.cls.__qualname__
+    spec = pytree.tree_structure(sample)
+    try:
+        stored = pytree.treespec_loads(pytree.treespec_dumps(spec))
+    except Exception as error:
+        raise RoundTripError(f"{name}: its tree spec cannot be stored in a saved program: {error}") from error
+    if stored != spec:
+        raise RoundTripError(
+            f"{name}: its tree spec does not survive torch.export.save.\n  before: {spec}\n  after:  {stored}"
+        )
+
+
+def _check_cpp(recipe: Recipe, sample: Any) -> None:
+    """The C++ pytree of torch sees the same leaves as its Python one, where it is in use."""
+    cxx = sys.modules.get("torch.utils._cxx_pytree")
+    if cxx is not None and not _same(cxx.tree_leaves(sample), pytree.tree_leaves(sample)):
+        name = recipe.cls.__qualname__
+        raise RoundTripError(f"{name}: torch's C++ pytree and its Python pytree see different leaves.")
+
+
+CHECKS: dict[str, Callable[[Recipe, Any], None]] = {
+    "no tensors in the static part": _check_no_tensors_in_static,
+    "keyed equals plain": _check_keys,
+    "comes back the same": _check_rebuilt,
+    "unflatten makes no tensors": _check_no_tensors_made,
+    "placeholders are accepted": _check_placeholders,
+    "the spec can be stored": _check_stored,
+    "the static part hashes": _check_hashable,
+    "C++ agrees with Python": _check_cpp,
+}
+
+
+# -- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _flatten(recipe: Recipe, obj: Any) -> tuple[list[Any], Any]:
+    return _pair(recipe.cls.__qualname__, "f_flatten", recipe.flatten(obj))
+
+
+def _pair(name: str, function: str, result: Any) -> tuple[list[Any], Any]:
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], (list, tuple)):
+        return list(result[0]), result[1]
+    raise RoundTripError(
+        f"{name}: {function} must return a pair (list of children, static part), found {type(result).__qualname__}"
+        f"{' of ' + str(len(result)) if isinstance(result, (tuple, list)) else ''}.\n"
+        f"    return [obj.a, obj.b], None"
+    )
+
+
+def _tensors_in(static: Any) -> Iterator[Any]:
+    numpy = sys.modules.get("numpy")
+    arrays = (torch.Tensor,) if numpy is None else (torch.Tensor, numpy.ndarray)
+    left, seen = [static], set()
+    while left:
+        value = left.pop()
+        if isinstance(value, arrays):
+            yield value
+        elif isinstance(value, (list, tuple, set, frozenset, dict)) and id(value) not in seen:
+            seen.add(id(value))
+            left += [*value, *value.values()] if isinstance(value, dict) else value
+
+
+def _lost_tensors(sample: Any, rebuilt: Any) -> list[str]:
+    """The attributes that hold tensors and are not there any more; what is computed anew when it is read may go."""
+    before, after = (getattr(obj, "__dict__", {}) for obj in (sample, rebuilt))
+    return [
+        name
+        for name, value in before.items()
+        if name not in after
+        and any(isinstance(part, torch.Tensor) for part in (value if type(value) in (list, tuple) else [value]))
+        and not isinstance(inspect.getattr_static(type(sample), name, None), functools.cached_property)
+    ]
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch annotates it no further
+        self.operators: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators[f"torch.ops.{func}"] = None
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[dict[str, None]]:
+    # `with recorder:` also writes down, for the whole process, that a mode is on; two threads that do so at the same
+    # time leave that note behind (torch.utils._python_dispatch, torch 2.13)
+    recorder = _Recorder()
+    _push_mode(recorder)
+    try:
+        yield recorder.operators
+    finally:
+        _pop_mode()
+
+
+def _is_leaf(child: Any) -> bool:
+    return pytree._get_node_type(child) not in pytree.SUPPORTED_NODES
+
+
+def _difference(found: list[Any], expected: list[Any]) -> str:
+    """What is wrong with the children that came back, in words."""
+    if len(found) != len(expected):
+        return f"{len(found)} instead of {len(expected)}"
+    pairs = enumerate(zip(found, expected, strict=True))
+    index = next((i for i, (a, b) in pairs if not _same([a], [b])), 0)
+    return f"child {index} is not the {type(expected[index]).__qualname__} that was taken out"
+
+
+def _same(left: list[Any], right: list[Any]) -> bool:
+    """The same objects: equal is not enough, since a copy loses the dynamic shapes of a trace."""
+    left_leaves, left_spec = pytree.tree_flatten(left)
+    right_leaves, right_spec = pytree.tree_flatten(right)
+    return left_spec == right_spec and all(
+        a is b or (not isinstance(a, torch.Tensor) and _equal(a, b))
+        for a, b in zip(left_leaves, right_leaves, strict=True)
+    )
+
+
+def _equal(left: Any, right: Any) -> bool:
+    try:
+        return left is right or bool(left == right)
+    except Exception:  # whatever a user's __eq__ raises: static data that does not compare is not equal
+        return False

@@ -1,0 +1,313 @@
+"""The static part of a node (torch says *context*, JAX *aux*) to JSON and back, with nothing lost on the way.
+
+JSON turns tuples into lists and integer keys into strings. A tree spec that went through plain JSON (as in
+``torch.export.save``) then differs from the live one, and the loaded program refuses its own inputs. What plain JSON
+keeps stays plain, so that a saved program is readable; everything else is a dict with the single key ``"!<kind>"``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import json
+import math
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import StaticDataError, describe_class
+
+__all__ = ["check_static", "dump_static", "is_array", "load_static", "locate"]
+
+_PLAIN = (str, int, float, bool, type(None))
+_Put = Callable[[Any, str], Any]  # (part, where it stands in the whole) -> JSON
+
+
+class _Kind(NamedTuple):
+    fits: Callable[[Any], bool]
+    to_json: Callable[[Any, _Put], Any]
+    from_json: Callable[[Any], Any]
+
+
+def locate(name: str) -> Any:
+    """Find what ``module:qualified.name`` names."""
+    module, _, qualified = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in qualified.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _locate_class(name: str, base: type) -> Any:
+    """Find a class that is called while it is looked up: anything else is not what was stored."""
+    found = locate(name)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise StaticDataError(
+            f"A stored tree spec names {name} as a subclass of {base.__name__}, and it is {describe_class(found)}."
+        )
+    return found
+
+
+def is_array(value: Any) -> bool:
+    """Tell whether a value is an array: a tensor, a NumPy or a JAX array, also one under a trace."""
+    if isinstance(value, torch.Tensor):
+        return True
+    return _is_of("numpy", "ndarray", value) or _is_of("jax", "Array", value)
+
+
+def dump_static(value: Any, *, where: str = "") -> Any:
+    """Turn static data into what :mod:`json` can write.
+
+    Args:
+        value: strings, numbers, ``None``, lists, tuples, named tuples, dicts with any of these as keys, sets, enums,
+            dataclasses, dtypes, devices, sizes, slices, ranges, bytes, scalars and dtypes of NumPy, and classes,
+            functions and constants that a module has by name, nested at will.
+        where: what the value is, for messages: ``"State.window"``.
+
+    Returns:
+        Lists, dicts with string keys, strings, numbers and ``None``.
+
+    Raises:
+        StaticDataError: for anything else, a tensor first of all: tensors are children, not static data. The message
+            says where it stands: ``static['a'][0]``.
+
+    >>> dump_static(["key_0", ("relu", None)])
+    ['key_0', {'!tuple': ['relu', None]}]
+    >>> load_static(dump_static({1: (2, torch.float16)}))
+    {1: (2, torch.float16)}
+    """
+    if type(value) in _PLAIN:
+        return value
+
+    def put(part: Any, step: str) -> Any:
+        return dump_static(part, where=f"{where or 'static'}{step}")
+
+    if type(value) is list:
+        return [put(x, f"[{i}]") for i, x in enumerate(value)]
+    if type(value) is dict and all(type(k) is str and not k.startswith("!") for k in value):
+        return {k: put(x, f"[{k!r}]") for k, x in value.items()}
+    for kind, row in _KINDS.items():
+        if row.fits(value):
+            try:
+                return {f"!{kind}": row.to_json(value, put)}
+            except _NoNameError as error:
+                raise StaticDataError(
+                    f"Static data holds {describe_class(error.args[0])}{_at(where)}, which another process could not "
+                    "find by that name. Define it at the top of a module."
+                ) from None
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise StaticDataError(
+            f"Static data holds {describe_class(value)}{_at(where)}, a size that varies in a trace: a program has one "
+            "static part. Return it among the children, as an int."
+        )
+    raise StaticDataError(
+        f"Static data holds {describe_class(value)}{_at(where)}, which cannot be stored with a tree spec. "
+        "Return it among the children if it may change between calls, otherwise store its name or its numbers."
+    )
+
+
+def load_static(data: Any) -> Any:
+    """Bring back what :func:`dump_static` was given.
+
+    Args:
+        data: what :func:`dump_static` returned, possibly after a trip through :mod:`json`.
+
+    Returns:
+        Static data that compares equal to the original.
+
+    Raises:
+        StaticDataError: when the data was written by a newer version.
+    """
+    if isinstance(data, list):
+        return [load_static(x) for x in data]
+    if not isinstance(data, dict):
+        # specs are compared with ==, and of all NaNs only the very same object passes: the one that everybody uses
+        return math.nan if data != data else data
+    if len(data) == 1:
+        (key, value), *_ = data.items()
+        if key.startswith("!"):
+            if key[1:] not in _KINDS:
+                raise StaticDataError(
+                    f"A stored tree spec holds static data of kind {key[1:]!r}, which this version of yobx_flatten "
+                    "does not know. Update it: pip install --upgrade yobx-flatten"
+                )
+            return _KINDS[key[1:]].from_json(value)
+    return {k: load_static(x) for k, x in data.items()}
+
+
+def check_static(value: Any, *, where: str = "") -> None:
+    """Refuse static data that cannot be stored, or that does not compare to a bool.
+
+    Args:
+        value: the static part of a node, or one attribute of it.
+        where: what the value is, for the message: ``"State.window"``.
+
+    Raises:
+        StaticDataError: naming what was found and where it stands.
+
+    >>> check_static({"sizes": (2, 3)})
+    >>> check_static({"sizes": [torch.zeros(2)]}, where="State.config")
+    Traceback (most recent call last):
+    yobx_flatten.errors.StaticDataError: Static data holds the Tensor tensor([0., 0.]) at State.config['sizes'][0], ...
+    """
+    try:
+        # in a list, where NaN equals NaN if both are the one that everybody uses
+        fits = [load_static(dump_static(value, where=where))] == [value]
+    except StaticDataError:
+        raise
+    except Exception:  # whatever an __eq__ or a from_dict raises
+        fits = False
+    if not fits:
+        raise StaticDataError(
+            f"Static data holds {describe_class(value)}{_at(where)}, which is not equal to itself once it was stored "
+            "and loaded: a loaded program would refuse its own inputs. Give its class an __eq__ that compares what it "
+            "holds and returns a bool, or store its numbers."
+        )
+
+
+def _at(where: str) -> str:
+    return f" at {where}" if where else ""
+
+
+class _NoNameError(Exception):
+    """A class, function or constant that no module has by its name."""
+
+
+def _name_of(value: Any) -> str:
+    name = f"{getattr(value, '__module__', None)}:{getattr(value, '__qualname__', None)}"
+    try:
+        found = locate(name)
+    except (ImportError, AttributeError, ValueError):
+        found = None
+    if found is not value:
+        raise _NoNameError(value)
+    return name
+
+
+def _has_name(value: Any) -> bool:
+    try:
+        _name_of(value)
+    except _NoNameError:
+        return False
+    return True
+
+
+def _constant_name(value: Any) -> str | None:
+    """The name of a sentinel, such as equinox's ``MISSING``, in the module that defines its class."""
+    module = type(value).__module__
+    contents = getattr(sys.modules.get(module), "__dict__", {})
+    return next((f"{module}:{name}" for name, found in list(contents.items()) if found is value), None)
+
+
+def _is_of(library: str, name: str, value: Any) -> bool:
+    """An `isinstance` that imports nothing."""
+    cls = getattr(sys.modules.get(library), name, None)
+    return cls is not None and isinstance(value, cls)
+
+
+def _numpy_dtype(name: str) -> Any:
+    return importlib.import_module("numpy").dtype(locate(name))
+
+
+def _is_numpy_dtype(value: Any) -> bool:
+    # the class of its scalars says it all, except for structured dtypes and those of another byte order
+    return _is_of("numpy", "dtype", value) and _has_name(value.type) and _numpy_dtype(_name_of(value.type)) == value
+
+
+def _numpy_scalar(name: str, content: str) -> Any:
+    return importlib.import_module("numpy").frombuffer(bytes.fromhex(content), _numpy_dtype(name))[0]
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _load_dataclass(name: str, values: dict[str, Any]) -> Any:
+    obj = object.__new__(locate(name))
+    for field, value in values.items():
+        object.__setattr__(obj, field, load_static(value))
+    return obj
+
+
+def _put_all(values: Any, put: _Put) -> list[Any]:
+    return [put(x, f"[{i}]") for i, x in enumerate(values)]
+
+
+def _put_sorted(values: Any, put: _Put) -> list[Any]:
+    return _put_all(sorted(values, key=repr), put)
+
+
+def _put_items(values: dict[Any, Any], put: _Put) -> list[Any]:
+    return [[put(k, f" key {k!r}"), put(x, f"[{k!r}]")] for k, x in values.items()]
+
+
+def _load_items(data: list[Any]) -> list[tuple[Any, Any]]:
+    return [(load_static(k), load_static(x)) for k, x in data]
+
+
+# The first row that fits is used, so subclasses stand before their bases.
+_KINDS: dict[str, _Kind] = {
+    # combined and empty flags have no name
+    "flag": _Kind(
+        lambda v: isinstance(v, enum.Flag),
+        lambda v, put: [_name_of(type(v)), v.value],
+        lambda d: _locate_class(d[0], enum.Flag)(d[1]),
+    ),
+    "enum": _Kind(
+        lambda v: isinstance(v, enum.Enum),
+        lambda v, put: [_name_of(type(v)), v.name],
+        lambda d: _locate_class(d[0], enum.Enum)[d[1]],
+    ),
+    "size": _Kind(lambda v: type(v) is torch.Size, lambda v, put: list(v), torch.Size),
+    "tuple": _Kind(lambda v: type(v) is tuple, _put_all, lambda d: tuple(load_static(x) for x in d)),
+    "namedtuple": _Kind(
+        lambda v: isinstance(v, tuple) and hasattr(v, "_fields"),
+        lambda v, put: [_name_of(type(v)), [put(x, f".{name}") for name, x in zip(v._fields, v, strict=True)]],
+        lambda d: _locate_class(d[0], tuple)._make(load_static(x) for x in d[1]),
+    ),
+    "set": _Kind(lambda v: type(v) is set, _put_sorted, lambda d: {load_static(x) for x in d}),
+    "frozenset": _Kind(lambda v: type(v) is frozenset, _put_sorted, lambda d: frozenset(load_static(x) for x in d)),
+    "dict": _Kind(lambda v: type(v) is dict, _put_items, lambda d: dict(_load_items(d))),
+    "ordered": _Kind(lambda v: type(v) is OrderedDict, _put_items, lambda d: OrderedDict(_load_items(d))),
+    "dtype": _Kind(
+        lambda v: isinstance(v, torch.dtype),
+        lambda v, put: str(v).removeprefix("torch."),
+        lambda d: getattr(torch, d),
+    ),
+    "device": _Kind(lambda v: isinstance(v, torch.device), lambda v, put: str(v), torch.device),
+    "slice": _Kind(
+        lambda v: isinstance(v, slice),
+        lambda v, put: [put(v.start, ".start"), put(v.stop, ".stop"), put(v.step, ".step")],
+        lambda d: slice(*(load_static(x) for x in d)),
+    ),
+    "range": _Kind(lambda v: isinstance(v, range), lambda v, put: [v.start, v.stop, v.step], lambda d: range(*d)),
+    "complex": _Kind(lambda v: type(v) is complex, lambda v, put: [v.real, v.imag], lambda d: complex(*d)),
+    "bytes": _Kind(lambda v: type(v) is bytes, lambda v, put: v.hex(), bytes.fromhex),
+    "class": _Kind(lambda v: isinstance(v, type), lambda v, put: _name_of(v), locate),
+    "numpy_dtype": _Kind(_is_numpy_dtype, lambda v, put: _name_of(v.type), _numpy_dtype),
+    "numpy": _Kind(
+        lambda v: _is_of("numpy", "generic", v) and _is_numpy_dtype(v.dtype) and not v.dtype.hasobject,
+        lambda v, put: [_name_of(v.dtype.type), v.tobytes().hex()],
+        lambda d: _numpy_scalar(*d),
+    ),
+    # configurations of transformers, which several caches keep
+    "config": _Kind(
+        lambda v: callable(getattr(v, "to_dict", None)) and callable(getattr(type(v), "from_dict", None)),
+        lambda v, put: [_name_of(type(v)), json.dumps(v.to_dict(), sort_keys=True, default=str)],
+        lambda d: locate(d[0]).from_dict(json.loads(d[1])),
+    ),
+    "dataclass": _Kind(
+        _is_dataclass,
+        lambda v, put: [
+            _name_of(type(v)),
+            {f.name: put(getattr(v, f.name), f".{f.name}") for f in dataclasses.fields(v)},
+        ],
+        lambda d: _load_dataclass(*d),
+    ),
+    "function": _Kind(lambda v: callable(v) and _has_name(v), lambda v, put: _name_of(v), locate),
+    "constant": _Kind(lambda v: _constant_name(v) is not None, lambda v, put: _constant_name(v), locate),
+}

@@ -1,0 +1,1 @@
+"""Who holds which class, and one file per library's table."""

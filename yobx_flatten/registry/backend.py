@@ -1,0 +1,32 @@
+"""What the registry asks of every library: what do you hold for this class, hold this, bring that back."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ..recipe.contract import Recipe
+
+__all__ = ["Backend"]
+
+
+class Backend(Protocol):
+    """One library's table of classes.
+
+    ``read`` returns whatever the library holds for a class, as an opaque value that compares by identity of the
+    functions, or ``None`` when it holds nothing. ``restore`` brings exactly that back. Each call either does all of its
+    work or raises before it changed anything.
+    """
+
+    name: str
+
+    def read(self, cls: type) -> Any:
+        """Return all that the library holds for ``cls``, or ``None``."""
+
+    def holds(self, recipe: Recipe) -> bool:
+        """Tell whether the library holds exactly this recipe for its class."""
+
+    def write(self, recipe: Recipe) -> None:
+        """Put the recipe in force, in place of what is there."""
+
+    def restore(self, recipe: Recipe, found: Any) -> None:
+        """Take the recipe out and bring back ``found``, a value that ``read`` returned before ``write``."""

@@ -1,0 +1,265 @@
+"""Who holds which class, how often, and what every library held before. The only mutable object of the core.
+
+A *library* is what a user chooses: torch (three tables), optree, JAX. A class that nobody holds in a library is not
+mentioned here. The first claim on it reads what each table of the library holds (*found*) and puts its recipe in force;
+the last claim to go brings *found* back. Claims may go in any order.
+
+    claims on DynamicCache      in force        what happens
+    -                           theirs          found = theirs
+    block 1                     ours            written once
+    block 1, block 2            ours            nothing (two threads, or nested)
+             block 2            ours            nothing: block 1 left first
+    -                           theirs          found brought back
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..errors import (
+    AlreadyRegisteredError,
+    InvalidArgumentError,
+    MissingDependencyError,
+    NotRegisteredError,
+    describe_class,
+)
+from ..recipe.contract import Recipe
+from .backend import Backend
+from .jax import Jax
+from .locking import LOCK
+from .optree import Optree
+from .torch_cpp import TorchCpp
+from .torch_fx import TorchFx
+from .torch_python import TorchPython
+
+__all__ = ["REGISTRY", "TORCH", "Claim", "Registry"]
+
+TORCH = ("torch",)  # what the documented functions reach when nothing else is asked for
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Claim:
+    """One holder's wish to have a recipe in force in some libraries; :meth:`Registry.release` gives it up."""
+
+    recipe: Recipe
+    by_user: bool
+    libraries: tuple[str, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class _Slot:
+    recipe: Recipe  # in force
+    found: list[Any]  # per table of the library
+    claims: list[Claim]
+
+    @property
+    def by_user(self) -> bool:
+        return self.claims[0].by_user
+
+
+class Registry:
+    """Claims on classes, per library; a library's first table decides whether it knows a class.
+
+    No function of a user runs while the lock is held, so that a flatten function may register classes itself.
+
+    Args:
+        libraries: name -> the tables that are written together.
+    """
+
+    def __init__(self, libraries: Mapping[str, tuple[Backend, ...]]) -> None:
+        self._libraries = dict(libraries)
+        self._slots: dict[tuple[str, type], _Slot] = {}
+        self._retired: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+        self._lock = LOCK
+
+    def recipe_in_force(self, cls: type, library: str = "torch") -> Recipe | None:
+        """Return our recipe for the class while somebody claims it in this library."""
+        with self._lock:
+            slot = self._slots.get((library, cls))
+            return None if slot is None else slot.recipe
+
+    def remedy(self, cls: type) -> str | None:
+        """Return the line that registers a class we hold or held, for error messages; ``None`` for other classes."""
+        with self._lock:
+            for library in self._libraries:
+                if (library, cls) in self._slots:
+                    return self._slots[library, cls].recipe.remedy
+            return self._retired.get(cls)
+
+    def registered_base(self, cls: type) -> type | None:
+        """Return the nearest base that the user registered, which does not make a node of the class itself."""
+        with self._lock:
+            held = {key[1] for key, slot in self._slots.items() if slot.by_user}
+            return next((base for base in cls.__mro__[1:] if base in held), None)
+
+    def libraries(self, backends: str | Iterable[str], function: str) -> tuple[str, ...]:
+        """Check a user's choice of libraries.
+
+        Args:
+            backends: names, or ``"all"`` for every library there is: one that is not installed is told nothing.
+            function: the function she called, for the messages.
+
+        Raises:
+            InvalidArgumentError: when a name is unknown, or there is none.
+            MissingDependencyError: when a library that she names is not installed.
+        """
+        names = (backends,) if isinstance(backends, str) else tuple(backends)
+        unknown = [name for name in names if name != "all" and name not in self._libraries]
+        if unknown or not names:
+            known = ", ".join(map(repr, self._libraries))
+            found = describe_class(unknown[0]) if unknown else "none"
+            raise InvalidArgumentError(
+                f"{function}: backends names libraries out of {known}, or is 'all'; found {found}.\n"
+                f"    {function}(..., backends=({', '.join(map(repr, TORCH))},))"
+            )
+        for name in names:
+            if name != "all" and importlib.util.find_spec(name) is None:
+                raise MissingDependencyError(
+                    f"{function}: backends names {name}, which is not installed:\n    pip install {name}"
+                )
+        return tuple(name for name in self._libraries if name in names or "all" in names)
+
+    def claim(self, recipe: Recipe) -> Claim | None:
+        """Claim a class for a block, in torch.
+
+        Returns:
+            The claim, or ``None`` when the user registered the class herself: she keeps her functions.
+        """
+        (library,) = TORCH
+        with self._lock:
+            slot = self._slots.get((library, recipe.cls))
+            if slot is None:
+                return self._open(recipe, TORCH, by_user=False)
+            if slot.by_user:
+                return None
+            for backend in self._libraries[library]:
+                if backend.read(recipe.cls) is None:  # taken away behind our back, by torch's own deregistration say
+                    backend.write(slot.recipe)
+            claim = Claim(slot.recipe, False, TORCH)
+            slot.claims.append(claim)
+            return claim
+
+    def claim_for_user(self, recipe: Recipe, libraries: tuple[str, ...] = TORCH) -> Claim | None:
+        """Claim a class for the user who called :func:`~yobx_flatten.register_class_flattening`.
+
+        A library that holds the class already, by us with the same functions or by others, is left as it is.
+
+        Returns:
+            The claim on the other libraries, or ``None`` when none is left.
+
+        Raises:
+            AlreadyRegisteredError: when one of them holds it by us with other functions; nothing changes then.
+        """
+        with self._lock:
+            free, refused = [], None
+            for library in libraries:
+                slot, known = self._slot_of_user(library, recipe.cls)
+                if slot is None and not known:
+                    free.append(library)
+                elif slot is not None and not slot.recipe.same_functions(recipe):
+                    refused = slot
+            if refused is None:
+                return self._open(recipe, tuple(free), by_user=True) if free else None
+        # outside of the lock: the message may call a user's `__repr__`
+        raise AlreadyRegisteredError(_registered_twice(refused, recipe))
+
+    def release(self, claim: Claim) -> None:
+        """Give a claim up; the last one on a library brings back what was found. Releasing twice does nothing."""
+        with self._lock:
+            for library in claim.libraries:
+                self._release(library, claim)
+
+    def release_user(self, cls: type) -> None:
+        """Give up all that the user claims of a class.
+
+        Raises:
+            NotRegisteredError: when she claims nothing.
+        """
+        with self._lock:
+            slots = [self._slots[library, cls] for library in self._libraries if (library, cls) in self._slots]
+            claims = [claim for slot in slots for claim in slot.claims if claim.by_user]
+            for claim in claims:
+                self.release(claim)
+            problem = None if claims else self._not_hers(cls, slots)
+        if problem is not None:
+            raise NotRegisteredError(problem)
+
+    def _slot_of_user(self, library: str, cls: type) -> tuple[_Slot | None, bool]:
+        """The claims on a class, and whether the library knows the class at all."""
+        slot = self._slots.get((library, cls))
+        known = self._libraries[library][0].read(cls) is not None
+        if slot is not None and slot.by_user and not known:
+            self._release(library, slot.claims[0])  # torch's own deregistration took it away behind our back
+            slot = None
+        return slot, known
+
+    def _release(self, library: str, claim: Claim) -> None:
+        key = library, claim.recipe.cls
+        slot = self._slots.get(key)
+        if slot is None or not any(held is claim for held in slot.claims):
+            return
+        if len(slot.claims) > 1:
+            slot.claims = [held for held in slot.claims if held is not claim]
+            return
+        for backend, found in zip(self._libraries[library], slot.found, strict=True):
+            backend.restore(slot.recipe, found)
+        del self._slots[key]
+        self._retired[claim.recipe.cls] = slot.recipe.remedy
+
+    def _open(self, recipe: Recipe, libraries: tuple[str, ...], *, by_user: bool) -> Claim:
+        """Put the recipe in force in all tables of the libraries, or in none."""
+        found = {library: [b.read(recipe.cls) for b in self._libraries[library]] for library in libraries}
+        written: list[tuple[Backend, Any]] = []
+        try:
+            for library in libraries:
+                for backend, before in zip(self._libraries[library], found[library], strict=True):
+                    backend.write(recipe)
+                    written.append((backend, before))
+        except BaseException:
+            for backend, before in reversed(written):
+                backend.restore(recipe, before)
+            raise
+        claim = Claim(recipe, by_user, libraries)
+        for library in libraries:
+            self._slots[library, recipe.cls] = _Slot(recipe, found[library], [claim])
+        return claim
+
+    def _not_hers(self, cls: type, slots: list[_Slot]) -> str:
+        start = f"unregister_class_flattening({cls.__qualname__}): {describe_class(cls)}"
+        if slots:
+            return f"{start} is held by a block, which lets it go when it ends:\n    {slots[0].recipe.remedy}"
+        tables = [backend for library in self._libraries.values() for backend in library]
+        holders = ", ".join(backend.name for backend in tables if backend.read(cls) is not None)
+        if holders:
+            return (
+                f"{start} was registered by somebody else (in {holders}), not through register_class_flattening, and "
+                "is left as it is."
+            )
+        return f"{start} is not registered. Register it first:\n    register_class_flattening({cls.__qualname__}, ...)"
+
+
+def _registered_twice(slot: _Slot, recipe: Recipe) -> str:
+    name = recipe.cls.__qualname__
+    held = "by a block" if not slot.by_user else "with register_class_flattening"
+    way_out = (
+        f"Unregister it first:\n    unregister_class_flattening({name})"
+        if slot.by_user
+        else f"To keep your functions inside the block, register before you enter it:\n"
+        f"    register_class_flattening({name}, ...)\n    {slot.recipe.remedy}"
+    )
+    return (
+        f"{describe_class(recipe.cls)} is already registered {held}, with other functions "
+        f"({_function_name(slot.recipe.flatten)} instead of {_function_name(recipe.flatten)}). {way_out}"
+    )
+
+
+def _function_name(function: Any) -> str:
+    inner = getattr(function, "func", function)  # functools.partial
+    return getattr(inner, "__qualname__", repr(inner))
+
+
+REGISTRY = Registry({"torch": (TorchPython(), TorchCpp(), TorchFx()), "optree": (Optree(),), "jax": (Jax(),)})

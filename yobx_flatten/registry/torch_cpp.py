@@ -1,0 +1,111 @@
+"""``torch.utils._cxx_pytree``: optree's "torch" namespace, and the list of classes that wait for its first import.
+
+``torch.compile`` and dynamo import it, usually long after a class was registered. Until then torch keeps the
+registrations in a pending list, which its own deregistration does not touch: a class taken away comes back, and one
+registered twice makes every later ``torch.compile`` of the process fail.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch.utils._pytree as pytree
+
+from ..recipe.contract import Recipe
+from .optree_table import order_kept, register_again, registered, unregister
+
+__all__ = ["TorchCpp"]
+
+_NAMESPACE = "torch"
+
+
+class _Pending(NamedTuple):
+    """What waits for the first import: the entry itself and its place in the list."""
+
+    place: int
+    entry: tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class TorchCpp:
+    """optree's "torch" namespace when it is imported, torch's pending list before."""
+
+    name = "torch_cpp"
+
+    def read(self, cls: type) -> Any:
+        """Return the pending entry or optree's, or ``None``."""
+        if not pytree._cxx_pytree_exists:
+            return None
+        with pytree._NODE_REGISTRY_LOCK:
+            if pytree._cxx_pytree_imported:
+                return registered(_NAMESPACE, cls)
+            for place, entry in enumerate(pytree._cxx_pytree_pending_imports):
+                if entry[0][0] is cls:
+                    return _Pending(place, entry)
+            return None
+
+    def holds(self, recipe: Recipe) -> bool:
+        """Tell whether the C++ side holds this recipe, or will once it is imported."""
+        found = self.read(recipe.cls)
+        if found is None:
+            return not pytree._cxx_pytree_exists
+        flatten = found.entry[0][1] if isinstance(found, _Pending) else found.flatten_func
+        return flatten is recipe.flatten
+
+    def write(self, recipe: Recipe) -> None:
+        """Put the recipe in place of what is there."""
+        if not pytree._cxx_pytree_exists:
+            return
+        with pytree._NODE_REGISTRY_LOCK:
+            found = self.read(recipe.cls)
+            if pytree._cxx_pytree_imported:
+                with order_kept(found):
+                    if found is not None:
+                        unregister(_NAMESPACE, recipe.cls)
+                    try:
+                        _register(recipe.cls, recipe.flatten, recipe.unflatten)
+                    except BaseException:
+                        register_again(found)
+                        raise
+            else:
+                entry = (recipe.cls, recipe.flatten, recipe.unflatten), {"serialized_type_name": recipe.name}
+                place = _drop_pending(recipe.cls, None)
+                pytree._cxx_pytree_pending_imports.insert(sys.maxsize if place is None else place, entry)
+
+    def restore(self, recipe: Recipe, found: Any) -> None:
+        """Bring back what was found, also when the C++ side was imported in between."""
+        if not pytree._cxx_pytree_exists:
+            return
+        cls = recipe.cls
+        with pytree._NODE_REGISTRY_LOCK:
+            if pytree._cxx_pytree_imported:
+                current = registered(_NAMESPACE, cls)
+                if current is not None and current.flatten_func is not recipe.flatten:
+                    return  # somebody else registered the class after us
+                with order_kept(found):
+                    if current is not None:
+                        unregister(_NAMESPACE, cls)
+                    if isinstance(found, _Pending):
+                        _register(*found.entry[0])
+                    else:
+                        register_again(found)
+                return
+            place = _drop_pending(cls, recipe)
+            if isinstance(found, _Pending) and self.read(cls) is None:
+                pytree._cxx_pytree_pending_imports.insert(found.place if place is None else place, found.entry)
+
+
+def _register(cls: type, flatten: Any, unflatten: Any) -> None:
+    # torch's own function: it turns the arguments of `unflatten` round, as optree wants them
+    sys.modules["torch.utils._cxx_pytree"]._private_register_pytree_node(cls, flatten, unflatten)
+
+
+def _drop_pending(cls: type, recipe: Recipe | None) -> int | None:
+    """Remove a class, or one recipe of it, from the pending list; return where it stood first."""
+    pending, place = pytree._cxx_pytree_pending_imports, None
+    for index in reversed(range(len(pending))):
+        waiting, flatten, _ = pending[index][0]
+        if waiting is cls and (recipe is None or flatten is recipe.flatten):
+            del pending[index]
+            place = index
+    return place

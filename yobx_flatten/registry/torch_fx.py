@@ -1,0 +1,78 @@
+"""``torch.fx._pytree``: how a graph module takes its inputs apart, guided by the spec it was traced with.
+
+Without a rule here fx falls back to the Python pytree and compares whole specs. A rule of somebody else's
+(transformers' executorch registration has one for ``DynamicCache``) would take our programs' inputs apart in another
+order, without a word; so ours is in force together with the rest, and says where an input differs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch.fx._pytree as fx_pytree
+
+from ..errors import SpecMismatchError, describe_class
+from ..recipe.contract import Recipe
+
+__all__ = ["TorchFx"]
+
+_MISSING = object()
+
+
+class _Found(NamedTuple):
+    flatten_spec: Any
+    exact_match: Any
+
+
+class TorchFx:
+    """The tables of ``torch.fx._pytree``."""
+
+    name = "torch_fx"
+
+    def read(self, cls: type) -> _Found | None:
+        """Return both rules, or ``None``."""
+        if cls not in fx_pytree.SUPPORTED_NODES:
+            return None
+        exact = fx_pytree.SUPPORTED_NODES_EXACT_MATCH.get(cls, _MISSING)
+        return _Found(fx_pytree.SUPPORTED_NODES[cls], exact)
+
+    def holds(self, recipe: Recipe) -> bool:
+        """Tell whether fx's rule is the one made from this recipe."""
+        rule = fx_pytree.SUPPORTED_NODES.get(recipe.cls)
+        return isinstance(rule, functools.partial) and rule.func is _flatten_spec and rule.args[0] is recipe
+
+    def write(self, recipe: Recipe) -> None:
+        """Put a rule made from the recipe in place of what is there."""
+        fx_pytree.register_pytree_flatten_spec(recipe.cls, functools.partial(_flatten_spec, recipe))
+
+    def restore(self, recipe: Recipe, found: _Found | None) -> None:
+        """Bring both rules back, unless somebody else registered the class after us."""
+        cls = recipe.cls
+        if cls in fx_pytree.SUPPORTED_NODES and not self.holds(recipe):
+            return
+        if found is None:
+            fx_pytree.SUPPORTED_NODES.pop(cls, None)
+            fx_pytree.SUPPORTED_NODES_EXACT_MATCH.pop(cls, None)
+            return
+        fx_pytree.SUPPORTED_NODES[cls] = found.flatten_spec
+        if found.exact_match is _MISSING:
+            fx_pytree.SUPPORTED_NODES_EXACT_MATCH.pop(cls, None)
+        else:
+            fx_pytree.SUPPORTED_NODES_EXACT_MATCH[cls] = found.exact_match
+
+
+def _flatten_spec(recipe: Recipe, obj: Any, spec: Any) -> list[Any]:
+    """Take ``obj`` apart as ``spec`` says, or tell where it differs."""
+    if type(obj) is not recipe.cls:
+        raise SpecMismatchError(
+            f"The program was exported with {describe_class(recipe.cls)} here, and was called with "
+            f"{describe_class(type(obj))}."
+        )
+    children, static = recipe.flatten(obj)
+    if static != spec.context:
+        raise SpecMismatchError(
+            f"This {recipe.cls.__qualname__} does not have the structure the program was exported with.\n"
+            f"  exported with: {spec.context}\n  called with:   {static}"
+        )
+    return children

@@ -1,0 +1,108 @@
+"""``torch.utils._pytree``: the pytree that ``torch.export`` uses.
+
+torch's own ``_deregister_pytree_node`` is not enough to go back: it raises ``KeyError`` half-way when two classes were
+registered without a serialised name (they share one key), and it cannot bring an earlier registration back. So the four
+tables are read and written here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch.utils._pytree as pytree
+
+from ..recipe.contract import Recipe
+from ..recipe.static_codec import dump_static, load_static
+
+__all__ = ["TorchPython"]
+
+
+class _Found(NamedTuple):
+    node: Any  # NodeDef
+    serial: Any  # _SerializeNodeDef, None for classes registered by very old code
+    constant: bool
+
+
+class TorchPython:
+    """The tables of ``torch.utils._pytree``."""
+
+    name = "torch"
+
+    def read(self, cls: type) -> _Found | None:
+        """Return the node, its serialised name and whether it is a constant."""
+        node = pytree.SUPPORTED_NODES.get(cls)
+        if node is None:
+            return None
+        return _Found(node, pytree.SUPPORTED_SERIALIZED_TYPES.get(cls), cls in pytree.CONSTANT_NODES)
+
+    def holds(self, recipe: Recipe) -> bool:
+        """Tell whether torch holds this recipe's functions."""
+        node = pytree.SUPPORTED_NODES.get(recipe.cls)
+        return node is not None and node.flatten_fn is recipe.flatten and node.unflatten_fn is recipe.unflatten
+
+    def write(self, recipe: Recipe) -> None:
+        """Put the recipe into the tables."""
+        cls = recipe.cls
+        with pytree._NODE_REGISTRY_LOCK:
+            name = _free_name(recipe)
+            dump, load = (None, None) if recipe.plain_static else (dump_static, load_static)
+            if cls not in pytree.SUPPORTED_NODES:
+                # torch's function also refuses what cannot be a node at all (opaque types)
+                pytree._private_register_pytree_node(
+                    cls,
+                    recipe.flatten,
+                    recipe.unflatten,
+                    serialized_type_name=name,
+                    to_dumpable_context=dump,
+                    from_dumpable_context=load,
+                    flatten_with_keys_fn=recipe.flatten_with_keys,
+                )
+            else:
+                # assigned in place: the class keeps its position in the tables, so that going back is exact
+                pytree.SUPPORTED_NODES[cls] = pytree.NodeDef(
+                    cls, recipe.flatten, recipe.unflatten, recipe.flatten_with_keys
+                )
+                pytree.SUPPORTED_SERIALIZED_TYPES[cls] = pytree._SerializeNodeDef(cls, name, dump, load)
+                pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[name] = cls
+                pytree.CONSTANT_NODES.discard(cls)
+            _forget_loaded_specs()
+
+    def restore(self, recipe: Recipe, found: _Found | None) -> None:
+        """Bring the tables back, unless somebody else registered the class after us."""
+        cls = recipe.cls
+        with pytree._NODE_REGISTRY_LOCK:
+            if cls in pytree.SUPPORTED_NODES and not self.holds(recipe):
+                return
+            serial = pytree.SUPPORTED_SERIALIZED_TYPES.get(cls)
+            if serial is not None and (found is None or serial is not found.serial):
+                names = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE
+                if names.get(serial.serialized_type_name) is cls:
+                    del names[serial.serialized_type_name]
+            if found is None:
+                pytree.SUPPORTED_NODES.pop(cls, None)
+                pytree.SUPPORTED_SERIALIZED_TYPES.pop(cls, None)
+            else:
+                pytree.SUPPORTED_NODES[cls] = found.node
+                if found.serial is None:
+                    pytree.SUPPORTED_SERIALIZED_TYPES.pop(cls, None)
+                else:
+                    pytree.SUPPORTED_SERIALIZED_TYPES[cls] = found.serial
+                    # setdefault: all classes without a name share one key, the last one to come owns it
+                    pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.setdefault(found.serial.serialized_type_name, cls)
+                if found.constant:
+                    pytree.CONSTANT_NODES.add(cls)
+            _forget_loaded_specs()
+
+
+def _free_name(recipe: Recipe) -> str:
+    """The recipe's name, or a numbered one when another class of that name (a local one, say) holds it already."""
+    name, count = recipe.name, 1
+    while pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name, recipe.cls) is not recipe.cls:
+        count += 1
+        name = f"{recipe.name}#{count}"
+    return name
+
+
+def _forget_loaded_specs() -> None:
+    # `treespec_loads` caches by text, and would answer with the class that had the name before
+    pytree.treespec_loads.cache_clear()

@@ -1,0 +1,92 @@
+"""Recipes on their way to a library that is not imported yet: it costs nothing until somebody else imports it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+from ..recipe.contract import Recipe
+from .locking import LOCK
+from .patches import ImportHook
+
+__all__ = ["Waiting"]
+
+logger = logging.getLogger("yobx_flatten")
+
+
+class Waiting:
+    """What a library will be told as soon as it is imported.
+
+    Args:
+        library: the module's name.
+        deliver: tells the library one recipe; called while :attr:`lock` is held.
+
+    Attributes:
+        lock: guards the recipes that wait. A backend holds it from the question whether the library is there to the
+            last line of what it does then, so that an import in another thread comes before or after, not in between.
+    """
+
+    def __init__(self, library: str, deliver: Callable[[Recipe], None]) -> None:
+        self._library, self._deliver = library, deliver
+        self._recipes: dict[type, Recipe] = {}
+        self._hook = ImportHook(lambda name: name == library, self._imported)
+        self._there = False
+        self.lock = LOCK
+
+    def library_is_there(self) -> bool:
+        """Tell whether the library can be told right now; whatever waited for it is delivered first.
+
+        Imports nothing, and does not wait for an import: that could wait for a thread which waits for our lock.
+        """
+        with self.lock:
+            if not self._there:
+                module = sys.modules.get(self._library)
+                # importlib's own mark of a module whose import has begun and not ended
+                if module is None or getattr(module.__spec__, "_initializing", False):
+                    return False
+                self._imported(module)
+            return True
+
+    def put(self, recipe: Recipe) -> None:
+        """Tell the library now, or as soon as it is imported.
+
+        Raises:
+            Exception: what the library has against it, if it is there.
+        """
+        with self.lock:
+            if self.library_is_there():
+                self._deliver(recipe)
+            else:
+                self.add(recipe)
+
+    def get(self, cls: type) -> Recipe | None:
+        """Return the recipe that waits."""
+        return self._recipes.get(cls)
+
+    def add(self, recipe: Recipe) -> None:
+        """Let a recipe wait, in place of another one of its class."""
+        with self.lock:
+            if not self._recipes:
+                self._hook.install()
+            self._recipes[recipe.cls] = recipe
+
+    def drop(self, recipe: Recipe) -> None:
+        """Let exactly this recipe wait no longer."""
+        with self.lock:
+            if self._recipes.get(recipe.cls) is recipe:
+                del self._recipes[recipe.cls]
+                if not self._recipes:
+                    self._hook.remove()
+
+    def _imported(self, module: ModuleType) -> None:
+        with self.lock:
+            self._there = True
+            self._hook.remove()
+            recipes, self._recipes = self._recipes, {}
+            for recipe in recipes.values():
+                try:
+                    self._deliver(recipe)
+                except Exception:  # an import of somebody else's must not fail because of us
+                    logger.exception("%s did not take %s", module.__name__, recipe.cls)

@@ -1,0 +1,1 @@
+"""What both command lines print with: tables, progress, errors as a line."""

@@ -1,0 +1,133 @@
+"""What the terminal shows: plain lines, tables, JSON, and a bar while something takes long."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+__all__ = ["console", "progress", "say", "say_json", "table"]
+
+
+def console(*, stderr: bool = False) -> Any:
+    """Return a rich console; a log, which has no width, gets 120 columns."""
+    from rich.console import Console
+
+    made = Console(highlight=False, stderr=stderr)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made = Console(highlight=False, stderr=stderr, width=120)
+    return made
+
+
+def say(text: str = "", *, end: str = "\n") -> None:
+    """Print text as it is, at once."""
+    sys.stdout.write(text + end)
+    sys.stdout.flush()
+
+
+def say_json(value: Any) -> None:
+    """Print a value as JSON; infinite numbers, which JSON does not have, as ``null``."""
+    say(json.dumps(_finite(value), indent=2, ensure_ascii=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(below) for key, below in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(below) for below in value]
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; cells are text, whatever brackets they hold. No word is broken.
+
+    Where the longest words of all columns do not stand beside each other, a row takes several lines.
+
+    Args:
+        headings: of the columns.
+        rows: their cells; the first two name the row.
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    columns = list(zip(headings, *rows, strict=True))
+    words = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    shown_on = console()
+    if sum(words) + 2 * len(words) > shown_on.width:
+        say("\n".join(line for row in rows for line in _in_lines(headings, row, shown_on.width)))
+        return
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for heading, longest in zip(headings, words, strict=True):
+        made.add_column(heading, min_width=longest)
+    for row in rows:
+        made.add_row(*(Text(cell) for cell in row))
+    shown_on.print(made)
+
+
+def _in_lines(headings: Sequence[str], row: Sequence[str], width: int) -> list[str]:
+    named = zip(headings[2:], row[2:], strict=True)
+    rest = "; ".join(f"{heading}: {cell}" for heading, cell in named if cell not in ("", "-"))
+    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return [
+        *textwrap.wrap("  ".join(row[:2]), width, subsequent_indent="    ", **how),
+        *textwrap.wrap(rest, width, initial_indent="    ", subsequent_indent="    ", **how),
+    ]
+
+
+class _Lines(logging.Handler):
+    """Hands the stages that the package logs to the bar."""
+
+    def __init__(self, show: Any) -> None:
+        super().__init__(logging.INFO)
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "step", False):  # registrations are logged as well
+            self._show(record.getMessage())
+
+
+@contextlib.contextmanager
+def progress(first: str) -> Iterator[Any]:
+    """Show on stderr what is being done: beside a bar on a terminal, elsewhere a line for each stage.
+
+    Args:
+        first: what is done first.
+
+    Yields:
+        A function that shows another stage; what the package logs of an export is shown by itself.
+    """
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    shown_on = console(stderr=True)
+    columns = (SpinnerColumn(), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    logger = logging.getLogger("yobx_flatten")
+    found = logger.level
+    with Progress(*columns, console=shown_on, transient=True, disable=not shown_on.is_terminal) as bar:
+        task = bar.add_task(first, total=None)
+        last = ""
+
+        def show(text: str) -> None:
+            nonlocal last
+            bar.update(task, description=text)
+            if bar.disable and text != last:
+                sys.stderr.write(text + "\n")
+                sys.stderr.flush()
+            last = text
+
+        bar.update(task, description=first)
+        lines = _Lines(show)
+        logger.addHandler(lines)
+        logger.setLevel(min(found or logging.INFO, logging.INFO))
+        try:
+            yield show
+        finally:
+            logger.setLevel(found)
+            logger.removeHandler(lines)

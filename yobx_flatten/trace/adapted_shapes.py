@@ -1,0 +1,170 @@
+"""``dynamic_shapes`` that were written for another registration of a cache, as ours wants them.
+
+``torch.export`` wants one entry for each child of a node, so a specification of a cache fits the registration that it
+was written for. Inside the block another one is in force than outside. What is recognised, of a cache with n layers::
+
+    [keys 0, values 0, keys 1, ...]                     2n entries: the counter of sliding layers is missing
+    [[keys 0, ...], [values 0, ...]]                    transformers' executorch registration; also as a dict
+    [entry of each tensor, by its attributes]           transformers' exporters of 5.16 and 5.17
+    ShapesCollection                                    entries by tensor; a counter is no tensor
+
+The entries go to the tensors they were meant for. The number of tokens seen, where it is a leaf, varies if any axis of
+the cache does. What is not recognised is left as it is: torch says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.export import Dim, ShapesCollection
+
+from ..recipe.contract import Recipe
+
+__all__ = ["adapted_shapes"]
+
+_RecipeOf = Callable[[type], Recipe | None]
+
+
+def adapted_shapes(module: Any, args: Any, kwargs: Any, shapes: Any, recipe_of: _RecipeOf) -> Any:
+    """Return ``dynamic_shapes`` with the entries of caches in our order.
+
+    Args:
+        module: what is exported.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        shapes: as ``torch.export.export`` was given them.
+        recipe_of: our recipe of a class, ``None`` for a class that is not ours.
+    """
+    from torch.export.dynamic_shapes import _combine_args
+
+    by_tensor = isinstance(shapes, ShapesCollection)
+    if by_tensor:
+        shapes = shapes.dynamic_shapes(module, args, kwargs)
+    if not isinstance(shapes, (dict, tuple, list)):
+        return shapes
+    try:
+        named = _combine_args(module, args, kwargs)
+    except TypeError:  # arguments that do not fit are torch's to report
+        return shapes
+    return _Adapting(recipe_of, by_tensor).adapt(dict(named), shapes)
+
+
+class _Adapting:
+    def __init__(self, recipe_of: _RecipeOf, by_tensor: bool) -> None:
+        self.recipe_of, self.by_tensor = recipe_of, by_tensor
+
+    def adapt(self, obj: Any, shapes: Any) -> Any:
+        if shapes is None or isinstance(obj, torch.Tensor):
+            return shapes
+        recipe = self.recipe_of(type(obj))
+        if recipe is not None and recipe.axes is not None:
+            return self.of_cache(obj, shapes, recipe)
+        if isinstance(obj, Mapping) and isinstance(shapes, dict):
+            return {name: self.adapt(obj[name], below) if name in obj else below for name, below in shapes.items()}
+        if isinstance(obj, Mapping) and type(obj) not in pytree.SUPPORTED_NODES and isinstance(shapes, (tuple, list)):
+            children = list(obj.values())  # the arguments, in order
+        elif isinstance(obj, (tuple, list)):
+            children = list(obj)
+        elif type(obj) in pytree.SUPPORTED_NODES:
+            children = pytree.SUPPORTED_NODES[type(obj)].flatten_fn(obj)[0]
+        else:
+            return shapes
+        if not isinstance(shapes, (tuple, list)) or len(children) != len(shapes):
+            return shapes
+        below = [self.adapt(child, entry) for child, entry in zip(children, shapes, strict=True)]
+        return below if type(shapes) is list else tuple(below) if type(shapes) is tuple else type(shapes)(*below)
+
+    def of_cache(self, cache: Any, shapes: Any, recipe: Recipe) -> Any:
+        children = recipe.flatten(cache)[0]
+        if type(shapes) is type(cache):  # torch puts the entries of a collection into a cache
+            shapes = recipe.flatten(shapes)[0]
+        if isinstance(shapes, (list, tuple)):
+            if len(shapes) == len(children) and all(map(_fits, children, shapes)):
+                return self.counted(children, [self.adapt(*pair) for pair in zip(children, shapes, strict=True)])
+            if len(shapes) == len(children) - 1 and type(children[-1]) is int and all(map(_fits, children, shapes)):
+                return [*shapes, Dim.AUTO if any(map(_varies, shapes)) else None]
+        by_tensor = _by_parts(cache, shapes) or _by_attributes(cache, shapes)
+        return shapes if by_tensor is None else self.written(children, by_tensor)
+
+    def counted(self, children: list[Any], entries: list[Any]) -> list[Any]:
+        if self.by_tensor and any(map(_varies, entries)):
+            pairs = zip(children, entries, strict=True)
+            return [Dim.AUTO if entry is None and type(child) is int else entry for child, entry in pairs]
+        return entries
+
+    def written(self, children: list[Any], by_tensor: dict[int, Any]) -> list[Any]:
+        """Write the entries of children, each where its tensor stands."""
+        counter = Dim.AUTO if any(map(_varies, by_tensor.values())) else None
+        entries: list[Any] = []
+        for child in children:
+            recipe = self.recipe_of(type(child))
+            if recipe is not None:
+                entries.append(self.written(recipe.flatten(child)[0], by_tensor))
+            else:
+                entries.append(counter if type(child) is int else by_tensor.get(id(child)))
+        return entries
+
+
+def _fits(child: Any, entry: Any) -> bool:
+    """Tell whether an entry can be that of a child."""
+    if entry is None:
+        return True
+    if isinstance(child, torch.Tensor):
+        if isinstance(entry, dict):
+            return all(type(axis) is int and axis < child.dim() for axis in entry)
+        return isinstance(entry, (list, tuple)) and len(entry) == child.dim() and not any(map(_is_container, entry))
+    return _is_container(entry) if type(child) is not int else not _is_container(entry)
+
+
+def _is_container(entry: Any) -> bool:
+    return not isinstance(entry, (str, int)) and entry is not None and "Dim" not in type(entry).__name__
+
+
+def _varies(entry: Any) -> bool:
+    axes = entry.values() if isinstance(entry, dict) else entry if isinstance(entry, (list, tuple)) else [entry]
+    return any(axis is not None and axis != Dim.STATIC and type(axis) is not int for axis in axes)
+
+
+def _by_parts(cache: Any, shapes: Any) -> dict[int, Any] | None:
+    """Entries by tensor, of a list of those of the keys and one of those of the values."""
+    parts = list(shapes.values()) if isinstance(shapes, dict) else shapes
+    layers = [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None]
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2:
+        return None
+    found: dict[int, Any] = {}
+    for name, entries in zip(("keys", "values"), parts, strict=True):
+        tensors = [getattr(layer, name) for layer in layers]
+        if not isinstance(entries, (list, tuple)) or len(entries) != len(tensors):
+            return None
+        if not all(map(_fits, tensors, entries)):
+            return None
+        found.update(zip(map(id, tensors), entries, strict=True))
+    return found
+
+
+def _by_attributes(cache: Any, shapes: Any) -> dict[int, Any] | None:
+    """Entries by tensor, of a list with one for each tensor in the order of the attributes."""
+    tensors = list(_tensors_of(cache))
+    if not isinstance(shapes, (list, tuple)) or len(shapes) != len(tensors) or not all(map(_fits, tensors, shapes)):
+        return None
+    return dict(zip(map(id, tensors), shapes, strict=True))
+
+
+def _tensors_of(obj: Any, inside: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
+    if isinstance(obj, torch.Tensor):
+        yield obj
+        return
+    items: list[Any] = []
+    if isinstance(obj, (list, tuple, set, frozenset)):
+        items = list(obj)
+    elif isinstance(obj, dict):
+        items = list(obj.values())
+    elif hasattr(obj, "__dict__") and not isinstance(obj, (type, FunctionType, MethodType)):
+        items = list(vars(obj).values())
+    if id(obj) not in inside:  # an object that refers to itself
+        for item in items:
+            yield from _tensors_of(item, (*inside, id(obj)))

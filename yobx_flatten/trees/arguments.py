@@ -1,0 +1,147 @@
+"""What ``export_program`` and ``export_onnx`` are given, looked over before anything is traced."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import DynamicShapesError, InvalidArgumentError, NotRegisteredError, describe_class
+from .node import refuse_cycles
+from .walk import class_name, torch_leaves
+
+__all__ = [
+    "check_arguments",
+    "did_you_mean",
+    "inputs_by_name",
+    "refuse_modules",
+    "shapes_by_name",
+]
+
+_EXAMPLE = '\n    export_program(module, (x,), {"y": y})'
+
+
+def check_arguments(module: Any, args: Any, kwargs: Any) -> None:
+    """Refuse what is no module, and arguments that its ``forward`` does not take, or no program.
+
+    The latter hold themselves, or are nested tensors.
+
+    Raises:
+        InvalidArgumentError: naming the argument, what was found and the line to type.
+    """
+    if not isinstance(module, torch.nn.Module):
+        hint = f" Make an instance: {module.__qualname__}(...)." if isinstance(module, type) else ""
+        raise InvalidArgumentError(
+            f"module: expected a torch.nn.Module, found {describe_class(module)}.{hint}{_EXAMPLE}"
+        )
+    if not isinstance(args, tuple):
+        raise InvalidArgumentError(
+            f"args: expected a tuple of positional arguments, found {describe_class(args)}.{_EXAMPLE}"
+        )
+    if not isinstance(kwargs, Mapping | None):
+        raise InvalidArgumentError(
+            f"kwargs: expected a dict of keyword arguments, found {describe_class(kwargs)}.{_EXAMPLE}"
+        )
+    for name, value in inputs_by_name(module, args, kwargs).items():
+        refuse_cycles(value, name)
+        _refuse_nested_tensors(value, name)
+    try:
+        signature = inspect.signature(module.forward)
+    except (TypeError, ValueError):  # a scripted module has no signature to check
+        return
+    try:
+        signature.bind(*args, **(kwargs or {}))
+    except TypeError as error:
+        unknown = [name for name in kwargs or {} if name not in signature.parameters]
+        raise InvalidArgumentError(
+            f"{type(module).__qualname__}.forward cannot be called with these args and kwargs: {error}. Its parameters "
+            f"are {', '.join(signature.parameters)}.{did_you_mean(unknown, signature.parameters)}"
+        ) from None
+
+
+def _refuse_nested_tensors(tree: Any, name: str) -> None:
+    for path, leaf in torch_leaves(tree, name):
+        if issubclass(type(leaf), torch.Tensor) and leaf.is_nested:
+            error = InvalidArgumentError(
+                f"{path} is a nested tensor, which torch.export does not take. Pass its rows filled up to one length, "
+                f"and a mask of their lengths:\n    torch.nested.to_padded_tensor({path}, 0.0)"
+            )
+            error.path = path  # type: ignore[attr-defined] # for check_inputs
+            raise error
+
+
+def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """A sentence that proposes names for misspelt ones, or nothing.
+
+    >>> did_you_mean(["attention_masks"], ["input_ids", "attention_mask"])
+    " Did you mean 'attention_mask'?"
+    """
+    names = list(known)
+    close = [match for name in unknown for match in difflib.get_close_matches(name, names, n=1)]
+    return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
+
+
+def inputs_by_name(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """All inputs by the name that ``forward`` gives them, in the order of its parameters.
+
+    Returns:
+        ``args`` and ``kwargs`` themselves, under these names, where the names of ``forward`` are not known or do not
+        fit.
+    """
+    kwargs = kwargs or {}
+    if isinstance(module, torch.nn.Module):
+        try:
+            bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+        except (TypeError, ValueError):
+            bound = None
+        if bound is not None:
+            swallowed = {p.name for p in bound.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD}
+            named = {name: value for name, value in bound.arguments.items() if name not in swallowed}
+            return {**named, **{name: value for name, value in kwargs.items() if name not in named}}
+    return {**({"args": args} if args else {}), **({"kwargs": dict(kwargs)} if kwargs else {})}
+
+
+def shapes_by_name(inputs: Mapping[str, Any], shapes: Any) -> dict[str, Any]:
+    """Give every input its entry of ``dynamic_shapes``, ``None`` where it has none.
+
+    Args:
+        inputs: by parameter name.
+        shapes: a dict by parameter name, or a list in the order of the inputs.
+
+    Raises:
+        DynamicShapesError: when it is something else, or longer than the inputs.
+    """
+    if isinstance(shapes, (tuple, list)):
+        if len(shapes) > len(inputs):
+            raise DynamicShapesError(
+                f"dynamic_shapes: found {len(shapes)} entries for {len(inputs)} inputs, {list(inputs)}. Write one "
+                "entry per input, None for one that stays as it is."
+            )
+        shapes = dict(zip(inputs, shapes, strict=False))
+    if not isinstance(shapes, Mapping):
+        raise DynamicShapesError(
+            f'dynamic_shapes: expected "auto", None, or a dict with the keys {list(inputs)}, found '
+            f"{describe_class(shapes)}."
+        )
+    return {**dict.fromkeys(inputs), **shapes}
+
+
+def refuse_modules(inputs: Mapping[str, Any]) -> None:
+    """Refuse modules among the inputs, which torch does not take apart: it ends in "expected 0 shapes, got 1".
+
+    Raises:
+        NotRegisteredError: naming the place, and both remedies.
+    """
+    for name, value in inputs.items():
+        for path, leaf in torch_leaves(value, name):
+            if isinstance(leaf, torch.nn.Module):
+                cls = type(leaf).__qualname__
+                raise NotRegisteredError(
+                    f"{path} is a {class_name(type(leaf))}, a module, which is no input. Make it a submodule of the "
+                    "one that uses it:\n    self.part = part\nor, if it only carries tensors, register its class by "
+                    f"the names of the attributes that hold them:\n    f, k, u = functions_from_fields({cls}, ['x'])\n"
+                    f"    register_class_flattening({cls}, f, u, k)"
+                )

@@ -1,0 +1,72 @@
+"""The leaves of any nested object: the way to each, and what its axes mean as far as its class says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch.utils._pytree as pytree
+
+from ..errors import InvalidArgumentError
+from ..recipe.contract import Recipe
+from ..registry.claims import REGISTRY
+from .node import key_name, spell_cycle
+from .walk import children_of, spell_entry
+
+__all__ = ["Leaf", "leaves"]
+
+
+class Leaf(NamedTuple):
+    """One leaf of a nested object.
+
+    Attributes:
+        path: the way to it, as Python.
+        value: the leaf itself.
+        axes: what its axes mean (``{0: "batch", 2: "length"}``), if it is a child of a class whose registration says
+            so, and ``None`` otherwise. An axis that is not there means nothing that varies: ``{}`` is a tensor of
+            fixed shape.
+    """
+
+    path: str
+    value: Any
+    axes: dict[int, str] | None
+
+
+def leaves(tree: Any, *, name: str = "tree") -> list[Leaf]:
+    """List the leaves of a nested object, as torch's pytree sees them now and in its order.
+
+    Args:
+        tree: anything. What is not registered is a leaf, however many tensors it holds.
+        name: what ``tree`` is called where the paths are read; they begin with it.
+
+    Returns:
+        One :class:`Leaf` for each entry of ``torch.utils._pytree.tree_leaves(tree)``.
+
+    Raises:
+        InvalidArgumentError: when an object holds itself.
+
+    >>> import torch
+    >>> [(leaf.path, leaf.axes) for leaf in leaves({"x": torch.zeros(2), "y": [1]}, name="batch")]
+    [("batch['x']", None), ("batch['y'][0]", None)]
+    """
+    return list(_leaves(tree, name, None, {}))
+
+
+def _leaves(obj: Any, path: str, axes: dict[int, str] | None, above: dict[int, str]) -> Iterator[Leaf]:
+    node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(obj))
+    if node is None:
+        yield Leaf(path, obj, axes)
+        return
+    if id(obj) in above:
+        raise InvalidArgumentError(f"{spell_cycle(path, above[id(obj)])}\n    {path} = None")
+    recipe = REGISTRY.recipe_in_force(type(obj))
+    children = children_of(node, obj, path)
+    if children:
+        above[id(obj)] = path
+        for key, child in children:
+            yield from _leaves(child, path + spell_entry(key), _axes(recipe, key), above)
+        del above[id(obj)]
+
+
+def _axes(recipe: Recipe | None, key: Any) -> dict[int, str] | None:
+    return None if recipe is None or recipe.axes is None else recipe.axes(key_name(key))

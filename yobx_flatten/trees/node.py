@@ -1,0 +1,132 @@
+"""One level of any nested object: its children with their keys, as torch takes it apart or would inside our block."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch.utils._pytree as pytree
+
+from ..errors import InvalidArgumentError
+from ..recipe.contract import Recipe
+from ..registry.claims import REGISTRY
+
+__all__ = ["Node", "find_cycle", "key_name", "node_of", "refuse_cycles", "spell_cycle"]
+
+
+class Node(NamedTuple):
+    """One level of a nested object."""
+
+    keys: list[Any]
+    children: list[Any]
+    recipe: Recipe | None  # ours, when the class is one of ours
+
+
+def node_of(obj: Any) -> Node | None:
+    """Take one level of an object apart.
+
+    Args:
+        obj: anything. Classes that ``patch_transformers=True`` knows come apart outside the block, too.
+
+    Returns:
+        Keys and children, or ``None`` for a leaf.
+    """
+    recipe = recipe_for(type(obj))
+    if recipe is not None:
+        pairs, _ = recipe.flatten_with_keys(obj)
+        return Node([key for key, _ in pairs], [child for _, child in pairs], recipe)
+    node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(obj))
+    if node is None:
+        return None
+    if node.flatten_with_keys_fn is not None:
+        pairs, _ = node.flatten_with_keys_fn(obj)
+        return Node([key for key, _ in pairs], [child for _, child in pairs], None)
+    children, _ = node.flatten_fn(obj)
+    children = list(children)
+    # transformers < 5.17 registers its outputs, which are mappings, without keys
+    if isinstance(obj, Mapping) and len(obj) == len(children):
+        return Node([pytree.MappingKey(key) for key in obj], children, None)
+    return Node([pytree.SequenceKey(i) for i in range(len(children))], children, None)
+
+
+def recipe_for(cls: type) -> Recipe | None:
+    """Our recipe for a class: the one in force, else the one that would be in force inside the block."""
+    recipe = REGISTRY.recipe_in_force(cls)
+    if recipe is None and "transformers.cache_utils" in sys.modules and cls.__module__.startswith("transformers."):
+        from ..huggingface.recipes import transformers_recipes
+
+        recipe = transformers_recipes().get(cls)
+    return recipe
+
+
+def find_cycle(tree: Any, name: str = "tree") -> tuple[str, str] | None:
+    """Find an object that holds itself, directly or further down; who walks on from there never ends.
+
+    Args:
+        tree: anything.
+        name: what it is called; the paths begin with it.
+
+    Returns:
+        The path at which an object stands that holds this very place, and the path of that object; ``None`` if there
+        is no such object.
+
+    >>> batch = {"x": [1]}
+    >>> batch["x"].append(batch)
+    >>> find_cycle(batch, "batch")
+    ("batch['x'][1]", 'batch')
+    """
+    above: dict[int, str] = {}
+    # an entry without a path says that its object has been left; it also keeps the object, and so its id, alive
+    stack: list[tuple[str | None, Any]] = [(name, tree)]
+    while stack:
+        path, obj = stack.pop()
+        if path is None:
+            del above[id(obj)]
+            continue
+        if id(obj) in above:
+            return path, above[id(obj)]
+        node = node_of(obj)
+        if node is None or not node.children:
+            continue
+        above[id(obj)] = path
+        stack.append((None, obj))
+        stack += [(f"{path}{key}", child) for key, child in zip(node.keys, node.children, strict=True)][::-1]
+    return None
+
+
+def refuse_cycles(tree: Any, name: str, *, caller: str = "") -> None:
+    """Refuse an object that holds itself.
+
+    Args:
+        tree: anything.
+        name: what it is called.
+        caller: the function that the user called, where the name alone does not say it.
+
+    Raises:
+        InvalidArgumentError: naming the place and what stands there.
+    """
+    cycle = find_cycle(tree, name)
+    if cycle is not None:
+        raise InvalidArgumentError(f"{f'{caller}: ' if caller else ''}{spell_cycle(*cycle)}\n    {cycle[0]} = None")
+
+
+def spell_cycle(inner: str, outer: str) -> str:
+    """Say what is the matter with an object that holds itself, and what to do."""
+    return (
+        f"{inner} is {outer} itself, so it has no end: torch takes an object apart down to its leaves. Leave this "
+        "reference out of the children of its class, or set it to None before:"
+    )
+
+
+def key_name(key: Any) -> str:
+    """Spell one key without its brackets.
+
+    >>> import torch.utils._pytree as pytree
+    >>> key_name(pytree.MappingKey("input_ids")), key_name(pytree.SequenceKey(1)), key_name(pytree.GetAttrKey("x"))
+    ('input_ids', '1', 'x')
+    """
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)

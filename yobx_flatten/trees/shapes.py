@@ -1,0 +1,277 @@
+"""``dynamic_shapes`` for nested inputs: written from the inputs themselves, and checked before torch sees them.
+
+torch wants a tree of the shape of the inputs, in which a registered class stands as a *list* with one entry per child.
+What varies is known of caches (batch and length, not heads and head size); of a plain tensor every axis may vary, and
+``Dim.AUTO`` lets torch find out which do.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.export import Dim
+
+from ..errors import DynamicShapesError, describe_class
+from ..recipe.contract import Recipe
+from .node import Node, key_name, node_of, refuse_cycles
+
+__all__ = ["check_dynamic_shapes", "dynamic_shapes", "make_dynamic_shapes_kv_cache"]
+
+_Path = tuple[str, ...]
+
+
+def dynamic_shapes(inputs: Any, overrides: Mapping[str, Any] | None = None) -> Any:
+    """Write the ``dynamic_shapes`` of nested inputs.
+
+    Args:
+        inputs: a tuple of positional arguments or a dict of keyword arguments, nested at will: tensors, numbers,
+            containers, caches, registered classes.
+        overrides: what to put instead, by dotted key path: ``{"input_ids": {0: Dim("batch")}}``,
+            ``{"past_key_values.key_0": {2: Dim.DYNAMIC}}``; ``None`` keeps everything below the path fixed.
+
+    Returns:
+        What ``torch.export.export(..., dynamic_shapes=...)`` takes: ``Dim.AUTO`` for the axes that may vary and for
+        the counters of caches, ``None`` for what stays as it is (numbers, strings, booleans).
+
+    Raises:
+        DynamicShapesError: when a path of ``overrides`` is not there, or what stands behind it does not fit.
+        InvalidArgumentError: when an object holds itself.
+
+    >>> shapes = dynamic_shapes({"x": torch.zeros(2, 3), "y": torch.zeros(4), "flag": True}, {"x": {0: Dim.DYNAMIC}})
+    >>> shapes == {"x": {0: Dim.DYNAMIC}, "y": {0: Dim.AUTO}, "flag": None}
+    True
+    """
+    refuse_cycles(inputs, "inputs", caller="dynamic_shapes")
+    left = dict(overrides or {})
+    written = _write(inputs, (), None, left)
+    if left:
+        known = sorted({".".join(path) for path, _ in _paths(inputs, ())})
+        raise DynamicShapesError(
+            f"overrides: {sorted(left)} is not among the inputs. Their key paths are:\n    {known}"
+        )
+    if overrides:
+        check_dynamic_shapes(inputs, written)
+    return written
+
+
+def make_dynamic_shapes_kv_cache(cache: Any, shape_of_one: Any) -> list[Any]:
+    """Write the ``dynamic_shapes`` of one cache, all of whose keys and values vary in the same way.
+
+    Args:
+        cache: a cache.
+        shape_of_one: what varies in every key and value tensor, ``{0: "batch", 2: "length"}``.
+
+    Returns:
+        One entry per leaf: ``shape_of_one`` for keys and values, ``Dim.AUTO`` for an integer counter, ``None`` for a
+        tensor that counts. An ``EncoderDecoderCache`` gives two such lists.
+
+    Raises:
+        DynamicShapesError: when ``cache`` is not a cache.
+    """
+    node = node_of(cache)
+    if node is None or node.recipe is None or node.recipe.axes is None:
+        raise DynamicShapesError(
+            f"make_dynamic_shapes_kv_cache: expected a cache, found {describe_class(type(cache))}."
+        )
+    shapes: list[Any] = []
+    for key, child in zip(node.keys, node.children, strict=True):
+        if node_of(child) is not None:
+            shapes.append(make_dynamic_shapes_kv_cache(child, shape_of_one))
+        elif node.recipe.axes(key_name(key)):
+            shapes.append(shape_of_one)
+        else:
+            shapes.append(None if isinstance(child, torch.Tensor) else Dim.AUTO)
+    return shapes
+
+
+def check_dynamic_shapes(inputs: Any, shapes: Any) -> None:
+    """Check a ``dynamic_shapes`` specification against the inputs it is for.
+
+    Args:
+        inputs: as for :func:`dynamic_shapes`.
+        shapes: the specification to check.
+
+    Raises:
+        DynamicShapesError: naming the key path, what was found there and what fits.
+        InvalidArgumentError: when an object holds itself.
+
+    >>> check_dynamic_shapes({"x": torch.zeros(2, 3)}, {"x": {5: Dim.AUTO}})
+    Traceback (most recent call last):
+    ...
+    yobx_flatten.errors.DynamicShapesError: x: the specification speaks of axis 5, but this tensor has shape (2, 3), \
+with axes [0, 1].
+    """
+    refuse_cycles(inputs, "inputs", caller="check_dynamic_shapes")
+    _check(inputs, shapes, ())
+
+
+def without_names(shapes: Any) -> Any:
+    """Return a specification in which ``Dim.DYNAMIC`` stands for every name, which ``torch.export`` does not take.
+
+    >>> without_names({"x": {0: "batch", 1: Dim.AUTO}})["x"][0] is Dim.DYNAMIC
+    True
+    """
+    if isinstance(shapes, str):
+        return Dim.DYNAMIC
+    if isinstance(shapes, Mapping):
+        return {key: without_names(below) for key, below in shapes.items()}
+    if isinstance(shapes, (list, tuple)):
+        below = [without_names(entry) for entry in shapes]
+        return type(shapes)(*below) if hasattr(shapes, "_fields") else type(shapes)(below)
+    return shapes
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _write(obj: Any, path: _Path, axes: dict[int, str] | None, overrides: dict[str, Any]) -> Any:
+    dotted = ".".join(path)
+    if path and dotted in overrides:
+        return overrides.pop(dotted)
+    node = node_of(obj)
+    if node is None:
+        return _write_leaf(obj, axes)
+    below = [
+        _write(child, (*path, key_name(key)), _axes(node.recipe, key), overrides)
+        for key, child in zip(node.keys, node.children, strict=True)
+    ]
+    return _same_container(obj, node, below)
+
+
+def _write_leaf(obj: Any, axes: dict[int, str] | None) -> Any:
+    if isinstance(obj, torch.Tensor):
+        if axes is not None and obj.dim() <= max(axes, default=-1):
+            return {}  # not what the name says: a quantised layer has a scale, and an empty tensor in place of its keys
+        return dict.fromkeys(range(obj.dim()) if axes is None else axes, Dim.AUTO)
+    # a plain number is part of the program, unless a recipe says that it counts
+    return Dim.AUTO if axes is not None and type(obj) is int else None
+
+
+def _axes(recipe: Recipe | None, key: Any) -> dict[int, str] | None:
+    return None if recipe is None or recipe.axes is None else recipe.axes(key_name(key))
+
+
+def _same_container(obj: Any, node: Node, below: list[Any]) -> Any:
+    """Put entries together as torch wants them: built-in containers and named tuples as they are, else as a list."""
+    kind = _builtin_kind(obj, node)
+    if kind is None or kind is list:
+        return below
+    if kind in _DICTS:
+        return kind(zip(obj, below, strict=True)) if kind is not defaultdict else dict(zip(obj, below, strict=True))
+    if kind is deque:
+        return deque(below, obj.maxlen)
+    if kind is namedtuple:
+        return tuple.__new__(type(obj), below)  # past a `__new__` of its own, which may look at the values
+    return tuple(below)
+
+
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+def _builtin_kind(obj: Any, node: Node | None = None) -> Any:
+    """The type that the specification of a built-in container must have, too; ``None`` for a registered class."""
+    kind = pytree._get_node_type(obj)
+    kind = tuple if kind is torch.Size else kind  # torch rebuilds it as a tuple before it looks
+    return kind if kind in pytree.BUILTIN_TYPES and (node is None or node.recipe is None) else None
+
+
+def _paths(obj: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
+    if path:
+        yield path, obj
+    node = node_of(obj)
+    if node is not None:
+        for key, child in zip(node.keys, node.children, strict=True):
+            yield from _paths(child, (*path, key_name(key)))
+
+
+# -- checking --------------------------------------------------------------------------------------------------------
+
+
+def _check(obj: Any, shapes: Any, path: _Path) -> None:
+    if shapes is None:
+        return
+    node = node_of(obj)
+    if node is None:
+        _check_leaf(obj, shapes, path)
+        return
+    names = [key_name(key) for key in node.keys]
+    kind = _builtin_kind(obj, node)
+    if kind in _DICTS:
+        if not isinstance(shapes, Mapping):
+            raise _misfit(path, "a dict with the same keys", shapes)
+        missing, unknown = set(obj) - set(shapes), set(shapes) - set(obj)
+        if missing or unknown:
+            raise DynamicShapesError(
+                f"{_spell(path)}: the specification must have the keys of the inputs, {list(obj)}. Missing: "
+                f"{sorted(map(str, missing))}; unknown: {sorted(map(str, unknown))}. Write None for an input that "
+                "stays as it is."
+            )
+        below = [shapes[key] for key in obj]
+    else:
+        cls = {namedtuple: type(obj)}.get(kind, kind)
+        if not (isinstance(shapes, (list, tuple)) if kind is None or not path else _spec_class(shapes) is cls):
+            name = "list" if kind is None or not path else cls.__qualname__
+            raise _misfit(path, f"a {name} with {len(names)} entries for {names}", shapes)
+        if len(shapes) != len(names):
+            raise DynamicShapesError(
+                f"{_spell(path)}: {type(obj).__qualname__} has {len(names)} children {names}, the specification has "
+                f"{len(shapes)}. Write one entry per child."
+            )
+        below = list(shapes)
+    for name, child, spec in zip(names, node.children, below, strict=True):
+        _check(child, spec, (*path, name))
+
+
+def _spec_class(shapes: Any) -> Any:
+    kind = pytree._get_node_type(shapes)
+    return type(shapes) if kind is namedtuple else kind
+
+
+def _check_leaf(obj: Any, shapes: Any, path: _Path) -> None:
+    if not isinstance(obj, torch.Tensor):
+        # type(), since a bool is an int; torch lets no float vary
+        if type(obj) is not int or not _is_dim(shapes):
+            raise _misfit(path, f"None for {describe_class(obj)}, which is part of the program", shapes)
+        return
+    if isinstance(shapes, Mapping):
+        entries = dict(shapes)
+    elif isinstance(shapes, (list, tuple)):
+        if len(shapes) != obj.dim():
+            raise _misfit(path, f"one entry for each of the {obj.dim()} axes of shape {tuple(obj.shape)}", shapes)
+        entries = dict(enumerate(shapes))
+    else:
+        raise _misfit(path, "a dict {axis: Dim}, for a tensor", shapes)
+    for axis, dim in entries.items():
+        if type(axis) is not int or not 0 <= axis < obj.dim():
+            raise DynamicShapesError(
+                f"{_spell(path)}: the specification speaks of axis {axis!r}, but this tensor has shape "
+                f"{tuple(obj.shape)}, with axes {list(range(obj.dim()))}."
+            )
+        if dim is not None and type(dim) is not int and not _is_dim(dim):
+            raise _misfit((*path, str(axis)), "a Dim, Dim.AUTO, Dim.DYNAMIC, a name, or None", dim)
+        if obj.shape[axis] in (0, 1) and _must_vary(dim):
+            raise DynamicShapesError(
+                f"{_spell(path)}: axis {axis} is to vary, but has size {obj.shape[axis]} in the example; torch.export "
+                "takes sizes 0 and 1 for fixed. Pass an example of size 2 or more along this axis."
+            )
+
+
+def _is_dim(dim: Any) -> bool:
+    return isinstance(dim, (str, torch.export.Dim, torch.export.dynamic_shapes._DimHint)) or dim is None
+
+
+def _must_vary(dim: Any) -> bool:
+    hint = getattr(dim, "type", None)
+    return isinstance(dim, (str, torch.export.Dim)) or getattr(hint, "name", None) == "DYNAMIC"
+
+
+def _misfit(path: _Path, expected: str, found: Any) -> DynamicShapesError:
+    return DynamicShapesError(f"{_spell(path)}: expected {expected}, found {found!r}.")
+
+
+def _spell(path: _Path) -> str:
+    return ".".join(path) or "the inputs"

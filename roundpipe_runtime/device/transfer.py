@@ -1,4 +1,4 @@
-"""A nested value as a skeleton and the tensors in it, and those tensors on their way to a device and back.
+"""A nested value as a structure and the tensors in it, and those tensors on their way to a device and back.
 
 Flattening follows the registrations of `yobx_flatten` (and of torch). A tensor that occurs twice in a value travels
 once, and is one tensor again at the other end.
@@ -20,7 +20,7 @@ from .block_masks import is_block_mask, leaf_test, parts_of_mask
 from .events import Event
 from .virtual import Device
 
-__all__ = ["Parcel", "Skeleton", "Static", "fetch", "send", "shapes_of", "take_apart"]
+__all__ = ["HostValue", "Static", "TreeStructure", "fetch", "send", "shapes_of", "take_apart"]
 
 
 class Static:
@@ -34,7 +34,7 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Skeleton:
+class TreeStructure:
     """A nested value without its tensors.
 
     Attributes:
@@ -63,11 +63,11 @@ class Skeleton:
 
 
 # Most layers take and return one tensor, and they are called often.
-_ONE_TENSOR = Skeleton(pytree.tree_structure(0), (0,), (None,))
+_ONE_TENSOR = TreeStructure(pytree.tree_structure(0), (0,), (None,))
 
 
-def take_apart(value: Any, *, what: str = "value") -> tuple[Skeleton, list[torch.Tensor]]:
-    """Return the skeleton of a value and its tensors, each once.
+def take_apart(value: Any, *, what: str = "value") -> tuple[TreeStructure, list[torch.Tensor]]:
+    """Return the structure of a value and its tensors, each once.
 
     Args:
         value: anything.
@@ -76,8 +76,8 @@ def take_apart(value: Any, *, what: str = "value") -> tuple[Skeleton, list[torch
     Raises:
         UnregisteredObjectError: an object in it holds tensors, and nobody registered how it comes apart.
 
-    >>> skeleton, tensors = take_apart({"a": torch.ones(1), "b": 3})
-    >>> skeleton.rebuild(["here"])
+    >>> structure, tensors = take_apart({"a": torch.ones(1), "b": 3})
+    >>> structure.rebuild(["here"])
     {'a': 'here', 'b': 3}
     """
     if type(value) is torch.Tensor:
@@ -107,7 +107,7 @@ def take_apart(value: Any, *, what: str = "value") -> tuple[Skeleton, list[torch
                 _refuse_opaque(leaf, what)
             numbers.append(None)
             constants.append(leaf)
-    return Skeleton(spec, tuple(numbers), tuple(constants)), tensors
+    return TreeStructure(spec, tuple(numbers), tuple(constants)), tensors
 
 
 def _refuse_opaque(leaf: Any, what: str) -> None:
@@ -117,17 +117,17 @@ def _refuse_opaque(leaf: Any, what: str) -> None:
 
 
 @dataclasses.dataclass(slots=True)
-class Parcel:
+class HostValue:
     """A nested value on the host, between two stages.
 
     Attributes:
-        skeleton: the value without its tensors.
+        structure: the value without its tensors.
         tensors: host copies, each once.
         needs_grad: for each tensor, whether a gradient flows back through it.
         ready: for each tensor, when its copy is complete.
     """
 
-    skeleton: Skeleton
+    structure: TreeStructure
     tensors: list[torch.Tensor]
     needs_grad: list[bool]
     ready: list[Event | None]
@@ -137,16 +137,18 @@ class Parcel:
         for event in self.ready:
             if event is not None:
                 event.result()
-        return self.skeleton.rebuild(self.tensors)
+        return self.structure.rebuild(self.tensors)
 
 
-def send(device: Device, skeleton: Skeleton, tensors: Sequence[torch.Tensor], needs_grad: Sequence[bool]) -> Parcel:
+def send(
+    device: Device, structure: TreeStructure, tensors: Sequence[torch.Tensor], needs_grad: Sequence[bool]
+) -> HostValue:
     """Copy tensors of a device to the host, as a parcel that can be opened when the copies are complete."""
     copies = [device.copy_out(tensor) for tensor in tensors]
-    return Parcel(skeleton, [copy for copy, _ in copies], list(needs_grad), [event for _, event in copies])
+    return HostValue(structure, [copy for copy, _ in copies], list(needs_grad), [event for _, event in copies])
 
 
-def fetch(device: Device, parcel: Parcel) -> list[torch.Tensor]:
+def fetch(device: Device, parcel: HostValue) -> list[torch.Tensor]:
     """Return copies of a parcel's tensors in the memory of a device."""
     return [device.copy_in(tensor, ready) for tensor, ready in zip(parcel.tensors, parcel.ready, strict=True)]
 

@@ -1,4 +1,4 @@
-"""One thread per device, and the board on which threads leave results for each other.
+"""One thread per device, and the mailbox in which threads leave results for each other.
 
 A result is a future. An error is not swallowed and does not end the interpreter: the first one stops the run, every
 other thread leaves at its next wait, and the caller raises the error itself, with notes that say where it happened.
@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..errors import DeviceError
 
-__all__ = ["Board", "StoppedRun", "Worker", "add_note_once", "collect"]
+__all__ = ["Mailbox", "StoppedRun", "Worker", "add_note_once", "collect"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -92,12 +92,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_again)
 
 
-class Board:
+class Mailbox:
     """Where the threads of one run leave results for each other, until one of them fails.
 
-    >>> board = Board()
-    >>> board.put("x", 1)
-    >>> board.take("x")
+    >>> mailbox = Mailbox()
+    >>> mailbox.put("x", 1)
+    >>> mailbox.take("x")
     1
     """
 
@@ -118,7 +118,7 @@ class Board:
             self._changed.notify_all()
 
     def take(self, key: Hashable, *, keep: bool = False) -> Any:
-        """Wait for a value and return it; it is gone from the board afterwards, unless ``keep``.
+        """Wait for a value and return it; it is gone from the mailbox afterwards, unless ``keep``.
 
         Raises:
             StoppedRun: the run has failed, so the value may never come.
@@ -151,24 +151,24 @@ class Board:
             self._changed.notify_all()
 
 
-def collect(board: Board, work: list[Future[None]]) -> None:
+def collect(mailbox: Mailbox, work: list[Future[None]]) -> None:
     """Wait until all work of a run has ended, then raise what stopped it.
 
     An interruption (Ctrl-C) while waiting stops the run as well; the threads end their current layer first, so that
     nothing of this run is still under way when the caller gets the exception.
 
     Args:
-        board: the board of the run.
+        mailbox: the mailbox of the run.
         work: one future per stage.
     """
     try:
         wait_for_futures(work)
     except BaseException as interruption:
-        board.fail(interruption)
+        mailbox.fail(interruption)
         wait_for_futures(work)
-    error = board.error
+    error = mailbox.error
     if error is not None:
-        board.clear()
+        mailbox.clear()
         try:
             raise error
         finally:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from ..device.events import NOW
-from ..device.transfer import Parcel
+from ..device.transfer import HostValue
 from ..errors import StageError
 from ..schedule.round_robin import Stage
 from .run import Run
@@ -42,7 +42,7 @@ class Executor(Protocol):
         """Return the version of the parameters to read now."""
 
 
-def call(engine: Executor, run: Run, stages: Sequence[Stage], parcels: Sequence[Parcel]) -> list[Any]:
+def call(engine: Executor, run: Run, stages: Sequence[Stage], parcels: Sequence[HostValue]) -> list[Any]:
     """Run forward now and, when the caller goes backward through the outputs, backward.
 
     Args:
@@ -62,7 +62,7 @@ def call(engine: Executor, run: Run, stages: Sequence[Stage], parcels: Sequence[
     outputs = []
     for number in range(run.num_microbatch):
         parcel = run.outputs.pop(number)
-        outputs.append(parcel.skeleton.rebuild([next(results) for _ in parcel.tensors]))
+        outputs.append(parcel.structure.rebuild([next(results) for _ in parcel.tensors]))
     return outputs
 
 
@@ -75,7 +75,7 @@ class _Pipeline(torch.autograd.Function):
         engine: Executor,
         run: Run,
         stages: Sequence[Stage],
-        parcels: Sequence[Parcel],
+        parcels: Sequence[HostValue],
         learned: Sequence[torch.Tensor],
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
@@ -117,7 +117,7 @@ class _Pipeline(torch.autograd.Function):
         run.version = engine.version()
         copies = iter([None if gradient is None else (gradient, NOW) for gradient in gradients])
         for number, size in enumerate(ctx.sizes):
-            run.board.put(("gradient", len(run.contents), number), [next(copies) for _ in range(size)])
+            run.mailbox.put(("gradient", len(run.contents), number), [next(copies) for _ in range(size)])
         with engine.lock:
             engine.execute(run, ctx.backward_stages)
             found_here = _take_gradients(run, ctx.learned)

@@ -22,7 +22,7 @@ from ..batch.packed import RoundPipePackedData
 from ..batch.splitting import Microbatch, split
 from ..device.forking import free_after_fork
 from ..device.interrupts import Uninterrupted
-from ..device.transfer import Parcel, take_apart
+from ..device.transfer import HostValue, take_apart
 from ..device.virtual import Device
 from ..device.worker import add_note_once, collect
 from ..errors import ConfigError, DeviceError, StageError
@@ -207,7 +207,7 @@ class Engine:
             BaseException: the first error of any of them, when all have ended.
         """
         self._refuse_call()
-        with Uninterrupted(stop=run.board.fail):
+        with Uninterrupted(stop=run.mailbox.fail):
             self._execute(run, stages)
 
     def _execute(self, run: Run, stages: Sequence[Stage]) -> None:
@@ -223,8 +223,8 @@ class Engine:
                         worker = self.devices[0].worker if run.one_thread else device.worker
                         work.append(worker.submit(run_stage, run, stage, device))
                 except BaseException as refusal:  # of a device that was closed
-                    run.board.fail(refusal)
-            collect(run.board, work)
+                    run.mailbox.fail(refusal)
+            collect(run.mailbox, work)
             for device in self.devices:
                 device.synchronize()  # the caller may change what was copied from
         except BaseException:
@@ -342,17 +342,17 @@ class Engine:
         limit = self.memory_limit()
         return limit is None or sum(c.param_bytes + c.grad_bytes for c in self.layer_costs()) <= limit * 1e9
 
-    def _parcel(self, microbatch: Microbatch, run: Run) -> Parcel:
-        skeleton, tensors = take_apart((microbatch.args, microbatch.kwargs), what="inputs")
+    def _parcel(self, microbatch: Microbatch, run: Run) -> HostValue:
+        structure, tensors = take_apart((microbatch.args, microbatch.kwargs), what="inputs")
         tensors = [_on_host(tensor) for tensor in tensors]
         flags = [run.requires_grad and tensor.requires_grad for tensor in tensors]
-        return Parcel(skeleton, tensors, flags, [None] * len(tensors))
+        return HostValue(structure, tensors, flags, [None] * len(tensors))
 
-    def _start(self, run: Run, parcels: Sequence[Parcel]) -> None:
+    def _start(self, run: Run, parcels: Sequence[HostValue]) -> None:
         for number, parcel in enumerate(parcels):
             run.start(number, parcel)
 
-    def _feed_inputs(self, run: Run, parcels: Sequence[Parcel]) -> None:
+    def _feed_inputs(self, run: Run, parcels: Sequence[HostValue]) -> None:
         """Go on backward from the inputs, where they are part of a graph: another pipeline's, say."""
         scale = run.contract.gradient_scale()
         pairs = itertools.chain.from_iterable(

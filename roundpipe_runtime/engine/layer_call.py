@@ -10,12 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..device.transfer import Skeleton
+from ..device.transfer import TreeStructure
 from ..device.virtual import Device
 from ..errors import StageError
-from .piece import Values, enter, is_refused_write, leaves_inputs, note_inputs
+from .layer_traits import traits_of
+from .piece import Values, enter, is_refused_write
 from .recompute import CALL, call_seed, run_seeded
-from .resident import Resident
+from .resident import LayerOnDevice
 from .run import Run
 
 __all__ = ["CallKind", "CallResult", "call_layer"]
@@ -41,7 +42,7 @@ class CallResult:
 def call_layer(
     run: Run,
     device: Device,
-    resident: Resident,
+    resident: LayerOnDevice,
     microbatch: int,
     values: Values,
     kind: CallKind,
@@ -65,14 +66,16 @@ def call_layer(
         StageError: when the layer would have to be called again, and has written an input or a buffer already.
     """
     call = _Call(run, device, resident, microbatch, values, kind, data)
-    as_leaves = leaves_inputs(resident.contents.module)
+    module = resident.contents.module
+    mutates_inputs = traits_of(module).mutates_inputs
+    as_leaves = mutates_inputs.get(module.training) is False
     try:
         return call.attempt(as_leaves=as_leaves)
     except RuntimeError as error:
         if not as_leaves or not is_refused_write(error):
             raise
         call.refuse_repeat("write its input in place")
-        note_inputs(resident.contents.module, written=True)
+        mutates_inputs[module.training] = True
         return call.attempt(as_leaves=False)
 
 
@@ -83,7 +86,7 @@ class _Call:
         self,
         run: Run,
         device: Device,
-        resident: Resident,
+        resident: LayerOnDevice,
         microbatch: int,
         values: Values,
         kind: CallKind,
@@ -115,12 +118,14 @@ class _Call:
         finally:
             CALL.enter(*before)
         if not as_leaves:
-            note_inputs(self.contents.module, written=versions != [tensor._version for tensor in entered])
+            module = self.contents.module
+            written = versions != [tensor._version for tensor in entered]
+            traits_of(module).mutates_inputs[module.training] = written
         return CallResult(entries, output, kept)
 
     def _seeded(self, entered: list[torch.Tensor]) -> Any:
         module = self.contents.module
-        call = partial(_invoke, module, self.contents.index, self.values.skeleton, entered)
+        call = partial(_invoke, module, self.contents.index, self.values.structure, entered)
         if not self.run.preserve_rng_state:
             return call()
 
@@ -133,8 +138,8 @@ class _Call:
         return run_seeded(call, module, seed, self.device.torch_device, again)
 
 
-def _invoke(module: nn.Module, index: int, skeleton: Skeleton, tensors: Sequence[torch.Tensor]) -> Any:
-    value = skeleton.rebuild(tensors)
+def _invoke(module: nn.Module, index: int, structure: TreeStructure, tensors: Sequence[torch.Tensor]) -> Any:
+    value = structure.rebuild(tensors)
     if index == 0:  # the first layer has the arguments of the model, the others what the layer before returned
         args, kwargs = value
         return module(*args, **kwargs)

@@ -34,7 +34,7 @@ class MicrobatchLoss:
     def __init__(self, run: Run, device: Device, microbatch: int, outputs: Values) -> None:
         self._run, self._device, self._microbatch = run, device, microbatch
         self._entries, entered = enter(outputs, as_leaves=False)
-        self._outputs = outputs.skeleton.rebuild(entered)
+        self._outputs = outputs.structure.rebuild(entered)
         self._terms: Sequence[BackwardTerm] = ()
 
     def compute(self, labels: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -16,14 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from .layer_traits import traits_of
 from .recompute import generator_alone
 
 __all__ = ["run_backward"]
 
 T = TypeVar("T")
-
-# Layers and loss functions whose backward calls forward code again, and those whose does not, by what they do first.
-_CALLS_AGAIN: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
@@ -39,24 +36,17 @@ def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
     """
     if device.type != "cpu":
         return call()
-    known = _known(code)
-    if known is False:
+    traits = traits_of(code)
+    if traits.reenters is False:
         return call()
     with generator_alone():
-        if known or sys.getprofile() is not None:
+        if traits.reenters or sys.getprofile() is not None:
             return call()
         with _watched() as seen:
             result = call()
         if seen.all or seen.names:
-            _CALLS_AGAIN[code] = bool(seen.names)
+            traits.reenters = bool(seen.names)
         return result
-
-
-def _known(code: Any) -> bool | None:
-    try:
-        return _CALLS_AGAIN.get(code)
-    except TypeError:  # an object of slots, say, which cannot be referred to weakly: its backward is always run alone
-        return True
 
 
 @dataclasses.dataclass

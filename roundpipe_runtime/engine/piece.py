@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
 
-from ..device.transfer import Skeleton
+from ..device.transfer import TreeStructure
 
 __all__ = [
     "Piece",
@@ -19,8 +17,6 @@ __all__ = [
     "enter",
     "is_refused_write",
     "leaves_beside",
-    "leaves_inputs",
-    "note_inputs",
     "plain",
 ]
 
@@ -29,7 +25,7 @@ __all__ = [
 class Values:
     """A nested value on the device: its tensors, detached, and which of them gradients flow through."""
 
-    skeleton: Skeleton
+    structure: TreeStructure
     tensors: list[torch.Tensor]
     needs_grad: list[bool]
 
@@ -117,25 +113,6 @@ def leaves_beside(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor
             found[id(node.variable)] = node.variable
         waiting += [before for before, _ in node.next_functions]
     return list(found.values())
-
-
-# -- who writes inputs in place --------------------------------------------------------------------------------------
-
-# The modes, training or not, in which a layer left its inputs as they were, in its first call at least.
-_LEFT: weakref.WeakKeyDictionary[nn.Module, set[bool]] = weakref.WeakKeyDictionary()
-
-
-def leaves_inputs(layer: nn.Module) -> bool:
-    """Tell whether a layer is known not to write its inputs in place."""
-    return layer.training in _LEFT.get(layer, ())
-
-
-def note_inputs(layer: nn.Module, *, written: bool) -> None:
-    """Remember whether a layer wrote its inputs in place."""
-    if written:
-        _LEFT.get(layer, set()).discard(layer.training)
-    else:
-        _LEFT.setdefault(layer, set()).add(layer.training)
 
 
 def is_refused_write(error: RuntimeError) -> bool:

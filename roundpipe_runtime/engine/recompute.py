@@ -10,7 +10,6 @@ import contextlib
 import contextvars
 import hashlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
@@ -19,9 +18,10 @@ from torch.utils import _pytree as pytree
 
 from ..device.forking import free_after_fork
 from ..errors import StageError
+from .layer_traits import traits_of
 
 __all__ = [
-    "LayerCall",
+    "CallState",
     "call_seed",
     "doing_recompute",
     "generator_alone",
@@ -58,7 +58,6 @@ def call_seed(base: int, tag: str, step: int, layer: int, microbatch: int) -> in
 # take turns among themselves.
 _CPU_GENERATOR = free_after_fork(threading.RLock())
 _INSIDE: contextvars.ContextVar[Any] = contextvars.ContextVar("roundpipe_generator_inside", default=None)
-_DRAWS: weakref.WeakKeyDictionary[Any, dict[bool, bool]] = weakref.WeakKeyDictionary()
 
 
 def run_seeded(
@@ -81,7 +80,7 @@ def run_seeded(
 
 def _run_on_cpu(call: Callable[[], T], code: Any, seed: Callable[[], int], again: Callable[[], T]) -> T:
     training = bool(getattr(code, "training", True))
-    if _known(code).get(training) is not False:
+    if traits_of(code).draws.get(training) is not False:
         return _alone(call, code, training, seed())
     with _generator():
         before = _cpu_state()
@@ -122,18 +121,11 @@ def _alone(call: Callable[[], T], code: Any, training: bool, seed: int) -> T:
         try:
             result = call()
             drew = not seeded.equal(_cpu_state())
-            known = _known(code)
-            known[training] = known.get(training, False) or drew
+            draws = traits_of(code).draws
+            draws[training] = draws.get(training, False) or drew
             return result
         finally:
             torch.set_rng_state(outside)
-
-
-def _known(code: Any) -> dict[bool, bool]:
-    try:
-        return _DRAWS.setdefault(code, {})
-    except TypeError:  # a built-in function, say, which cannot be referred to weakly: it is always run alone
-        return {}
 
 
 @contextlib.contextmanager
@@ -148,7 +140,7 @@ def _device_generator(device: torch.device, seed: int) -> Iterator[None]:
         library.set_rng_state(outside, device)
 
 
-class LayerCall(threading.local):
+class CallState(threading.local):
     """What the layer call of this thread is: a first forward, or a recomputation, and the data kept for it."""
 
     kind: Literal["none", "forward", "fused", "recompute"] = "none"
@@ -163,7 +155,7 @@ class LayerCall(threading.local):
         return before
 
 
-CALL = LayerCall()
+CALL = CallState()
 
 
 def save_for_recompute(*data: Any) -> None:

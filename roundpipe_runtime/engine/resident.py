@@ -14,7 +14,7 @@ from ..device.virtual import Device
 from ..errors import StageError
 from ..optim.parameters import LayerContents
 
-__all__ = ["Buffers", "Gradients", "Resident", "refuse_kept"]
+__all__ = ["Buffers", "Gradients", "LayerOnDevice", "refuse_kept"]
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ def refuse_kept(leaf: torch.Tensor) -> None:
         )
 
 
-class Resident:
+class LayerOnDevice:
     """A layer on a device.
 
     Args:

@@ -14,8 +14,8 @@ from torch import nn
 
 from ..batch.loss import LossContract
 from ..device.events import NOW, Event
-from ..device.transfer import Parcel
-from ..device.worker import Board
+from ..device.transfer import HostValue
+from ..device.worker import Mailbox
 from ..errors import StageError
 from ..optim.parameters import LayerContents, ParameterStore
 from ..optim.readiness import ReadinessTable
@@ -23,7 +23,7 @@ from ..schedule.costs import MeasuredCosts
 from ..schedule.plan import RunType
 from ..schedule.round_robin import Stage
 from ..timeline.record import Timeline
-from .resident import Buffers, Gradients, Resident
+from .resident import Buffers, Gradients, LayerOnDevice
 
 __all__ = ["Copies", "Run", "Timer", "captured_autocast"]
 
@@ -128,17 +128,17 @@ class Run:
     stays: bool = False
     one_thread: bool = False
     take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
-    board: Board = dataclasses.field(default_factory=Board)
+    mailbox: Mailbox = dataclasses.field(default_factory=Mailbox)
 
     # What the run collects, by microbatch or by layer.
-    outputs: dict[int, Parcel] = dataclasses.field(default_factory=dict)
-    saved: dict[tuple[int, int], Parcel] = dataclasses.field(default_factory=dict)
-    kept: dict[tuple[int, int], Parcel] = dataclasses.field(default_factory=dict)
+    outputs: dict[int, HostValue] = dataclasses.field(default_factory=dict)
+    saved: dict[tuple[int, int], HostValue] = dataclasses.field(default_factory=dict)
+    kept: dict[tuple[int, int], HostValue] = dataclasses.field(default_factory=dict)
     input_gradients: dict[int, Copies] = dataclasses.field(default_factory=dict)
     gradients: dict[int, Gradients] = dataclasses.field(default_factory=dict)
     buffers: dict[int, Buffers] = dataclasses.field(default_factory=dict)
     buffer_trail: dict[int, list[Buffers]] = dataclasses.field(default_factory=dict)
-    residents: dict[tuple[str, int], Resident] = dataclasses.field(default_factory=dict)
+    residents: dict[tuple[str, int], LayerOnDevice] = dataclasses.field(default_factory=dict)
     _buffers_at_start: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
     _versions: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
@@ -166,15 +166,15 @@ class Run:
     @contextlib.contextmanager
     def reading(self, layer: int) -> Iterator[None]:
         """Wait until this run's version of a layer is there, and keep it there for the block."""
-        self.table.start_read(layer, self.version, check=self.board.check)
+        self.table.start_read(layer, self.version, check=self.mailbox.check)
         try:
             yield
         finally:
             self.table.end_read(layer)
 
-    def start(self, microbatch: int, inputs: Parcel) -> None:
+    def start(self, microbatch: int, inputs: HostValue) -> None:
         """Give the first layer the inputs of a microbatch; a run of one fused stage takes them as well."""
-        self.board.put(("activation", 0, microbatch), inputs)
+        self.mailbox.put(("activation", 0, microbatch), inputs)
 
     def release(self) -> None:
         """Give back the memory of the devices that this run still holds."""
@@ -195,7 +195,7 @@ class Run:
         ]
         for values in collected:
             values.clear()
-        self.board.clear()
+        self.mailbox.clear()
 
     # -- buffers -----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..device.transfer import Parcel, fetch, send, shapes_of, take_apart
+from ..device.transfer import HostValue, fetch, send, shapes_of, take_apart
 from ..device.virtual import Device
 from ..device.worker import StoppedRun, add_note_once
 from ..schedule.round_robin import Stage
@@ -28,7 +28,7 @@ from .layer_call import CallKind, call_layer
 from .loss_call import MicrobatchLoss
 from .nested_checkpoint import run_backward
 from .piece import Piece, Values, plain
-from .resident import Resident
+from .resident import LayerOnDevice
 from .run import Copies, Run
 
 __all__ = ["run_stage"]
@@ -48,7 +48,7 @@ def run_stage(run: Run, stage: Stage, device: Device) -> None:
         add_note_once(error, visit.describe())
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             add_note_once(error, visit.advice())
-        run.board.fail(error)
+        run.mailbox.fail(error)
     finally:
         visit.leave()
 
@@ -60,7 +60,7 @@ class _Visit:
         self.run = run
         self.stage = stage
         self.device = device
-        self.residents: dict[int, Resident] = {}
+        self.residents: dict[int, LayerOnDevice] = {}
         self._layer: int | None = None
         self._microbatch: int | None = None
         self._doing = "the upload of its parameters"
@@ -74,12 +74,12 @@ class _Visit:
             self._run_all()
 
     def _run_all(self) -> None:
-        self.run.board.check()
+        self.run.mailbox.check()
         for layer in self.stage.layers:
             self._upload(layer)
         work = {"forward": self._forward, "fused": self._fused, "backward": self._backward}[self.stage.kind]
         for microbatch in range(self.run.num_microbatch):
-            self.run.board.check()
+            self.run.mailbox.check()
             self._layer, self._microbatch, self._tensors = None, microbatch, None
             work(microbatch)
         self._layer, self._microbatch, self._tensors = None, None, None
@@ -103,7 +103,7 @@ class _Visit:
             self.residents[layer] = here
             return
         with self._measure("upload", layer=layer), self.run.reading(layer):
-            self.residents[layer] = Resident(contents, self.device, self.run.source, self.run.gradient_dtype)
+            self.residents[layer] = LayerOnDevice(contents, self.device, self.run.source, self.run.gradient_dtype)
 
     def _download(self) -> None:
         self._doing = "the download of its gradients"
@@ -201,7 +201,7 @@ class _Visit:
         with measured, self.device.computing(), self._modes():
             self.device.use(values.tensors)
             result = call_layer(run, self.device, resident, microbatch, values, kind, data)
-            skeleton, exits = take_apart(result.output, what=f"the output of {title}")
+            structure, exits = take_apart(result.output, what=f"the output of {title}")
             results = [plain(tensor) for tensor in exits]
         if result.kept is not None:
             skeleton_kept, tensors = take_apart(result.kept, what=f"save_for_recompute in {title}")
@@ -209,7 +209,7 @@ class _Visit:
         if kind == "forward" and run.has_backward:
             run.buffer_trail.setdefault(layer, []).append(resident.changed_buffers())
         flags = [tensor.requires_grad for tensor in exits]
-        return Values(skeleton, results, flags), Piece(layer, result.entries, exits)
+        return Values(structure, results, flags), Piece(layer, result.entries, exits)
 
     def _modes(self) -> contextlib.AbstractContextManager[Any]:
         """The caller's autocast modes, in this thread."""
@@ -222,30 +222,30 @@ class _Visit:
 
     # -- what comes and what goes ------------------------------------------------------------------------------------
 
-    def _take_input(self, microbatch: int) -> Parcel:
+    def _take_input(self, microbatch: int) -> HostValue:
         self._doing = "the upload of its input"
-        parcel: Parcel = self.run.board.take(("activation", self.stage.layers[0], microbatch))
+        parcel: HostValue = self.run.mailbox.take(("activation", self.stage.layers[0], microbatch))
         return parcel
 
     def _restart(self, layer: int, microbatch: int) -> Values:
         return self._open(self.run.saved.pop((layer, microbatch)))
 
-    def _open(self, parcel: Parcel) -> Values:
-        return Values(parcel.skeleton, fetch(self.device, parcel), parcel.needs_grad)
+    def _open(self, parcel: HostValue) -> Values:
+        return Values(parcel.structure, fetch(self.device, parcel), parcel.needs_grad)
 
-    def _send(self, values: Values) -> Parcel:
-        return send(self.device, values.skeleton, values.tensors, values.needs_grad)
+    def _send(self, values: Values) -> HostValue:
+        return send(self.device, values.structure, values.tensors, values.needs_grad)
 
-    def _hand_on(self, microbatch: int, parcel: Parcel) -> None:
+    def _hand_on(self, microbatch: int, parcel: HostValue) -> None:
         stop = self.stage.layers[-1] + 1
         if stop == len(self.run.contents):
             self.run.outputs[microbatch] = parcel
         else:
-            self.run.board.put(("activation", stop, microbatch), parcel)
+            self.run.mailbox.put(("activation", stop, microbatch), parcel)
 
     def _take_gradients(self, microbatch: int) -> list[torch.Tensor | None]:
         self._doing = "the upload of gradients"
-        found: Copies = self.run.board.take(("gradient", self.stage.layers[-1] + 1, microbatch))
+        found: Copies = self.run.mailbox.take(("gradient", self.stage.layers[-1] + 1, microbatch))
         return [None if pair is None else self.device.copy_in(*pair) for pair in found]
 
     def _hand_back(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -255,18 +255,18 @@ class _Visit:
         if first == 0:
             self.run.input_gradients[microbatch] = copies
         else:
-            self.run.board.put(("gradient", first, microbatch), copies)
+            self.run.mailbox.put(("gradient", first, microbatch), copies)
 
     def _kept(self, layer: int, microbatch: int) -> tuple[Any, ...] | None:
         parcel = self.run.kept.pop((layer, microbatch), None)
         if parcel is None:
             return None
-        kept: tuple[Any, ...] = parcel.skeleton.rebuild(fetch(self.device, parcel))
+        kept: tuple[Any, ...] = parcel.structure.rebuild(fetch(self.device, parcel))
         return kept
 
     def _to_device(self, value: Any) -> Any:
-        skeleton, tensors = take_apart(value, what="label")
-        return skeleton.rebuild([self.device.copy_in(tensor) for tensor in tensors])
+        structure, tensors = take_apart(value, what="label")
+        return structure.rebuild([self.device.copy_in(tensor) for tensor in tensors])
 
     # -- where we are ------------------------------------------------------------------------------------------------
 

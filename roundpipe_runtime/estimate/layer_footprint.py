@@ -86,8 +86,8 @@ def measure_layers(
     contents = scan(layers)
     found = []
     values: Any = (tuple(args), dict(kwargs or {}))
-    skeleton, tensors = take_apart(values, what="inputs")
-    given = Values(skeleton, tensors, [False] * len(tensors))
+    structure, tensors = take_apart(values, what="inputs")
+    given = Values(structure, tensors, [False] * len(tensors))
     with device_kernels(kind), torch.enable_grad():
         for index, one in enumerate(contents):
             call: Callable[[Any], Any] = functools.partial(_invoke, one.module, index)
@@ -120,8 +120,8 @@ def _measure(
     with Footprint() as found:
         found.ignore(held_before)
         entries, entered = enter(given, as_leaves=False)
-        out = call(given.skeleton.rebuild(entered))
-        skeleton, exits = take_apart(out, what=f"the output of {contents.title}")
+        out = call(given.structure.rebuild(entered))
+        structure, exits = take_apart(out, what=f"the output of {contents.title}")
         results = [plain(tensor) for tensor in exits]
     del out
     forward_peak, held, forward_flops = found.peak, found.restart(), found.flops
@@ -152,7 +152,7 @@ def _measure(
     )
     for parameter in trained:
         parameter.grad = None
-    return footprint, Values(skeleton, results, [exit_.requires_grad for exit_ in exits])
+    return footprint, Values(structure, results, [exit_.requires_grad for exit_ in exits])
 
 
 def _give_sums(

@@ -24,7 +24,7 @@ from .cutting.capture import asked_for, install_hooks, is_cache
 from .cutting.cut import Cut, cut, pieces_of, whole
 from .cutting.example import without_cache
 from .errors import REPLACED_FORWARD, CutError, CutRefusedWarning, moved_away, resized_late
-from .generate.encoders import Route, routes_of, taking
+from .generate.encoders import GenerationPath, routes_of, taking
 from .generate.generation import forward_of, reason_for_host
 from .loss.label_smoothing import SMOOTHED, SmoothedLoss, smoothed_call
 from .loss.moe_aux_loss import has_auxiliary_loss, has_router_logits, wants_tuple
@@ -152,12 +152,12 @@ class WrappedModel(RoundPipe):
         with forward_of(self.cut.model, self.forward):
             return generate(*args, **kwargs)
 
-    def _rp_routes(self) -> list[Route]:
+    def _rp_routes(self) -> list[GenerationPath]:
         """The ways of an encoder-decoder that generates; a model in one piece has none."""
         own = self.__dict__
         if "_rp_routes_made" not in own:
             own["_rp_routes_made"] = [] if self.cut.report.is_whole else routes_of(self.cut.model, self._rp_alike)
-        made: list[Route] = own["_rp_routes_made"]
+        made: list[GenerationPath] = own["_rp_routes_made"]
         return made
 
     def _rp_alike(self, made: Cut) -> WrappedModel:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .call_log import Book, BoxUse, CallSpec, State, Tree
+from .call_log import BoxUse, CallLog, CallSpec, State, Tree
 from .check import evaluating
 from .cut import Cut
-from .cut_plan import Program
+from .cut_plan import CutPlan
 from .example import example_inputs, without_cache
 from .pieces import LayerCall
 from .placeholder import Key
@@ -74,8 +74,8 @@ def passed_tensors(made: Cut, example: Mapping[str, Any] | None = None) -> list[
     kwargs = without_cache(made.model, dict(example if example is not None else example_inputs(made.model)))
     if any(p.is_meta for p in made.model.parameters()):
         kwargs = {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
-    seen, book = _followed(made, kwargs)
-    words = _Words(made.program, book, made.layers)
+    seen, call_log = _followed(made, kwargs)
+    words = _Words(made.program, call_log, made.layers)
     return [
         PassedTensor(
             words.name(key),
@@ -99,8 +99,8 @@ class _Seen:
     read: list[int] = dataclasses.field(default_factory=list)
 
 
-def _followed(made: Cut, kwargs: dict[str, Any]) -> tuple[dict[Any, _Seen], Book]:
-    """Run the pieces one after the other, all but the last one; return what passed, and the book with all calls."""
+def _followed(made: Cut, kwargs: dict[str, Any]) -> tuple[dict[Any, _Seen], CallLog]:
+    """Run the pieces one after the other, all but the last one; return what passed, and the call log with all calls."""
     seen: dict[Any, _Seen] = {}
     state: State = {"values": {}, "boxes": {}}
     last = len(made.pieces) - 1
@@ -108,13 +108,13 @@ def _followed(made: Cut, kwargs: dict[str, Any]) -> tuple[dict[Any, _Seen], Book
         for number, piece in enumerate(made.pieces[:last]):
             before = _contents(state)
             state = piece(state) if number else piece(**kwargs)
-            for key in _taken(piece, state["book"], before):
+            for key in _taken(piece, state["call_log"], before):
                 seen[key].read.append(number)
             for key, tensor in _contents(state).items():
                 seen.setdefault(key, _Seen(tensor, number))
     for key in _contents(state):
         seen[key].read.append(last)
-    return seen, state["book"]
+    return seen, state["call_log"]
 
 
 def _contents(state: State) -> dict[Any, torch.Tensor]:
@@ -127,11 +127,11 @@ def _contents(state: State) -> dict[Any, torch.Tensor]:
     return found
 
 
-def _taken(piece: nn.Module, book: Book, held: Mapping[Any, torch.Tensor]) -> list[Any]:
+def _taken(piece: nn.Module, call_log: CallLog, held: Mapping[Any, torch.Tensor]) -> list[Any]:
     """Which of the tensors that are there a piece gets; a phase gets all that are left."""
     if not isinstance(piece, LayerCall):
         return list(held)
-    spec = book.calls.get(piece.place)
+    spec = call_log.calls.get(piece.place)
     if spec is None:
         return []
     boxes = {use.number for use in spec.boxes()}
@@ -144,18 +144,18 @@ class _Words:
 
     Args:
         program: what was found out about the model.
-        book: of the example, with all calls in it.
+        call_log: of the example, with all calls in it.
         layers: by name.
     """
 
-    def __init__(self, program: Program, book: Book, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(self, program: CutPlan, call_log: CallLog, layers: Mapping[str, nn.Module]) -> None:
         self._program = program
         self._names: dict[Any, str] = {}
         self._hidden: set[str] = set()
         self._captured = {
-            leaf: path for tree in book.captured.values() for path, leaf in _leaves(tree) if isinstance(leaf, Key)
+            leaf: path for tree in call_log.captured.values() for path, leaf in _leaves(tree) if isinstance(leaf, Key)
         }
-        for place, call in sorted(book.calls.items()):
+        for place, call in sorted(call_log.calls.items()):
             for name, leaf in _arguments(call, layers[program.calls[place].layer]):
                 if isinstance(leaf, BoxUse):
                     self._names.setdefault(leaf.number, name)

@@ -5,7 +5,7 @@ The *state* is what passes from piece to piece of the pipeline, a dictionary::
     call     the arguments of the model, which every phase starts from
     values   tensors by `Key`: what phases handed to layers, what layers returned, as long as somebody needs it
     boxes    dictionaries and lists that layers read and write (the shared keys and values of Gemma)
-    book     the plan of the calls, without tensors: this file
+    call_log     the plan of the calls, without tensors: this file
     seed     of the random numbers that the model draws outside of its layers
     weigh    rows of the microbatch, if the output is to come with the weight of its loss
     loss_only    whether nobody looks at anything but the loss
@@ -26,11 +26,11 @@ from ...device.transfer import Static
 from .placeholder import Key
 
 __all__ = [
-    "Book",
     "BoxUse",
+    "CallLog",
     "CallSpec",
     "Embedded",
-    "Fresh",
+    "EmptyCache",
     "State",
     "Tree",
     "box_content",
@@ -70,7 +70,7 @@ class Tree:
                 found.append(values[leaf])
             elif isinstance(leaf, BoxUse):
                 found.append(boxes[leaf.number])
-            elif isinstance(leaf, Fresh):
+            elif isinstance(leaf, EmptyCache):
                 found.append(copy.deepcopy(leaf.empty))
             else:
                 found.append(leaf)
@@ -93,7 +93,7 @@ class BoxUse:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Fresh:
+class EmptyCache:
     """An empty cache, of which each call has a copy: what a layer puts into it, no other layer reads.
 
     Attributes:
@@ -136,7 +136,7 @@ class Embedded:
 
 
 @dataclasses.dataclass(frozen=True)
-class Book(Static):
+class CallLog(Static):
     """The calls of a microbatch.
 
     Attributes:
@@ -158,8 +158,8 @@ class Book(Static):
     embedded: Mapping[str, Sequence[Embedded]] = dataclasses.field(default_factory=dict)
     keep: Literal["none", "extras", "all"] = "none"
 
-    def record(self, calls: Mapping[int, CallSpec], *needed: Key) -> Book:
-        """Return the book with more calls in it, and with what the phase behind them needs."""
+    def record(self, calls: Mapping[int, CallSpec], *needed: Key) -> CallLog:
+        """Return the call log with more calls in it, and with what the phase behind them needs."""
         last_use = dict(self.last_use)
         for place, call in sorted(calls.items()):
             last_use.update(dict.fromkeys(call.arguments.keys(), place))
@@ -167,26 +167,28 @@ class Book(Static):
             self, calls={**self.calls, **calls}, last_use=last_use, needed=self.needed | {*needed}
         )
 
-    def made(self, place: int, result: Tree, captured: Tree | None) -> Book:
-        """Return the book after a call."""
+    def made(self, place: int, result: Tree, captured: Tree | None) -> CallLog:
+        """Return the call log after a call."""
         held = self.captured if captured is None else {**self.captured, place: captured}
         return dataclasses.replace(self, results={**self.results, place: result}, captured=held)
 
 
-def live(values: Mapping[Key, torch.Tensor], book: Book, place: int, kept: frozenset[Key]) -> dict[Key, torch.Tensor]:
+def live(
+    values: Mapping[Key, torch.Tensor], call_log: CallLog, place: int, kept: frozenset[Key]
+) -> dict[Key, torch.Tensor]:
     """Return those values that are needed after the call at a place.
 
     Args:
         values: all of them.
-        book: knows the calls to come, and what hooks captured.
+        call_log: knows the calls to come, and what hooks captured.
         place: of the call that was just made.
         kept: what phases need, by the program.
     """
-    captured = set().union(*(tree.keys() for tree in book.captured.values())) if book.captured else frozenset()
+    captured = set().union(*(tree.keys() for tree in call_log.captured.values())) if call_log.captured else frozenset()
     return {
         key: value
         for key, value in values.items()
-        if book.last_use.get(key, -1) > place or key in kept or key in captured or key in book.needed
+        if call_log.last_use.get(key, -1) > place or key in kept or key in captured or key in call_log.needed
     }
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import CutError
 from .capture import asked_for, install_hooks
 from .check import check_equivalence, evaluating
-from .cut_plan import Program
+from .cut_plan import CutPlan
 from .discover import discover
 from .example import example_inputs, without_cache
 from .layers import Candidate, candidates, observe
@@ -38,7 +38,7 @@ class Cut:
 
     model: nn.Module
     pieces: list[nn.Module]
-    program: Program | None
+    program: CutPlan | None
     report: CutReport
     layers: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
     _structure: dict[str, type] | None = None
@@ -179,7 +179,7 @@ def _try(
     return made
 
 
-def pieces_of(model: nn.Module, layers: Mapping[str, nn.Module], program: Program) -> list[nn.Module]:
+def pieces_of(model: nn.Module, layers: Mapping[str, nn.Module], program: CutPlan) -> list[nn.Module]:
     """Return the modules of the pipeline for a program."""
     pieces: list[nn.Module] = []
     start = 0
@@ -194,7 +194,7 @@ def pieces_of(model: nn.Module, layers: Mapping[str, nn.Module], program: Progra
 def _report(
     model: nn.Module,
     chosen: Sequence[Candidate],
-    program: Program,
+    program: CutPlan,
     pieces: Sequence[nn.Module],
     refused: Sequence[tuple[str, str]],
 ) -> CutReport:

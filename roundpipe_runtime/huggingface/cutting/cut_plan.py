@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from .layers import Observed
 from .placeholder import Key
 
-__all__ = ["Program"]
+__all__ = ["CutPlan"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class CutPlan:
     """The pieces of a cut model, in order: phase 0, calls, phase 1, calls, ... and a last phase.
 
     Attributes:
@@ -43,7 +43,7 @@ class Program:
     def names(self) -> list[str]:
         """Return the pieces in words.
 
-        >>> Program([], [0, 0]).names()
+        >>> CutPlan([], [0, 0]).names()
         ['phase 0', 'phase 1']
         """
         found: list[str] = []

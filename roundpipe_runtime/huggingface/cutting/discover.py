@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import CutError, MissingEmbeddingError
-from .cut_plan import Program
+from .cut_plan import CutPlan
 from .layers import observe
 from .pieces import LayerCall, MissingValueError, Phase, begin
 from .stub import copy_with_stubs
@@ -28,7 +28,7 @@ _MOST_PHASES = 300
 
 def discover(
     model: nn.Module, layers: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Program:
+) -> CutPlan:
     """Return the program of a model for these layers.
 
     Args:
@@ -44,7 +44,7 @@ def discover(
         calls, _ = observe(dict(layers), lambda: model(*args, **kwargs))
         if not calls:
             raise CutError("layers", f"The forward of {type(model).__name__} calls none of {', '.join(layers)}.")
-        program = Program(calls, (), embeddings=frozenset(_embeddings(model, layers)))
+        program = CutPlan(calls, (), embeddings=frozenset(_embeddings(model, layers)))
         copies: list[nn.Module] = []
         tracks: list[_Tracks] = []
         while True:
@@ -60,14 +60,14 @@ def discover(
 
 
 def _run(
-    program: Program,
+    program: CutPlan,
     model: nn.Module,
     layers: Mapping[str, nn.Module],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     copies: list[nn.Module],
     tracks: list[_Tracks],
-) -> Program:
+) -> CutPlan:
     ends: list[int] = []
     keep = set(program.keep)
     state = begin(args, kwargs, model)
@@ -84,7 +84,7 @@ def _run(
             return dataclasses.replace(program, ends=ends, keep=frozenset(keep), used=_completed(used, model, layers))
         state, needed = result
         keep.add(needed)
-        start, end = (ends[-1] if ends else 0), max(state["book"].calls) + 1
+        start, end = (ends[-1] if ends else 0), max(state["call_log"].calls) + 1
         for place in range(start, end):
             trial = dataclasses.replace(trial, keep=frozenset(keep))
             state = LayerCall(trial, place, layers[program.calls[place].layer])(state)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .call_log import is_box
 
-__all__ = ["Candidate", "Form", "Observed", "candidates", "observe"]
+__all__ = ["Candidate", "Observed", "OutputSpec", "candidates", "observe"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _is_of_layers(module: nn.Module) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class OutputSpec:
     """What a layer returned in a call.
 
     Attributes:
@@ -87,7 +87,7 @@ class Observed:
     """
 
     layer: str
-    form: Form
+    form: OutputSpec
 
 
 def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[list[Observed], Any]:
@@ -118,7 +118,7 @@ def tensors_of(arguments: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _form_of(inputs: list[torch.Tensor], out: Any) -> Form:
+def _form_of(inputs: list[torch.Tensor], out: Any) -> OutputSpec:
     leaves, spec = pytree.tree_flatten(out)
     found: list[int | tuple[Any]] = []
     for leaf in leaves:
@@ -127,4 +127,4 @@ def _form_of(inputs: list[torch.Tensor], out: Any) -> Form:
             found.append(next(alike, -1))
         else:
             found.append((leaf,))
-    return Form(spec, tuple(found))
+    return OutputSpec(spec, tuple(found))

@@ -19,9 +19,9 @@ from ..loss.label_smoothing import SMOOTHED, with_smoothed_loss
 from ..loss.lazy_logits import loss_only
 from ..loss.weights import LOSS_ONLY, WEIGH, counting, rows_of_call, weighed
 from .caches import CACHE, is_held, swapped
-from .call_log import Book, State, Tree, box_content, fill_box, live
+from .call_log import CallLog, State, Tree, box_content, fill_box, live
 from .capture import asked_for, collecting
-from .cut_plan import Program
+from .cut_plan import CutPlan
 from .placeholder import Key, NeedsValue, holds_placeholder
 from .session import PhaseSession
 from .stub import running
@@ -38,7 +38,7 @@ class Phase(nn.Module):
         copy: the model with stubs in place of its layers.
     """
 
-    def __init__(self, program: Program, number: int, copy: nn.Module) -> None:
+    def __init__(self, program: CutPlan, number: int, copy: nn.Module) -> None:
         super().__init__()
         self.copy = copy
         self.program = program
@@ -91,12 +91,17 @@ class Phase(nn.Module):
                 return True, session.held_again(output)
             needed = waiting.key
         if needed.call not in session.calls:
-            raise _missing(needed, session.book)
-        book = session.book.record(session.calls, needed)
+            raise _missing(needed, session.call_log)
+        call_log = session.call_log.record(session.calls, needed)
         if self.number == 0:
-            book = dataclasses.replace(book, embedded=session.embedded)
-        values = live(session.values, book, self.last_made(book), self.program.keep | _kept_outputs(book, self.program))
-        return False, ({**state, "values": values, "book": book}, needed)
+            call_log = dataclasses.replace(call_log, embedded=session.embedded)
+        values = live(
+            session.values,
+            call_log,
+            self.last_made(call_log),
+            self.program.keep | _kept_outputs(call_log, self.program),
+        )
+        return False, ({**state, "values": values, "call_log": call_log}, needed)
 
     @contextlib.contextmanager
     def _same_noise(self, state: State) -> Iterator[None]:
@@ -106,9 +111,9 @@ class Phase(nn.Module):
         yield
 
     @staticmethod
-    def last_made(book: Book) -> int:
+    def last_made(call_log: CallLog) -> int:
         """Return the place of the last call that was made, -1 before the first."""
-        return max(book.results, default=-1)
+        return max(call_log.results, default=-1)
 
 
 class MissingValueError(BatchStructureError):
@@ -126,8 +131,8 @@ class MissingValueError(BatchStructureError):
         return type(self), (self.key,)
 
 
-def _missing(key: Key, book: Book) -> BatchStructureError:
-    names = (name for name, made in book.embedded.items() if key in (one.key for one in made))
+def _missing(key: Key, call_log: CallLog) -> BatchStructureError:
+    names = (name for name, made in call_log.embedded.items() if key in (one.key for one in made))
     name = next(names, None)
     return MissingValueError(key) if name is None else MissingEmbeddingError(name)
 
@@ -163,7 +168,7 @@ class LayerCall(nn.Module):
         layer: the layer.
     """
 
-    def __init__(self, program: Program, place: int, layer: nn.Module) -> None:
+    def __init__(self, program: CutPlan, place: int, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
         self.program = program
@@ -171,8 +176,8 @@ class LayerCall(nn.Module):
 
     def forward(self, state: State) -> State:
         """Call the layer as the phase before recorded it; a microbatch that leaves it out passes by."""
-        book: Book = state["book"]
-        spec = book.calls.get(self.place)
+        call_log: CallLog = state["call_log"]
+        spec = call_log.calls.get(self.place)
         if spec is None:
             return state
         values, boxes = state["values"], dict(state["boxes"])
@@ -190,10 +195,10 @@ class LayerCall(nn.Module):
         if captured:
             held, more = _taken_apart(captured, self.place, len(result.leaves), self.program)
             found |= more
-        book = book.made(self.place, result, held)
-        kept = self.program.keep | _kept_outputs(book, self.program)
-        values = live({**values, **found}, book, self.place, kept)
-        return {**state, "values": values, "boxes": boxes, "book": book}
+        call_log = call_log.made(self.place, result, held)
+        kept = self.program.keep | _kept_outputs(call_log, self.program)
+        values = live({**values, **found}, call_log, self.place, kept)
+        return {**state, "values": values, "boxes": boxes, "call_log": call_log}
 
 
 @contextlib.contextmanager
@@ -228,7 +233,7 @@ def begin(args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> St
         "boxes": {},
         "seed": _generator((args, kwargs)).initial_seed(),
         # where the last layer may be left out, the code behind it reads the output of any other one
-        "book": Book(keep="all" if model.training and _drops_layers(model) else asked_for(model, kwargs)),
+        "call_log": CallLog(keep="all" if model.training and _drops_layers(model) else asked_for(model, kwargs)),
     }
 
 
@@ -249,25 +254,25 @@ def _rows_to_weigh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     return None if kwargs.pop(WEIGH, None) is None else rows_of_call(args, kwargs)
 
 
-def _kept_outputs(book: Book, program: Program) -> frozenset[Key]:
+def _kept_outputs(call_log: CallLog, program: CutPlan) -> frozenset[Key]:
     """What the model hands out, of layers and of its embeddings; and single tokens, which it may look for in others."""
     embedded = frozenset(
         one.key
-        for made in book.embedded.values()
+        for made in call_log.embedded.values()
         for one in made
-        if book.keep == "all" or one.shape.numel() == one.shape[-1]
+        if call_log.keep == "all" or one.shape.numel() == one.shape[-1]
     )
-    if book.keep == "none":
+    if call_log.keep == "none":
         return embedded
     return embedded | frozenset(
         leaf
-        for place, tree in book.results.items()
+        for place, tree in call_log.results.items()
         for leaf in tree.leaves
-        if isinstance(leaf, Key) and (book.keep == "all" or program.is_extra(place, leaf.leaf))
+        if isinstance(leaf, Key) and (call_log.keep == "all" or program.is_extra(place, leaf.leaf))
     )
 
 
-def _taken_apart(out: Any, place: int, first: int, program: Program) -> tuple[Tree, dict[Key, torch.Tensor]]:
+def _taken_apart(out: Any, place: int, first: int, program: CutPlan) -> tuple[Tree, dict[Key, torch.Tensor]]:
     leaves, spec = pytree.tree_flatten(out)
     found: dict[Key, torch.Tensor] = {}
     named: list[Any] = []

@@ -13,9 +13,9 @@ from yobx_flatten import find_unregistered
 
 from ..errors import BatchStructureError, CutError, MissingEmbeddingError
 from .caches import HeldCache, swapped
-from .call_log import Book, BoxUse, CallSpec, Embedded, Fresh, State, Tree, box_content, fill_box, is_box
+from .call_log import BoxUse, CallLog, CallSpec, Embedded, EmptyCache, State, Tree, box_content, fill_box, is_box
 from .capture import collect_recorded, collected_so_far, extend_collected, is_cache
-from .cut_plan import Program
+from .cut_plan import CutPlan
 from .layers import tensors_of
 from .placeholder import Key, NeedsValue, Placeholder
 
@@ -38,14 +38,14 @@ class PhaseSession:
         embedded: what embeddings returned in phase 0.
     """
 
-    def __init__(self, program: Program, state: State, phase: int) -> None:
+    def __init__(self, program: CutPlan, state: State, phase: int) -> None:
         self.program = program
-        self.book: Book = state["book"]
+        self.call_log: CallLog = state["call_log"]
         self.values: dict[Key, torch.Tensor] = dict(state["values"])
         self.boxes: Mapping[int, Any] = state["boxes"]
         self.calls: dict[int, CallSpec] = {}
         self._phase = phase
-        self._made = sorted(self.book.results)
+        self._made = sorted(self.call_log.results)
         self._asked = 0
         self._place = self._made[-1] + 1 if self._made else 0
         self._keys = {id(value): key for key, value in self.values.items()}
@@ -84,7 +84,7 @@ class PhaseSession:
             return out
         number = self._embeds.get(name, 0)
         self._embeds[name] = number + 1
-        made = self.book.embedded.get(name, ())
+        made = self.call_log.embedded.get(name, ())
         if number >= len(made):
             raise MissingEmbeddingError(name)
         # while the program is found out, what is there counts for nothing: one token is, and several would not be
@@ -103,15 +103,15 @@ class PhaseSession:
                 f"The model called {layer} where it called {self.program.calls[place].layer} a moment before: its "
                 "forward does not do the same twice."
             )
-        for use, box in zip(self.book.calls[place].boxes(), _boxes_of(args, kwargs), strict=False):
+        for use, box in zip(self.call_log.calls[place].boxes(), _boxes_of(args, kwargs), strict=False):
             self._box_numbers[id(box)] = use.number
             self._alive.append(box)
             if use.number in self.boxes:
                 fill_box(box, self.boxes[use.number])
                 self._box_seen[use.number] = _ids(box)
-        if place in self.book.captured:
-            extend_collected(self.book.captured[place].build(self.values, {}))
-        result = self.book.results[place]
+        if place in self.call_log.captured:
+            extend_collected(self.call_log.captured[place].build(self.values, {}))
+        result = self.call_log.results[place]
         leaves = [self._value(leaf) if isinstance(leaf, Key) else leaf for leaf in result.leaves]
         return pytree.tree_unflatten(leaves, result.spec)
 
@@ -176,7 +176,7 @@ class PhaseSession:
                 "structure",
                 f"{self.program.calls[place].layer} is handed something that cannot travel: {found[0]}",
             )
-        return Fresh(copy.deepcopy(leaf)) if is_cache(leaf) else leaf
+        return EmptyCache(copy.deepcopy(leaf)) if is_cache(leaf) else leaf
 
     def _side(self, tensor: torch.Tensor) -> Key:
         key = self._keys.get(id(tensor))

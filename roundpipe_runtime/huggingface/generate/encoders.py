@@ -32,12 +32,12 @@ from .generation import forward_of, without_taken_forwards
 
 _LOG = logging.getLogger(__name__)
 
-__all__ = ["Route", "routes_of", "taking"]
+__all__ = ["GenerationPath", "routes_of", "taking"]
 
 _ROWS = 2
 
 
-class Route:
+class GenerationPath:
     """The forward of a model on a way that its pipeline does not take, as a pipeline that is made at the first call.
 
     Where it cannot be made, or computes something else than the model, the model's own forward is called, on the host.
@@ -90,7 +90,7 @@ class Route:
             self.close()
 
 
-def routes_of(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[Route]:
+def routes_of(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[GenerationPath]:
     """Return the routes on which an encoder-decoder generates: its encoder, and itself behind it.
 
     Args:
@@ -103,11 +103,11 @@ def routes_of(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[Route]:
         return []
     encoder = find()
     apart = isinstance(encoder, nn.Module) and encoder is not inner
-    return [Route(part, wrap) for part in ([encoder] if apart else []) + [inner]]
+    return [GenerationPath(part, wrap) for part in ([encoder] if apart else []) + [inner]]
 
 
 @contextlib.contextmanager
-def taking(routes: list[Route]) -> Iterator[None]:
+def taking(routes: list[GenerationPath]) -> Iterator[None]:
     """Let models go their routes in the block.
 
     Args:

@@ -1,6 +1,6 @@
 """Logits that a model asks for, and that are not computed while only their loss is wanted.
 
-The model's own code runs, up to its loss. Its head returns a `LateLogits`: a tensor with a shape and no memory. It
+The model's own code runs, up to its loss. Its head returns a `LazyLogits`: a tensor with a shape and no memory. It
 remembers what the model does with it, if that is done to each number alone (a scale, a soft cap, a wider dtype) or only
 picks rows. `cross_entropy` of it is computed in chunks. Anything else is done with the real logits, computed then. What
 writes into logits, or reaches them below torch functions, ends the forward by `NotLate`; it is run again with a plain
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from ..adapters import model_inside
 from .chunked import chunked_cross_entropy
 
-__all__ = ["LateLogits", "NotLate", "late_head", "loss_only"]
+__all__ = ["LazyLogits", "NotLate", "late_head", "loss_only"]
 
 # Logits of so few numbers (64 MB in float32) are computed as the model does.
 _SMALL = 2**24
@@ -50,7 +50,7 @@ class NotLate(BaseException):
     """The forward needs its logits at once. It is no `Exception`: models catch those."""
 
 
-class LateLogits(torch.Tensor):
+class LazyLogits(torch.Tensor):
     """Stands for ``steps(linear(hidden, weight, bias))``."""
 
     hidden: torch.Tensor
@@ -66,25 +66,25 @@ class LateLogits(torch.Tensor):
         head: tuple[torch.Tensor, torch.Tensor | None],
         steps: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (),
         computed: list[tuple[torch.Tensor, int]] | None = None,
-    ) -> LateLogits:
+    ) -> LazyLogits:
         """Make one without memory."""
         with torch.no_grad():  # no row tells the dtype, under autocast as well
             probe = _done(functional.linear(hidden.reshape(-1, hidden.shape[-1])[:0], *head), steps)
         shape = (*hidden.shape[:-1], head[0].shape[0])
-        made: LateLogits = torch.Tensor._make_wrapper_subclass(
+        made: LazyLogits = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=probe.dtype, device=hidden.device, requires_grad=False
         )
         made.hidden, made.head, made.steps = hidden, head, tuple(steps)
         made.computed = [] if computed is None else computed
         return made
 
-    def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> LateLogits:
+    def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> LazyLogits:
         """Return what a step makes of it."""
-        return LateLogits(self.hidden, self.head, (*self.steps, step), self.computed)
+        return LazyLogits(self.hidden, self.head, (*self.steps, step), self.computed)
 
-    def of(self, hidden: torch.Tensor) -> LateLogits:
+    def of(self, hidden: torch.Tensor) -> LazyLogits:
         """Return the same for these rows."""
-        return LateLogits(hidden, self.head, self.steps, self.computed)
+        return LazyLogits(hidden, self.head, self.steps, self.computed)
 
     def check_unwritten(self) -> None:
         """Leave the forward if somebody wrote into logits that were computed, of which these may be a view."""
@@ -92,7 +92,7 @@ class LateLogits(torch.Tensor):
             raise NotLate
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # mypy loses its default
-        return f"LateLogits({tuple(self.shape)})"
+        return f"LazyLogits({tuple(self.shape)})"
 
     def compute(self) -> torch.Tensor:
         """Return the logits."""
@@ -113,7 +113,7 @@ class LateLogits(torch.Tensor):
         found = _late(func, args, kwargs)
         if found is not None:
             return found
-        args, kwargs = pytree.tree_map_only(LateLogits, LateLogits.compute, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.compute, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -140,7 +140,7 @@ def _late(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result without computing the logits; ``None`` if that cannot be."""
     if func is functional.cross_entropy:
         return _loss(*args, **kwargs)
-    logits = next((arg for arg in args if isinstance(arg, LateLogits)), None)
+    logits = next((arg for arg in args if isinstance(arg, LazyLogits)), None)
     if logits is None or kwargs:
         return None
     if func in _SAME and len(args) == 1:
@@ -165,14 +165,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _reshaped(logits: LateLogits, sizes: Sequence[int]) -> LateLogits | None:
+def _reshaped(logits: LazyLogits, sizes: Sequence[int]) -> LazyLogits | None:
     width = logits.hidden.shape[-1]
     if not sizes or sizes[-1] != logits.head[0].shape[0] or any(type(size) is not int for size in sizes):
         return None
     return logits.of(logits.hidden.reshape(*sizes[:-1], width))
 
 
-def _rows(logits: LateLogits, index: Any) -> LateLogits | None:
+def _rows(logits: LazyLogits, index: Any) -> LazyLogits | None:
     """Rows by slices; the vocabulary stays whole."""
     index = index if isinstance(index, tuple) else (index,)
     whole = slice(None)
@@ -196,7 +196,7 @@ def _loss(
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
     others = (weight, size_average, reduce)
-    if not isinstance(source, LateLogits) or any(other is not None for other in others):
+    if not isinstance(source, LazyLogits) or any(other is not None for other in others):
         return None
     if reduction not in ("mean", "sum") or source.dim() != 2 or target.is_floating_point():
         return None
@@ -227,7 +227,7 @@ class _Head(TorchFunctionMode):
         if func is functional.linear and len(args) > 1 and args[1] is self.weight and type(args[0]) is torch.Tensor:
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             if args[0].shape[:-1].numel() * self.weight.shape[0] > _SMALL:
-                return LateLogits(args[0], (self.weight, bias))
+                return LazyLogits(args[0], (self.weight, bias))
         return func(*args, **kwargs)
 
 
@@ -257,6 +257,6 @@ def loss_only(model: nn.Module, run: Callable[[], Any]) -> Any:
     try:
         with late_head(model):
             output = run()
-            return pytree.tree_map_only(LateLogits, lambda _: None, output)
+            return pytree.tree_map_only(LazyLogits, lambda _: None, output)
     except NotLate:
         return run()

@@ -1,4 +1,4 @@
-"""Threads leave results on a board; the first error stops them all and is raised where somebody waits."""
+"""Threads leave results in a mailbox; the first error stops them all and is raised where somebody waits."""
 
 import contextvars
 import os
@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from roundpipe_runtime.device.worker import Board, StoppedRun, Worker, add_note_once, collect
+from roundpipe_runtime.device.worker import Mailbox, StoppedRun, Worker, add_note_once, collect
 
 
 @pytest.fixture
@@ -51,31 +51,31 @@ def test_work_sees_the_callers_context(workers):
 
 def test_a_value_is_waited_for_across_threads(workers):
     """take() returns what another thread puts later, and then it is gone."""
-    board = Board()
-    result = workers[0].submit(board.take, "x")
-    workers[1].submit(board.put, "x", 5)
+    mailbox = Mailbox()
+    result = workers[0].submit(mailbox.take, "x")
+    workers[1].submit(mailbox.put, "x", 5)
     assert result.result() == 5
-    board.put("x", 6)
-    assert board.take("x", keep=True) == board.take("x") == 6
+    mailbox.put("x", 6)
+    assert mailbox.take("x", keep=True) == mailbox.take("x") == 6
 
 
 def test_a_failure_wakes_whoever_waits_and_is_raised_once(workers):
     """The waiting thread leaves; collect raises the error itself, not a copy."""
-    board = Board()
+    mailbox = Mailbox()
     error = ValueError("the first")
 
     def waits():
         with pytest.raises(StoppedRun):
-            board.take("never")
+            mailbox.take("never")
 
     def fails():
-        board.fail(error)
-        board.fail(ValueError("a later one"))
+        mailbox.fail(error)
+        mailbox.fail(ValueError("a later one"))
 
     with pytest.raises(ValueError, match="the first") as caught:
-        collect(board, [workers[0].submit(waits), workers[1].submit(fails)])
+        collect(mailbox, [workers[0].submit(waits), workers[1].submit(fails)])
     assert caught.value is error
-    assert board.error is None
+    assert mailbox.error is None
 
 
 def test_notes_are_not_repeated():
@@ -88,14 +88,14 @@ def test_notes_are_not_repeated():
 
 def test_a_cleared_board_stays_stopped(workers):
     """A stage that begins after its run was discarded ends at once, instead of waiting for what never comes."""
-    board = Board()
-    board.fail(ValueError())
-    board.clear()
+    mailbox = Mailbox()
+    mailbox.fail(ValueError())
+    mailbox.clear()
     with pytest.raises(StoppedRun):
-        board.check()
+        mailbox.check()
     with pytest.raises(StoppedRun):
-        board.take("never")
-    assert board.error is None
+        mailbox.take("never")
+    assert mailbox.error is None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")

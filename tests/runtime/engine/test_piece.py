@@ -6,7 +6,8 @@ from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError
 from roundpipe_runtime.device.transfer import take_apart
-from roundpipe_runtime.engine.piece import Piece, Values, enter, is_refused_write, leaves_inputs
+from roundpipe_runtime.engine.layer_traits import traits_of
+from roundpipe_runtime.engine.piece import Piece, Values, enter, is_refused_write
 from tests.runtime.small import batch, checked_devices, gradients, relative_error
 
 F = nn.functional
@@ -59,8 +60,8 @@ def test_a_layer_that_leaves_its_input_alone_gets_the_leaf(devices):
     assert not any(seen[0])
     assert seen[1][0] is False
     assert all(seen[1][-3:])
-    assert not leaves_inputs(layers[1])
-    assert leaves_inputs(layers[2])
+    assert traits_of(layers[1]).mutates_inputs[True] is True
+    assert traits_of(layers[2]).mutates_inputs[True] is False
 
 
 def test_a_layer_may_begin_to_write_its_input(devices):
@@ -117,13 +118,13 @@ def test_an_error_of_the_layer_s_own_is_not_taken_for_that(devices):
 @pytest.mark.parametrize("write", [lambda leaf: leaf.add_(1), lambda leaf: leaf.view(-1).add_(1)])
 def test_torch_refuses_to_write_a_leaf(write):
     """Its message is how it is known."""
-    skeleton, tensors = take_apart(torch.ones(2))
-    (leaf,), (entered,) = enter(Values(skeleton, tensors, [True]), as_leaves=True)
+    structure, tensors = take_apart(torch.ones(2))
+    (leaf,), (entered,) = enter(Values(structure, tensors, [True]), as_leaves=True)
     assert entered is leaf
     with pytest.raises(RuntimeError) as caught:
         write(entered)
     assert is_refused_write(caught.value)
-    _, (entered,) = enter(Values(skeleton, tensors, [True]), as_leaves=False)
+    _, (entered,) = enter(Values(structure, tensors, [True]), as_leaves=False)
     write(entered)
     assert tensors[0].tolist() == [2, 2]
 

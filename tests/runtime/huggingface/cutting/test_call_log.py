@@ -7,8 +7,8 @@ from torch.utils import _pytree as pytree
 
 from roundpipe_runtime.device.transfer import take_apart
 from roundpipe_runtime.huggingface.cutting.call_log import (
-    Book,
     BoxUse,
+    CallLog,
     CallSpec,
     Tree,
     box_content,
@@ -16,8 +16,8 @@ from roundpipe_runtime.huggingface.cutting.call_log import (
     is_box,
     live,
 )
-from roundpipe_runtime.huggingface.cutting.cut_plan import Program
-from roundpipe_runtime.huggingface.cutting.layers import Form, Observed
+from roundpipe_runtime.huggingface.cutting.cut_plan import CutPlan
+from roundpipe_runtime.huggingface.cutting.layers import Observed, OutputSpec
 from roundpipe_runtime.huggingface.cutting.placeholder import Key
 
 A, B, C = Key(-1, 0), Key(0, 0), Key(-1, 1)
@@ -36,11 +36,11 @@ def test_a_tree_is_built_with_its_tensors_and_boxes():
 
 def test_values_live_until_their_last_use():
     """What a later call takes, what phases keep and what hooks captured stays; the rest goes."""
-    book = Book().record({0: CallSpec(tree(A)), 2: CallSpec(tree(B, C))})
+    call_log = CallLog().record({0: CallSpec(tree(A)), 2: CallSpec(tree(B, C))})
     values = {A: torch.ones(1), B: torch.ones(2), C: torch.ones(3), Key(2, 0): torch.ones(4)}
-    assert set(live(values, book, 0, frozenset())) == {B, C}
-    assert set(live(values, book, 2, frozenset({A}))) == {A}
-    assert set(live(values, book.made(2, tree(None), tree(Key(2, 0))), 2, frozenset())) == {Key(2, 0)}
+    assert set(live(values, call_log, 0, frozenset())) == {B, C}
+    assert set(live(values, call_log, 2, frozenset({A}))) == {A}
+    assert set(live(values, call_log.made(2, tree(None), tree(Key(2, 0))), 2, frozenset())) == {Key(2, 0)}
 
 
 def test_boxes_are_what_layers_could_write():
@@ -60,15 +60,15 @@ def test_boxes_are_what_layers_could_write():
 
 def test_a_book_travels_as_it_is():
     """It holds no tensors, so that nobody takes it apart on the way to a device."""
-    book = Book().record({0: CallSpec(tree(A))})
-    skeleton, tensors = take_apart({"book": book, "value": torch.ones(1)})
+    call_log = CallLog().record({0: CallSpec(tree(A))})
+    structure, tensors = take_apart({"call_log": call_log, "value": torch.ones(1)})
     assert len(tensors) == 1
-    assert skeleton.rebuild(tensors)["book"] is book
+    assert structure.rebuild(tensors)["call_log"] is call_log
 
 
 def test_a_program_names_its_pieces():
     """Phases and calls in the order in which they run; outputs unlike any input are extras."""
-    form = Form(pytree.tree_structure([0, 0]), (0, -1))
-    program = Program([Observed("h.0", form), Observed("h.1", form)], [1, 2, 2])
+    form = OutputSpec(pytree.tree_structure([0, 0]), (0, -1))
+    program = CutPlan([Observed("h.0", form), Observed("h.1", form)], [1, 2, 2])
     assert program.names() == ["phase 0", "h.0", "phase 1", "h.1", "phase 2"]
     assert [program.is_extra(0, leaf) for leaf in (0, 1, 2)] == [False, True, True]

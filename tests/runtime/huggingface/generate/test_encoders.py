@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from matrix.models import make_model
 from roundpipe_runtime.huggingface.cutting.caches import HeldCache, home
 from roundpipe_runtime.huggingface.generate import encoders
-from roundpipe_runtime.huggingface.generate.encoders import Route, routes_of
+from roundpipe_runtime.huggingface.generate.encoders import GenerationPath, routes_of
 from tests.runtime.huggingface.generate.test_generation import prompt
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, wrapped
 
@@ -168,4 +168,4 @@ def test_the_sides_of_a_held_cache_are_apart():
 
 def test_decoders_have_no_routes():
     """Only what has an encoder calls its parts one by one."""
-    assert routes_of(hf_model("llama"), Route) == []
+    assert routes_of(hf_model("llama"), GenerationPath) == []

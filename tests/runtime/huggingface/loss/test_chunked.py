@@ -13,7 +13,7 @@ from matrix.models import make_model
 from roundpipe_runtime.errors import LossError
 from roundpipe_runtime.huggingface.loss import lazy_logits as late_logits
 from roundpipe_runtime.huggingface.loss.chunked import chunked_cross_entropy
-from roundpipe_runtime.huggingface.loss.lazy_logits import LateLogits, late_head, loss_only
+from roundpipe_runtime.huggingface.loss.lazy_logits import LazyLogits, late_head, loss_only
 from roundpipe_runtime.huggingface.loss.weights import counting
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
 
@@ -218,8 +218,8 @@ def everything_is_large(monkeypatch):
 def test_models_learn_the_same(name, cut, everything_is_large, monkeypatch):
     """Loss and every gradient are the plain model's; the logits of a microbatch were not computed."""
     computed = []
-    compute = LateLogits.compute
-    monkeypatch.setattr(LateLogits, "compute", lambda self: computed.append(1) or compute(self))
+    compute = LazyLogits.compute
+    monkeypatch.setattr(LazyLogits, "compute", lambda self: computed.append(1) or compute(self))
     model = hf_model(name)
     plain = copy.deepcopy(model)
     batch = hf_batch(padding=name not in ("gemma2", "bloom"))  # whose loss padding on the left makes NaN
@@ -354,10 +354,10 @@ def test_rows_are_picked_without_logits(everything_is_large):
     hidden = torch.randn(2, 5, 4)
     with late_head(model):
         logits = head(hidden)
-    assert type(logits) is LateLogits
+    assert type(logits) is LazyLogits
     for index in [(Ellipsis, slice(None, -1), slice(None)), (slice(None), slice(1, None)), slice(0, 1)]:
         picked = logits[index].contiguous()
-        assert type(picked) is LateLogits
+        assert type(picked) is LazyLogits
         assert torch.allclose(picked.compute(), head(hidden)[index])
     assert type(logits[..., 1:]) is torch.Tensor  # columns
     assert type(logits[0]) is torch.Tensor

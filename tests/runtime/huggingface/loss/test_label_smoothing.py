@@ -10,7 +10,7 @@ from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
 from roundpipe_runtime.errors import LossError
 from roundpipe_runtime.huggingface import SmoothedLoss
 from roundpipe_runtime.huggingface.loss import lazy_logits as late_logits
-from roundpipe_runtime.huggingface.loss.lazy_logits import LateLogits
+from roundpipe_runtime.huggingface.loss.lazy_logits import LazyLogits
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
 from tests.runtime.huggingface.loss.test_chunked import Memory
 from tests.runtime.huggingface.trainer.trainer_runs import make_model
@@ -46,8 +46,8 @@ def plain_loss(model, batch, *, shifted, **options):
 def test_loss_and_gradients_are_those_of_the_trainer(name, items, everything_is_large, monkeypatch):
     """Five rows in microbatches of 2, 2 and 1, ignored labels among them; and the logits are never computed."""
     computed = []
-    compute = LateLogits.compute
-    monkeypatch.setattr(LateLogits, "compute", lambda self: computed.append(1) or compute(self))
+    compute = LazyLogits.compute
+    monkeypatch.setattr(LazyLogits, "compute", lambda self: computed.append(1) or compute(self))
     model = make(name)
     plain = copy.deepcopy(model)
     batch = make_batch(name)
@@ -148,7 +148,7 @@ def test_16_bits_are_summed_wide(everything_is_large):
     """Logits of 16 bits stay late, too: their loss is computed in float32."""
     hidden, weight = torch.randn(2, 5, 4).bfloat16(), torch.randn(9, 4).bfloat16()
     labels = torch.randint(0, 9, (2, 5))
-    late = LateLogits(hidden, (weight, None))
+    late = LazyLogits(hidden, (weight, None))
     found = SmoothedLoss(0.1, shift_labels=True).of_logits(late, labels)
     logits = (hidden @ weight.T).float()
     assert found.dtype == torch.float32
@@ -160,7 +160,7 @@ def test_a_quarter_of_the_memory():
     """2 k tokens, 256 k words: at most a quarter of what the Trainer's smoother holds. Tensors on `meta` have sizes."""
     peaks = []
     for loss_of in (
-        lambda h, w, y: SmoothedLoss(0.1, shift_labels=False).of_logits(LateLogits(h, (w, None)), y),
+        lambda h, w, y: SmoothedLoss(0.1, shift_labels=False).of_logits(LazyLogits(h, (w, None)), y),
         lambda h, w, y: LabelSmoother(0.1)((h @ w.T,), y),
     ):
         hidden = torch.randn(2048, 16, device="meta").requires_grad_()

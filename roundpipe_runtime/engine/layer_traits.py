@@ -1,0 +1,49 @@
+"""What the engine has learnt of a layer or a loss function by calling it: one record for each, by identity."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any
+
+__all__ = ["LayerTraits", "traits_of"]
+
+
+@dataclasses.dataclass(slots=True)
+class LayerTraits:
+    """How the code of a layer behaves; each entry is missing until a call has shown it.
+
+    Attributes:
+        mutates_inputs: By mode (``module.training``), whether it writes its inputs in place. Default: nothing known.
+        draws: By mode, whether it draws random numbers of the CPU's generator. Default: nothing known.
+        reenters: Whether its backward calls forward code again (activation checkpointing inside the layer); ``None``
+            until a backward has run.
+    """
+
+    mutates_inputs: dict[bool, bool] = dataclasses.field(default_factory=dict)
+    draws: dict[bool, bool] = dataclasses.field(default_factory=dict)
+    reenters: bool | None = None
+
+
+_TRAITS: weakref.WeakKeyDictionary[Any, LayerTraits] = weakref.WeakKeyDictionary()
+
+
+def traits_of(code: Any) -> LayerTraits:
+    """Return the record of a layer or a loss function, the same one at each call.
+
+    An object that cannot be referenced weakly (a built-in function, an object of slots) has no lasting record: it is
+    treated with every caution at each call.
+
+    >>> from torch import nn
+    >>> layer = nn.Linear(1, 1)
+    >>> traits_of(layer).draws[True] = False
+    >>> traits_of(layer)
+    LayerTraits(mutates_inputs={}, draws={True: False}, reenters=None)
+    >>> traits_of(len)
+    LayerTraits(mutates_inputs={}, draws={}, reenters=True)
+    """
+    try:
+        found = _TRAITS.get(code)
+    except TypeError:
+        return LayerTraits(reenters=True)
+    return _TRAITS.setdefault(code, LayerTraits()) if found is None else found

@@ -72,11 +72,12 @@ class _Block(nn.Module):
         return x + fed
 
 
-def run_demo(steps: int = STEPS) -> int:
+def run_demo(steps: int = STEPS, *, as_json: Callable[[dict[str, Any]], None] | None = None) -> int:
     """Show what a device needs either way, train both ways, and draw one step of the pipeline.
 
     Args:
-        steps: how many batches are learnt.
+        steps: Number of batches to train on.
+        as_json: is given the numbers as one object; the tables then go to stderr.
 
     Returns:
         0, or 1 when the losses differ by more than rounding.
@@ -86,15 +87,37 @@ def run_demo(steps: int = STEPS) -> int:
     """
     if importlib.util.find_spec("rich") is None:
         raise MissingDependencyError("the demo needs rich: pip install 'yobx-flatten[cli]' (or '.[cli]' in a clone)")
-    console = _console()
+    console = _console(stderr=as_json is not None)
     with _one_thread(), contextlib.closing(_pipeline()) as pipeline:
         plain = _build()
         _introduce(console, plain)
-        _compare(console, measure_needs(plain, list(_batches(COUNTED_STEPS)), _loss_fn, LIMIT, DEVICES))
+        needs = measure_needs(plain, list(_batches(COUNTED_STEPS)), _loss_fn, LIMIT, DEVICES)
+        _compare(console, needs)
         losses, seconds, timeline = _train(console, plain, pipeline, steps)
     largest = max(abs(one - other) for one, other in losses)
     _conclude(console, largest, seconds, timeline)
+    if as_json is not None:
+        as_json(
+            {
+                "weights_bytes": needs.weights,
+                "device_limit_bytes": LIMIT,
+                "plain": _side(needs.plain, losses, seconds, 0),
+                "pipeline": _side(needs.pipeline, losses, seconds, 1),
+                "largest_difference": largest,
+            }
+        )
     return int(not largest < TOLERANCE)  # NaN is a difference, too
+
+
+def _side(
+    most: int, losses: list[tuple[float, float]], seconds: list[tuple[float, float]], index: int
+) -> dict[str, Any]:
+    return {
+        "device_bytes": most,
+        "fits": most <= LIMIT,
+        "losses": [pair[index] for pair in losses],
+        "step_seconds": statistics.median(pair[index] for pair in seconds),
+    }
 
 
 # -- both ways to train ----------------------------------------------------------------------------------------------
@@ -184,12 +207,12 @@ def _one_thread() -> Iterator[None]:
 # -- what the terminal shows -----------------------------------------------------------------------------------------
 
 
-def _console() -> Any:
+def _console(*, stderr: bool) -> Any:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, stderr=stderr)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(highlight=False, width=120)  # a log has no width; rich takes 80 for it
+        console = Console(highlight=False, stderr=stderr, width=120)  # a log has no width; rich takes 80 for it
     return console
 
 

@@ -1,5 +1,7 @@
 """The demo of the runtime as a user meets it."""
 
+import json
+
 import pytest
 import torch
 
@@ -64,6 +66,18 @@ def test_no_line_is_wider_than_the_terminal(capsys, monkeypatch, counted, column
     assert main(["demo", "--steps", "1"]) == 0
     widths = [len(line) for line in capsys.readouterr().out.splitlines()]
     assert columns - 4 <= max(widths) <= columns
+
+
+def test_json_holds_what_the_tables_show(capsys, counted):
+    """One object on stdout: bytes and losses of both ways, a loss for each step; the tables are on stderr."""
+    assert main(["demo", "--steps", "2", "--json"]) == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert (found["plain"]["fits"], found["pipeline"]["fits"]) == (False, True)
+    assert (found["weights_bytes"], found["pipeline"]["device_bytes"]) == (5_580_000, 2_330_000)
+    assert found["plain"]["losses"] == pytest.approx(found["pipeline"]["losses"], abs=1e-5)
+    assert len(found["plain"]["losses"]) == 2
+    assert "A model that is larger than its device" in shown.err
 
 
 def test_losses_that_differ_end_the_demo_with_1(capsys, monkeypatch, counted):

@@ -1,4 +1,4 @@
-"""Trains a model larger than the device: the host keeps it, stages of it travel through the devices.
+"""Train models larger than device memory: the host holds the model, and stages of it travel through the devices.
 
 ::
 

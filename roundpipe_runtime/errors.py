@@ -1,4 +1,4 @@
-"""Every exception and warning a user can meet. Each names the place, what was found there, and the line to type."""
+"""Exceptions and warnings of this package. Each message names the place, what was found there, and the line to type."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class SplitError(RoundPipeError, ValueError):
 
 
 class UnregisteredObjectError(SplitError, TypeError):
-    """An object holds tensors, but nobody said how it comes apart."""
+    """An object holds tensors, but no flattening function is registered for its class."""
 
 
 class JoinError(RoundPipeError, ValueError):
-    """The outputs of the microbatches do not go together."""
+    """The outputs of the microbatches cannot be joined."""
 
 
 class LossError(RoundPipeError, ValueError):
-    """A loss function returned something that is no loss."""
+    """A loss function returned something that is not a loss."""
 
 
 class PlanError(RoundPipeError, ValueError):
@@ -65,7 +65,7 @@ class DeviceMemoryError(DeviceError, MemoryError):
 
 
 class StageError(RoundPipeError, RuntimeError):
-    """A stage could not be run. What a layer or a loss raises comes out as it is; this is for everything else."""
+    """A stage could not be run. Exceptions of a layer or a loss are raised unchanged; this is for everything else."""
 
 
 class RoundPipeWarning(UserWarning):
@@ -77,7 +77,7 @@ class UnevenSplitWarning(RoundPipeWarning):
 
 
 def spell_bytes(count: float) -> str:
-    """Write a number of bytes for a message.
+    """Format a number of bytes for a message.
 
     >>> spell_bytes(2300), spell_bytes(8e9), spell_bytes(1.38e12)
     ('2.3 kB', '8 GB', '1.38 TB')
@@ -90,7 +90,12 @@ def spell_bytes(count: float) -> str:
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Warn of the line in which the user called: the first one that is neither ours nor torch's."""
+    """Warn at the line of the user's call: the first one that is neither in this package nor in torch.
+
+    Args:
+        message: text of the warning.
+        category: class of the warning.
+    """
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back

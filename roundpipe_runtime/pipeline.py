@@ -1,4 +1,4 @@
-"""``RoundPipe``: a model that trains with no more of itself on a device than a stage."""
+"""``RoundPipe``: train a model that is larger than device memory, stage by stage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _identity(outputs: Any, labels: Any) -> Any:
 
 
 class RoundPipe(nn.Module):
-    """A model, cut into layers that travel through devices, with the interface of the model itself.
+    """Train a model larger than device memory: layers travel through devices, the interface is unchanged.
 
     Parameters, buffers, names, ``state_dict``, ``train``, ``eval`` are those of the model; attributes that a pipeline
     does not have are read from it, written to it and deleted from it.
@@ -51,7 +51,7 @@ class RoundPipe(nn.Module):
         model: an ``nn.Sequential``, whose children are the layers; a list of layers; or any other module, which is one
             layer.
         optim_dtype: dtype of the optimizer's parameters and of gradients. Default: that of each parameter.
-        name: for errors and timelines; given, it also enters the seeds of random layers. Default: ``"file:line"``.
+        name: name in errors and timelines; if given, also part of the seeds of random layers. Default: ``"file:line"``.
         model_run_config: defaults for every call.
         pin_model: ``"alloc"`` or ``"register"`` puts parameters into pinned memory, where there is an accelerator.
         devices: ``"virtual:N"``, a list of torch devices or of :class:`Device` objects, or ``None``: all accelerators,
@@ -127,8 +127,15 @@ class RoundPipe(nn.Module):
 
         Args:
             *args: positional arguments of the model.
-            roundpipe_run_config: what this call wants otherwise.
+            roundpipe_run_config: settings of this call, which override those of the model.
             **kwargs: keyword arguments of the model.
+
+        Returns:
+            The output of the whole batch.
+
+        Raises:
+            SplitError: inputs cannot be split into microbatches.
+            JoinError: the outputs of the microbatches cannot be joined.
         """
         self._rp_refuse_other_layers()
         return self._rp_engine.forward(args, kwargs, self._rp_config(roundpipe_run_config))
@@ -144,20 +151,25 @@ class RoundPipe(nn.Module):
     ) -> Any:
         """Run forward, loss and backward in one go, and return the loss.
 
-        The last stage goes back as soon as it has the loss of a microbatch; gradients are added to the gradient buffers
-        when all of it has succeeded. After an exception they are what they were before the call.
+        The last stage starts the backward as soon as it has the loss of a microbatch. Gradients are added to the
+        gradient buffers when the whole call has succeeded; after an exception they are unchanged.
 
         Args:
             input_args: positional arguments of the model.
             input_kwargs: keyword arguments of the model.
-            label: labels, cut like the inputs.
+            label: labels, split like the inputs.
             loss_fn: ``loss_fn(outputs, labels)`` of a microbatch: a tensor, a sequence of tensors, or a pair
                 ``(sum, weight)``. Default: the outputs are the loss.
-            return_outputs: whether to return the outputs, too, joined and detached.
-            run_config: what this call wants otherwise.
+            return_outputs: whether to also return the outputs, joined and detached.
+            run_config: settings of this call, which override those of the model.
 
         Returns:
             The loss of the batch, detached, on the host; with ``return_outputs``, ``(loss, outputs)``.
+
+        Raises:
+            ConfigError: an argument is not what the signature asks for.
+            SplitError: inputs or labels cannot be split into microbatches.
+            LossError: ``loss_fn`` returned something that is not a loss.
         """
         args, kwargs = checked_call(input_args, input_kwargs)
         refuse_loss(loss_fn)
@@ -189,7 +201,7 @@ class RoundPipe(nn.Module):
     # -- optimizing --------------------------------------------------------------------------------------------------
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that the optimizer is to have, each once.
+        """Yield the parameters for the optimizer, each once.
 
         Without ``optim_dtype`` these are the model's own; with it, copies of that dtype, which hold the gradients.
         """
@@ -199,13 +211,30 @@ class RoundPipe(nn.Module):
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters that the optimizer is to have."""
+        """Yield names and parameters for the optimizer.
+
+        Args:
+            prefix: prefix of the names.
+            remove_duplicate: whether a parameter with several names is yielded only once.
+
+        Returns:
+            An iterator over names and parameters.
+        """
         yield from self._rp_engine.store.named(prefix, remove_duplicate)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters of the model; inside :class:`OptimizerCtx`, those for the optimizer."""
+        """Yield names and parameters of the model; inside :class:`OptimizerCtx`, those for the optimizer.
+
+        Args:
+            prefix: prefix of the names.
+            recurse: whether to include parameters of submodules.
+            remove_duplicate: whether a parameter with several names is yielded only once.
+
+        Returns:
+            An iterator over names and parameters.
+        """
         if in_optimizer_ctx():
             yield from self.optim_named_parameters(prefix, remove_duplicate)
         else:
@@ -216,8 +245,16 @@ class RoundPipe(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield names and modules of the model.
 
-        A module that this one is a part of looks here for its parameters (it gives its ``memo`` along). Inside
-        :class:`OptimizerCtx` it finds those for the optimizer.
+        A module that contains this one calls it with its ``memo`` to find parameters. Inside :class:`OptimizerCtx` it
+        finds those for the optimizer.
+
+        Args:
+            memo: modules that were yielded already.
+            prefix: prefix of the names.
+            remove_duplicate: whether a module with several names is yielded only once.
+
+        Returns:
+            An iterator over names and modules.
         """
         if memo is None or not in_optimizer_ctx() or self._rp_engine.store.optim_dtype is None:
             yield from super().named_modules(memo, prefix, remove_duplicate)
@@ -226,16 +263,16 @@ class RoundPipe(nn.Module):
             yield prefix, _Holder(dict(self.optim_named_parameters(remove_duplicate=remove_duplicate)))
 
     def step(self, step_fn: Callable[..., Any], is_async: bool = False, *args: Any, **kwargs: Any) -> None:
-        """Run an optimizer step, and let the next run see the new parameters.
+        """Run an optimizer step; the next run sees the new parameters.
 
         Args:
-            step_fn: does the step: ``lambda: (optimizer.step(), optimizer.zero_grad())``.
+            step_fn: function that does the step: ``lambda: (optimizer.step(), optimizer.zero_grad())``.
             is_async: run it in the background. The next run then reads the parameters as they were before the step.
             *args: arguments of ``step_fn``.
             **kwargs: keyword arguments of ``step_fn``.
 
         Raises:
-            ConfigError: ``step_fn`` is no function.
+            ConfigError: ``step_fn`` is not a function.
         """
         if not callable(step_fn):
             raise ConfigError(
@@ -249,13 +286,13 @@ class RoundPipe(nn.Module):
             steps.run(lambda: step_fn(*args, **kwargs))
 
     def synchronize(self) -> None:
-        """Wait for a step in the background; afterwards the model's parameters and their gradients are up to date."""
+        """Wait for a background step; afterwards the model's parameters and their gradients are up to date."""
         self._rp_engine.steps.synchronize()
         self._rp_engine.store.publish()
         self._rp_engine.store.show_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those of the optimizer's parameters as well."""
+        """Clear all gradients, including those of the optimizer's parameters."""
         if not self._rp_engine.steps.is_here():
             self._rp_engine.steps.wait_update()
         self._rp_engine.store.zero_grad(set_to_none)
@@ -279,24 +316,24 @@ class RoundPipe(nn.Module):
 
     @property
     def num_devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return len(self._rp_engine.devices)
 
     @property
     def model_memory_limit(self) -> float | None:
-        """GB of the smallest device for parameters and gradients, where it is known."""
+        """Memory limit in GB for parameters and gradients on the smallest device, where it is known."""
         return self._rp_engine.memory_limit()
 
     def layer_costs(self) -> list[LayerCost]:
-        """Return what each layer costs: guessed at first, measured once the pipeline has run."""
+        """Return the cost of each layer: estimated at first, measured once the pipeline has run."""
         return self._rp_engine.layer_costs()
 
     def set_original_model(self, original_model: nn.Module) -> None:
-        """Read, write and delete attributes on this model, of which the wrapped one was made."""
+        """Read, write and delete attributes on this model, from which the wrapped one was made."""
         self.__dict__["_rp_original"] = original_model
 
     def close(self) -> None:
-        """Wait for a step in the background and end the threads; the pipeline cannot run afterwards."""
+        """Wait for a background step and end the threads; the pipeline cannot run afterwards."""
         self._rp_engine.close()
 
     # -- being the model ---------------------------------------------------------------------------------------------
@@ -308,13 +345,33 @@ class RoundPipe(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's state, with the model's names, after the last step."""
+        """Return the state dict of the model, with its own names, after the last step.
+
+        Args:
+            *args: positional arguments of the model's ``state_dict``.
+            **kwargs: keyword arguments of the model's ``state_dict``.
+
+        Returns:
+            The state dict.
+        """
         self._rp_engine.steps.synchronize()
         self._rp_engine.store.publish()
         return self._rp_model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state into the model; the optimizer's copies follow."""
+        """Load a state dict into the model; the optimizer's copies are updated.
+
+        Args:
+            state_dict: parameters and buffers by name.
+            strict: whether the names must be exactly those of the model.
+            assign: whether the tensors replace the parameters instead of being copied into them.
+
+        Returns:
+            The missing and the unexpected keys, as ``nn.Module.load_state_dict`` returns them.
+
+        Raises:
+            RuntimeError: names or shapes do not fit.
+        """
         self._rp_engine.steps.synchronize()
         self._rp_engine.store.publish()
         result = self._rp_model.load_state_dict(state_dict, strict, assign)
@@ -410,7 +467,7 @@ def _as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
 
 
 def _described(devices: Sequence[Device]) -> Any:
-    """Devices in words, to make the same ones elsewhere."""
+    """Describe devices, so that the same ones can be created elsewhere."""
     if all(isinstance(device, AcceleratorDevice) for device in devices):
         return [device.name for device in devices]
     return f"virtual:{len(devices)}"

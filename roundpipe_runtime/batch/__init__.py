@@ -1,4 +1,4 @@
-"""A batch as a whole: split into microbatches, joined again, with one loss."""
+"""Split a batch into microbatches, join their outputs, and compute the loss of the whole batch."""
 
 from __future__ import annotations
 

@@ -16,14 +16,17 @@ __all__ = ["checked_call", "refuse_loss", "refuse_trained_labels"]
 
 
 def checked_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword arguments of the model.
+    """Check the arguments of ``forward_backward`` and return them as positional and keyword arguments of the model.
 
     Args:
         input_args: a tuple or list with one entry per argument.
         input_kwargs: a mapping, or ``None``.
 
+    Returns:
+        Positional and keyword arguments.
+
     Raises:
-        ConfigError: it is something else. A tensor, above all, is not taken for a tuple of its rows.
+        ConfigError: it is something else. Above all, a tensor is not taken for a tuple of its rows.
 
     >>> checked_call([1, 2], None)
     ((1, 2), {})
@@ -43,7 +46,7 @@ def checked_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], d
 
 
 def refuse_loss(loss_fn: Any) -> None:
-    """Refuse what cannot be called as a loss.
+    """Refuse a loss function that cannot be called.
 
     Raises:
         ConfigError: saying what a loss function is.
@@ -56,7 +59,7 @@ def refuse_loss(loss_fn: Any) -> None:
 
 
 def refuse_trained_labels(label: Any) -> None:
-    """Refuse labels that want a gradient, as none comes back to them: devices have copies.
+    """Refuse labels that require a gradient: devices have copies, so no gradient reaches the labels.
 
     Raises:
         ConfigError: naming the key path.

@@ -1,4 +1,4 @@
-"""Along which axis each leaf is cut, and how many rows there are: worked out from all of the inputs together.
+"""Find the batch axis of each leaf and the batch size, from all inputs together.
 
 ::
 
@@ -27,13 +27,13 @@ __all__ = ["BatchAxes", "batch_axes"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchAxes:
-    """The decision: how many rows there are, and the axis of each leaf.
+    """The batch size and the batch axis of each leaf.
 
     Attributes:
-        batch: number of rows; ``None`` if no leaf has a batch axis.
-        axes: the axis of each input leaf, ``None`` for those that go whole to every microbatch.
-        label_axes: the same for the labels.
-        apart: whether leaves have different numbers of rows, and each is cut for itself, as its rule says. ``batch`` is
+        batch: batch size; ``None`` if no leaf has a batch axis.
+        axes: axis of each input leaf, ``None`` for leaves that go whole to every microbatch.
+        label_axes: axis of each leaf of the labels.
+        apart: whether leaves have different numbers of rows, and each is cut separately by its rule. ``batch`` is
             then that of the labels, if they have one.
     """
 
@@ -44,12 +44,15 @@ class BatchAxes:
 
 
 def batch_axes(inputs: Sequence[Entry], labels: Sequence[Entry], rules: Rules) -> BatchAxes:
-    """Decide how many rows there are and which axis of each leaf they are.
+    """Decide how many rows the batch has, and which axis of each leaf is the batch axis.
 
     Args:
         inputs: leaves of arguments and keyword arguments.
         labels: leaves of the labels.
-        rules: what the user said, to be checked against the leaves.
+        rules: rules of the user, which are checked against the leaves.
+
+    Returns:
+        The batch size and the axes.
 
     Raises:
         SplitError: when several sizes could be the batch, when two leaves contradict each other, or when a leaf has the
@@ -97,7 +100,7 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
 
 
 def _counted(entries: Sequence[Entry], others: set[int]) -> dict[int, list[str]]:
-    """The rows of packed data that does not tell them; of several sizes, the one that another leaf has as well."""
+    """The rows of packed data that does not report them; of several sizes, the one that another leaf has as well."""
     found: dict[int, list[str]] = {}
     for entry in entries:
         if entry.counted:

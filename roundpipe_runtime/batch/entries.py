@@ -1,4 +1,4 @@
-"""The leaves of inputs and labels, each with what is known of it before it is known how many rows the batch has."""
+"""The leaves of inputs and labels, each with what is known of it before the batch size is."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Entry:
     """One leaf of the inputs or labels, with all that is known before the batch size is.
 
     Attributes:
-        path: the way to it.
+        path: key path.
         value: the leaf.
-        rule: what the user said.
-        axis: the batch axis as the user, the registration or the name of the argument have it.
-        is_known: whether one of them said anything at all; ``axis=None`` means "whole" then.
+        rule: rule of the user.
+        axis: batch axis according to the user, the registration or the name of the argument.
+        is_known: whether one of these three gave an axis; ``axis=None`` then means "whole".
     """
 
     path: str
@@ -50,7 +50,7 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of a tensor, of a mask its batch and its heads; ``()`` for all else."""
+        """The shape of a tensor; batch and heads of a mask; ``()`` for everything else."""
         return tuple(self.value.shape) if isinstance(self.value, torch.Tensor | HeldMask) else ()
 
     @property
@@ -68,13 +68,27 @@ class Entry:
 
 
 def entries_of(tree: Any, name: str, rules: Mapping[str, Rule]) -> list[Entry]:
-    """List the leaves of a tree with what is known of their axes."""
+    """List the leaves of a tree with what is known of their axes.
+
+    Args:
+        tree: nested inputs or labels.
+        name: name of the tree in key paths.
+        rules: rules of the user, by key path.
+
+    Returns:
+        The leaves, in the order of the tree.
+    """
     found = leaves(held(tree), name=name)
     return [_entry(leaf.path, leaf.value, leaf.axes, rule_for(leaf.path, rules)) for leaf in found]
 
 
 def refuse_unregistered(tree: Any, name: str, rules: Mapping[str, Rule]) -> None:
-    """Refuse objects that hold tensors but do not come apart, unless a rule hands them on whole.
+    """Refuse objects that hold tensors but are not flattened, unless a rule passes them on whole.
+
+    Args:
+        tree: nested inputs or labels.
+        name: name of the tree in key paths.
+        rules: rules of the user, by key path.
 
     Raises:
         UnregisteredObjectError: with the line to type for each of them.

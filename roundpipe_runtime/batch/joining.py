@@ -1,4 +1,4 @@
-"""The outputs of the microbatches as the output of the whole batch."""
+"""Join the outputs of the microbatches into the output of the whole batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def join(
     rows: Sequence[int | None] | None = None,
     merge: Any = None,
 ) -> Any:
-    """Put the outputs of the microbatches together.
+    """Join the outputs of the microbatches.
 
     Tensors are concatenated along the batch axis: the one that their class declares, else axis 0. A tensor that is the
     same in all microbatches and has no axis with their rows was not cut, and stays as it is. Tensors without axes are
@@ -33,15 +33,15 @@ def join(
 
     Args:
         outputs: one nested output per microbatch, at least one.
-        weights: what each microbatch counts in an average: its rows, or what its loss reports. ``None`` where that is
-            not known: then nothing can be averaged.
-        rows: rows of each microbatch, which tell a tensor with a batch axis from others. Default: ``weights``.
+        weights: weight of each microbatch in an average: its rows, or what its loss reports. ``None`` where the weight
+            is not known: then nothing can be averaged.
+        rows: rows of each microbatch, which distinguish a tensor with a batch axis from others. Default: ``weights``.
         merge: ``None`` or ``True``; or a tree of :class:`TensorChunkSpec` and :class:`Replicate`, where a mark stands
             for all that is below it; or a mapping from key paths (``"outputs['logits']"``) to marks; or a function
             ``list of outputs -> output``.
 
     Returns:
-        One output. With one microbatch and no ``merge`` its output itself.
+        One output. With one microbatch and no ``merge``, that microbatch's output itself.
 
     Raises:
         JoinError: naming the key path at which the microbatches differ.

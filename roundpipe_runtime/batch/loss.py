@@ -1,4 +1,4 @@
-"""The loss of a batch that is computed in microbatches, and what each microbatch contributes to the gradient.
+"""The exact loss and gradient of a batch that is computed in microbatches.
 
 ::
 
@@ -9,13 +9,13 @@
     (sum, weight)          sum of sums / sum of weights     1 / c                    c / sum of weights
 
 The seed is known when the backward of a microbatch starts, so for sums and means the gradient is right as it is
-accumulated. The weights of pairs are another matter: a microbatch goes back as soon as its own loss is there, while the
-losses of those behind it, and their weights, are not. So pairs go back unscaled, and the gradient that this call
+accumulated. The weights of pairs are different: a microbatch goes back as soon as its own loss is there, while the
+losses and weights of later microbatches are not. So pairs go back unscaled, and the gradient that this call
 accumulated is multiplied once, when the last weight is known. That is exact, and costs one pass over the gradients; the
 engine must keep the gradient of a call apart from what was there before it, which it does anyway to be able to discard
 it. c is the power of two next to the number of rows: it keeps sums over long batches in the range of half precision,
 and multiplying with a power of two does not round. A loss of 16 bits has a seed of 16 bits, in which a third is
-wrong by up to 0.4 %, so its mean is scaled late, too.
+wrong by up to 0.4 %, so its mean is also scaled late.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Reduction: TypeAlias = Literal["sum", "mean"]
 
 
 class WeightedLoss(NamedTuple):
-    """A sum over what counts in a microbatch, and how much counted.
+    """The loss of a microbatch as a sum and its weight, for an exact mean over the whole batch.
 
     Attributes:
-        sum: the sum, without axes.
-        weight: the number of tokens, rows or whatever the sum is over. It must not require grad.
+        sum: sum of the losses, a tensor without axes.
+        weight: number of tokens, rows or other items in the sum. It must not require grad.
     """
 
     sum: torch.Tensor | float
@@ -49,11 +49,11 @@ class WeightedLoss(NamedTuple):
 
 
 class BackwardTerm(NamedTuple):
-    """What to go back from: ``torch.autograd.backward(term.tensor, term.seed)``.
+    """A starting point of the backward: ``torch.autograd.backward(term.tensor, term.seed)``.
 
     Attributes:
-        tensor: a loss.
-        seed: the gradient to start with, of the same dtype and device.
+        tensor: loss.
+        seed: gradient to start with, of the same dtype and device.
     """
 
     tensor: torch.Tensor
@@ -62,12 +62,12 @@ class BackwardTerm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LossValue:
-    """What a loss function returned, understood.
+    """The value that a loss function returned, parsed.
 
     Attributes:
         kind: ``"tensor"``, ``"sequence"`` or ``"pair"``.
-        tensors: the loss, the losses, or the sum.
-        weight: of a pair, as a number.
+        tensors: loss, losses, or sum.
+        weight: weight of a pair, as a number.
     """
 
     kind: Literal["tensor", "sequence", "pair"]
@@ -76,14 +76,17 @@ class LossValue:
 
 
 def read_loss(value: Any) -> LossValue:
-    """Understand what a loss function returned for one microbatch.
+    """Parse the value that a loss function returned for one microbatch.
 
     A pair is a :class:`WeightedLoss`, or a plain tuple of two whose second item is a number, or a tensor that does not
-    require grad beside a sum that does. Two losses both require grad. A list is a sequence always. A plain tuple of two
-    tensors none of which requires grad could be either, and is refused.
+    require grad next to a sum that does. Two losses both require grad. A list is always a sequence. A plain tuple of
+    two tensors none of which requires grad could be either, and is refused.
 
     Args:
         value: what ``loss_fn(outputs, labels)`` returned.
+
+    Returns:
+        The kind of loss, its tensors, and the weight of a pair.
 
     Raises:
         LossError: when it is neither a tensor, nor a sequence of tensors, nor a pair.
@@ -110,13 +113,13 @@ def read_loss(value: Any) -> LossValue:
 
 
 class LossContract:
-    """Collects the losses of one batch, says what goes back, and what the total is.
+    """Collects the losses of one batch, and returns the backward terms and the total loss.
 
-    The thread that runs the fused stage calls :meth:`add` for each microbatch, in their order; afterwards anybody reads
-    the rest. One instance per call of ``forward_backward``.
+    The thread that runs the fused stage calls :meth:`add` for each microbatch, in their order; afterwards any
+    thread may read the rest. One instance per call of ``forward_backward``.
 
     Args:
-        reduction: ``"sum"`` or ``"mean"``, of losses that are no pairs.
+        reduction: ``"sum"`` or ``"mean"``, of losses that are not pairs.
         rows: rows of each microbatch; ``None`` where not known.
 
     >>> contract = LossContract("mean", [2, 1])
@@ -145,11 +148,11 @@ class LossContract:
             value: what ``loss_fn`` returned. The weight of a pair is read here, which waits for it on an accelerator.
 
         Returns:
-            What to go back from. Nothing, if the microbatch has no weight: its gradient is zero even where its loss is
-            NaN. Losses that do not require grad are left out.
+            The terms to go back from. None, if the microbatch has no weight: its gradient is zero even where its loss
+            is NaN. Losses that do not require grad are left out.
 
         Raises:
-            LossError: when the value is no loss, or of another kind than that of another microbatch.
+            LossError: when the value is not a loss, or of another kind than that of another microbatch.
         """
         try:
             read = read_loss(value)
@@ -182,9 +185,9 @@ class LossContract:
         return [self._weight(index) for index in range(len(self.rows))]
 
     def gradient_scale(self) -> float:
-        """Return what the gradient that this call accumulated is multiplied with, after the last microbatch.
+        """Return the factor for the gradient that this call accumulated, known after the last microbatch.
 
-        ``1.0``: nothing is to be done. ``0.0``: no microbatch had a weight, and the gradient is zero: nothing went
+        ``1.0``: no scaling is needed. ``0.0``: no microbatch had a weight, and the gradient is zero: nothing went
         back, so there is nothing to multiply.
         """
         if not self._is_late:
@@ -193,7 +196,7 @@ class LossContract:
         return self._unit() / total if total else 0.0
 
     def total(self) -> torch.Tensor | list[torch.Tensor]:
-        """Return the loss of the whole batch, detached: a list for a sequence, a tensor else.
+        """Return the loss of the whole batch, detached: a list for a sequence, otherwise a tensor.
 
         Raises:
             LossError: when a microbatch has not been added.
@@ -219,7 +222,7 @@ class LossContract:
         return torch.stack(terms).sum().to(first.dtype) if terms else torch.zeros_like(first)
 
     def _factor(self, index: int) -> float:
-        """What the value of a microbatch counts in the total."""
+        """The weight of a microbatch in the total."""
         if self.kind != "pair" and self.reduction == "sum":
             return 1.0
         total = math.fsum(self.weights)
@@ -259,11 +262,11 @@ class LossContract:
 def warn_if_uneven(rows: Sequence[int | None], num_microbatch: int) -> bool:
     """Warn that a loss divided by the number of microbatches is not the mean of this batch.
 
-    The caller asks for losses that are no pairs with ``loss_reduction="sum"``, and only until the first ``True``.
+    The caller asks for losses that are not pairs with ``loss_reduction="sum"``, and only until the first ``True``.
 
     Args:
         rows: rows of each microbatch.
-        num_microbatch: the number asked for, which a script would divide by.
+        num_microbatch: requested number of microbatches, which a script would divide by.
 
     Returns:
         Whether a warning was given.

@@ -1,4 +1,4 @@
-"""Outputs that were not joined: one entry per microbatch, for the next pipeline to consume as they come."""
+"""Packed outputs: one entry per microbatch, not joined, for the next pipeline to consume as they come."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["RoundPipePackedData", "counted_rows", "known_rows"]
 
 
 class RoundPipePackedData(list[Any]):
-    """One leaf of the outputs, microbatch by microbatch; what ``merge_output=False`` returns in place of tensors.
+    """One leaf of the outputs, microbatch by microbatch; what ``merge_output=False`` returns instead of tensors.
 
     Given to another pipeline as input, microbatch i of that pipeline gets entry i. Nothing is joined, cut again or
     waited for in between.
 
     Args:
         values: one entry per microbatch.
-        rows: the number of rows of each, as far as it is known.
+        rows: number of rows of each microbatch, as far as it is known.
         wait: called once by :meth:`synchronize`; returns when all entries can be read on the host.
     """
 
@@ -40,7 +40,7 @@ class RoundPipePackedData(list[Any]):
 def known_rows(packed: RoundPipePackedData) -> tuple[int, ...] | None:
     """Return the rows of each microbatch as the pipeline that made the data knew them; ``None`` if it did not.
 
-    A list that was made longer or shorter since then is another one.
+    The rows are not known of a list that was made longer or shorter since then.
 
     >>> known_rows(RoundPipePackedData(["a", "b"], rows=[2, 1])), known_rows(RoundPipePackedData(["a", "b"]))
     ((2, 1), None)
@@ -51,6 +51,13 @@ def known_rows(packed: RoundPipePackedData) -> tuple[int, ...] | None:
 
 def counted_rows(packed: RoundPipePackedData, axis: int = 0) -> tuple[int, ...] | None:
     """Count the rows of each microbatch along an axis; ``None`` where an entry is no tensor or has no such axis.
+
+    Args:
+        packed: packed data.
+        axis: batch axis.
+
+    Returns:
+        The rows of each microbatch, or ``None``.
 
     >>> import torch
     >>> counted_rows(RoundPipePackedData([torch.zeros(2, 3), torch.zeros(1, 3)]))

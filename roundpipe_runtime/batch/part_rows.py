@@ -1,4 +1,4 @@
-"""How many rows each microbatch has: told by packed data, counted in the parts of a function, or as even as possible.
+"""Rows of each microbatch: reported by packed data, counted in the parts of a function, or as even as possible.
 
 ::
 
@@ -44,10 +44,13 @@ def rows_beside_packed(
         entries: leaves of inputs and labels.
         batch: number of rows of the batch.
         cut: key paths of what is cut along with the data.
-        apart: whether rules cut each leaf for itself.
+        apart: whether rules cut each leaf separately.
+
+    Returns:
+        The rows of each microbatch, or ``None``.
 
     Raises:
-        SplitError: when packed data contradicts other packed data, or does not tell where to cut the rest.
+        SplitError: when packed data contradicts other packed data, or does not determine where to cut the rest.
     """
     packed = [entry for entry in entries if isinstance(entry.value, RoundPipePackedData)]
     if not packed:
@@ -76,6 +79,11 @@ def rows_beside_packed(
 def refuse_other_rows(entries: Sequence[Entry], rows: Sequence[int | None], whose: str) -> None:
     """Refuse packed data whose microbatches are not those that a function of the user made of the other side.
 
+    Args:
+        entries: leaves of the side that holds packed data.
+        rows: rows of each microbatch of the other side.
+        whose: name of the function in errors.
+
     Raises:
         SplitError: naming both.
     """
@@ -96,15 +104,18 @@ def refuse_other_rows(entries: Sequence[Entry], rows: Sequence[int | None], whos
 def rows_of_parts(
     parts: Sequence[Mapping[str, Any]], whole: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()
 ) -> list[int | None]:
-    """Return the rows of each part that a function of the user made; ``None`` for each where they cannot be told.
+    """Return the rows of each part that a function of the user made; ``None`` for each where they cannot be determined.
 
-    What is the same object in all parts was not cut. Of the rest, the sizes along the batch axis tell the rows: where
-    they are several, those that add up to the size of what was cut, or those that the other side has as well.
+    What is the same object in all parts was not cut. Of the rest, the sizes along the batch axis are the rows: where
+    there are several, those that add up to the size of what was cut, or those that the other side also has.
 
     Args:
         parts: trees by name, one mapping per microbatch.
-        whole: what the function was given, by the same names.
-        others: the parts of the other side, if a function made them, too.
+        whole: arguments of the function, by the same names.
+        others: parts of the other side, if a function made them.
+
+    Returns:
+        The rows of each part.
 
     >>> import torch
     >>> table = torch.zeros(5, 6)

@@ -1,4 +1,4 @@
-"""What a user may say about a leaf, cut it here or hand it on whole, and the rules that come of it by key path."""
+"""Specs of a leaf, cut along an axis or passed whole, and the rules by key path that they become."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Replicate", "Rule", "Rules", "TensorChunkSpec", "is_below", "read_ru
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorChunkSpec:
-    """Cut a tensor along an axis; joined outputs are concatenated along it.
+    """Split a tensor into microbatches along an axis; joined outputs are concatenated along it.
 
     Attributes:
-        dim: the axis. Negative ones count from the end.
+        dim: axis. A negative number counts from the end.
     """
 
     dim: int
@@ -30,7 +30,7 @@ class TensorChunkSpec:
 
 
 class Replicate:
-    """Hand a leaf whole to every microbatch; as an output it must be the same in all of them.
+    """Pass a leaf whole to every microbatch; an output must be the same in all of them.
 
     The class itself is the mark: ``(TensorChunkSpec(0), Replicate)``. An instance means the same.
     """
@@ -38,12 +38,12 @@ class Replicate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """What was said about a leaf and all that is below it.
+    """The rule for a leaf and everything below it.
 
     Attributes:
-        dim: the axis to cut along; ``None`` hands it on whole.
-        reduce: joins outputs two by two, from ``init`` on, instead of either.
-        init: what ``reduce`` starts with.
+        dim: axis to cut along; ``None`` passes the leaf on whole.
+        reduce: function that joins outputs two by two, starting with ``init``, instead of either.
+        init: initial value of ``reduce``.
     """
 
     dim: int | None
@@ -55,7 +55,7 @@ Rules: TypeAlias = dict[str, Rule]
 
 
 def sizes(batch: int, num_microbatch: int) -> list[int]:
-    """Return how many rows each microbatch gets: as even as possible, the larger ones first, as ``torch.tensor_split``.
+    """Return the rows of each microbatch: as even as possible, the larger ones first, like ``torch.tensor_split``.
 
     Args:
         batch: number of rows.
@@ -76,16 +76,19 @@ def sizes(batch: int, num_microbatch: int) -> list[int]:
 
 
 def read_rules(spec: Any, name: str, error: type[RoundPipeError] = SplitError) -> Rules:
-    """Read what a user wrote about a tree into rules by key path.
+    """Read the specs of a tree into rules by key path.
 
     Args:
         spec: marks in the structure of the tree they are about; a mark stands for all that is below it, and ``None``
-            says nothing. Or a mapping from key paths, as errors spell them, to marks, if ``name`` is empty.
-        name: what the tree is called in key paths.
-        error: the class of the error.
+            makes no rule. Or a mapping from key paths, as errors spell them, to marks, if ``name`` is empty.
+        name: name of the tree in key paths.
+        error: class of the error.
+
+    Returns:
+        The rules, by key path.
 
     Raises:
-        SplitError: (or ``error``) when something else than a mark stands there.
+        SplitError: (or ``error``) when there is something other than a mark.
 
     >>> read_rules(({"x": TensorChunkSpec(1)}, Replicate), "args")
     {"args[0]['x']": Rule(dim=1, reduce=None, init=None), 'args[1]': Rule(dim=None, reduce=None, init=None)}
@@ -100,13 +103,28 @@ def read_rules(spec: Any, name: str, error: type[RoundPipeError] = SplitError) -
 
 
 def rule_for(path: str, rules: Mapping[str, Rule]) -> Rule | None:
-    """Return what was said about a leaf: by its own path, else by the longest path above it."""
+    """Return the rule for a leaf: that of its own path, else that of the longest path above it.
+
+    Args:
+        path: key path of the leaf.
+        rules: rules by key path.
+
+    Returns:
+        The rule, or ``None`` if there is none.
+    """
     above = [written for written in rules if is_below(path, written)]
     return rules[max(above, key=len)] if above else None
 
 
 def is_below(path: str, above: str) -> bool:
-    """Tell whether a path is another one or goes on from it.
+    """Report whether a path is another path or is below it.
+
+    Args:
+        path: key path.
+        above: key path that may contain it.
+
+    Returns:
+        Whether ``path`` is ``above`` or below it.
 
     >>> is_below("args[0]['x']", "args[0]"), is_below("args[10]", "args[1]"), is_below("label", "label")
     (True, False, True)
@@ -115,7 +133,7 @@ def is_below(path: str, above: str) -> bool:
 
 
 def spell(value: Any) -> str:
-    """Spell what a user gave in the place of something else: data by its type and shape, and not its numbers.
+    """Format a wrong argument for an error: data by its type and shape, without its numbers.
 
     >>> import torch
     >>> spell(5), spell([torch.zeros(2, 3)])

@@ -1,4 +1,4 @@
-"""Inputs and labels cut into microbatches, and outputs joined again, by the registrations of ``yobx_flatten``."""
+"""Split inputs and labels into microbatches, by the registrations of ``yobx_flatten``."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Microbatch:
-    """What one pass through the layers is called with.
+    """Arguments and labels of one microbatch.
 
     Attributes:
-        index: its number, from 0.
+        index: number of the microbatch, from 0.
         args: positional arguments.
         kwargs: keyword arguments.
-        label: labels, for the loss.
-        rows: how many rows of the batch it holds; ``None`` if that is not known: of a split function whose parts have
-            no clear batch axis, of packed data without tensors, of leaves that rules cut each for itself.
+        label: labels for the loss.
+        rows: number of rows of the batch that it holds; ``None`` if that is not known: for a split function whose parts
+            have no clear batch axis, for packed data without tensors, for leaves that rules cut separately.
     """
 
     index: int
@@ -51,10 +51,13 @@ class Microbatch:
 
 
 def infer_batch_size(*trees: Any) -> int | None:
-    """Return how many rows nested inputs have; ``None`` if no tensor has a batch axis.
+    """Return the batch size of nested inputs; ``None`` if no tensor has a batch axis.
+
+    Args:
+        *trees: nested inputs and labels, all of the same batch.
 
     Raises:
-        SplitError: when several sizes could be it.
+        SplitError: when several sizes could be the batch size.
 
     >>> import torch
     >>> infer_batch_size({"x": torch.zeros(8, 3), "mask": torch.zeros(1, 3)}, torch.zeros(8))
@@ -73,16 +76,16 @@ def split(
     split_input: Any = None,
     split_label: Any = None,
 ) -> list[Microbatch]:
-    """Cut arguments and labels into microbatches.
+    """Split arguments and labels into microbatches.
 
     Tensors with the batch axis are cut along it, with the sizes of ``torch.tensor_split``, as views. Everything else
     goes to every microbatch: tensors without axes, tensors of size 1 along axis 0, tensors without an axis of the
     batch's size, numbers, strings, ``None``.
 
     Args:
-        args: positional arguments, nested at will.
-        kwargs: keyword arguments, nested at will.
-        label: labels, nested at will.
+        args: positional arguments, of any nesting.
+        kwargs: keyword arguments, of any nesting.
+        label: labels, of any nesting.
         num_microbatch: number of microbatches to make. There are fewer when there are fewer rows.
         split_input: ``None``; or ``(spec of args, spec of kwargs)``, each ``None`` or a tree of
             :class:`TensorChunkSpec` and :class:`Replicate`, where a mark stands for all that is below it; or a mapping
@@ -95,7 +98,7 @@ def split(
 
     Raises:
         SplitError: when it is not clear what to cut, naming the key paths and the line to type.
-        UnregisteredObjectError: when an object holds tensors but does not come apart.
+        UnregisteredObjectError: when an object holds tensors but is not flattened.
 
     >>> import torch
     >>> parts = split((torch.arange(5), torch.zeros(1, 3)), {"scale": 2.0}, torch.arange(5), 2)
@@ -144,7 +147,7 @@ def _is_function(value: Any) -> bool:
 def _rows(
     inputs: Sequence[Entry], labels: Sequence[Entry], decided: BatchAxes, num_microbatch: int
 ) -> list[int | None]:
-    """The rows of each microbatch: where another pipeline cut them, else as even as possible."""
+    """The rows of each microbatch: where another pipeline cut them, otherwise as evenly as possible."""
     axes = zip([*inputs, *labels], [*decided.axes, *decided.label_axes], strict=True)
     cut = {entry.path: entry.shape[axis] for entry, axis in axes if axis is not None}
     rows = rows_beside_packed([*inputs, *labels], decided.batch, list(cut), apart=decided.apart)
@@ -193,7 +196,7 @@ def _split_by_functions(
     split_label: Any,
     rules: Rules,
 ) -> list[Microbatch]:
-    """One side, or both, is cut by a function; the other side follows its sizes."""
+    """Split by a function on one side or on both; the other side follows its sizes."""
     calls: list[tuple[Any, Any]] | None = None
     labels: list[Any] | None = None
     given, given_label = {"args": args, "kwargs": kwargs}, {"label": label}

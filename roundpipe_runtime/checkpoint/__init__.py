@@ -1,4 +1,4 @@
-"""Checkpoints: save a training, and go on with it, on other devices too."""
+"""Save and load training checkpoints, also between different numbers of devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices: virtual ones and accelerators, with their memory, threads, copies and events."""
+"""Virtual devices and accelerators, with their memory, threads, copies and events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any device of ``torch.accelerator``: four streams, so that copies run beside the computation.
+"""Accelerators, any device of ``torch.accelerator``: four streams, so that copies overlap with the computation.
 
 ::
 
@@ -36,7 +36,7 @@ _STAGES_AT_ONCE = 2
 
 
 class _StreamEvent:
-    """An event of an accelerator, with the two questions of a future."""
+    """An event of an accelerator, with the two methods of a future."""
 
     def __init__(self, event: torch.Event) -> None:
         self.event = event
@@ -52,7 +52,7 @@ class AcceleratorDevice:
     """A device of ``torch.accelerator``.
 
     Args:
-        device: with an index, ``cuda:0``.
+        device: device with an index, such as ``cuda:0``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,21 +71,21 @@ class AcceleratorDevice:
 
     @property
     def memory(self) -> int | None:
-        """Bytes of memory of the device, where torch can tell."""
+        """Bytes of memory of the device, where torch reports it."""
         library = torch.get_device_module(self.torch_device)
         if not hasattr(library, "mem_get_info"):
             return None
         return int(library.mem_get_info(self.torch_device)[1])
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory of the device, of the stream that is current."""
+        """Return memory of the device, allocated on the current stream."""
         try:
             return torch.empty_like(like, device=self.torch_device, requires_grad=False)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(f"{self.name} is out of memory: {error}") from error
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Return a copy on the device; parameters and activations travel on streams of their own."""
+        """Return a copy on the device; parameters and activations are copied on streams of their own."""
         stream = self._parameters if parameter else self._activations
         if isinstance(ready, _StreamEvent):
             stream.wait_event(ready.event)
@@ -101,7 +101,7 @@ class AcceleratorDevice:
         return copy
 
     def copy_out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """Return a copy in pinned memory, and the event that says when it is complete."""
+        """Return a copy in pinned memory, and the event after which it is complete."""
         tensor = tensor.detach()
         if tensor.layout != torch.strided:  # sparse gradients: there is no pinned memory for them
             with self._compute:
@@ -120,7 +120,7 @@ class AcceleratorDevice:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Run what follows on the compute stream, behind all uploads given so far."""
+        """Run the block on the compute stream, after all host-to-device copies given so far."""
         self._compute.wait_event(self._parameters.record_event())
         self._compute.wait_event(self._activations.record_event())
         with self._compute:
@@ -128,7 +128,7 @@ class AcceleratorDevice:
 
     @contextlib.contextmanager
     def visit(self) -> Iterator[None]:
-        """Hold the host back until no more than one other stage is on the device; it runs ahead of the device."""
+        """Hold the host, which runs ahead of the device, until at most one other stage is on the device."""
         while len(self._ends) >= _STAGES_AT_ONCE:
             self._ends.popleft().synchronize()
         try:
@@ -142,7 +142,7 @@ class AcceleratorDevice:
             stream.synchronize()
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Check nothing: a wrong device is an error of the kernel."""
+        """Check nothing: the kernel raises an error for a wrong device."""
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do nothing: the allocator knows the streams of every tensor."""
@@ -153,7 +153,12 @@ class AcceleratorDevice:
 
 
 def copy_in_pieces(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
-    """Copy without waiting, in pieces of so many bytes at most; where there are gaps in either, in one piece.
+    """Copy without waiting, in pieces of a limited size; a tensor with gaps is copied in one piece.
+
+    Args:
+        target: tensor to copy to.
+        source: tensor to copy from.
+        nbytes: largest number of bytes of a piece.
 
     >>> target = torch.zeros(5)
     >>> copy_in_pieces(target, torch.arange(5.0), 8)

@@ -1,4 +1,4 @@
-"""Masks of flex attention: cut along the batch, and taken apart for the way to a device.
+"""Block masks of flex attention: split along the batch, and flattened for copies to a device.
 
 A ``BlockMask`` says which blocks count, row by row of the batch, and holds a function that says it for each place:
 ``mask_mod(b, h, q, kv)``. A part of it begins at a later row, so its function is asked for ``b`` rows later. Registered
@@ -25,10 +25,10 @@ __all__ = ["HeldMask", "cut_mask", "held", "is_block_mask", "leaf_test", "parts_
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class HeldMask:
-    """A mask where nobody takes it apart.
+    """Holds a mask so that it is not flattened.
 
     Attributes:
-        mask: the ``BlockMask``.
+        mask: ``BlockMask``.
     """
 
     mask: Any
@@ -40,13 +40,13 @@ class HeldMask:
 
 
 def is_block_mask(value: Any) -> bool:
-    """Tell whether this is a ``BlockMask``; nothing is imported to find out."""
+    """Report whether this is a ``BlockMask``; nothing is imported to find out."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return module is not None and isinstance(value, module.BlockMask)
 
 
 def leaf_test() -> Callable[[Any], bool] | None:
-    """Return the test for leaves that keeps torch from taking masks apart, where their class is registered."""
+    """Return the test for leaves that keeps torch from flattening masks, where their class is registered."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return is_block_mask if module is not None and module.BlockMask in pytree.SUPPORTED_NODES else None
 
@@ -66,8 +66,11 @@ def cut_mask(mask: Any, start: int, stop: int) -> Any:
 
     Args:
         mask: a ``BlockMask`` with a batch of its own.
-        start: the first row.
-        stop: the row behind the last one.
+        start: first row.
+        stop: the row after the last one.
+
+    Returns:
+        The mask of these rows.
     """
     part = mask[start:stop]  # blocks only: torch leaves a function there that raises
     part.mask_mod = _later(mask.mask_mod, start)
@@ -85,7 +88,7 @@ def _later(mask_mod: Callable[..., torch.Tensor], start: int) -> Callable[..., t
 
 
 def parts_of_mask(mask: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[Any]], Any]]:
-    """Return the tensors of a mask, those that its function has in its closure as well, and what puts it together.
+    """Return the tensors of a mask, including those in the closure of its function, and the function that rebuilds it.
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> def mask_mod_of(allowed):

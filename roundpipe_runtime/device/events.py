@@ -1,4 +1,4 @@
-"""Moments in the work of a device, seen as futures."""
+"""Events of a device, with the interface of futures."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ __all__ = ["NOW", "Event"]
 
 
 class Event(Protocol):
-    """A moment in the work of a device, seen as a future."""
+    """An event of a device, with the interface of a future."""
 
     def done(self) -> bool:
-        """Tell whether it has passed."""
+        """Report whether the event has passed."""
 
     def result(self) -> Any:
-        """Wait until it has passed."""
+        """Wait until the event has passed."""
 
 
 class _Passed:
     """An event that has passed."""
 
     def done(self) -> bool:
-        """Yes."""
+        """Return ``True``."""
         return True
 
     def result(self) -> None:

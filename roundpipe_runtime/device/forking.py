@@ -1,4 +1,4 @@
-"""Locks of the process, which a forked child has free."""
+"""Locks that are released in a forked child process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code that Ctrl-C does not cut in two."""
+"""Defer SIGINT (Ctrl-C) during critical sections."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Uninterrupted:
-    """A block that ``KeyboardInterrupt`` does not enter.
+    """A context manager that defers ``KeyboardInterrupt`` to its end.
 
-    Python raises it from its handler of SIGINT, between any two lines of the main thread. For the time of the block
-    another handler stands there. In other threads, and where no handler of Python's is, nothing is to be done.
+    Python raises it from its handler of SIGINT, between any two lines of the main thread. During the block
+    another handler is installed. In other threads, and where Python has no handler, the block does nothing.
 
     Args:
         stop: called at once with what the handler raises, to make the block end soon; the block raises it, or else its

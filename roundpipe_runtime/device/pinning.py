@@ -1,4 +1,4 @@
-"""Parameters in pinned memory, from which a device reads without a detour."""
+"""Pin parameters in host memory, from which a device copies directly."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def pin_parameters(model: nn.Module, how: str, devices: Sequence[Device]) -> Non
     """Pin the parameters of a model where one of its devices is an accelerator.
 
     Args:
-        model: whose parameters.
-        how: ``"alloc"`` moves them into pinned memory; ``"register"`` pins them where they are (CUDA only); ``"off"``.
-        devices: of the pipeline. Virtual devices need no pinned memory, so for them nothing is done.
+        model: model whose parameters are pinned.
+        how: ``"alloc"`` moves them into pinned memory; ``"register"`` pins them in place (CUDA only); ``"off"``.
+        devices: devices of the pipeline. Virtual devices need no pinned memory, so for them nothing is done.
 
     Raises:
         ConfigError: ``how`` is none of the three.

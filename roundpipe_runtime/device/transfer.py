@@ -1,7 +1,7 @@
-"""A nested value as a structure and the tensors in it, and those tensors on their way to a device and back.
+"""Flatten nested values into a structure and tensors, and copy these tensors to a device and back.
 
-Flattening follows the registrations of `yobx_flatten` (and of torch). A tensor that occurs twice in a value travels
-once, and is one tensor again at the other end.
+Flattening follows the registrations of `yobx_flatten` (and of torch). A tensor that occurs twice in a value is
+copied once, and is one tensor again in the rebuilt value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["HostValue", "Static", "TreeStructure", "fetch", "send", "shapes_of",
 
 
 class Static:
-    """Base of classes that promise to hold no tensor: their objects travel as they are."""
+    """Base of classes that promise to hold no tensor: their objects are passed on unchanged."""
 
     __slots__ = ()
 
@@ -38,11 +38,11 @@ class TreeStructure:
     """A nested value without its tensors.
 
     Attributes:
-        spec: the structure.
-        leaves: for every leaf the number of its tensor, or ``None``; the numbers of all of them for a mask of flex
-            attention.
-        constants: the leaves that are no tensors, ``None`` in the places of those that are, and for a mask what puts it
-            together.
+        spec: structure.
+        leaves: number of the tensor of each leaf, or ``None``; for a mask of flex attention, the numbers of all its
+            tensors.
+        constants: leaves that are not tensors, with ``None`` in the places of those that are, and for a mask the
+            function that rebuilds it.
     """
 
     spec: pytree.TreeSpec
@@ -71,10 +71,13 @@ def take_apart(value: Any, *, what: str = "value") -> tuple[TreeStructure, list[
 
     Args:
         value: anything.
-        what: what to call it in an error.
+        what: name of the value in an error.
+
+    Returns:
+        The structure and the tensors.
 
     Raises:
-        UnregisteredObjectError: an object in it holds tensors, and nobody registered how it comes apart.
+        UnregisteredObjectError: an object in it holds tensors, and no flattening function is registered for its class.
 
     >>> structure, tensors = take_apart({"a": torch.ones(1), "b": 3})
     >>> structure.rebuild(["here"])
@@ -121,10 +124,10 @@ class HostValue:
     """A nested value on the host, between two stages.
 
     Attributes:
-        structure: the value without its tensors.
+        structure: value without its tensors.
         tensors: host copies, each once.
-        needs_grad: for each tensor, whether a gradient flows back through it.
-        ready: for each tensor, when its copy is complete.
+        needs_grad: whether a gradient flows back through each tensor.
+        ready: event of each tensor, after which its copy is complete.
     """
 
     structure: TreeStructure
@@ -143,13 +146,31 @@ class HostValue:
 def send(
     device: Device, structure: TreeStructure, tensors: Sequence[torch.Tensor], needs_grad: Sequence[bool]
 ) -> HostValue:
-    """Copy tensors of a device to the host, as a parcel that can be opened when the copies are complete."""
+    """Copy tensors of a device to the host, as a value that can be read when the copies are complete.
+
+    Args:
+        device: the device of the tensors.
+        structure: structure of the value.
+        tensors: tensors of the value.
+        needs_grad: whether a gradient flows back through each of them.
+
+    Returns:
+        The value on the host.
+    """
     copies = [device.copy_out(tensor) for tensor in tensors]
     return HostValue(structure, [copy for copy, _ in copies], list(needs_grad), [event for _, event in copies])
 
 
 def fetch(device: Device, parcel: HostValue) -> list[torch.Tensor]:
-    """Return copies of a parcel's tensors in the memory of a device."""
+    """Return copies of the tensors of a host value in the memory of a device.
+
+    Args:
+        device: the device to copy to.
+        parcel: the value on the host.
+
+    Returns:
+        The copies, in the order of the tensors.
+    """
     return [device.copy_in(tensor, ready) for tensor, ready in zip(parcel.tensors, parcel.ready, strict=True)]
 
 

@@ -1,9 +1,9 @@
-"""Devices: memory of their own, a thread of their own, and events that say when a copy is there.
+"""The device protocol and virtual devices on the CPU, with their own memory, thread and events.
 
 Two implementations behind one protocol, so that one scheduler drives both:
 
 - :class:`VirtualDevice` lives on the CPU. Its memory is real copies, its thread is real, its events have passed. It can
-  *check* that nobody reads memory after its release, on another device, or before its event.
+  *check* that no code reads memory after its release, on another device, or before its event.
 - :class:`AcceleratorDevice` is any device of ``torch.accelerator``, with one stream each for parameters, activations,
   compute and downloads. It is in a file of its own.
 
@@ -31,7 +31,7 @@ __all__ = ["AcceleratorDevice", "Device", "DeviceSpec", "VirtualDevice", "parse_
 
 @runtime_checkable
 class Device(Protocol):
-    """What the scheduler asks of a device. Tensors that come out of ``copy_in`` and ``allocate`` belong to it."""
+    """The interface of a device for the scheduler. Tensors from ``copy_in`` and ``allocate`` belong to the device."""
 
     name: str
     torch_device: torch.device
@@ -39,37 +39,40 @@ class Device(Protocol):
 
     @property
     def memory(self) -> int | None:
-        """Bytes of memory that the device has; ``None`` if there is no limit that it knows of."""
+        """Bytes of memory of the device; ``None`` if no limit is known."""
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory of the device of this shape, dtype and layout, not initialised."""
+        """Return uninitialised memory of the device with this shape, dtype and layout."""
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
         """Return a copy of a host tensor in the memory of the device; the copy waits for ``ready``.
 
         Args:
-            tensor: the host tensor.
-            ready: when the host tensor is complete.
-            parameter: the copy is large and not urgent: it must not hold up activations.
+            tensor: host tensor.
+            ready: event after which the host tensor is complete. Default: it is complete.
+            parameter: whether the copy is large and not urgent, so that it must not delay activations.
+
+        Returns:
+            The copy, on the device.
         """
 
     def copy_out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         """Return a copy on the host, and the event after which it is complete."""
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
-        """Make this device current for the code of a layer, behind the copies given so far."""
+        """Make this device current for the code of a layer, after the copies given so far."""
 
     def visit(self) -> contextlib.AbstractContextManager[None]:
-        """Hold a stage, from its upload on; where the host runs ahead of the device, wait until there is room."""
+        """Keep a stage on the device, from the copy of its parameters on; wait for room if the host runs ahead."""
 
     def synchronize(self) -> None:
         """Wait until all copies and computations given so far have ended."""
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Check that these tensors can be read here and now, where the device checks at all."""
+        """Check that these tensors can be read now on this device, if the device checks at all."""
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Say that these tensors will not be read again."""
+        """Release tensors that will not be read again."""
 
     def close(self) -> None:
         """End the thread of the device."""
@@ -84,7 +87,7 @@ _ALWAYS = contextlib.nullcontext()
 
 
 class _Ledger:
-    """Which virtual device owns which memory, and whether it may be read. One per process: pointers are unique."""
+    """Records which virtual device owns which memory and whether it may be read, for the whole process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -112,15 +115,16 @@ _LEDGER = _Ledger()
 
 
 class VirtualDevice:
-    """A device made of the CPU: what it computes with are its own copies, on its own thread.
+    """A virtual device on the CPU, which computes with its own copies on its own thread.
 
     Args:
-        name: what errors and timelines call it.
-        check: poison memory on release, and refuse to read what is not there, not here, or not any more.
-        memory_limit: bytes of copies that it holds at most; ``None``, as many as there are.
+        name: name in errors and timelines.
+        check: whether to poison memory on release, and to refuse reads of memory that is not written yet, released, or
+            of another device.
+        memory_limit: largest number of bytes of copies; ``None`` for no limit.
 
     Attributes:
-        peak: the most bytes of copies that it held; counted only where there is a limit.
+        peak: largest number of bytes of copies so far; counted only where there is a limit.
 
     >>> device = VirtualDevice("virtual:0", check=True)
     >>> copy = device.copy_in(torch.ones(2))
@@ -146,17 +150,17 @@ class VirtualDevice:
 
     @property
     def memory(self) -> int | None:
-        """The limit that it was given."""
+        """The memory limit in bytes; ``None`` for no limit."""
         return self.memory_limit
 
     @property
     def allocated(self) -> int:
-        """Bytes of copies that it holds now."""
+        """Bytes of copies that the device holds now."""
         with self._lock:
             return sum(size for size, _ in list(self._held.values()))
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory of this shape, dtype and layout; in check mode it is poisoned."""
+        """Return memory with this shape, dtype and layout; in check mode it is poisoned."""
         size = like.element_size() * like.numel()
         if self.memory_limit is not None:
             before = self.allocated
@@ -204,7 +208,7 @@ class VirtualDevice:
         return _ALWAYS
 
     def synchronize(self) -> None:
-        """Do nothing: what was computed is there."""
+        """Do nothing: all computations have ended."""
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
         """In check mode, refuse tensors that were released or that another device owns."""
@@ -218,7 +222,7 @@ class VirtualDevice:
                 raise UseAfterReleaseError(f"{self.name}: a {_drawn(tensor)} is read after its release.")
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give memory back; in check mode its contents become NaN (or nonsense, for integers)."""
+        """Release memory; in check mode its contents become NaN (or nonsense, for integers)."""
         for tensor in tensors:
             _drop(self._held, id(tensor))
             if self.check and _LEDGER.read(tensor) == (self.name, "ready"):
@@ -251,15 +255,18 @@ _ACCELERATORS: weakref.WeakValueDictionary[torch.device, AcceleratorDevice] = we
 
 
 def parse_devices(devices: DeviceSpec = None) -> list[Device]:
-    """Return the devices that an argument ``devices=`` stands for.
+    """Parse an argument ``devices=`` into a list of devices.
 
     Args:
         devices: ``"virtual:N"`` for N devices made of the CPU, ``"virtual:N:check"`` for N that check every access; a
             list of torch devices, or of :class:`Device` objects to share between pipelines; ``None`` for all
             accelerators of the machine, or two virtual devices where there is none.
 
+    Returns:
+        The devices.
+
     Raises:
-        ConfigError: it stands for no device.
+        ConfigError: the argument describes no device.
 
     >>> parse_devices("virtual:2")
     [VirtualDevice('virtual:0'), VirtualDevice('virtual:1')]

@@ -1,4 +1,4 @@
-"""One thread per device, and the mailbox in which threads leave results for each other.
+"""Worker threads, one per device, and the mailbox through which they pass results to each other.
 
 A result is a future. An error is not swallowed and does not end the interpreter: the first one stops the run, every
 other thread leaves at its next wait, and the caller raises the error itself, with notes that say where it happened.
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 class StoppedRun(BaseException):
-    """Leaves a thread's work because the run has failed elsewhere. It never reaches a user."""
+    """Ends the work of a thread because the run has failed elsewhere. It never reaches the user."""
 
 
 class Worker:
-    """One thread that runs what it is given, in order; it starts with the first piece of work.
+    """A thread that runs submitted work in order; it starts with the first piece of work.
 
     The thread ends with :meth:`close`, when the worker is collected, or with the interpreter, which waits for it.
 
@@ -52,6 +52,14 @@ class Worker:
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Return the future of ``work(*args, **kwargs)``, which sees the context variables of the caller.
 
+        Args:
+            work: function to run.
+            *args: positional arguments of it.
+            **kwargs: keyword arguments of it.
+
+        Returns:
+            The future of the result.
+
         Raises:
             DeviceError: when the worker is closed.
         """
@@ -65,7 +73,7 @@ class Worker:
             ) from error
 
     def is_here(self) -> bool:
-        """Tell whether the caller is this worker's own thread."""
+        """Report whether the caller is this worker's own thread."""
         return threading.get_ident() == self._ident
 
     def _run(self, context: contextvars.Context, work: Callable[[], T]) -> T:
@@ -73,7 +81,7 @@ class Worker:
         return context.run(work)
 
     def close(self) -> None:
-        """Wait for the work that was given and end the thread. Work given later is refused."""
+        """Wait for the submitted work and end the thread. Later work is refused."""
         self.is_closed = True
         self._threads.shutdown(wait=True)
 
@@ -93,7 +101,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Mailbox:
-    """Where the threads of one run leave results for each other, until one of them fails.
+    """Passes results between the threads of one run, until one of them fails.
 
     >>> mailbox = Mailbox()
     >>> mailbox.put("x", 1)
@@ -112,13 +120,25 @@ class Mailbox:
         return None if isinstance(self._error, StoppedRun) else self._error
 
     def put(self, key: Hashable, value: Any) -> None:
-        """Leave a value; whoever waits for it goes on."""
+        """Store a value; a thread that waits for it continues.
+
+        Args:
+            key: key of the value.
+            value: value to pass on.
+        """
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
 
     def take(self, key: Hashable, *, keep: bool = False) -> Any:
         """Wait for a value and return it; it is gone from the mailbox afterwards, unless ``keep``.
+
+        Args:
+            key: key of the value.
+            keep: whether the value stays in the mailbox.
+
+        Returns:
+            The value.
 
         Raises:
             StoppedRun: the run has failed, so the value may never come.
@@ -134,16 +154,16 @@ class Mailbox:
             raise StoppedRun
 
     def fail(self, error: BaseException) -> None:
-        """Stop the run. Only the first error counts: later ones come of it, or would have been hidden by it."""
+        """Stop the run. Only the first error counts: later ones are caused by it, or would have been hidden by it."""
         with self._changed:
             if self._error is None and not isinstance(error, StoppedRun):
                 self._error = error
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Let go of every value and of the error, so that neither keeps memory alive.
+        """Release every value and the error, so that neither keeps memory alive.
 
-        The run stays stopped: a stage of it that begins later must not wait for what never comes.
+        The run stays stopped: a stage of it that begins later must not wait for a value that never comes.
         """
         with self._changed:
             self._values.clear()
@@ -154,7 +174,7 @@ class Mailbox:
 def collect(mailbox: Mailbox, work: list[Future[None]]) -> None:
     """Wait until all work of a run has ended, then raise what stopped it.
 
-    An interruption (Ctrl-C) while waiting stops the run as well; the threads end their current layer first, so that
+    An interruption (Ctrl-C) while waiting also stops the run; the threads end their current layer first, so that
     nothing of this run is still under way when the caller gets the exception.
 
     Args:
@@ -176,6 +196,11 @@ def collect(mailbox: Mailbox, work: list[Future[None]]) -> None:
 
 
 def add_note_once(error: BaseException, note: str) -> None:
-    """Add a note to an exception unless it has that note already."""
+    """Add a note to an exception unless it has that note already.
+
+    Args:
+        error: exception.
+        note: text to add.
+    """
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)

@@ -1,1 +1,1 @@
-"""A run from its inputs to its commit."""
+"""The execution engine: a run from its inputs to the commit of its gradients."""

@@ -1,4 +1,4 @@
-"""How one call runs: the defaults of a model, and what a call wants otherwise."""
+"""Run configurations: the defaults of a model, and the settings that override them for one call."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["RoundPipeRunConfig"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoundPipeRunConfig:
-    """How a pipeline runs. ``None`` leaves a field to the configuration of the model, and then to its default.
+    """Configuration of a pipeline run. ``None`` leaves a field to the configuration of the model, then to its default.
 
     Attributes:
         requires_grad: whether gradients are computed. Default: ``torch.is_grad_enabled()`` at the call.
-        output_device: where outputs are put. Default: the CPU.
+        output_device: device of the outputs. Default: the CPU.
         preserve_rng_state: whether the recomputed forward draws the same random numbers (dropout). Default: ``True``.
-        recompute_grain: what a backward stage recomputes at a time, ``"stage"`` or ``"layer"``. Layer by layer needs
+        recompute_grain: unit of recomputation in a backward stage, ``"stage"`` or ``"layer"``. Layer by layer needs
             less memory on the device. Default: ``"stage"``.
-        num_microbatch: microbatches per batch. Default: number of devices + 1.
-        split_input: how arguments are cut, see :func:`roundpipe_runtime.batch.split`. Default: along the batch.
-        split_label: how labels are cut. Default: along the batch.
-        merge_output: how outputs are joined, see :func:`roundpipe_runtime.batch.join`. ``False``: not at all, each
+        num_microbatch: number of microbatches per batch. Default: number of devices + 1.
+        split_input: rule for splitting arguments, see :func:`roundpipe_runtime.batch.split`. Default: along the batch.
+        split_label: rule for splitting labels. Default: along the batch.
+        merge_output: rule for joining outputs, see :func:`roundpipe_runtime.batch.join`. ``False``: not at all, each
             leaf is a :class:`RoundPipePackedData`. Default: ``True``, concatenated along the batch.
-        execute_plan: which layers form a stage. Default: worked out, and adapted to measured times.
-        loss_reduction: what becomes of the losses of the microbatches. ``"sum"``: added. ``"mean"``: each is a mean
+        execute_plan: layers of each stage. Default: computed, and adapted to measured times.
+        loss_reduction: reduction of the losses of the microbatches. ``"sum"``: added. ``"mean"``: each is a mean
             over its rows, and the total is the mean over all rows. Default: ``"sum"``.
 
     Raises:
@@ -73,7 +73,7 @@ class RoundPipeRunConfig:
     def resolved(self, num_devices: int) -> RoundPipeRunConfig:
         """Return this configuration with its gaps filled by the defaults.
 
-        ``execute_plan``, ``split_input`` and ``split_label`` may stay ``None``, which says "worked out".
+        ``execute_plan``, ``split_input`` and ``split_label`` may stay ``None``, which means "computed".
 
         Args:
             num_devices: number of devices that the pipeline runs on.

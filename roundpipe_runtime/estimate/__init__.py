@@ -1,1 +1,1 @@
-"""Memory and time of a training, before anything is allocated."""
+"""Estimate memory and time of a training before anything is allocated."""

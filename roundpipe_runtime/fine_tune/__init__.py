@@ -1,4 +1,4 @@
-"""Train a causal language model of transformers on text: what ``roundpipe train`` does, as functions.
+"""Fine-tune a causal language model of transformers on text: the functions that ``roundpipe train`` calls.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Models of transformers as pipelines: cut them, prove the cut, train them."""
+"""Pipelines for transformers models: cut a model into layers, verify the cut, and train the model."""
 
 from __future__ import annotations
 

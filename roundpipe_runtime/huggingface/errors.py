@@ -1,4 +1,4 @@
-"""Why a model could not be cut, or a batch not be run by a cut that was made of another one."""
+"""Errors of cutting a model, and of batches that a cut cannot run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class CutError(RoundPipeError, ValueError):
     """A model cannot be cut into layers.
 
     Attributes:
-        reason: one of ``"layers"`` (none found), ``"example"`` (the model does not run on the example), ``"copy"``,
-            ``"structure"`` (what passes between layers cannot travel), ``"values"`` (the cut model computes something
-            else).
+        reason: ``"layers"`` (none found), ``"example"`` (the model does not run on the example), ``"copy"``,
+            ``"structure"`` (what passes between layers cannot travel), or ``"values"`` (the cut model computes
+            something else).
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -38,14 +38,14 @@ class CutError(RoundPipeError, ValueError):
 
 
 class BatchStructureError(RoundPipeError, RuntimeError):
-    """A batch takes another way through the model than the example that it was cut with."""
+    """A batch takes another path through the model than the example that it was cut with."""
 
 
 class MissingEmbeddingError(BatchStructureError):
     """A phase computes with an embedding that only phase 0 has.
 
     Attributes:
-        name: of the embedding.
+        name: name of the embedding.
     """
 
     def __init__(self, name: str) -> None:
@@ -64,7 +64,7 @@ class CutRefusedWarning(RoundPipeWarning):
 
 
 def moved_away(device: str) -> ConfigError:
-    """Return the error of somebody who moves a pipeline's parameters."""
+    """Return the error for moving the parameters of a pipeline."""
     return ConfigError(
         f"The parameters of a pipeline stay on the host, and to({device!r}) would move them. Leave it out, and say "
         f"where the layers are to run:\n    wrap_model_to_roundpipe(model, devices=[{device!r}])"
@@ -72,7 +72,7 @@ def moved_away(device: str) -> ConfigError:
 
 
 def resized_late() -> ConfigError:
-    """Return the error of somebody who resizes what an optimizer has copies of."""
+    """Return the error for resizing parameters of which an optimizer has copies."""
     return ConfigError(
         "resize_token_embeddings: the optimizer works on copies of the parameters (optim_dtype), which have the old "
         "size. Resize first:\n"

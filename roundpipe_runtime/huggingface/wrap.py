@@ -1,4 +1,4 @@
-"""``wrap_model_to_roundpipe``: a model of transformers that trains through a pipeline, and is otherwise itself."""
+"""``wrap_model_to_roundpipe``: train a transformers model through a pipeline, with its own interface unchanged."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _LOWER_THRESHOLD = 16 * 1024
 
 
 class WrappedModel(RoundPipe):
-    """A model that runs through a pipeline; made by `wrap_model_to_roundpipe`.
+    """A transformers model that runs through a pipeline, made by `wrap_model_to_roundpipe`.
 
     Parameters, names, ``config``, ``generate``, ``save_pretrained`` and all other attributes are the model's own.
-    ``forward`` and ``forward_backward`` take what its forward takes.
+    ``forward`` and ``forward_backward`` take the arguments of its forward.
     """
 
     def __init__(self, made: Cut, **options: Any) -> None:
@@ -55,27 +55,34 @@ class WrappedModel(RoundPipe):
 
     @property
     def model(self) -> nn.Module:
-        """What the model calls so, like the decoder without its head; the model itself, if it calls nothing so."""
+        """The model's attribute ``model``, such as the decoder without its head; without one, the model itself."""
         whole_model = self.cut.model
         inner = getattr(whole_model, "model", whole_model)
         return inner if isinstance(inner, nn.Module) else whole_model
 
     @property
     def cut(self) -> Cut:
-        """The pieces, and the report on how they were found."""
+        """The cut: the pieces, and the report on how they were found."""
         found: Cut = self.__dict__["_rp_cut"]
         return found
 
     def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
         """Run the model forward, microbatch by microbatch, and return its joined output.
 
-        The loss of a model that was given labels is the one of the whole batch.
+        The loss of a model that was given labels is that of the whole batch.
 
         Args:
             *args: positional arguments of the model.
-            roundpipe_run_config: what this call wants otherwise.
-            **kwargs: keyword arguments of the model. ``use_cache`` is ``False`` unless it is among them. A cache is cut
-                into those of the microbatches, and afterwards holds what all of them wrote.
+            roundpipe_run_config: settings of this call, which override those of the model.
+            **kwargs: keyword arguments of the model. ``use_cache`` is ``False`` unless it is among them. A cache is
+                split into those of the microbatches, and afterwards holds what all of them wrote.
+
+        Returns:
+            The output of the whole batch.
+
+        Raises:
+            BatchStructureError: the batch takes another path through the model than the example that it was cut with.
+            SplitError: inputs cannot be split into microbatches.
         """
         kwargs, config = self._rp_prepared(kwargs, roundpipe_run_config)
         if is_cache(kwargs.get(CACHE)) or kwargs.get("use_cache"):
@@ -86,7 +93,7 @@ class WrappedModel(RoundPipe):
     def _rp_prepared(
         self, kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
     ) -> tuple[dict[str, Any], RoundPipeRunConfig]:
-        """Arguments and configuration of a call, with what belongs to models of transformers."""
+        """Arguments and configuration of a call, completed for models of transformers."""
         refuse_mixed_adapters(kwargs)
         refuse_rows_of_texts(kwargs)
         model = self.cut.model
@@ -136,11 +143,14 @@ class WrappedModel(RoundPipe):
         return {**kwargs, CACHE: HeldCache(cache)}, config
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as the model does, through the pipeline; on the host, if a trial before the first time says so.
+        """Generate as the model does, through the pipeline; on the host, if a trial before the first call fails.
 
         Args:
-            *args: what the ``generate`` of the model takes.
-            **kwargs: likewise.
+            *args: positional arguments of the model's ``generate``.
+            **kwargs: keyword arguments of the model's ``generate``.
+
+        Returns:
+            The value that the model's ``generate`` returns.
         """
         self.synchronize()
         generate: Callable[..., Any] = self.cut.model.generate  # type: ignore[assignment] # attributes of modules
@@ -166,7 +176,7 @@ class WrappedModel(RoundPipe):
         return WrappedModel(made, name=self.name, model_run_config=config, pin_model="off", devices=self.devices)
 
     def close(self) -> None:
-        """Wait for a step in the background and end the threads; the pipeline cannot run afterwards."""
+        """Wait for a background step and end the threads; the pipeline cannot run afterwards."""
         for route in self.__dict__.pop("_rp_routes_made", ()):
             route.close()
         super().close()
@@ -195,14 +205,19 @@ class WrappedModel(RoundPipe):
         Args:
             input_args: positional arguments of the model.
             input_kwargs: keyword arguments of the model.
-            label: labels for ``loss_fn``, cut like the inputs.
+            label: labels for ``loss_fn``, split like the inputs.
             loss_fn: ``loss_fn(outputs, label)`` of a microbatch. Default: the loss that the model computed. With a
-                `SmoothedLoss`, the labels may be among ``input_kwargs``, too.
-            return_outputs: whether to return the outputs, too, joined and detached.
-            run_config: what this call wants otherwise.
+                `SmoothedLoss`, the labels may also be among ``input_kwargs``.
+            return_outputs: whether to also return the outputs, joined and detached.
+            run_config: settings of this call, which override those of the model.
 
         Returns:
             The loss of the batch, detached, on the host; with ``return_outputs``, ``(loss, outputs)``.
+
+        Raises:
+            BatchStructureError: the batch takes another path through the model than the example that it was cut with.
+            SplitError: inputs or labels cannot be split into microbatches.
+            LossError: ``loss_fn`` returned something that is not a loss.
         """
         is_smoothed = isinstance(loss_fn, SmoothedLoss)
         if isinstance(loss_fn, SmoothedLoss):
@@ -231,7 +246,7 @@ class WrappedModel(RoundPipe):
         return_outputs: bool,
         config: RoundPipeRunConfig,
     ) -> Any:
-        """Forward of all microbatches, then the loss of the joined output: for a loss that is no sum over rows."""
+        """Forward of all microbatches, then the loss of the joined output: for a loss that is not a sum over rows."""
         with torch.enable_grad():
             outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
             loss = loss_fn(outputs, label)
@@ -240,20 +255,43 @@ class WrappedModel(RoundPipe):
         return (loss, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)) if return_outputs else loss
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the model as it saves itself, after the last step; a model with adapters saves these."""
+        """Save the model with its own ``save_pretrained``, after the last step; a model with adapters saves only these.
+
+        Args:
+            *args: positional arguments of the model's ``save_pretrained``.
+            **kwargs: keyword arguments of the model's ``save_pretrained``.
+
+        Returns:
+            The value that the model's ``save_pretrained`` returns.
+        """
         self.synchronize()
         return self.cut.model.save_pretrained(*args, **kwargs)  # type: ignore[operator] # attributes of modules
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Upload the model as it uploads itself, after the last step."""
+        """Upload the model with its own ``push_to_hub``, after the last step.
+
+        Args:
+            *args: positional arguments of the model's ``push_to_hub``.
+            **kwargs: keyword arguments of the model's ``push_to_hub``.
+
+        Returns:
+            The value that the model's ``push_to_hub`` returns.
+        """
         self.synchronize()
         return self.cut.model.push_to_hub(*args, **kwargs)  # type: ignore[operator] # attributes of modules
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Resize the embeddings as the model does, while no optimizer has copies of them.
+        """Resize the token embeddings as the model does, while no optimizer has copies of them.
+
+        Args:
+            *args: positional arguments of the model's ``resize_token_embeddings``.
+            **kwargs: keyword arguments of the model's ``resize_token_embeddings``.
+
+        Returns:
+            The value that the model's ``resize_token_embeddings`` returns.
 
         Raises:
-            ConfigError: one has, with ``optim_dtype``.
+            ConfigError: an optimizer has copies, because of ``optim_dtype``.
         """
         self.synchronize()
         if (args or kwargs) and self._rp_engine.store.masters():
@@ -261,7 +299,7 @@ class WrappedModel(RoundPipe):
         return self.cut.model.resize_token_embeddings(*args, **kwargs)  # type: ignore[operator] # attributes of modules
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """What ``to``, ``half``, ``cuda`` and the like call: the dtype may change, and the place may not."""
+        """Called by ``to``, ``half``, ``cuda`` and the like: the dtype may change, the device may not."""
         device = fn(torch.empty(0)).device
         if device.type != "cpu":
             raise moved_away(str(device))
@@ -296,21 +334,21 @@ def wrap_model_to_roundpipe(
     check: bool = True,
     **roundpipe_kwargs: Any,
 ) -> WrappedModel:
-    """Return a model that trains through a pipeline.
+    """Wrap a transformers model so that it trains through a pipeline.
 
     It is cut by running its own forward on a small batch (:func:`cut`), and the cut is compared with the model. A model
-    that cannot be cut runs in one piece, with a warning that says why.
+    that cannot be cut runs in one piece, with a warning that states the reason.
 
     Args:
         model: a model of transformers, or any module that keeps its layers in an ``nn.ModuleList``.
         use_sequential_preset: ``True``: a model that cannot be cut is an error. ``False``: it is not cut at all.
-        lower_threshold: a model of fewer bytes is not cut, and runs in one microbatch.
-        upper_threshold: a model of at most so many bytes is not cut. Default: every model is.
+        lower_threshold: smallest size in bytes: a smaller model is not cut, and runs in one microbatch.
+        upper_threshold: size in bytes up to which a model is not cut. Default: every model is cut.
         skip_modules: modules whose layers are not cut.
         override_config: run configurations of modules; only the model itself can have one, as it is one pipeline.
         model_run_config: defaults for every call.
-        name: for errors and timelines. Default: ``"file:line"``.
-        example: keyword arguments of the model's forward, to cut it with. Default: a few tokens.
+        name: name in errors and timelines. Default: ``"file:line"``.
+        example: keyword arguments of the model's forward, with which it is cut. Default: a few tokens.
         check: whether to compare the cut with the model.
         **roundpipe_kwargs: further arguments of :class:`RoundPipe`: ``devices``, ``optim_dtype``, ``pin_model``.
 

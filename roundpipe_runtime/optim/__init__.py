@@ -1,4 +1,4 @@
-"""Optimizers for parameters on the host, and what steps need: parameters, versions, the scaler."""
+"""Optimizers for parameters on the host, master weights, versions of parameters, and the gradient scaler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who runs what when: the schedule, the plan of stages, costs and simulated time. Nothing runs here."""
+"""The schedule, the execution plan, layer costs and simulated time: pure computations, nothing runs here."""
 
 from __future__ import annotations
 

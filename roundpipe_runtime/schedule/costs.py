@@ -1,4 +1,4 @@
-"""What a layer costs: guessed from its parameters before it has run, measured afterwards."""
+"""Layer costs: estimated from the parameters before a layer has run, measured afterwards."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _NEWEST = 0.2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What a layer costs on one microbatch. Costs add up.
+    """Time and memory of a layer on one microbatch. Costs can be added.
 
     Attributes:
         forward: time of a forward, in seconds or in any unit that is the same for all layers of a plan.
         backward: time of a backward with its recomputed forward, in the same unit.
-        param_bytes: bytes of its parameters and buffers, on the device while it runs.
-        grad_bytes: bytes of the gradients of its parameters, on the device while it goes back.
+        param_bytes: bytes of the parameters and buffers, on the device while the layer runs.
+        grad_bytes: bytes of the gradients of the parameters, on the device during backward.
     """
 
     forward: float = 0.0
@@ -50,11 +50,14 @@ class LayerCost:
 
 
 def layer_costs(model: Any) -> list[LayerCost]:
-    """Return what each layer of a model costs.
+    """Return the cost of each layer of a model.
 
     Args:
-        model: something with a method ``layer_costs()`` that knows; an ``nn.Sequential``, whose children are the
-            layers; any other module, which is one layer; or a list of :class:`LayerCost`.
+        model: an object with a method ``layer_costs()``, such as a pipeline; an ``nn.Sequential``, whose children are
+            the layers; any other module, which is one layer; or a list of :class:`LayerCost`.
+
+    Returns:
+        One cost per layer.
 
     Raises:
         PlanError: for anything else, and for a model without layers.
@@ -78,10 +81,10 @@ def layer_costs(model: Any) -> list[LayerCost]:
 
 
 def analytic_cost(layer: nn.Module) -> LayerCost:
-    """Guess the cost of a layer from its parameters, per row and position, in multiplications.
+    """Estimate the cost of a layer from its parameters, per row and position, in multiplications.
 
     A matrix multiplies once per element. An embedding looks up, which costs next to nothing however large it is. What
-    is not in the parameters (attention over the length, the size of an image) is not known here; measured times tell.
+    is not in the parameters (attention over the length, the size of an image) is only known once times are measured.
 
     >>> analytic_cost(nn.Embedding(50_000, 64)).forward < analytic_cost(nn.Linear(64, 64)).forward
     True
@@ -102,10 +105,10 @@ def analytic_cost(layer: nn.Module) -> LayerCost:
 
 
 class MeasuredCosts:
-    """Costs that follow what is measured: a sliding average per layer and direction. Threads may record at any time.
+    """Measured layer costs: a sliding average per layer and direction. Threads may record at any time.
 
     Args:
-        analytic: what the layers cost as far as known before.
+        analytic: estimated cost of each layer.
 
     >>> costs = MeasuredCosts([LayerCost(1.0, 3.0), LayerCost(1.0, 3.0)])
     >>> costs.record(0, "forward", 0.5)
@@ -135,7 +138,13 @@ class MeasuredCosts:
         return sum(taken for taken in least if taken < seconds) / total if total else 0.0
 
     def record(self, layer: int, direction: Literal["forward", "backward"], seconds: float) -> None:
-        """Take one measurement of a layer on one microbatch; a backward includes the recomputed forward."""
+        """Record one measurement of a layer on one microbatch; a backward includes the recomputed forward.
+
+        Args:
+            layer: index of the layer.
+            direction: ``"forward"`` or ``"backward"``.
+            seconds: measured time.
+        """
         with self._lock:
             before = self._measured.get((direction, layer), seconds)
             self._measured[direction, layer] = before + _NEWEST * (seconds - before)
@@ -143,7 +152,7 @@ class MeasuredCosts:
                 self._recent.setdefault(layer, collections.deque(maxlen=_RECENT)).append(seconds)
 
     def costs(self) -> list[LayerCost]:
-        """Return the cost of each layer: in seconds where measured, the others scaled to what the measured ones take.
+        """Return the cost of each layer: in seconds where measured, the others scaled to the measured ones.
 
         Before the first measurement these are the analytic costs.
         """

@@ -1,4 +1,4 @@
-"""Layers to stages: forward and backward independently, under one cap on the time of a stage.
+"""Partition layers into stages: forward and backward independently, under one cap on the time of a stage.
 
 ::
 
@@ -7,6 +7,11 @@
     backward  | 3 | 3 | 3 | 3 | 3 | 3    1.5 |           the last one is the fused stage: forward, loss, backward
 
 A cap is a sum of neighbouring layers between the slowest layer and 1.1 times it: only there can the outcome change.
+
+Sources: GPipe (Huang et al., 2019, arXiv 1811.06965) partitions a sequence of layers into stages of similar costs, and
+PipeDream (Narayanan et al., 2019, arXiv 1806.03377) does so with measured times. In both, forward and backward of a
+layer belong to the same stage. Here the two are partitioned independently, and the last stage is fused, as in the
+execution plans of RoundPipe (Luo et al., 2026, arXiv 2604.27085).
 """
 
 from __future__ import annotations
@@ -42,22 +47,23 @@ def partition(
     bytes_per_stage: float | None = None,
     previous: Sequence[Stages] | None = None,
 ) -> list[Stages]:
-    """Cut the layers of one or more models, which run one behind the other, into stages of similar times.
+    """Partition the layers of one or more models, which run one after the other, into stages of similar times.
 
     Args:
         run_type: ``"infer"``, ``"train"`` or ``"fused"``, of the last model. Those before a fused one are for training.
         models: the costs of the layers of each model.
-        min_stages: how many stages an iteration should have at least, all models together; also the number of devices
+        min_stages: least number of stages of an iteration, all models together; also the number of devices
             that plans are compared for. There are fewer stages when there are fewer layers.
-        upper_threshold: how much longer than the slowest layer a stage may take.
-        bytes_per_stage: bytes of parameters and gradients that a stage may have.
+        upper_threshold: largest ratio of the time of a stage to that of the slowest layer; at least 1.
+        bytes_per_stage: largest number of bytes of parameters and gradients in a stage. Default: no limit.
         previous: stages in use, kept unless the new ones are faster by more than 3 %.
 
     Returns:
         Forward and backward stages of each model.
 
     Raises:
-        PlanError: when a layer alone is too large, or ``upper_threshold`` is below 1.
+        PlanError: when a single layer is too large, ``run_type`` is none of the three, or ``upper_threshold`` or
+            ``min_stages`` is below 1.
 
     >>> layers = [LayerCost(1.0, 3.0)] * 6
     >>> partition("fused", [layers])

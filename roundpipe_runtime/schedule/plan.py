@@ -1,4 +1,4 @@
-"""Which layers form a stage: written by hand and checked, or worked out from what each layer costs."""
+"""Execution plans, which group layers into stages: written by hand and checked, or computed from layer costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RunType: TypeAlias = Literal["infer", "train", "fused"]
 
 @dataclasses.dataclass(slots=True)
 class ModelExecutePlan:
-    """Which layers form a stage, forward and backward. The two are independent of each other.
+    """An execution plan: which layers form a stage, forward and backward. The two are independent of each other.
 
     ::
 
@@ -74,7 +74,18 @@ class ModelExecutePlan:
         _check_order("fwd_plan", forward, range(behind_fused), fused=run_type == "fused")
 
     def stages(self, run_type: RunType, num_layers: int) -> list[Stage]:
-        """Return the stages in the order in which they are dispatched, after :meth:`check_valid`."""
+        """Return the stages in the order in which they are dispatched, after :meth:`check_valid`.
+
+        Args:
+            run_type: ``"infer"``, ``"train"`` or ``"fused"``.
+            num_layers: number of layers of the model.
+
+        Returns:
+            The stages, in the order of dispatch.
+
+        Raises:
+            PlanError: when the plan does not fit the model, see :meth:`check_valid`.
+        """
         self.check_valid(num_layers, run_type)
         return stages_of(run_type, _check_stages("", self.fwd_plan), _check_stages("", self.bwd_plan))
 
@@ -88,16 +99,16 @@ class ModelExecutePlan:
         model_memory_limit: float | None = None,
         previous: ModelExecutePlan | Sequence[ModelExecutePlan] | None = None,
     ) -> ModelExecutePlan | list[ModelExecutePlan]:
-        """Work out a plan from what each layer costs: analytic at first, measured once the model has run.
+        """Compute a plan from the cost of each layer: analytic at first, measured once the model has run.
 
         Args:
-            run_type: ``"infer"``, ``"train"`` or ``"fused"``. With several models, which run one behind the other, the
+            run_type: ``"infer"``, ``"train"`` or ``"fused"``. With several models, which run one after the other, the
                 last one is fused and those before it get plans for ``"train"``.
             *models: pipelines, ``nn.Sequential`` modules, or lists of :class:`LayerCost`.
-            min_stages: stages there should be at least; usually the number of devices, which is the default.
-            upper_threshold: how much longer than the slowest layer a stage may take.
+            min_stages: least number of stages. Default: the number of devices.
+            upper_threshold: largest ratio of the time of a stage to that of the slowest layer.
             model_memory_limit: GB (1e9 bytes) for parameters and gradients on a device. A stage gets half of it, as the
-                next one is loaded meanwhile. Default: what the device of the model says, else no limit.
+                next one is loaded meanwhile. Default: what the devices of the model report, else no limit.
             previous: the plan in use. It is kept unless the new one is clearly faster.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Which device runs which stage on which microbatch, and in which order. Pure: nothing runs here, nothing waits.
+"""The round-robin pipeline schedule: which device runs which stage on which microbatch, and in which order.
 
 ::
 
@@ -10,6 +10,13 @@
     #   4    L  m1      B0 m0
     #   5    L  m2      B0 m1
     #   6    .          B0 m2
+
+Pure computations: nothing runs here, nothing waits.
+
+Sources: microbatches of one batch that fill a pipeline are those of GPipe (Huang et al., 2019, arXiv 1811.06965), as is
+the recomputed forward. In GPipe, and in the 1F1B schedule of PipeDream (Narayanan et al., 2019, arXiv 1806.03377), a
+device keeps its stage. Here stages are not bound to devices but are assigned to them in turn, as in RoundPipe (Luo et
+al., 2026, arXiv 2604.27085).
 """
 
 from __future__ import annotations
@@ -30,10 +37,10 @@ class Stage:
     """A unit of dispatch: neighbouring layers, loaded together, that every microbatch goes through.
 
     Attributes:
-        index: its place in the run, from 0.
+        index: place in the run, from 0.
         kind: ``"forward"``, ``"fused"`` (forward, loss and backward in one visit, nothing recomputed) or
             ``"backward"`` (recomputes the forward, then goes back).
-        layers: indices of its layers, ascending.
+        layers: indices of the layers, ascending.
     """
 
     index: int
@@ -58,6 +65,9 @@ def stages_of(run_type: str, fwd_plan: Sequence[range], bwd_plan: Sequence[range
         fwd_plan: layers of the forward stages.
         bwd_plan: layers of the backward stages, last layers first. In a fused run the first one is the fused stage.
 
+    Returns:
+        The stages, in the order of dispatch.
+
     >>> [(s.kind, list(s.layers)) for s in stages_of("fused", [range(0, 2)], [range(2, 4), range(0, 2)])]
     [('forward', [0, 1]), ('fused', [2, 3]), ('backward', [0, 1])]
     """
@@ -71,10 +81,10 @@ def stages_of(run_type: str, fwd_plan: Sequence[range], bwd_plan: Sequence[range
 
 @dataclasses.dataclass(slots=True)
 class RoundRobin:
-    """Deals stages out to devices in turn, and remembers whose turn it is.
+    """Assigns stages to devices in turn, and remembers which device is next.
 
     Attributes:
-        num_devices: how many devices there are.
+        num_devices: number of devices.
         cursor: the device of the next stage.
 
     >>> deal = RoundRobin(3)
@@ -91,21 +101,24 @@ class RoundRobin:
         self.cursor %= self.num_devices
 
     def assign(self, num_stages: int) -> list[int]:
-        """Return the device of each of the next stages, and move the cursor behind them."""
+        """Return the device of each of the next stages, and move the cursor past them."""
         devices = [(self.cursor + k) % self.num_devices for k in range(num_stages)]
         self.cursor = (self.cursor + num_stages) % self.num_devices
         return devices
 
 
 def steps_in_order(devices: Sequence[int], num_microbatch: int) -> Iterator[Step]:
-    """Yield every step in the order in which one thread may hand them to the devices.
+    """Yield every step in the order in which one thread can hand them to the devices.
 
-    Stage by stage, each with all its microbatches: every step comes after those that it waits for, and each device
+    Stage by stage, each with all its microbatches: every step comes after the steps that it waits for, and each device
     gets its steps in the order in which it runs them.
 
     Args:
         devices: the device of each stage, from :meth:`RoundRobin.assign`.
         num_microbatch: number of microbatches.
+
+    Returns:
+        An iterator over the steps.
     """
     for stage, device in enumerate(devices):
         for microbatch in range(num_microbatch):
@@ -121,6 +134,9 @@ def clock_cycles(devices: Sequence[int], num_microbatch: int) -> Iterator[list[S
     Args:
         devices: the device of each stage, from :meth:`RoundRobin.assign`.
         num_microbatch: number of microbatches.
+
+    Returns:
+        An iterator over the clock cycles: the steps of each.
 
     >>> for steps in clock_cycles([0, 1], 2):
     ...     print([(s.stage, s.microbatch) for s in steps])
@@ -144,6 +160,14 @@ def draw(stages: Sequence[Stage], devices: Sequence[int], num_microbatch: int) -
 
     Forward stages are ``F0``, ``F1`` ..., the fused stage is ``L``, backward stages are ``B0``, ``B1`` ...; ``m0`` is
     the first microbatch and ``.`` a tick without work.
+
+    Args:
+        stages: the stages of one run, from :func:`stages_of`.
+        devices: the device of each stage, from :meth:`RoundRobin.assign`.
+        num_microbatch: number of microbatches.
+
+    Returns:
+        The drawing, with a title line.
 
     >>> stages = stages_of("fused", [range(0, 2), range(2, 3)], [range(3, 4), range(0, 3)])
     >>> print(draw(stages, RoundRobin(2).assign(len(stages)), 3))

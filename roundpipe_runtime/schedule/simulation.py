@@ -1,4 +1,4 @@
-"""How long a schedule takes on a machine, what crosses the links, and what a device must hold, before anything runs."""
+"""Simulate a schedule: its time, its traffic on the links and its peak memory on devices, before anything runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Machine:
     Attributes:
         num_devices: number of devices, each with its own link.
         link: bytes per second of a link, in each direction.
-        memory: bytes that a device has.
+        memory: bytes of memory of a device.
     """
 
     num_devices: int
@@ -30,7 +30,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageLoad:
-    """What one stage costs.
+    """Time, traffic and memory of one stage.
 
     Attributes:
         compute: seconds on one microbatch.
@@ -51,7 +51,7 @@ class StageLoad:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimedStep:
-    """One step with its time."""
+    """One step of the schedule with its start and end."""
 
     step: Step
     start: float
@@ -60,14 +60,14 @@ class TimedStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Simulation:
-    """What came of it.
+    """The result of a simulation.
 
     Attributes:
         time: seconds until the last gradient is on the host.
-        busy: seconds that all devices together computed.
+        busy: seconds of computation, summed over all devices.
         utilisation: share of the devices' time in which they computed.
-        bytes_up: bytes copied to devices.
-        bytes_down: bytes copied back.
+        bytes_up: host-to-device bytes.
+        bytes_down: device-to-host bytes.
         peak_memory: largest number of bytes on one device.
         iteration_ends: the time at which the last step of each iteration ended.
         steps: every step with its time, in the order of dispatch.
@@ -97,20 +97,23 @@ def simulate(
     staleness: int = 0,
     cursor: int = 0,
 ) -> Simulation:
-    """Run a schedule on a model of a machine.
+    """Simulate a schedule on a model of a machine.
 
-    A device computes one step at a time. The parameters of its next stage are copied while it computes, so it holds two
-    stages at most; the link copies activations between the pieces of parameters, so that they cost their time and no
-    queue. Copies of one device do not slow those of another.
+    A device computes one step at a time. The parameters of its next stage are copied while it computes, so it holds at
+    most two stages. The link copies activations between the pieces of parameters, so activations cost their own time
+    and do not queue. Copies of one device do not slow those of another.
 
     Args:
         stages: the stages of one iteration in the order of dispatch.
         machine: the devices.
         num_microbatch: number of microbatches.
-        iterations: number of iterations, one behind the other.
+        iterations: number of iterations, one after the other.
         staleness: 0: an iteration begins when the one before it is complete, its gradients included; 1: it begins with
-            the parameters as they were one step before, so at once.
+            the parameters of one step before, so at once.
         cursor: the device of the first stage.
+
+    Returns:
+        Times, traffic and peak memory.
 
     Raises:
         ConfigError: when a device would have to hold more than it has.
@@ -150,12 +153,15 @@ def simulate(
 
 
 def makespan(times: Sequence[float], num_devices: int, num_microbatch: int) -> float:
-    """Return how long one iteration takes when copies cost nothing.
+    """Return the time of one iteration when copies cost nothing.
 
     Args:
         times: time of each stage on one microbatch, in the order of dispatch.
         num_devices: number of devices.
         num_microbatch: number of microbatches.
+
+    Returns:
+        The time, in the unit of ``times``.
 
     >>> makespan([1.0, 1.0, 1.0, 1.0], 2, 2)
     5.0

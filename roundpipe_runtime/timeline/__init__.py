@@ -1,4 +1,4 @@
-"""What ran where and when: recorded, read back, added up and drawn."""
+"""Timelines of a run, recorded, loaded, summed up and drawn: what ran where and when."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A model of transformers as pieces of a pipeline, found by running it."""
+"""Cut a transformers model into pieces of a pipeline, which are found by running the model."""

@@ -1,4 +1,4 @@
-"""``cut``: a model of transformers as pieces of a pipeline, by record and replay. No line knows an architecture."""
+"""``cut``: cut a transformers model into pieces of a pipeline by record and replay, without code per architecture."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Cut:
     """A model in pieces that a pipeline can run one after the other.
 
     Attributes:
-        model: the model, whose parameters they are.
-        pieces: the modules of the pipeline. The first one takes the arguments of the model, the last one returns what
+        model: the original model, whose parameters the pieces share.
+        pieces: modules of the pipeline. The first one takes the arguments of the model, the last one returns what
             it returns; a model that could not be cut is the only piece.
-        program: what was found out about it; ``None`` for a model in one piece.
-        report: in words.
-        layers: the modules that were cut out, by name.
+        program: plan of the cut; ``None`` for a model in one piece.
+        report: result of the cut in words and numbers.
+        layers: modules that were cut out, by name.
     """
 
     model: nn.Module
@@ -44,7 +44,7 @@ class Cut:
     _structure: dict[str, type] | None = None
 
     def sync(self) -> None:
-        """Bring the pieces up to date with the model: mode, parameters, attributes, and modules that PEFT put in."""
+        """Update the pieces from the model: mode, parameters, attributes, and modules that PEFT put in."""
         if self.program is not None:
             structure = structure_around(self.model, self.layers.keys())
             if self._structure is None:
@@ -58,9 +58,9 @@ class Cut:
                 sync(piece.copy, self.model, piece.program.used[piece.number])
 
     def _renew(self) -> None:
-        """Copy the model's own code again. Parameters that are new belong to every phase: nobody saw who reads them.
+        """Copy the model's own code again. New parameters belong to every phase: which phase reads them is not known.
 
-        Nor whether what embeddings return is still handed to layers as it is.
+        Nor is it known whether layers still get the output of embeddings unchanged.
         """
         assert self.program is not None
         known = set().union(*(used or () for used in self.program.used))
@@ -83,18 +83,19 @@ def cut(
     check: bool = True,
     skip_modules: Sequence[nn.Module] = (),
 ) -> Cut:
-    """Cut a model into the pieces of a pipeline.
+    """Cut a transformers model into the pieces of a pipeline.
 
-    The layers are found, and the model's own code around them, by running its forward on an example. Then the pieces
-    are run beside the model, and every output and gradient is compared. Where something differs, fewer layers are cut,
-    down to none: then the model is one piece, and the report says why.
+    The layers, and the model's own code around them, are found by running its forward on an example. Then the pieces
+    are run next to the model, and every output and gradient is compared. Where something differs, fewer layers are cut,
+    down to none: then the model is one piece, and the report states the reason.
 
     Args:
         model: a model of transformers, or any module that keeps its layers in an ``nn.ModuleList``. Parameters on
             ``meta`` are enough for a plan; nothing is compared then.
-        example: keyword arguments of its forward. Two rows are enough, but they must take the way that later batches
-            take: pictures, if those have pictures. Default: a few tokens, one row padded.
-        check: whether to compare. It costs a forward and a backward of the example on the host, twice.
+        example: keyword arguments of its forward. Two rows are enough, but they must take the same path through
+            the model as later batches: with pictures, if those have pictures. Default: a few tokens, one row padded.
+        check: whether to compare the pieces with the model. It costs a forward and a backward of the example on the
+            host, twice.
         skip_modules: lists of layers, or modules around them, that are not to be cut.
 
     Returns:
@@ -131,13 +132,21 @@ def cut(
 
 
 def whole(model: nn.Module, refused: Sequence[tuple[str, str]] = ()) -> Cut:
-    """Return a model as one piece."""
+    """Return a model as one piece.
+
+    Args:
+        model: a model.
+        refused: reason and message of each cut that was tried before.
+
+    Returns:
+        A cut with the model as its only piece.
+    """
     report = CutReport(type(model).__name__, (), (type(model).__name__,), (_bytes(model),), None, tuple(refused))
     return Cut(model, [Whole(model)], None, report)
 
 
 def _called(model: nn.Module, found: Sequence[Candidate], kwargs: dict[str, Any]) -> list[Candidate]:
-    """Those lists of which the forward calls an element at all."""
+    """The lists of which the forward calls at least one element."""
     layers = {name: layer for one in found for name, layer in one.layers.items()}
     try:
         with torch.no_grad():
@@ -180,7 +189,16 @@ def _try(
 
 
 def pieces_of(model: nn.Module, layers: Mapping[str, nn.Module], program: CutPlan) -> list[nn.Module]:
-    """Return the modules of the pipeline for a program."""
+    """Return the modules of the pipeline for a plan.
+
+    Args:
+        model: the model.
+        layers: modules that are cut out, by name.
+        program: plan of the cut.
+
+    Returns:
+        The modules, in the order in which they run.
+    """
     pieces: list[nn.Module] = []
     start = 0
     for phase, end in enumerate(program.ends):

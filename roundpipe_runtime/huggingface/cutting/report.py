@@ -1,4 +1,4 @@
-"""What became of a model: which layers, which pieces, how exact, and what was tried in vain."""
+"""The report of a cut: its layers and pieces, its errors against the model, and the cuts that were refused."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["CutReport", "Equivalence"]
 
 @dataclasses.dataclass(frozen=True)
 class Equivalence:
-    """How far the cut model is from the plain one on the example; all errors are relative, by norm.
+    """Differences between the cut model and the reference model on the example; all errors are relative, by norm.
 
     Attributes:
-        outputs: the worst of the tensors that the model returns, the loss among them.
-        gradients: the worst of all parameters.
-        worst: the parameter with that error.
-        parameters: how many parameters got a gradient from the plain model.
+        outputs: largest error of the tensors that the model returns, including the loss.
+        gradients: largest error of the gradients of all parameters.
+        worst: parameter with that error.
+        parameters: number of parameters that got a gradient from the reference model.
     """
 
     outputs: float
@@ -30,11 +30,11 @@ class CutReport:
 
     Attributes:
         model: class of the model.
-        lists: the lists of modules whose elements are the layers.
-        pieces: the pieces of the pipeline, in order.
-        bytes: of the parameters of each piece.
-        equivalence: ``None``, if it was not checked.
-        refused: what was tried before: the reason and the message of each.
+        lists: lists of modules whose elements are the layers.
+        pieces: pieces of the pipeline, in order.
+        bytes: bytes of the parameters of each piece.
+        equivalence: differences from the model; ``None`` if they were not checked.
+        refused: reason and message of each cut that was tried before.
     """
 
     model: str
@@ -51,7 +51,7 @@ class CutReport:
 
     @property
     def phases(self) -> int:
-        """How often the model's own code runs: 2 is before the layers and behind them."""
+        """The number of phases in which the model's own code runs: 2 means before and after the layers."""
         return sum(piece.startswith("phase ") for piece in self.pieces)
 
     def __str__(self) -> str:

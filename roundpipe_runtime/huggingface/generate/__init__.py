@@ -1,1 +1,1 @@
-"""``generate`` of transformers through a pipeline."""
+"""Run ``generate`` of transformers through a pipeline."""

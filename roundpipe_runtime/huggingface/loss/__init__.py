@@ -1,1 +1,1 @@
-"""Losses of transformers, microbatch by microbatch."""
+"""Losses of transformers models, computed microbatch by microbatch."""

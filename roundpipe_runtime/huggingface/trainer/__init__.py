@@ -1,1 +1,1 @@
-"""``transformers.Trainer`` with a pipeline in it."""
+"""``transformers.Trainer`` classes that train through a pipeline."""

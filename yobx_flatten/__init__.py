@@ -1,7 +1,7 @@
-"""Define once how a class comes apart; export it, run it, store it.
+"""Define once how a class is flattened; export it, run it, store it.
 
-``torch.export`` takes apart what is registered: lists, dicts and little else. Inside this block it takes apart the
-caches of transformers, too, and one program serves all lengths::
+``torch.export`` flattens what is registered: lists, dicts and little else. Inside this context manager it also
+flattens the caches of transformers, and one program serves all lengths::
 
     with register_flattening_functions(patch_transformers=True):
         program = torch.export.export(model, (), kwargs, dynamic_shapes=dynamic_shapes(kwargs))

@@ -1,4 +1,4 @@
-"""Every exception a user can meet. Each names the place, the class, what was found, and the line to type."""
+"""Every exception a user can meet. Each message names the place, the class, what was found, and the line to type."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class FlattenError(Exception):
 
 
 class InvalidArgumentError(FlattenError, TypeError):
-    """A function was given an argument that it has no use for."""
+    """A function was given an argument that it cannot use."""
 
 
 class InvalidRegistrationError(FlattenError, TypeError):
-    """A registration was asked for with something that is not a class, or with unfit functions."""
+    """What is to be registered is not a class, or its functions do not fit."""
 
 
 class AlreadyRegisteredError(FlattenError, ValueError):
@@ -44,15 +44,15 @@ class AlreadyRegisteredError(FlattenError, ValueError):
 
 
 class ModelSourceError(FlattenError, ValueError):
-    """There is no model where one was asked for, or it cannot be loaded."""
+    """A model is not found, or cannot be loaded."""
 
 
 class NotRegisteredError(FlattenError, LookupError):
-    """A class is not registered (any more), or is not ours to unregister."""
+    """A class is not registered (any more), or was not registered by this package and cannot be unregistered."""
 
 
 class RoundTripError(FlattenError, ValueError):
-    """Flattening and unflattening an object does not give the object back."""
+    """An object that is flattened and unflattened is not equal to the original."""
 
 
 class SpecMismatchError(FlattenError, ValueError):
@@ -64,11 +64,11 @@ class StaticDataError(FlattenError, TypeError):
 
 
 class UnsetFieldError(FlattenError, AttributeError):
-    """An object lacks a field that is to be a child, or static data: a slot that was never set."""
+    """An object lacks a field that is a child or static data: a slot was never set."""
 
 
 class CacheStructureError(FlattenError, ValueError):
-    """A cache is in a state that cannot be taken apart or put together."""
+    """A cache is in a state that cannot be flattened or unflattened."""
 
 
 class UnsupportedLayerError(CacheStructureError):
@@ -80,7 +80,7 @@ class DynamicShapesError(FlattenError, ValueError):
 
 
 class ReplayError(FlattenError, ValueError):
-    """An exported program does not do what the eager model does. ``report`` holds every case.
+    """An exported program does not return what the eager model returns. ``report`` holds every case.
 
     Attributes:
         report: the :class:`~yobx_flatten.export.report.ExportReport` of the export, or ``None``.
@@ -92,7 +92,7 @@ class ReplayError(FlattenError, ValueError):
 
 
 class RecordError(FlattenError, ValueError):
-    """Recorded calls are not there, do not hold what is asked of them, or cannot be read."""
+    """Recorded calls are missing, do not hold what is asked of them, or cannot be read."""
 
 
 class StoredFileError(FlattenError, ValueError):
@@ -104,19 +104,19 @@ class DamagedFileError(StoredFileError):
 
 
 class ForeignFileError(StoredFileError):
-    """A file was not written by this package, or by a newer version of it, or holds something else than asked for."""
+    """A file was written by another program or by a newer version of this package, or holds something else."""
 
 
 class FolderExistsError(FlattenError, FileExistsError):
-    """A folder that is to be written holds something already."""
+    """A folder that is to be written is not empty."""
 
 
 class GenerationError(FlattenError, RuntimeError):
-    """A file cannot generate: it is not there, is not made for it, or stops."""
+    """A file cannot generate: it is missing, is not made for generation, or fails while it runs."""
 
 
 class MissingDependencyError(FlattenError, ImportError):
-    """An optional library is asked for and not installed."""
+    """An optional library is needed, but not installed."""
 
 
 def describe_class(obj: object) -> str:

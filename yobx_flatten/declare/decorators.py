@@ -1,7 +1,7 @@
 """JAX's ways of writing a node, for torch: in functions, in methods of the class, in the fields of a dataclass.
 
 What is written once reaches torch (Python, C++ and ``fx``), optree and JAX. Neither of the last two is imported for
-it: one that is there is told now, one that is not when somebody imports it.
+it: a library that is imported already is told now, another one when it is imported.
 
 JAX says *aux* for what is called static here (torch says *context*), and puts it first: ``unflatten(aux, children)``.
 """
@@ -41,7 +41,7 @@ JaxUnflatten = Callable[[Any, tuple[Any, ...]], Any]
 
 
 def register(cls: type, *, backends: Backends = "all") -> bool:
-    """Register a class that says itself how it comes apart.
+    """Register a class whose fields or methods define how it is flattened.
 
     Args:
         cls: any class that :func:`~yobx_flatten.make_flattening_function_for_dataclass` can read.
@@ -53,7 +53,9 @@ def register(cls: type, *, backends: Backends = "all") -> bool:
 
     Raises:
         InvalidRegistrationError: for any other class.
-        AlreadyRegisteredError: when it is registered by us with other functions.
+        AlreadyRegisteredError: when this package registered the class before, with other functions.
+        InvalidArgumentError: when ``backends`` names an unknown library.
+        MissingDependencyError: when ``backends`` names a library that is not installed.
 
     >>> import dataclasses, torch, yobx_flatten
     >>> @dataclasses.dataclass
@@ -83,7 +85,8 @@ def register_pytree_node(
     Args:
         cls: the class; subclasses need a registration of their own.
         flatten: ``obj -> (children, static)``.
-        unflatten: ``(static, children) -> obj``, with a tuple of children. torch has them the other way round.
+        unflatten: ``(static, children) -> obj``, with a tuple of children. torch has the two arguments the other way
+            round.
         flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch; ``None`` numbers the
             children.
         backends: ``"torch"``, ``"optree"``, ``"jax"``, several of them, or ``"all"``: every one that is installed.
@@ -95,7 +98,9 @@ def register_pytree_node(
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class, or is that of a named tuple or an enum, or a function
             cannot be called as needed.
-        AlreadyRegisteredError: when it is registered by us with other functions.
+        AlreadyRegisteredError: when this package registered the class before, with other functions.
+        InvalidArgumentError: when ``backends`` names an unknown library.
+        MissingDependencyError: when ``backends`` names a library that is not installed.
 
     >>> import torch, yobx_flatten
     >>> class Dense:
@@ -123,14 +128,18 @@ def register_pytree_with_keys(
     """Register a class whose children have keys, by functions in the order of JAX.
 
     Args:
-        cls: the class.
+        cls: the class; subclasses need a registration of their own.
         flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch.
-        unflatten: ``(static, children) -> obj``.
-        flatten: ``obj -> (children, static)``, faster where nobody asks for keys; ``None`` drops the keys.
+        unflatten: ``(static, children) -> obj``, with a tuple of children.
+        flatten: ``obj -> (children, static)``, which is faster where no keys are needed; ``None`` calls
+            ``flatten_with_keys`` and drops the keys.
         backends: see :func:`register_pytree_node`.
 
     Returns:
-        As :func:`register_pytree_node`; it raises the same.
+        ``True`` if this call registered the class, ``False`` if it was registered already.
+
+    Raises:
+        FlattenError: see :func:`register_pytree_node`, which raises the same.
     """
     return _register_functions(cls, flatten, unflatten, flatten_with_keys, "register_pytree_with_keys", backends)
 
@@ -148,10 +157,11 @@ def register_pytree_node_class(cls: C | None = None, *, backends: Backends = "al
         backends: see :func:`register_pytree_node`.
 
     Returns:
-        The class itself.
+        The class itself; without ``cls``, a decorator.
 
     Raises:
-        InvalidRegistrationError: when a method is missing, or ``tree_unflatten`` is no class method.
+        InvalidRegistrationError: when a method is missing, or ``tree_unflatten`` is not a class method.
+        AlreadyRegisteredError: when this package registered the class before, with other functions.
 
     >>> import torch, yobx_flatten
     >>> @register_pytree_node_class
@@ -182,14 +192,15 @@ def register_pytree_with_keys_class(cls: C | None = None, *, backends: Backends 
 
     Args:
         cls: a class with ``tree_flatten_with_keys(self) -> ([(key, child), ...], static)`` with keys of JAX or torch,
-            the class method ``tree_unflatten(cls, static, children) -> obj`` and, if it likes, ``tree_flatten``.
+            the class method ``tree_unflatten(cls, static, children) -> obj`` and, optionally, ``tree_flatten``.
         backends: see :func:`register_pytree_node`.
 
     Returns:
-        The class itself.
+        The class itself; without ``cls``, a decorator.
 
     Raises:
-        InvalidRegistrationError: when a method is missing, or ``tree_unflatten`` is no class method.
+        InvalidRegistrationError: when a method is missing, or ``tree_unflatten`` is not a class method.
+        AlreadyRegisteredError: when this package registered the class before, with other functions.
     """
     if cls is None:
         return functools.partial(register_pytree_with_keys_class, backends=backends)
@@ -200,11 +211,14 @@ def register_pytree_with_keys_class(cls: C | None = None, *, backends: Backends 
 def static_field(**options: Any) -> Any:
     """Declare a field of a :func:`pytree_dataclass` as static data.
 
+    Static data is compared and, by JAX, hashed at every call; a program is made for one value and refuses others.
+    Strings, numbers, tuples, dtypes and enums are right, and so are lists and dicts of them; tensors are children.
+
     Args:
         options: those of :func:`dataclasses.field`.
 
-    What it holds is compared and, by JAX, hashed at every call; a program is made for one value and refuses others.
-    Strings, numbers, tuples, dtypes and enums are right, and so are lists and dicts of them; tensors are children.
+    Returns:
+        The field, to be assigned in the body of the class.
     """
     return dataclasses.field(**{**options, "metadata": {**(options.get("metadata") or {}), "static": True}})
 
@@ -217,18 +231,23 @@ def pytree_dataclass(cls: None = None, *, backends: Backends = "all", **options:
 def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **options: Any) -> C | Callable[[C], C]:
     """Make a class a dataclass and a node: its fields are the children, those of :func:`static_field` the static part.
 
-    An object is put together without ``__init__`` and ``__post_init__``, which a trace's placeholders may not please;
-    what ``__post_init__`` computes comes back if it is a field (``dataclasses.field(init=False)``).
+    An object is rebuilt without ``__init__`` and ``__post_init__``, which may refuse the placeholders of a trace; what
+    ``__post_init__`` computes is restored if it is a field (``dataclasses.field(init=False)``).
 
-    A subclass inherits the fields and not the registration: decorate it, too. Undecorated it is a leaf.
+    A subclass inherits the fields, but not the registration: without a decorator of its own it is a leaf.
 
     Args:
-        cls: the class, or a dataclass already.
+        cls: the class, which may be a dataclass already.
         backends: see :func:`register_pytree_node`.
         options: those of :func:`dataclasses.dataclass`: ``frozen=True``, ``slots=True``, ``kw_only=True``, ...
 
     Returns:
-        The class; with ``slots=True`` a new one of its name, as :func:`dataclasses.dataclass` makes it.
+        The class; with ``slots=True`` a new one of its name, as :func:`dataclasses.dataclass` makes it. Without
+        ``cls``, a decorator.
+
+    Raises:
+        InvalidRegistrationError: when ``cls`` is not a class, or its base holds data that fields do not name.
+        AlreadyRegisteredError: when this package registered the class before, with other functions.
 
     >>> import torch, yobx_flatten
     >>> @pytree_dataclass(frozen=True)

@@ -18,17 +18,17 @@ class FlatteningRow:
     """One class of the Flattening List.
 
     Attributes:
-        kind: ``"layer"``, ``"cache"``, ``"output"`` or ``"container"``.
+        kind: one of ``"layer"``, ``"cache"``, ``"output"`` and ``"container"``.
         cls: module and name of the class.
         code: the letters that name a layer's leaves; for other classes the name stored in saved programs.
-        leaves: what becomes a leaf, or a child.
-        counters: where the number of tokens seen is.
-        static: what a program relies on.
-        registered_by: ``"yobx_flatten"`` inside the block, ``"transformers"`` where its own registration stays in
-            force, ``"-"`` for layers, which are part of their cache's node.
-        tables: where it is registered; empty for layers.
-        since: the first of the versions of transformers we test with that has the class (4.56, 4.57, 5.0, 5.17, 5.23);
-            empty for classes of models.
+        leaves: names of the leaves, or of the children.
+        counters: the place of the number of tokens seen.
+        static: the static data, which a program relies on.
+        registered_by: ``"yobx_flatten"`` inside the context manager, ``"transformers"`` where its own registration
+            stays, ``"-"`` for layers, which are part of their cache's node.
+        tables: the tables that hold it; empty for layers.
+        since: the first of the tested versions of transformers (4.56, 4.57, 5.0, 5.17, 5.23) that has the class; empty
+            for classes of models.
     """
 
     kind: str

@@ -1,7 +1,7 @@
-"""Classes that somebody else registered with one library, for the others: flax's and equinox's for torch, and back.
+"""Mirror registrations of other libraries: classes of flax and equinox for torch, and back.
 
 The source is asked for one level at a time: children, their keys, the static part. A tree definition of JAX would do
-for a round trip, and could not be stored; the static part of one level is plain data, which ``torch.export.save``
+for a round trip, but could not be stored; the static part of one level is plain data, which ``torch.export.save``
 writes.
 """
 
@@ -33,15 +33,16 @@ def mirror(
     namespace: str = "",
     f_check: Callable[[], Any] | None = None,
 ) -> bool:
-    """Let other libraries take a class apart as the one does that it is registered with.
+    """Register a class with other libraries as it is registered with one of them.
 
     Args:
         cls: a class that is registered with the source: by flax, equinox, chex, transformers, by hand.
-        source: ``"jax"``, ``"torch"`` (its Python pytree) or ``"optree"``.
-        to: the libraries to tell, names like that of the source.
-        namespace: of optree, where it is the source; ``""`` is the one that all trees see.
-        f_check: makes an instance, which is taken apart and rebuilt at once, and whose static part is stored; where
-            that fails nothing is registered.
+        source: the library that flattens the class already: ``"jax"``, ``"torch"`` (its Python pytree) or
+            ``"optree"``.
+        to: the libraries to tell, by the same names.
+        namespace: optree's namespace, where optree is the source; ``""`` is the one that all trees see.
+        f_check: a function that makes an instance, which is flattened and rebuilt at once, and whose static part is
+            stored; where that fails nothing is registered. ``None`` checks nothing.
 
     Returns:
         ``True`` if this call registered the class, ``False`` if each of ``to`` knew it already. Take it back with
@@ -51,7 +52,7 @@ def mirror(
         InvalidArgumentError: when a library is unknown, or mirrored to itself.
         MissingDependencyError: when a library is not installed.
         NotRegisteredError: when the source does not know the class.
-        AlreadyRegisteredError: when one of ``to`` holds it by us, with other functions.
+        AlreadyRegisteredError: when this package registered the class with one of ``to``, with other functions.
         RoundTripError: when the check finds a difference.
 
     A module of equinox, in a program of torch::
@@ -63,8 +64,8 @@ def mirror(
         mirror(Scale)                                           # from JAX, to torch
         torch.utils._pytree.tree_map(torch.zeros_like, Scale(torch.ones(2), power=2))
 
-    What JAX does is C++, which ``torch.export.export(..., strict=True)`` and ``torch.compile`` cannot look into. Where
-    the fields say it all, as here, :func:`~yobx_flatten.register` reads them instead, and both can.
+    JAX flattens in C++, which ``torch.export.export(..., strict=True)`` and ``torch.compile`` cannot look into. Where
+    the fields say it all, as here, :func:`~yobx_flatten.register` reads them instead, and both can trace it.
     """
     require_node(cls, "mirror")
     targets = _targets(source, to)

@@ -1,4 +1,4 @@
-"""The documented functions: register one class, register what we know, and the block that does both and undoes it."""
+"""The documented functions: register one class, register the known classes, and the context manager that undoes it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def register_class_flattening(
     backends: str | Iterable[str] = TORCH,
     axes: Mapping[str, Mapping[int, str]] | None = None,
 ) -> bool:
-    """Tell torch how instances of one class come apart: its Python pytree, its C++ pytree and ``torch.fx``.
+    """Register one class with torch: its Python pytree, its C++ pytree and ``torch.fx``.
 
     Args:
         cls: the class; subclasses need a registration of their own.
@@ -62,27 +62,27 @@ def register_class_flattening(
         f_unflatten: ``(children, static) -> obj``.
         f_flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of ``torch.utils._pytree``; ``None``
             numbers the children.
-        f_check: makes an instance, which is taken apart and rebuilt at once; a difference undoes the registration. It
-            may also check for itself and return ``None`` or ``True``; ``False`` means that it failed.
-        verbose: 1 or more logs what is done (logger ``yobx_flatten``).
+        f_check: a function that makes an instance, which is flattened and rebuilt at once; a difference undoes the
+            registration. It may also check for itself and return ``None`` or ``True``; ``False`` means that it failed.
+        verbose: 1 or more logs what is done (logger ``yobx_flatten``); 0 by default.
         backends: which libraries to tell: ``"torch"`` (the three tables above), ``"optree"`` (its namespace
             ``"yobx_flatten"``), ``"jax"``; ``"all"`` is every one of them that is installed. A library that is not
-            imported yet is told when it is.
+            imported yet is told when it is imported.
         axes: what the axes of a child mean, by its key (its number where there are no keys), for those that vary
             between calls: ``{"hidden": {1: "batch"}}``. ``dynamic_shapes`` keeps the other axes fixed, and a pipeline
-            cuts microbatches along ``"batch"``. Of children that are not named nothing is known.
+            cuts microbatches along ``"batch"``. Nothing is known of children that are not named.
 
     Returns:
-        ``True`` if this call registered the class; ``False`` if it was registered already, by us with the same
-        functions or by somebody else, whose functions stay in force. With several libraries, ``True`` if one of them
-        is new to the class.
+        ``True`` if this call registered the class; ``False`` if it was registered already, by this package with the
+        same functions or by another library, whose functions stay registered. With several libraries, ``True`` if one
+        of them is new to the class.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class, or is that of a named tuple or an enum, or a function
             cannot be called as needed.
         InvalidArgumentError: when ``backends`` names an unknown library.
         MissingDependencyError: when ``backends`` names a library that is not installed.
-        AlreadyRegisteredError: when it is registered by us with other functions.
+        AlreadyRegisteredError: when this package registered the class before, with other functions.
         RoundTripError: when the check finds a difference. Nothing is registered then.
 
     >>> import torch
@@ -126,11 +126,11 @@ def register_class_flattening(
 def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
     """Undo :func:`register_class_flattening`: every table is as it was before.
 
-    JAX alone cannot forget a class: it goes on taking instances apart as it did last.
+    JAX alone cannot forget a class: it continues to flatten instances as it did last.
 
     Args:
         cls: the class.
-        verbose: 1 or more logs what is done.
+        verbose: 1 or more logs what is done; 0 by default.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class.
@@ -149,10 +149,10 @@ def make_flattening_function_for_dataclass(
 
     Args:
         cls: a class with ``keys()`` and ``values()`` (a ``dict`` subclass, a ``ModelOutput``), a dataclass (flax, chex
-            and equinox write dataclasses, too), an attrs class, a pydantic model, one with JAX's ``tree_flatten`` and
+            and equinox also write dataclasses), an attrs class, a pydantic model, one with JAX's ``tree_flatten`` and
             ``tree_unflatten``, or one with nothing but ``__slots__``. A field with ``metadata={"static": True}``
             becomes static data, and so does flax's ``pytree_node=False``.
-        supported_classes: the class is added to this set.
+        supported_classes: a set, to which the class is added.
 
     Returns:
         Functions named ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``.
@@ -171,9 +171,9 @@ def make_flattening_function_for_dataclass(
 
 
 class Undo(dict[type, bool]):
-    """What :func:`register_cache_flattening` did: each class, and whether this call put our functions in force for it.
+    """What :func:`register_cache_flattening` did: each class, and whether that call registered our functions for it.
 
-    Hand it to :func:`unregister_cache_flattening`.
+    Pass it to :func:`unregister_cache_flattening`.
     """
 
     def __init__(self) -> None:
@@ -216,21 +216,22 @@ class Undo(dict[type, bool]):
 def register_cache_flattening(
     patch_transformers: bool = False, patch_diffusers: bool = False, verbose: int = 0
 ) -> Undo:
-    """Put our functions in force for the classes we know, until :func:`unregister_cache_flattening`.
+    """Register the functions of this package for the classes it knows, until :func:`unregister_cache_flattening`.
 
-    Somebody else's registration of such a class (see :data:`WRONG_REGISTRATIONS`) steps back meanwhile. A class that
-    you registered yourself with :func:`register_class_flattening` keeps your functions.
+    Another library's registration of such a class (see :data:`WRONG_REGISTRATIONS`) is suspended meanwhile. A class
+    that you registered yourself with :func:`register_class_flattening` keeps your functions.
 
     Args:
-        patch_transformers: every cache class of transformers and of its models, also of those imported later inside,
-            and traces that serve all lengths (see :mod:`.support`). The ``ModelOutput`` family
-            keeps the registration that transformers makes.
-        patch_diffusers: the output classes of the diffusers models and pipelines, also of those imported later inside.
-        verbose: 1 or more logs what is done.
+        patch_transformers: whether to register every cache class of transformers and of its models, also of those
+            imported later, and to make traces serve all lengths (see :mod:`.support`). The ``ModelOutput`` family
+            keeps the registration that transformers makes. ``False`` by default.
+        patch_diffusers: whether to register the output classes of the diffusers models and pipelines, also of those
+            imported later. ``False`` by default.
+        verbose: 1 or more logs what is done; 0 by default.
 
     Returns:
-        Each class with ``True`` if this call put our functions in force, ``False`` if they were already or the class
-        was left to its own registration. Pass it to :func:`unregister_cache_flattening`.
+        Each class with ``True`` if this call registered our functions, ``False`` if they were registered already or
+        the class was left to its own registration. Pass it to :func:`unregister_cache_flattening`.
 
     Raises:
         MissingDependencyError: when the library is not installed.
@@ -275,7 +276,7 @@ def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> Non
 
     Args:
         undo: what :func:`register_cache_flattening` returned.
-        verbose: 1 or more logs what is done.
+        verbose: 1 or more logs what is done; 0 by default.
 
     Raises:
         InvalidRegistrationError: when ``undo`` is something else.
@@ -294,18 +295,22 @@ def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> Non
 def register_flattening_functions(
     patch_transformers: bool = False, patch_diffusers: bool = False, verbose: int = 0
 ) -> Block:
-    """Export inside this block: the classes we know come apart, and one trace serves all lengths.
+    """Context manager to export in: the known classes are flattened, and one trace serves all lengths.
 
     On exit, also by an exception, every table and every patched attribute is as it was found. Blocks may be nested, and
     open in several threads at once.
 
     Args:
-        patch_transformers: see :func:`register_cache_flattening`.
-        patch_diffusers: see :func:`register_cache_flattening`.
-        verbose: 1 or more logs what is done.
+        patch_transformers: see :func:`register_cache_flattening`; ``False`` by default.
+        patch_diffusers: see :func:`register_cache_flattening`; ``False`` by default.
+        verbose: 1 or more logs what is done; 0 by default.
 
     Returns:
-        A block, which ``with`` enters; it hands out what :func:`register_cache_flattening` returns.
+        A context manager (*the block*), which also decorates functions. ``with ... as`` gives what
+        :func:`register_cache_flattening` returns.
+
+    Raises:
+        MissingDependencyError: on entering, when the library is not installed.
 
     >>> import torch
     >>> from transformers import DynamicCache
@@ -320,7 +325,7 @@ def register_flattening_functions(
 
 
 class Block(contextlib.ContextDecorator, contextlib.AbstractContextManager[Undo]):
-    """What :func:`register_flattening_functions` returns: ``with`` enters it, and it decorates functions."""
+    """What :func:`register_flattening_functions` returns: a context manager, which also decorates functions."""
 
     _undo: Undo | None = None
     _guard: Iterator[None] | None = None

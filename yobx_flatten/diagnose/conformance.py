@@ -1,4 +1,4 @@
-"""Whether the registration of a class keeps all that is asked of one: :func:`check_recipe`."""
+"""Check the registration of a class: :func:`check_recipe`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ __all__ = ["check_recipe", "recipe_of"]
 
 
 def check_recipe(cls: type, sample: Any) -> None:
-    """Check the registration of a class that is in force with torch, whoever made it.
+    """Check how a class is registered with torch, by this package or by another library.
 
     Args:
         cls: the class.
         sample: an instance, as different from a trivial one as possible: what is not in it is not checked.
 
     Raises:
+        InvalidRegistrationError: when ``cls`` is not a class.
         NotRegisteredError: when torch does not know the class.
-        InvalidArgumentError: when ``sample`` is no instance of exactly this class.
+        InvalidArgumentError: when ``sample`` is not an instance of exactly this class.
         RoundTripError: when one of these does not hold, tried in this order: no tensors in the static part; the keyed
             flatten agrees with the plain one; the object comes back with the same children, not copies, and an equal
             static part; unflatten makes no tensors; unflatten accepts placeholders; the spec survives storage; the
@@ -44,7 +45,7 @@ def check_recipe(cls: type, sample: Any) -> None:
 
 
 def recipe_of(cls: type) -> Recipe:
-    """The functions in force for a class, ours or somebody else's.
+    """Return the registered functions of a class, ours or another library's.
 
     Raises:
         NotRegisteredError: when there are none.

@@ -25,11 +25,11 @@ class DrawingRow:
     """One row of a drawing.
 
     Attributes:
-        depth: 0 for the object itself.
+        depth: number of steps from the object itself, which has 0.
         label: the step to it, as Python: ``['a']``, ``[0] … [31]``, ``.hidden``.
-        text: what stands there.
-        kind: ``"node"`` (comes apart), ``"tensor"``, ``"value"`` (any other leaf) or ``"opaque"`` (a leaf that holds
-            tensors).
+        text: description of what is there.
+        kind: one of ``"node"`` (is flattened), ``"tensor"``, ``"value"`` (any other leaf) and ``"opaque"`` (a leaf that
+            holds tensors).
         branch: the lines in front of it.
     """
 
@@ -48,9 +48,9 @@ class Drawing:
     """An explained tree. Its ``str`` is the drawing.
 
     Attributes:
-        rows: from top to bottom.
+        rows: the rows from top to bottom.
         unregistered: what :func:`~yobx_flatten.find_unregistered` finds.
-        width: columns that a row may take.
+        width: columns that a row may take; 80 by default.
     """
 
     rows: tuple[DrawingRow, ...]
@@ -70,18 +70,18 @@ class Drawing:
 
 
 def explain(tree: Any, *, name: str = "tree", width: int = 80) -> Drawing:
-    """Draw what torch makes of an object: nodes, leaves with their types and shapes, static parts.
+    """Draw an object as torch flattens it: nodes, leaves with their types and shapes, static parts.
 
-    A leaf that holds tensors is marked, and the line that registers it stands below. Three and more equal siblings
-    are one row, also those that take turns (``key_0, value_0, key_1, value_1, ...``).
+    A leaf that holds tensors is marked, and the line that registers it is printed below. Three or more equal siblings
+    are one row, also those that alternate (``key_0, value_0, key_1, value_1, ...``).
 
     Args:
         tree: anything.
-        name: what to call it.
-        width: columns that a row may take; longer ones are cut.
+        name: what to call it; ``"tree"`` by default.
+        width: columns that a row may take, 80 by default; longer rows are cut.
 
     Returns:
-        A drawing, to be printed; its ``rows`` are there for other pictures.
+        A drawing, to be printed. Its ``rows`` are the data for other pictures.
 
     >>> print(explain({"x": torch.zeros(2, 3), "layers": [torch.zeros(4)] * 24, "flag": True}, name="kwargs"))
     kwargs: dict of 3
@@ -192,7 +192,7 @@ def _one_line(value: Any) -> str:
 
 
 def _merged(parts: list[_Part]) -> list[_Part]:
-    """Make one part of several equal ones, also of those that take turns."""
+    """Make one part of several equal ones, also of those that alternate."""
     merged: list[_Part] = []
     patterns = [part.pattern for part in parts]
     start = 0
@@ -208,7 +208,7 @@ def _merged(parts: list[_Part]) -> list[_Part]:
 
 
 def _best_repetition(patterns: list[tuple[str, _Part]], start: int) -> tuple[int, int]:
-    """How many of the next siblings take turns, and how often; ``(1, 1)`` if they do not."""
+    """How many of the next siblings alternate, and how often; ``(1, 1)`` if they do not."""
     best = (1, 1)
     for period in range(1, _LONGEST_PERIOD + 1):
         end = start + period

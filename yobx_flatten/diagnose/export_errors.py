@@ -31,13 +31,13 @@ __all__ = ["Explanation", "explain_error"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-    """An error in other words. Its ``str`` is what to read.
+    """What an error means. Its ``str`` is the text to read.
 
     Attributes:
-        text: what it means.
+        text: the meaning of the error.
         paths: the inputs or outputs it is about, as Python.
-        remedy: what to type; empty where nothing can be said.
-        known: whether the message is one of those that are known here.
+        remedy: the line to type; empty where there is none.
+        known: whether the message is one of those that :func:`explain_error` knows.
     """
 
     text: str
@@ -72,18 +72,18 @@ def explain_error(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> Explanation:
-    """Say in a few words what an error of ``torch.export``, of an exported program, or of what is done with it, means.
+    """Explain an error of ``torch.export``, of an exported program, or of a tool that the program is passed to.
 
     Args:
-        error: what was raised.
-        module: what was exported, or the program that was called. It helps to find the place; for an output that
-            torch refuses the module is called once more.
-        args: what it was exported or called with.
-        kwargs: what it was exported or called with.
+        error: the exception that was raised.
+        module: the module that was exported, or the program that was called. It helps to find the place; for an output
+            that torch refuses, the module is called once more.
+        args: positional arguments of the export or the call; none by default.
+        kwargs: keyword arguments of the export or the call; none by default.
         dynamic_shapes: as passed to ``torch.export.export``.
 
     Returns:
-        The explanation; ``known`` is ``False`` for messages that are not known here, which are then repeated.
+        The explanation. For an unknown message ``known`` is ``False``, and the explanation repeats the message.
 
     >>> class Adds(torch.nn.Module):
     ...     def forward(self, x):

@@ -32,11 +32,11 @@ class Finding:
     """One thing to know before an export.
 
     Attributes:
-        severity: ``"error"``: the export fails, or the program is wrong. ``"warning"``: the program may refuse, or
-            fix, more than you mean.
+        severity: one of ``"error"`` (the export fails, or the program is wrong) and ``"warning"`` (the program may
+            refuse, or fix, more than you intend).
         path: the input it is about, as Python inside ``forward``.
-        message: what is the matter.
-        remedy: what to type; empty where there is nothing to type.
+        message: description of the problem.
+        remedy: the line to type; empty where there is none.
         kind: the error that :meth:`Findings.raise_errors` raises for it.
     """
 
@@ -57,13 +57,13 @@ class Finding:
 
 
 class Findings(tuple[Finding, ...]):
-    """What :func:`check_inputs` found. Its ``str`` is what to read; empty, it is false."""
+    """What :func:`check_inputs` found. Its ``str`` is the text to read; without findings it is false."""
 
     __slots__ = ()
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """Those with which the export fails or goes wrong."""
+        """The findings with which the export fails or goes wrong."""
         return tuple(finding for finding in self if finding.severity == "error")
 
     def raise_errors(self) -> None:
@@ -89,19 +89,20 @@ def check_inputs(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> Findings:
-    """Look over what ``torch.export.export`` is about to be given. Nothing is traced, and the module is not called.
+    """Check the arguments of ``torch.export.export`` before the export, without a trace or a call of the module.
 
-    Call it where you export: inside the block, classes that the block registers are registered.
+    Call it where you export: the classes that the context manager registers are registered only inside it.
 
     Args:
         module: the module to export.
-        args: positional arguments.
-        kwargs: keyword arguments.
+        args: positional arguments; none by default.
+        kwargs: keyword arguments; none by default.
         dynamic_shapes: as for ``torch.export.export``; ``"auto"`` as for :func:`~yobx_flatten.export_program`.
+            ``None``, the default, keeps every size fixed.
 
     Returns:
-        Errors first, then warnings: an object that holds itself (then nothing else is looked at); arguments
-        that ``forward`` does not take, does not name or never reads; objects of classes that nobody registered;
+        Errors first, then warnings: an object that holds itself (then nothing else is checked); arguments
+        that ``forward`` does not take, does not name or never reads; objects of classes that are not registered;
         ``dynamic_shapes`` that do not fit; offloaded weights; inputs on another device; one tensor passed
         twice; slices of larger tensors; sizes of 0 and 1 that are to vary; different axes that are to vary and
         have equal sizes.

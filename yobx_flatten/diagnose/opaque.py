@@ -1,4 +1,4 @@
-"""Objects that hold tensors and that torch does not take apart: where they are, and the line to type.
+"""Objects that hold tensors and that torch does not flatten: where they are, and the line to type.
 
 ::
 
@@ -29,18 +29,18 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unregistered:
-    """An object that holds tensors and that torch's pytree does not take apart.
+    """An object that holds tensors and that torch's pytree does not flatten.
 
     Attributes:
-        path: the way to it, as Python.
-        cls: its class.
-        tensors: how many tensors (and arrays of numpy and JAX) it holds. For an object inside of a leaf, one that it
+        path: key path of the object, as Python.
+        cls: class of the object.
+        tensors: number of tensors (and arrays of NumPy and JAX) it holds. For an object inside a leaf, a tensor that it
             holds twice counts twice.
-        nbytes: what they take.
+        nbytes: their size in bytes.
         remedy: the line to type.
         advice: what the line does, in words.
-        inside: the path of the leaf it is inside of; ``None`` if it is a leaf itself. Once that one is registered,
-            this one is a leaf.
+        inside: path of the leaf that holds the object; ``None`` if the object is a leaf itself. Once the holder is
+            registered, the object is a leaf.
     """
 
     path: str
@@ -62,7 +62,7 @@ class Unregistered:
 
 
 def find_unregistered(tree: Any, *, name: str = "tree") -> list[Unregistered]:
-    """Find every object that holds tensors and that torch does not take apart, in the order of the tree.
+    """Find every object that holds tensors and that torch does not flatten, in the order of the tree.
 
     Neither properties nor other code of the objects runs, and nothing is imported: attributes, ``__slots__`` and the
     items of built-in containers are read where Python keeps them. Only the flatten functions of registered classes
@@ -70,11 +70,11 @@ def find_unregistered(tree: Any, *, name: str = "tree") -> list[Unregistered]:
 
     Args:
         tree: anything: arguments, outputs, a batch.
-        name: what ``tree`` is called where you type the line; the paths begin with it.
+        name: what ``tree`` is called where you type the line; the paths begin with it. ``"tree"`` by default.
 
     Returns:
-        The leaves, and what would become a leaf once they are registered: each has ``path``, ``cls``, ``tensors``,
-        ``nbytes``, ``remedy`` and ``inside``. Printed, it says all of that.
+        The leaves, and the objects that become leaves once these are registered: each has ``path``, ``cls``,
+        ``tensors``, ``nbytes``, ``remedy`` and ``inside``, and prints them.
 
     >>> import torch
     >>> class Memory:

@@ -23,10 +23,10 @@ class Difference:
     """One place in which two structures differ.
 
     Attributes:
-        path: the way to it, as Python.
-        first: what is there in the first structure.
-        second: what is there in the second one.
-        names: what the two are called.
+        path: key path of the place, as Python.
+        first: description of what the first structure has there.
+        second: description of what the second one has there.
+        names: names of the two structures in the text.
     """
 
     path: str
@@ -43,21 +43,22 @@ class Difference:
 def compare_specs(
     first: Any, second: Any, *, name: str = "tree", names: tuple[str, str] = ("first", "second")
 ) -> list[Difference]:
-    """Say where two structures differ.
+    """List the places where two structures differ.
 
     Args:
         first: a ``TreeSpec`` of ``torch.utils._pytree``, an ``ExportedProgram`` (its inputs are compared), or any
             other object, whose structure is taken. ``(args, kwargs)`` is what a program is called with.
         second: the other one.
-        name: what the paths begin with; the structure of a call begins with ``args`` and ``kwargs`` instead.
-        names: what the two are called in the text.
+        name: what the paths begin with, ``"tree"`` by default; the structure of a call begins with ``args`` and
+            ``kwargs`` instead.
+        names: what the two are called in the text; ``("first", "second")`` by default.
 
     Returns:
         One :class:`Difference` per place; nothing is reported below it. An empty list means that a program made for
         one takes the other.
 
     Raises:
-        InvalidArgumentError: when ``names`` is no pair.
+        InvalidArgumentError: when ``names`` is not a pair.
 
     >>> for difference in compare_specs({"x": 1, "y": [2, 3]}, {"x": 1, "y": [2]}, names=("exported", "called")):
     ...     print(difference)

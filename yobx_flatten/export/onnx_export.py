@@ -51,30 +51,30 @@ def export_onnx(
     """Export a module to an ONNX file and replay it in onnxruntime, as a loop over its own outputs.
 
     Inputs, outputs and axes have the names that tools for generation know: ``past_key_values.0.key``,
-    ``present.0.key``, ``past_sequence_length``. Weights of 2 GB and more are stored beside the file.
+    ``present.0.key``, ``past_sequence_length``. Weights of 2 GB and more are stored in a second file next to it.
 
     Args:
         module: the module, in the mode (``eval()``) it is to be exported in.
-        args: example positional arguments.
-        kwargs: example keyword arguments; caches among them. See :func:`export_program`.
-        path: the file to write. It appears when it is proven; until then what was there stays.
+        args: example positional arguments; none by default.
+        kwargs: example keyword arguments, with caches among them; none by default. See :func:`export_program`.
+        path: the file to write, ``"model.onnx"`` by default. It is replaced only after the replay has passed.
         dynamic_shapes: see :func:`export_program`. Names in it are names of axes in the file.
         cases: see :func:`export_program`.
-        steps: see :func:`export_program`.
+        steps: see :func:`export_program`; 3 by default.
         tolerance: see :func:`export_program`; by default what the type of the weights explains: 1e-4, for float16 6e-2,
             for bfloat16 2e-1.
-        opset_version: as for ``torch.onnx.export``.
-        keep_failed: a folder for a file that failed its proof, which is removed otherwise.
-        counter_input: for a cache of which every layer slides: an input ``past_key_values.length``, as the program has.
-            By default the file has the inputs that tools feed, ``attention_mask`` and ``position_ids`` among them, and
-            reads off the mask how many tokens were seen.
+        opset_version: as for ``torch.onnx.export``; ``None`` for the exporter's own choice.
+        keep_failed: a folder for a file that failed its replay; ``None``, the default, removes such a file.
+        counter_input: for a cache of which every layer slides: whether to add an input ``past_key_values.length``, as
+            the program has. By default the file has the inputs that tools feed, ``attention_mask`` and ``position_ids``
+            among them, and reads from the mask how many tokens were seen.
 
     Returns:
         The program, the path and a report.
 
     Raises:
-        InvalidArgumentError: when the module does not take these arguments, or something is not what it should be.
-        NotRegisteredError: when an input holds an object of a class that nobody registered.
+        InvalidArgumentError: when the module does not take these arguments, or another argument is invalid.
+        NotRegisteredError: when an input holds an object of a class that is not registered.
         DynamicShapesError: when ``dynamic_shapes`` does not fit the inputs.
         MissingDependencyError: when onnx, onnxscript or onnxruntime is not installed.
         ReplayError: when a case fails or differs by more than ``tolerance``, or onnxruntime cannot load the file.
@@ -198,7 +198,7 @@ class OnnxExport(Export):
             )
 
     def remark_on_file(self) -> None:
-        """Say what the file cannot do although the module can."""
+        """Remark what the file cannot do although the module can."""
         if self.written:
             self.report.remarks.append(
                 f"an ONNX file keeps nothing from call to call: {', '.join(self.written)} is at every call what it was "

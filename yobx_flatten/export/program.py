@@ -1,4 +1,4 @@
-"""Export with proof: a module to a program, replayed against eager before it is handed out.
+"""Export with proof: a module to a program, which is replayed against the eager module before it is returned.
 
 .. code-block:: text
 
@@ -52,11 +52,11 @@ logger = logging.getLogger("yobx_flatten")
 
 @dataclasses.dataclass
 class ExportedModel:
-    """An exported program that can be called anywhere: it enters the block itself.
+    """An exported program that can be called anywhere: it enters the context manager itself.
 
     Attributes:
         program: the ``torch.export.ExportedProgram``.
-        report: what was checked.
+        report: the record of the export and of every replay.
         path: the ONNX file, ``None`` without one.
     """
 
@@ -76,7 +76,8 @@ class ExportedModel:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Store the program with ``torch.export.save``.
 
-        Load it inside the block, with ``torch.export.load``; a class of your own must be registered before that.
+        Load it with ``torch.export.load`` inside ``register_flattening_functions``; a class of your own must be
+        registered before that.
         """
         with register_flattening_functions(**self._patches):
             torch.export.save(self.program, path)
@@ -100,24 +101,25 @@ def export_program(
 
     Args:
         module: the module, in the mode (``eval()``) it is to be exported in.
-        args: example positional arguments.
-        kwargs: example keyword arguments; caches among them. For a transformers model an example that
-            ``torch.export`` would fix at a size of 0 or 1 (one row, one token, an empty cache) is replaced by a larger
-            one, and the report says so.
+        args: example positional arguments; none by default.
+        kwargs: example keyword arguments, with caches among them; none by default. For a transformers model an
+            example that ``torch.export`` would fix at a size of 0 or 1 (one row, one token, an empty cache) is replaced
+            by a larger one, and the report states it.
         dynamic_shapes: as for ``torch.export.export``; ``"auto"`` writes them (see
             :func:`~yobx_flatten.dynamic_shapes`); ``None`` keeps every size fixed.
-        strict: as for ``torch.export.export``.
-        cases: what to replay beside the example. By default, for a transformers model: other
+        strict: as for ``torch.export.export``; ``False`` by default.
+        cases: what to replay in addition to the example. By default, for a transformers model: other
             batch sizes and lengths below, at and past its window, several tokens at once, a padded row.
-        steps: number of calls per case; after the first, each gets the cache that came out of the one before.
-        tolerance: largest absolute difference to the module's own outputs.
+        steps: number of calls per case, 3 by default; after the first, each gets the cache that the call before
+            returned.
+        tolerance: largest absolute difference to the module's own outputs; 1e-4 by default.
 
     Returns:
-        The program with a report. It can be called outside the block, too.
+        The program with a report. It can also be called outside ``register_flattening_functions``.
 
     Raises:
-        InvalidArgumentError: when the module does not take these arguments, or something is not what it should be.
-        NotRegisteredError: when an input holds an object of a class that nobody registered.
+        InvalidArgumentError: when the module does not take these arguments, or another argument is invalid.
+        NotRegisteredError: when an input holds an object of a class that is not registered.
         DynamicShapesError: when ``dynamic_shapes`` does not fit the inputs.
         ReplayError: when a case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
     """

@@ -27,10 +27,10 @@ class Case:
     """One set of inputs to replay.
 
     Attributes:
-        name: what is special about it.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        steps: number of calls; after the first each gets the cache that came out of the one before.
+        name: a short description of the case, for the report.
+        args: positional arguments; none by default.
+        kwargs: keyword arguments; none by default.
+        steps: number of calls, 1 by default; after the first, each gets the cache that the call before returned.
     """
 
     name: str
@@ -41,15 +41,15 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class CaseResult:
-    """What came of one case.
+    """The result of one case.
 
     Attributes:
-        case: its name.
-        runtime: ``"torch.export"`` or ``"onnxruntime"``.
+        case: name of the case.
+        runtime: library that ran the program: ``"torch.export"`` or ``"onnxruntime"``.
         steps: number of calls.
-        differences: by output name, the largest absolute difference to the eager model over all steps.
-        seconds: how long the program's calls took.
-        error: why it stopped, ``None`` if it did not.
+        differences: largest absolute difference to the eager model over all steps, by output name.
+        seconds: duration of the program's calls.
+        error: reason why the case stopped, ``None`` if it did not.
         left_out: outputs of which positions of padding were left out of the comparison.
     """
 
@@ -77,7 +77,7 @@ def eager_steps(
 ) -> list[tuple[Mapping[str, Any], Any]]:
     """Run a case eagerly: inputs and outputs of each step, both copied before anything writes to them.
 
-    The module is as it was afterwards; from step to step it keeps what it changes of its state.
+    Afterwards the state of the module is restored; from step to step the module keeps its changes.
     """
     steps: list[tuple[Mapping[str, Any], Any]] = []
     kwargs: Mapping[str, Any] | None = clone(dict(case.kwargs))
@@ -170,7 +170,7 @@ def _tensors(eager: Any, outputs: Mapping[str, Any], names: Collection[str]) -> 
 
 
 def check_cases(cases: Iterable[Any]) -> list[Case]:
-    """Refuse cases that are none.
+    """Check that every case is a :class:`Case`.
 
     Raises:
         InvalidArgumentError: naming the first one.

@@ -27,18 +27,18 @@ def tolerance_of(module: torch.nn.Module) -> float:
 
 @dataclasses.dataclass
 class ExportReport:
-    """What an export took and whether it does what the eager model does. ``print(report)`` shows it as a table.
+    """Times, sizes and replay results of one export. ``print(report)`` shows them as a table.
 
     Attributes:
-        module: the class that was exported.
+        module: name of the exported class.
         input_names: names of the program's inputs, in order.
         output_names: names of its outputs, in order.
-        export_seconds: time of ``torch.export``.
-        onnx_seconds: time of the conversion to ONNX, ``None`` without one.
-        onnx_bytes: size of the ONNX file and its external data, ``None`` without one.
+        export_seconds: duration of ``torch.export``, in seconds.
+        onnx_seconds: duration of the conversion to ONNX, in seconds; ``None`` without one.
+        onnx_bytes: size of the ONNX file and its external data, in bytes; ``None`` without one.
         cases: one result per case and runtime.
-        tolerance: largest absolute difference allowed.
-        remarks: what was not checked, and why.
+        tolerance: largest absolute difference allowed; 1e-4 by default.
+        remarks: notes on what was not checked, and why.
     """
 
     module: str
@@ -58,7 +58,7 @@ class ExportReport:
 
     @property
     def ok(self) -> bool:
-        """Tell whether every case is within the tolerance."""
+        """Whether every case is within the tolerance."""
         return self.max_difference <= self.tolerance
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class ExportReport:
 
 
 def _of_padding(cases: list[CaseResult]) -> list[str]:
-    """What was left out since it is padding."""
+    """The remark on outputs that were left out of the comparison because they are padding."""
     outputs = dict.fromkeys(name.split(".")[0] for case in cases for name in case.left_out)
     if not outputs:
         return []

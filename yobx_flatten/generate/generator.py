@@ -42,11 +42,12 @@ class Parts:
     """The files of one model.
 
     Attributes:
-        decoder: takes tokens and a cache, returns scores and the cache.
-        prefill: does the first call, without a cache among its inputs; ``None`` where ``decoder`` takes an empty one.
-        encoder: of an encoder-decoder model.
-        embed: tokens to embeddings, where ``decoder`` takes those.
-        vision: images to features that stand in the place of image tokens.
+        decoder: the file that takes tokens and a cache, and returns scores and the cache.
+        prefill: the file for the first call, without a cache among its inputs; ``None`` where ``decoder`` takes an
+            empty one.
+        encoder: the encoder of an encoder-decoder model.
+        embed: the file from tokens to embeddings, where ``decoder`` takes those.
+        vision: the file from images to the features that replace image tokens.
     """
 
     decoder: Runner
@@ -104,14 +105,15 @@ class Generator:
         """Generate tokens until every row has ended.
 
         Args:
-            input_ids: the prompt, integers of shape (batch, length); what the encoder reads, of a model that has one.
-            attention_mask: 0 where a row is padded, of the same shape. Prompts are padded on the left, as for
-                ``model.generate``.
-            max_new_tokens: at most so many; by default what ``generation_config.json`` says, or 20.
+            input_ids: the prompt, integers of shape (batch, length); for an encoder-decoder model, what its encoder
+                reads.
+            attention_mask: a mask of the same shape, 0 where a row is padded; no padding by default. Prompts are padded
+                on the left, as for ``model.generate``.
+            max_new_tokens: largest number of new tokens; by default that of ``generation_config.json``, or 20.
             sampling: how tokens are chosen; by default the likeliest.
             input_features: sound for the encoder, in place of ``input_ids``.
             pixel_values: images, for the image tokens of the prompt.
-            decoder_input_ids: what an encoder-decoder model begins with; by default its start token.
+            decoder_input_ids: first tokens of an encoder-decoder model's output; by default its start token.
 
         Returns:
             The prompt (of an encoder-decoder model: its start) and the new tokens, as ``model.generate`` returns
@@ -119,7 +121,7 @@ class Generator:
 
         Raises:
             InvalidArgumentError: when the inputs do not fit the model or each other.
-            GenerationError: when a file stops.
+            GenerationError: when a file fails while it runs.
         """
         given = (input_ids, attention_mask, input_features, pixel_values, decoder_input_ids)
         sequence = self._begin(*given)
@@ -138,10 +140,26 @@ class Generator:
         pixel_values: torch.Tensor | None = None,
         decoder_input_ids: torch.Tensor | None = None,
     ) -> Iterator[torch.Tensor]:
-        """Return the tokens of :meth:`generate` as they are made: an iterator over int64 of shape (batch,).
+        """Return the tokens of :meth:`generate` one step at a time.
 
         The inputs are checked, and the encoder runs, before it returns. An iterator has a cache of its own, so several
         can be read in turns.
+
+        Args:
+            input_ids: see :meth:`generate`.
+            attention_mask: see :meth:`generate`.
+            max_new_tokens: see :meth:`generate`.
+            sampling: see :meth:`generate`.
+            input_features: see :meth:`generate`.
+            pixel_values: see :meth:`generate`.
+            decoder_input_ids: see :meth:`generate`.
+
+        Returns:
+            An iterator over tensors of int64 of shape (batch,), one per new token.
+
+        Raises:
+            InvalidArgumentError: when the inputs do not fit the model or each other.
+            GenerationError: when a file fails while it runs.
         """
         given = (input_ids, attention_mask, input_features, pixel_values, decoder_input_ids)
         return self._stream(self._begin(*given), max_new_tokens, sampling)

@@ -18,15 +18,16 @@ __all__ = ["OnnxGenerator"]
 class OnnxGenerator(Generator):
     """Generates tokens with ONNX files in onnxruntime, on the CPU.
 
-    The cache stays in onnxruntime's memory: what comes out as ``present.*`` is handed to the next call as
+    The cache stays in onnxruntime's memory: the outputs ``present.*`` are passed to the next call as
     ``past_key_values.*`` without a copy.
 
     Args:
-        model: a folder as :func:`export_folder` writes it; or the file of a decoder whose inputs and outputs have the
+        model: a folder as :func:`export_folder` writes it, or the file of a decoder whose inputs and outputs have the
             names that :func:`export_onnx` gives them.
-        prefill: for a single file that does not take an empty cache: the file for the first call, which takes no cache.
-        settings: special tokens; by default read from ``config.json`` and ``generation_config.json`` beside the file.
-        threads: that one operator may use; ``None`` for onnxruntime's own choice.
+        prefill: the file for the first call, which takes no cache; needed for a single file that does not take an empty
+            cache.
+        settings: special tokens; by default read from ``config.json`` and ``generation_config.json`` next to the file.
+        threads: number of threads that one operator may use; ``None`` for onnxruntime's own choice.
 
     Raises:
         GenerationError: when a file is missing, cannot be loaded, or is not made for generation.

@@ -24,8 +24,9 @@ class ProgramGenerator(Generator):
     Args:
         model: what :func:`export_program` returned for a decoder, a ``torch.export.ExportedProgram``, the file that
             ``save`` wrote, or a folder as :func:`export_folder` writes it.
-        prefill: the same, for the first call of a program that does not take an empty cache.
-        settings: special tokens; by default read from ``config.json`` and ``generation_config.json`` beside the file.
+        prefill: a program or file for the first call, which takes no cache; needed where ``model`` does not take an
+            empty cache.
+        settings: special tokens; by default read from ``config.json`` and ``generation_config.json`` next to the file.
 
     Raises:
         GenerationError: when a file is missing, cannot be loaded, or is not made for generation.

@@ -1,4 +1,4 @@
-"""Which token comes next: the likeliest one, or one that is drawn."""
+"""Choose the next token: the likeliest one, or one that is drawn."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ class Sampling:
     """How tokens are chosen. The defaults take the likeliest one.
 
     Attributes:
-        do_sample: draw a token instead of taking the likeliest.
-        temperature: divides the scores: below 1 likely tokens become likelier. Above 0.
-        top_k: draw among so many likeliest tokens only; ``None`` for all.
-        top_p: draw among the fewest likeliest tokens that have this probability together; ``None`` for all.
-        seed: of the draws; ``None`` for torch's global generator.
+        do_sample: whether to draw a token instead of taking the likeliest; ``False`` by default.
+        temperature: divisor of the scores, above 0 and 1.0 by default: below 1 likely tokens become likelier.
+        top_k: number of likeliest tokens to draw from; ``None`` for all.
+        top_p: probability in (0, 1]: the draw is among the fewest likeliest tokens that have it together; ``None`` for
+            all.
+        seed: seed of the draws; ``None`` for torch's global generator.
+
+    Raises:
+        InvalidArgumentError: when a value is out of its range.
     """
 
     do_sample: bool = False

@@ -19,13 +19,13 @@ class GenerationSettings:
     """Special tokens of a model, and rules for its scores.
 
     Attributes:
-        eos_token_ids: a row ends with one of these; empty for none.
-        pad_token_id: what follows in a row that has ended.
-        decoder_start_token_id: what an encoder-decoder model begins with.
-        image_token_id: of the tokens in whose place image features stand.
-        max_new_tokens: where ``generate`` stops when it is not told.
-        processors: applied to the scores, in order.
-        forced_bos_token_id: the second token, behind a single first one: with mBART the language to translate into.
+        eos_token_ids: tokens that end a row; empty for none.
+        pad_token_id: token that fills a row that has ended.
+        decoder_start_token_id: first token of an encoder-decoder model's output.
+        image_token_id: token that image features replace.
+        max_new_tokens: number of new tokens where the caller of ``generate`` gives none; 20 by default.
+        processors: rules that are applied to the scores, in order.
+        forced_bos_token_id: the second token, after a single first one: with mBART the language to translate into.
         forced_eos_token_id: the last token, or one of several, where ``max_new_tokens`` ends a row.
     """
 
@@ -39,10 +39,10 @@ class GenerationSettings:
     forced_eos_token_id: int | tuple[int, ...] | None = None
 
     def processors_for(self, call: GenerationCall) -> list[ScoreProcessor]:
-        """Return what is applied to the scores in one call of ``generate``, in order.
+        """Return the rules for the scores of one call of ``generate``, in order.
 
         Args:
-            call: what is known of it.
+            call: what is known of the call.
         """
         made = [rule.make(call) if isinstance(rule, RuleOfCall) else rule for rule in self.processors]
         forced = forced_tokens(call, self.forced_bos_token_id, _ids(self.forced_eos_token_id))

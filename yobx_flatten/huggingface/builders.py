@@ -1,4 +1,4 @@
-"""Caches made of given tensors, layer by layer: for examples, tests and the inputs of an export."""
+"""Make caches of given tensors, layer by layer: for examples, tests and the inputs of an export."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def make_dynamic_cache(key_value_pairs: Pairs, cls_layers: Layers = None, cls_kw
 
     Args:
         key_value_pairs: one (keys, values) pair per layer, or the same tensors in one flat list; each of shape
-            (batch, heads, length, head size), or of two or three dimensions where they only stand for such.
+            (batch, heads, length, head size), or of two or three dimensions where they are only placeholders.
         cls_layers: the layers' classes, or their names; one for all, or one per layer. ``DynamicLayer`` by default.
-        cls_kwargs: what their constructors are given, for all or per layer: ``{"sliding_window": 8}``. A window that is
+        cls_kwargs: arguments of their constructors, for all or per layer: ``{"sliding_window": 8}``. A window that is
             not given is as long as the keys.
 
     Returns:
-        The cache. Sliding layers have seen as many tokens as a full layer beside them holds, else as they hold.
+        The cache. Its sliding layers have seen as many tokens as a full layer of the same cache holds, or as many as
+        they hold where no layer is full.
 
     Raises:
         CacheStructureError: when the arguments do not fit each other.
@@ -73,11 +74,11 @@ def make_static_cache(
         max_cache_len: number of tokens a layer has room for; by default as many as the first keys hold. Keys of that
             length are used as they are, shorter ones are copied into zeros.
         cls_layers: the layers' classes, or their names; one for all, or one per layer. ``StaticLayer`` by default.
-        cls_kwargs: what else their constructors are given, for all or per layer: ``{"sliding_window": 8}``.
+        cls_kwargs: other arguments of their constructors, for all or per layer: ``{"sliding_window": 8}``.
         length: number of tokens seen so far; by default as many as the first keys hold.
 
     Returns:
-        The cache, ready to go on at position ``length``.
+        The cache, ready to continue at position ``length``.
 
     Raises:
         CacheStructureError: when the arguments do not fit each other.

@@ -43,11 +43,14 @@ class DecodeSizes:
     """Sizes of one decode call.
 
     Attributes:
-        batch: number of rows.
-        past: number of tokens the cache has seen.
-        new: number of tokens of this call.
-        padding: number of padding tokens on the left of the first row.
-        source: number of tokens the encoder reads (encoder-decoder models).
+        batch: batch size; 2 by default.
+        past: number of tokens the cache has seen; 5 by default.
+        new: number of tokens of this call; 3 by default.
+        padding: number of padding tokens on the left of the first sample; 0 by default.
+        source: number of tokens the encoder reads (encoder-decoder models); 7 by default.
+
+    Raises:
+        InvalidArgumentError: when a size is not an int, or too small.
     """
 
     batch: int = 2
@@ -170,7 +173,7 @@ def decode_inputs(
         like: inputs whose names are used and whose static cache's length is kept; by default ``input_ids`` (or
             ``decoder_input_ids`` and ``encoder_outputs``), ``attention_mask`` and ``past_key_values``. Without
             ``past_key_values`` all tokens are new.
-        seed: of the random tokens.
+        seed: seed of the random tokens; 0 by default.
         tokens: what to decode, integers of shape (batch, past + new); random by default.
         source: what the encoder reads, integers of shape (batch, source); random by default.
 
@@ -179,7 +182,7 @@ def decode_inputs(
 
     Raises:
         InvalidArgumentError: when ``model`` is not a model of transformers, or its encoder reads no tokens.
-        FlattenError: when ``tokens`` or ``source`` does not have the shape that ``sizes`` says.
+        FlattenError: when ``tokens`` or ``source`` does not have the shape that ``sizes`` states.
     """
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
         raise InvalidArgumentError(
@@ -258,15 +261,15 @@ def decode_inputs(
 
 
 def next_inputs(kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[str, Any] | None:
-    """Make the inputs of the next decode call: the caches that came out, as many new tokens, a longer mask.
+    """Make the inputs of the next decode call: the returned caches, as many new tokens, a longer mask.
 
     Args:
         kwargs: the inputs of the last call.
         outputs: what it returned.
-        seed: of the random tokens.
+        seed: seed of the random tokens; 0 by default.
 
     Returns:
-        Keyword arguments, or ``None`` when there is no cache to go on with.
+        Keyword arguments, or ``None`` when there is no cache to continue with.
     """
     cache_is = cache_name(kwargs) or ""
     cache = getattr(outputs, cache_is, None)

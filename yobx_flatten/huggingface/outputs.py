@@ -12,19 +12,19 @@ plain dataclasses         every field              ``.token_embeds``          th
 *Fields that are* ``None``: a ``ModelOutput`` leaves them out, so two outputs with different fields set are two
 structures; a plain dataclass keeps them, and ``None`` is a leaf to torch.
 
-*What is dropped*: what a tokenizer notes beside the tensors of a ``BatchEncoding``: the ``Encoding`` objects of fast
-tokenizers, which hold the text of one batch and cannot be stored, and ``n_sequences``, which only serves to read them.
-No model reads either, and one program takes what any tokenizer, or a hand, put together. A rebuilt ``BatchEncoding``
-has ``is_fast == False`` and cannot map tokens to words; the original keeps them.
+*What is dropped*: what a tokenizer stores in a ``BatchEncoding`` in addition to the tensors: the ``Encoding`` objects
+of fast tokenizers, which hold the text of one batch and cannot be stored, and ``n_sequences``, which only serves to
+read them. No model reads either, and one program takes a batch from any tokenizer, or one built by hand. A rebuilt
+``BatchEncoding`` has ``is_fast == False`` and cannot map tokens to words; the original keeps them.
 
-What a ``BatchFeature`` holds beside tensors (sizes, names) are leaves, too: ``torch.export`` takes numbers and strings
-for part of the program, and refuses arrays of numpy. Pass ``return_tensors="pt"`` to the processor.
+What a ``BatchFeature`` holds in addition to tensors (sizes, names) are also leaves: ``torch.export`` treats numbers and
+strings as part of the program, and refuses NumPy arrays. Pass ``return_tensors="pt"`` to the processor.
 
-transformers registers every ``ModelOutput`` itself, once, when the class is made; taken away it would be gone for the
-rest of the process. Where its registration is right (it names the fields), it is left in force; versions before
-5.17 register without keys, and there :mod:`.support` adds them for the length of the block.
+transformers registers every ``ModelOutput`` itself, once, when the class is made; a registration that is removed would
+be gone for the rest of the process. Where its registration is right (it names the fields), it stays; versions before
+5.17 register without keys, and there :mod:`.support` adds them while the context manager is open.
 Only ``BaseModelOutput`` gets a recipe of ours then: a recipe has a stored name of its own, and a fresh process that
-loads a program would not find the class behind it.
+loads a program would not find the class that belongs to it.
 """
 
 from __future__ import annotations
@@ -53,18 +53,41 @@ __all__ = [
 
 
 def flatten_base_model_output(output: Any) -> tuple[list[Any], list[str]]:
-    """Take a ``BaseModelOutput`` apart into the fields that are set, and their names."""
+    """Flatten a ``BaseModelOutput`` into the fields that are set, and their names.
+
+    Args:
+        output: a ``transformers.modeling_outputs.BaseModelOutput``, or any other ``ModelOutput``.
+
+    Returns:
+        The values of the fields that are not ``None``, and their names.
+    """
     return list(output.values()), list(output.keys())
 
 
 def flatten_with_keys_base_model_output(output: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """Take a ``BaseModelOutput`` apart into the fields that are set, each with its key."""
+    """Flatten a ``BaseModelOutput`` into the fields that are set, each with its key.
+
+    Args:
+        output: see :func:`flatten_base_model_output`.
+
+    Returns:
+        Pairs of a key (``['last_hidden_state']``) and a value, and the names.
+    """
     values, names = flatten_base_model_output(output)
     return [(MappingKey(name), value) for name, value in zip(names, values, strict=True)], names
 
 
 def unflatten_base_model_output(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
-    """Put a ``BaseModelOutput`` together, or another output class given as ``output_type``."""
+    """Unflatten a ``BaseModelOutput``, or another output class given as ``output_type``.
+
+    Args:
+        values: the values of the fields, or placeholders for them.
+        context: the names of the fields, in the same order.
+        output_type: the class to make; ``None`` for ``BaseModelOutput``.
+
+    Returns:
+        The output.
+    """
     if output_type is None:
         from transformers.modeling_outputs import BaseModelOutput
 
@@ -116,7 +139,7 @@ _RECIPES: dict[type, Recipe] = {}
 
 
 def _recipe(cls: type, functions: Callable[[type], _Functions], remedy: str) -> Recipe | None:
-    """The recipe of a class, ``None`` where somebody else's registration in force names what is below."""
+    """The recipe of a class, ``None`` where another library has registered it with keys."""
     recipe = _RECIPES.get(cls)
     in_force = pytree.SUPPORTED_NODES.get(cls)
     is_ours = recipe is not None and in_force is not None and in_force.flatten_fn is recipe.flatten
@@ -141,7 +164,7 @@ def _model_output(cls: type) -> _Functions:
 
 
 def _container(cls: type) -> _Functions:
-    """Functions of a class that keeps its content in ``data`` and little beside it."""
+    """Functions of a class that keeps its content in ``data``, and little in other attributes."""
     dropped = dict.fromkeys(_DROPPED) if _is_encoding(cls) else {}
 
     def flatten(obj: Any) -> tuple[list[Any], list[Any]]:

@@ -1,4 +1,4 @@
-"""The classes that ``patch_transformers=True`` knows, and whose registrations by others step back meanwhile."""
+"""The classes that ``patch_transformers=True`` registers, and other libraries' registrations that it suspends."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ WRONG_REGISTRATIONS = _ByClass(
         "transformers.modeling_outputs.BaseModelOutput": "transformers before 5.17 registers it without keys",
     }
 )
-"""Registrations that others make and that are known not to work for exports, by class. Inside the block ours are in
-force instead; afterwards theirs again."""
+"""Registrations of other libraries that are known not to work for exports, by class. ``register_flattening_functions``
+replaces them by ours, and restores them on exit."""
 
 
 def transformers_recipes() -> dict[type, Recipe | None]:
-    """Recipes of the classes we know; ``None`` where transformers' own registration is right and stays in force."""
+    """Recipes of the known classes; ``None`` where transformers' own registration is right and stays."""
     import transformers.cache_utils as cache_utils
 
     recipes: dict[type, Recipe | None] = {

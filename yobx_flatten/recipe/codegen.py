@@ -14,8 +14,8 @@ attribute once; a traceback shows it, and so does :func:`inspect.getsource`::
         obj.hidden, obj.cell, = children
         return obj
 
-A class that derives from ``dict``, ``list`` or ``tuple`` has items beside its attributes. They are children, too,
-behind the attributes::
+A class that derives from ``dict``, ``list`` or ``tuple`` has items in addition to its attributes. They are also
+children, after those from the attributes::
 
     def flatten_state(obj):
         return [obj.hidden, *builtin.values(obj)], [NAMES, [], [*builtin.keys(obj)]]
@@ -78,19 +78,19 @@ def functions_from_fields(
         cls: the class. It may be frozen, have slots, and refuse to be constructed: ``unflatten`` calls neither
             ``__init__`` nor ``__post_init__`` nor a ``__setattr__`` of the class.
         names: the attributes that are children, in order.
-        static_names: the attributes that are static data, in order.
-        names_in_static: whether the static part repeats the names, as documented for dataclasses.
+        static_names: the attributes that are static data, in order; none by default.
+        names_in_static: whether the static part repeats the names, as documented for dataclasses; ``True`` by default.
 
     Returns:
         ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``. The static part is the list
         ``names``, or ``[names, values of static_names]`` where there are static attributes; without the names it is
-        ``None``, or a tuple of the values, which hashes where they do, as JAX wants it. The items of a subclass of
-        ``dict``, ``list`` or ``tuple`` are children behind the attributes, and the keys of a ``dict`` stand last in the
-        static part. Flatten raises :class:`~yobx_flatten.StaticDataError`, with the name of the attribute, for static
-        data that is no static data.
+        ``None``, or a tuple of the values, which is hashable where they are, as JAX wants it. The items of a subclass
+        of ``dict``, ``list`` or ``tuple`` are children after the attributes, and the keys of a ``dict`` come last in
+        the static part. Flatten raises :class:`~yobx_flatten.StaticDataError`, with the name of the attribute, for a
+        value that cannot be static data.
 
     Raises:
-        InvalidRegistrationError: when ``cls`` is not a class, or a name is no name or stands there twice.
+        InvalidRegistrationError: when ``cls`` is not a class, or a name is not a valid name or is given twice.
 
     >>> class Pair:
     ...     def __init__(self, a, b):
@@ -133,8 +133,8 @@ def name_functions(
 def checked(value: Any, where: str) -> Any:
     """Return the value of a static attribute, or say that it cannot be one; what was approved stays approved.
 
-    A list, dict or set comes back as a copy: a program keeps what it is given here and compares with it at every call,
-    and who appends to a list of his own does not change a program.
+    A list, dict or set is returned as a copy: a program keeps what it is given here and compares with it at every call,
+    and a caller that appends to a list of its own does not change a program.
 
     Raises:
         StaticDataError: see :func:`~yobx_flatten.recipe.static_codec.check_static`.

@@ -7,7 +7,7 @@ The static part of a cache is the list of its leaves' names. A cache of ``Dynami
 Nothing that depends on the tokens seen is static, so one exported program serves all lengths. Where the *length* of
 sliding layers comes from:
 
-* a full layer beside them holds every token: its number of keys *is* the length, and no leaf is needed;
+* a full layer of the same cache holds every token: its number of keys *is* the length, and no leaf is needed;
 * otherwise one integer leaf, ``length``, stands at the end.
 """
 
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def flatten_dynamic_cache(cache: Any) -> tuple[list[Any], list[str]]:
-    """Take a ``DynamicCache`` apart.
+    """Flatten a ``DynamicCache``.
 
     Args:
         cache: a ``transformers.DynamicCache``, with layers of any class.
@@ -56,20 +56,31 @@ def flatten_dynamic_cache(cache: Any) -> tuple[list[Any], list[str]]:
 
 
 def flatten_with_keys_dynamic_cache(cache: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """Take a ``DynamicCache`` apart, each leaf with its key: ``[key_0]``, ``[value_W8_1]``."""
+    """Flatten a ``DynamicCache``, each leaf with its key: ``[key_0]``, ``[value_W8_1]``.
+
+    Args:
+        cache: see :func:`flatten_dynamic_cache`.
+
+    Returns:
+        Pairs of a key and a leaf, and the names.
+
+    Raises:
+        CacheStructureError: see :func:`flatten_dynamic_cache`.
+        StaticDataError: see :func:`flatten_dynamic_cache`.
+    """
     return _with_keys(*flatten_dynamic_cache(cache))
 
 
 def unflatten_dynamic_cache(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
-    """Put a ``DynamicCache`` together around the given leaves, without copying them.
+    """Unflatten a ``DynamicCache``: put the given leaves into it, without copying them.
 
     Args:
         values: the leaves, as :func:`flatten_dynamic_cache` returned them, or placeholders for them.
         context: their names, as :func:`flatten_dynamic_cache` returned them.
-        output_type: not used; there because users of this format pass it.
+        output_type: without effect; accepted because callers of this format pass it.
 
     Returns:
-        A cache that goes on generating as the original would.
+        A cache that continues to generate as the original would.
     """
     return new_cache(_dynamic_cache(), unflatten_layers(values, context), grows=holds_full_only(context))
 
@@ -82,7 +93,7 @@ def _dynamic_cache() -> Any:
 
 
 def flatten_static_cache(cache: Any) -> tuple[list[Any], list[str]]:
-    """Take a ``StaticCache`` apart.
+    """Flatten a ``StaticCache``.
 
     Args:
         cache: a ``transformers.StaticCache``, with layers of any class.
@@ -98,22 +109,42 @@ def flatten_static_cache(cache: Any) -> tuple[list[Any], list[str]]:
 
 
 def flatten_with_keys_static_cache(cache: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """Take a ``StaticCache`` apart, each leaf with its key: ``[key_S16_0]``, ``[position_S16_0]``."""
+    """Flatten a ``StaticCache``, each leaf with its key: ``[key_S16_0]``, ``[position_S16_0]``.
+
+    Args:
+        cache: see :func:`flatten_static_cache`.
+
+    Returns:
+        Pairs of a key and a leaf, and the names.
+
+    Raises:
+        CacheStructureError: see :func:`flatten_static_cache`.
+        StaticDataError: see :func:`flatten_static_cache`.
+    """
     return _with_keys(*flatten_static_cache(cache))
 
 
 def unflatten_static_cache(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
-    """Put a ``StaticCache`` together around the given leaves, without copying them."""
+    """Unflatten a ``StaticCache``: put the given leaves into it, without copying them.
+
+    Args:
+        values: the leaves, as :func:`flatten_static_cache` returned them, or placeholders for them.
+        context: their names, as :func:`flatten_static_cache` returned them.
+        output_type: without effect; accepted because callers of this format pass it.
+
+    Returns:
+        A cache that continues to generate as the original would.
+    """
     from transformers.cache_utils import StaticCache
 
     return new_cache(StaticCache, unflatten_layers(values, context), grows=False)
 
 
 def flatten_encoder_decoder_cache(cache: Any) -> tuple[list[Any], list[str]]:
-    """Take an ``EncoderDecoderCache`` apart into its two caches.
+    """Flatten an ``EncoderDecoderCache`` into its two caches.
 
-    ``is_updated`` says of each layer whether the encoder's keys are there. Where that is not what the layers themselves
-    show, it is stored as a third name, ``is_updated_<0 or 1 for each layer>``.
+    ``is_updated`` states for each layer whether the encoder's keys are there. Where it differs from what the layers
+    themselves show, it is stored as a third name, ``is_updated_<0 or 1 for each layer>``.
 
     Args:
         cache: a ``transformers.EncoderDecoderCache``.
@@ -131,13 +162,29 @@ def flatten_encoder_decoder_cache(cache: Any) -> tuple[list[Any], list[str]]:
 
 
 def flatten_with_keys_encoder_decoder_cache(cache: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """Take an ``EncoderDecoderCache`` apart into its two caches, each with its key."""
+    """Flatten an ``EncoderDecoderCache`` into its two caches, each with its key.
+
+    Args:
+        cache: a ``transformers.EncoderDecoderCache``.
+
+    Returns:
+        Pairs of a key and a cache, and the names.
+    """
     caches, names = flatten_encoder_decoder_cache(cache)
     return [(MappingKey(name), child) for name, child in zip(names, caches, strict=False)], names
 
 
 def unflatten_encoder_decoder_cache(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
-    """Put an ``EncoderDecoderCache`` together around its two caches."""
+    """Unflatten an ``EncoderDecoderCache``: put the two caches into it.
+
+    Args:
+        values: the self-attention and the cross-attention cache, or placeholders for them.
+        context: their names, as :func:`flatten_encoder_decoder_cache` returned them.
+        output_type: without effect; accepted because callers of this format pass it.
+
+    Returns:
+        The cache, with ``is_updated`` as it was.
+    """
     from transformers.cache_utils import EncoderDecoderCache
 
     cache = EncoderDecoderCache.__new__(EncoderDecoderCache)

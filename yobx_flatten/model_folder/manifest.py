@@ -1,4 +1,4 @@
-"""``yobx_flatten.json``: what an exported folder says about itself."""
+"""``yobx_flatten.json``: the description of an exported folder, stored inside it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class FolderManifest:
-    """What is in a folder.
+    """The contents of an exported folder.
 
     Attributes:
-        model: the class that was exported.
-        task: what it is for.
-        format: ``"onnx"`` or ``"program"``.
-        dtype: of the weights.
+        model: name of the exported class.
+        task: task of the model, such as ``"text-generation"``.
+        format: format of the files: ``"onnx"`` or ``"program"``.
+        dtype: type of the weights, such as ``"float32"``.
         tolerance: largest absolute difference of an output to the eager model's.
-        files: the exported files.
-        cases: stored cases, by the file that they are for; those for generation by ``""``.
-        versions: of the libraries that made it.
+        files: names of the exported files.
+        cases: paths of the stored cases, by the file that they are for; those for generation by ``""``.
+        versions: versions of the libraries that made it, by name.
     """
 
     model: str

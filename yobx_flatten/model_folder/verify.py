@@ -1,4 +1,4 @@
-"""A folder against the cases that are stored in it. The model is not needed, and transformers only for programs."""
+"""Verify a folder with the cases stored in it. The model is not needed, and transformers only for programs."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ __all__ = ["FolderCheck", "FolderReport", "open_generator", "verify_folder"]
 
 @dataclasses.dataclass(frozen=True)
 class FolderCheck:
-    """One case.
+    """The result of one case.
 
     Attributes:
-        file: the exported file; ``"generate"`` for the loop over all of them.
-        case: its name.
+        file: name of the exported file; ``"generate"`` for the loop over all of them.
+        case: name of the case.
         difference: largest absolute difference; for tokens, how many differ.
-        ok: whether it is small enough.
-        seconds: how long it took.
-        error: why it stopped, ``None`` if it did not.
+        ok: whether the difference is small enough.
+        seconds: duration of the case.
+        error: reason why it stopped, ``None`` if it did not.
     """
 
     file: str
@@ -48,12 +48,12 @@ class FolderCheck:
 
 @dataclasses.dataclass(frozen=True)
 class FolderReport:
-    """What came of all cases. ``print(report)`` shows it as a table; it is true if all is well.
+    """The results of all cases. ``print(report)`` shows them as a table; it is true if every case passes.
 
     Attributes:
         path: the folder.
-        manifest: what it says about itself.
-        checks: one for each case.
+        manifest: the folder's own description.
+        checks: one result per case.
     """
 
     path: pathlib.Path
@@ -83,14 +83,14 @@ def verify_folder(folder: str | os.PathLike[str], *, on_check: Callable[[str], N
     """Run every stored case through the files of a folder, and generate with them.
 
     Args:
-        folder: as :func:`export_folder` writes it.
-        on_check: told the name of each case before it runs.
+        folder: a folder as :func:`export_folder` writes it.
+        on_check: a function that is called with the name of each case before the case runs.
 
     Returns:
         One check for each case.
 
     Raises:
-        ForeignFileError: when there is no such folder, or it is not ours.
+        ForeignFileError: when there is no such folder, or :func:`export_folder` did not write it.
         DamagedFileError: when a case, or the list of them, cannot be read.
         GenerationError: when a file cannot be loaded.
         MissingDependencyError: when a library that runs the files is not installed.
@@ -121,8 +121,11 @@ def open_generator(folder: str | os.PathLike[str], *, threads: int | None = None
     """Open the files of a folder for generation, whichever kind they are.
 
     Args:
-        folder: as :func:`export_folder` writes it, or with ONNX files of the same names.
-        threads: of onnxruntime.
+        folder: a folder as :func:`export_folder` writes it, or with ONNX files of the same names.
+        threads: number of threads that one operator of onnxruntime may use; ``None`` for its own choice.
+
+    Returns:
+        An :class:`.OnnxGenerator` or a :class:`.ProgramGenerator`.
     """
     path = pathlib.Path(folder)
     if path.is_dir() and any(path.glob("*.pt2")):

@@ -1,4 +1,4 @@
-"""A model to a folder of exported files that is proven before it appears.
+"""Export a model to a folder of files that is proven before it appears.
 
 .. code-block:: text
 
@@ -45,13 +45,13 @@ _LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime")
 
 @dataclasses.dataclass(frozen=True)
 class ExportedFolder:
-    """What an export of a folder made.
+    """The result of :func:`export_folder`.
 
     Attributes:
         path: the folder.
-        task: what the model is for.
-        reports: one for each file.
-        verified: the stored cases, replayed from the files.
+        task: task of the model, such as ``"text-generation"``.
+        reports: one report per file, by its name.
+        verified: results of the stored cases, replayed from the files.
     """
 
     path: pathlib.Path
@@ -74,28 +74,30 @@ def export_folder(
     batch: int | None = None,
     overwrite: bool = False,
 ) -> ExportedFolder:
-    """Export a model of transformers to a folder that generation tools open, and prove that it generates alike.
+    """Export a model of transformers to a folder that generation tools open, and prove that it generates the same.
 
-    The folder appears when all of it is proven; until then the files are in a hidden one beside it.
+    The folder appears when all of it is proven; until then the files are in a hidden folder next to it.
 
     Args:
-        model: of transformers, in evaluation mode.
-        folder: to write; it must not be there, or be empty.
-        task: what becomes a file: see :data:`TASKS`; by default what the model is for.
-        to: ``"onnx"`` files for onnxruntime, or ``"program"`` files of ``torch.export``.
+        model: a model of transformers, in evaluation mode.
+        folder: the folder to write; it must not exist, or be empty.
+        task: the task to export for, which decides what becomes a file: see :data:`TASKS`. ``"auto"``, the default,
+            takes the task of the model.
+        to: format of the files: ``"onnx"``, the default, for onnxruntime, or ``"program"`` for ``torch.export``.
         source: the folder the model is from, whose tokenizer and processor are copied. Without one the folder gets a
             tokenizer of bytes.
-        opset_version: of ONNX; ``None`` for the exporter's own choice.
-        batch: a fixed number of rows; ``None`` for any.
-        overwrite: replace what ``folder`` holds.
+        opset_version: version of ONNX's operators; ``None`` for the exporter's own choice.
+        batch: a fixed batch size; ``None`` for any.
+        overwrite: whether to replace the contents of ``folder``; ``False`` by default.
 
     Returns:
-        What was written and checked.
+        The folder, with a report of every export and every replay.
 
     Raises:
-        FolderExistsError: when the folder holds something.
-        OSError: when it cannot be written, before anything is exported.
-        ReplayError: when a file does not do what the model does; nothing is written then.
+        InvalidArgumentError: when ``to`` is unknown, or onnxruntime has no kernels for the type of the weights.
+        FolderExistsError: when the folder is not empty.
+        OSError: when it cannot be written; this is checked before anything is exported.
+        ReplayError: when a file does not return what the model returns; nothing is written then.
         GenerationError: when the model cannot be cut into files that generate.
         MissingDependencyError: when an optional library is not installed.
     """
@@ -140,7 +142,7 @@ def export_folder(
 
 
 def check_target(folder: pathlib.Path, overwrite: bool) -> None:
-    """Refuse a folder that holds something, or cannot be written.
+    """Check that a folder is empty or may be replaced, and can be written.
 
     Raises:
         FolderExistsError: naming it.
@@ -198,7 +200,7 @@ def _store_generation(model: Any, task: str, batch: int | None, work: pathlib.Pa
 
 @contextlib.contextmanager
 def _appears_when_done(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A hidden folder beside the target, which takes its place at the end, or goes away."""
+    """A hidden folder next to the target, which takes its place at the end, or is removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     work = target.parent / f".{target.name}.partial-{os.getpid()}"
     work.mkdir()

@@ -1,4 +1,4 @@
-"""One recorded call: what went in, what came out, and how many tokens its cache had seen."""
+"""One recorded call: its inputs, its outputs, and how many tokens its cache had seen."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Call", "about_call"]
 
 
 class Call:
-    """One recorded call. Whatever is read off it is a new copy: nothing that is done to it changes the record.
+    """One recorded call. Inputs and outputs are returned as new copies: changing them does not change the record.
 
     Attributes:
-        index: its number, in the order in which the calls began.
-        kind: ``"prefill"``: the cache is empty, or made by the call; ``"decode"``: the cache holds tokens;
-            ``"forward"``: there is no cache.
+        index: number of the call, in the order in which the calls began.
+        kind: one of ``"prefill"`` (the cache is empty, or made by the call), ``"decode"`` (the cache holds tokens) and
+            ``"forward"`` (there is no cache).
         past: number of tokens the cache had seen before the call, ``None`` without a cache.
-        new: number of tokens it saw in the call.
+        new: number of tokens the cache saw in the call.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Call:
         return self._callee.split(self.inputs)[1]
 
     def facts(self, part: str = "inputs") -> tuple[Fact, ...]:
-        """What is known of each leaf of ``"inputs"`` or ``"outputs"``: path, dtype, shape; no tensor is read."""
+        """Path, dtype and shape of each leaf of ``"inputs"`` or ``"outputs"``, without reading a tensor."""
         return self._parts[part].facts if part in self._parts else ()
 
     @property
@@ -71,7 +71,7 @@ class Call:
 
 
 def about_call(call: Call) -> dict[str, Any]:
-    """What is stored of a call beside its parts."""
+    """What is stored of a call in addition to its parts."""
     names = [(parameter.name, int(parameter.kind)) for parameter in call._callee.signature.parameters.values()]
     return {
         "index": call.index,

@@ -1,4 +1,4 @@
-"""Recorded calls: what went in, what came out, and everything an export needs to know of them."""
+"""Recorded calls: their inputs, their outputs, and everything an export needs to know of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["RecordedCalls"]
 class RecordedCalls(Sequence[Call]):
     """The calls that :func:`~yobx_flatten.record_calls` saw, in order: all of them, or those of one phase.
 
-    ``calls[0]`` is a call, ``calls["decode"]`` the calls of a phase, ``print(calls)`` says what varies.
+    ``calls[0]`` is a call, ``calls["decode"]`` the calls of a phase, ``print(calls)`` shows what varies.
     """
 
     def __init__(self, callee: Callee, calls: Sequence[Call] = (), *, of: RecordedCalls | None = None) -> None:
@@ -43,9 +43,12 @@ class RecordedCalls(Sequence[Call]):
         """Read the calls that ``record_calls(..., to=folder)`` wrote.
 
         Args:
-            folder: where they are.
-            model: what was recorded; only :attr:`module` needs it.
+            folder: the folder that holds them.
+            model: the object that was recorded; only :attr:`module` needs it.
             method: as for :func:`~yobx_flatten.record_calls`.
+
+        Returns:
+            The calls, in the order in which they began.
 
         Raises:
             RecordError: when the folder holds no calls, or a file is damaged.
@@ -95,17 +98,17 @@ class RecordedCalls(Sequence[Call]):
         """The calls by phase: calls of one phase have one structure, and one program serves them.
 
         ``prefill`` has an empty cache or none, ``decode`` one that holds tokens, ``forward`` is a call without cache.
-        Where arguments differ, too, the name says so: ``prefill+pixel_values``.
+        Where arguments also differ, the name states it: ``prefill+pixel_values``.
         """
         groups = by_phase(self._calls)
         return {name: RecordedCalls(self._callee, calls, of=self._of or self) for name, calls in groups.items()}
 
     def axes(self) -> Axes:
-        """Which axes vary, by what name, and how the names are related: read off all calls, of every phase."""
+        """The axes that vary, their names, and how the names are related: read from all calls, of every phase."""
         return read_axes((self._of or self)._calls)
 
     def report(self) -> str:
-        """Say, as a table, what each argument was, what varies, and what varies together."""
+        """Return a table of what each argument was, what varies, and what varies together."""
         return table_of(self._callee.label, {name: list(part) for name, part in self.phases().items()}, self.axes())
 
     __str__ = report
@@ -120,22 +123,28 @@ class RecordedCalls(Sequence[Call]):
         """The arguments without tensors that never changed. :attr:`module` passes them; a program has no such inputs.
 
         Args:
-            phase: which calls; may be left out if there is one phase.
+            phase: name of the phase; it may be omitted if there is only one.
+
+        Returns:
+            The values by parameter name.
+
+        Raises:
+            RecordError: when there is no such phase.
         """
         return constants_of(self._one(phase)._calls)
 
     def example(self, phase: str | None = None, **sizes: int) -> dict[str, Any]:
         """Inputs to export :meth:`module` with: those of a recorded call, without the constants.
 
-        Of the calls of the phase the smallest is taken in which as many of the varying sizes as possible are 2 or
-        more, since ``torch.export`` takes 0 and 1 for fixed. A batch of one row is repeated.
+        Of the calls of the phase, the smallest is chosen in which as many of the varying sizes as possible are 2 or
+        more, since ``torch.export`` treats 0 and 1 as fixed. A batch of one row is repeated.
 
         Args:
-            phase: which calls; may be left out if there is one phase.
+            phase: name of the phase; it may be omitted if there is only one.
             **sizes: sizes to have instead, by name: ``batch=3``, ``new=4``. Rows, columns and tokens are repeated.
 
         Returns:
-            Keyword arguments, which are the caller's own.
+            Keyword arguments. They are copies, which the caller may change.
 
         Raises:
             RecordError: when there is no such phase, or no such size.
@@ -147,17 +156,29 @@ class RecordedCalls(Sequence[Call]):
         """The ``dynamic_shapes`` for :meth:`example`, as ``torch.export.export`` takes them.
 
         Args:
-            phase: which calls; may be left out if there is one phase.
+            phase: name of the phase; it may be omitted if there is only one.
             **sizes: as for :meth:`example`; a size that is named there varies.
+
+        Returns:
+            The specification by parameter name.
+
+        Raises:
+            RecordError: when there is no such phase, or no such size.
         """
         part = self._one(phase)
         return shapes_of(part._calls, self.axes(), sizes)
 
     def module(self, phase: str | None = None) -> torch.nn.Module:
-        """A module that takes what :meth:`example` returns and passes the constants: what to export.
+        """The module to export: it takes what :meth:`example` returns, and passes the constants.
 
         Args:
-            phase: which calls; may be left out if there is one phase.
+            phase: name of the phase; it may be omitted if there is only one.
+
+        Returns:
+            The module, which calls the recorded object.
+
+        Raises:
+            RecordError: when there is no such phase, or the calls were loaded without ``model``.
         """
         part = self._one(phase)
         if self._callee.owner is None:
@@ -175,11 +196,14 @@ class RecordedCalls(Sequence[Call]):
         Args:
             program: an :class:`~yobx_flatten.ExportedModel`, a ``torch.export.ExportedProgram``, or anything that is
                 called with the arguments of :meth:`example`.
-            phase: which calls; may be left out if there is one phase.
-            tolerance: largest absolute difference allowed.
+            phase: name of the phase; it may be omitted if there is only one.
+            tolerance: largest absolute difference allowed; 1e-4 by default.
 
         Returns:
             A report with one row per call; it is true if every call is within the tolerance.
+
+        Raises:
+            RecordError: when there is no such phase.
         """
         part = self._one(phase)
         return replay_calls(part._calls, program, constants_of(part._calls), tolerance)

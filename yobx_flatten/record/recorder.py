@@ -1,4 +1,4 @@
-"""The block that records: ``with record_calls(model) as calls: model.generate(...)``."""
+"""The context manager that records: ``with record_calls(model) as calls: model.generate(...)``."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def record_calls(
     device: torch.device | str | None = "cpu",
     to: str | os.PathLike[str] | None = None,
 ) -> Iterator[RecordedCalls]:
-    """Record the calls of a module, or of a method, while the block is open: copies of what went in and what came out.
+    """Context manager that records the calls of a module, or of a method: copies of the inputs and the outputs.
 
-    Inputs are copied before the call, since it may fill the cache that it is given; outputs after it. The block of
+    Inputs are copied before the call, since it may fill the cache that it is given; outputs after it.
     :func:`~yobx_flatten.register_flattening_functions` is open inside, for the libraries that are imported. Afterwards
-    the object is as it was found, also after an exception. Recordings may be nested, and calls come from any thread;
-    calls that a trace makes are not recorded, nor are those that raise.
+    the object is as it was found, also after an exception. Recordings may be nested, and calls may come from any
+    thread; calls that a trace makes are not recorded, nor are those that raise.
 
     Args:
-        target: a module (its ``forward`` is recorded), an object whose ``method`` is, or a bound method.
-        method: the name of the method.
-        limit: record so many calls and let the others pass.
-        outputs: whether to keep the outputs, too.
-        device: where to keep the copies; ``None`` leaves them where the tensors are. What is read off a call is back
-            where it was.
+        target: a module (its ``forward`` is recorded), an object with a ``method``, or a bound method.
+        method: the name of the method to record; ``forward`` by default.
+        limit: number of calls to record, after which calls pass unrecorded; ``None`` for all.
+        outputs: whether to keep the outputs; ``True`` by default.
+        device: the device for the copies, ``"cpu"`` by default; ``None`` leaves them where the tensors are. A call
+            returns its tensors on their original device.
         to: a folder to write the calls to, one file each; memory then holds no tensors. They are read again with
             :meth:`RecordedCalls.load`.
 
@@ -58,7 +58,8 @@ def record_calls(
     Raises:
         InvalidArgumentError: when there is nothing to record.
         RecordError: when the folder holds calls already.
-        NotRegisteredError: out of a call that is given, or returns, tensors inside an object that nobody registered.
+        NotRegisteredError: from a call that takes or returns tensors inside an object of a class that is not
+            registered.
 
     >>> linear = torch.nn.Linear(3, 2)
     >>> with record_calls(linear) as calls:

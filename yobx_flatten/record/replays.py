@@ -24,7 +24,7 @@ __all__ = ["RecordReplay", "replay_calls"]
 
 @dataclasses.dataclass(frozen=True)
 class RecordReplay:
-    """What came of a program over recorded calls. ``print`` shows it as a table; it is true if all is well.
+    """The results of a program on recorded calls. ``print`` shows them as a table; true if every call passes.
 
     Attributes:
         calls: one result per call.

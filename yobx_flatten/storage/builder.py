@@ -29,11 +29,10 @@ class MiniOnnxBuilder:
     """Makes an ONNX model without inputs that returns what was put into it, by name.
 
     Args:
-        target_opset: the version of ONNX's operators. It is raised where a type of elements asks for a newer one: 19
-            for 8-bit floats, 24 for ``float8_e8m0fnu``, 21, 23 and 25 for integers of 4 bits, floats of 4, and integers
-            of 2.
-        ir_version: of the file format of ONNX.
-        sep: what stands between the name of a dict and ``keys`` or ``values``.
+        target_opset: version of ONNX's operators. It is raised where an element type needs a newer one: 19 for 8-bit
+            floats, 24 for ``float8_e8m0fnu``, 21 for 4-bit integers, 23 for 4-bit floats, and 25 for 2-bit integers.
+        ir_version: version of the file format of ONNX.
+        sep: separator between the name of a dict and ``keys`` or ``values``.
 
     >>> import numpy, onnxruntime
     >>> builder = MiniOnnxBuilder()
@@ -54,29 +53,41 @@ class MiniOnnxBuilder:
         """Add one tensor, which is an output of that name.
 
         Args:
-            name: of the output.
+            name: name of the output.
             tensor: a tensor, a NumPy array, or any other leaf.
-            randomize: store the type and the shape of a tensor of floats only; the model draws numbers instead.
+            randomize: whether to store only the type and the shape of a tensor of floats; the model draws numbers
+                instead. ``False`` by default.
+
+        Raises:
+            InvalidArgumentError: when there is an output of that name already.
         """
         self._put(name, "random" if randomize else "one", tensor)
 
     def append_output_sequence(self, name: str, tensors: Sequence[Any]) -> None:
-        """Add a list of tensors of one type, which is an output that is a sequence.
+        """Add a list of tensors of one type as an output that is a sequence.
 
         Args:
-            name: of the output.
-            tensors: at least one.
+            name: name of the output.
+            tensors: at least one tensor or array.
+
+        Raises:
+            InvalidArgumentError: when there is an output of that name already, or ``tensors`` is empty or holds
+                something else.
         """
         self._put(name, "sequence", list(tensors))
 
     def append_output_dict(self, name: str, tensors: Mapping[str, Any]) -> None:
-        """Add a dict of tensors of one type, which is two outputs, its keys and the sequence of its values.
+        """Add a dict of tensors of one type as two outputs: its keys, and the sequence of its values.
 
         They are called ``<name>___keys`` and ``<name>___values``.
 
         Args:
-            name: what the names of both begin with.
-            tensors: at least one.
+            name: prefix of both names.
+            tensors: at least one tensor or array, by text keys.
+
+        Raises:
+            InvalidArgumentError: when there is an output of that name already, or ``tensors`` is empty or holds
+                something else.
         """
         self._put(name, "dict", dict(tensors))
 
@@ -125,17 +136,18 @@ def create_onnx_model_from_input_tensors(
     :func:`save_nested` writes the same to a file, of any size.
 
     Args:
-        inputs: see :func:`save_nested`.
+        inputs: nested values; see :func:`save_nested`.
         switch_low_high: without effect: the low byte comes first in every ONNX file.
-        randomize: keep types and shapes of tensors of floats only; the model draws numbers instead.
-        sep: without effect: leaves are named by the way to them, ``past_key_values.0.key``.
+        randomize: whether to store only the types and shapes of tensors of floats; the model draws numbers instead.
+            ``False`` by default.
+        sep: without effect: leaves are named by their key paths, ``past_key_values.0.key``.
 
     Returns:
         The ``onnx.ModelProto``.
 
     Raises:
         FlattenError: see :func:`save_nested`.
-        InvalidArgumentError: when it is too large for one file, too.
+        InvalidArgumentError: also when the values are too large for one file.
 
     >>> import torch
     >>> model = create_onnx_model_from_input_tensors({"x": torch.arange(3), "pair": (torch.zeros(1), None)})
@@ -160,10 +172,10 @@ def create_input_tensors_from_onnx_model(
 
     Args:
         proto: the ``onnx.ModelProto``, or the path of a file.
-        device: where tensors go.
-        engine: ``"onnx"`` reads the data where they are stored, and nothing else is needed for it;
+        device: device of the tensors; ``"cpu"`` by default.
+        engine: what reads the values. ``"onnx"``, the default, reads the stored data and needs no other library;
             ``"onnxruntime"``, or ``"ReferenceEvaluator"`` for ``onnx.reference``, runs the model and takes its outputs.
-        sep: of the :class:`MiniOnnxBuilder` that made it, for an engine that runs the model.
+        sep: separator of the :class:`MiniOnnxBuilder` that made it, for an engine that runs the model.
 
     Returns:
         What :func:`create_onnx_model_from_input_tensors` was given.

@@ -16,12 +16,12 @@ __all__ = ["StoredCase", "load_case", "save_case"]
 
 @dataclasses.dataclass(frozen=True)
 class StoredCase:
-    """Inputs and the outputs that are expected of them.
+    """Inputs and their expected outputs.
 
     Attributes:
         inputs: nested inputs: keyword arguments by name, or positional ones.
         outputs: nested outputs.
-        name: what is special about the case.
+        name: short description of the case; empty by default.
     """
 
     inputs: Any
@@ -38,11 +38,11 @@ def save_case(
         path: the file to write.
         inputs: nested inputs: a dict of keyword arguments, which are found by name in a model, or a tuple.
         outputs: what a module returned for them.
-        name: what is special about the case.
+        name: short description of the case; empty by default.
         external_data: see :func:`save_nested`.
 
     Returns:
-        The bytes written.
+        The number of bytes written.
 
     Raises:
         FlattenError: see :func:`save_nested`.
@@ -56,7 +56,10 @@ def load_case(path: str | os.PathLike[str], *, device: Any = "cpu") -> StoredCas
 
     Args:
         path: the file.
-        device: where tensors go.
+        device: device of the tensors; ``"cpu"`` by default.
+
+    Returns:
+        The inputs, the outputs and the name of the case.
 
     Raises:
         FlattenError: see :func:`load_nested`.

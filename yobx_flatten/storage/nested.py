@@ -1,4 +1,4 @@
-"""Nested values to a file and back, in one call each."""
+"""Store nested values in a file and read them back, in one call each."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ def save_nested(path: str | os.PathLike[str], values: Any, *, external_data: boo
     """Store nested values in an ONNX file, with their structure, static data and types.
 
     onnxruntime and ``onnx.reference`` can run the file, and return every tensor under a readable name; nothing is
-    pickled. Tensors are written one after the other, from where they are; beside the values, memory is needed for one
-    that is not contiguous, or not on the host.
+    pickled. Tensors are written one after the other, from where they are; in addition to the values, memory is needed
+    for one tensor that is not contiguous, or not on the host.
 
     Args:
-        path: the file to write; its folder is made if it is not there. It appears when it is complete.
-        values: what is made of registered classes and containers: tensors of any type, NumPy arrays, numbers, text,
-            bytes, ``None``, enums, dtypes. Values, shapes and types are kept; devices, strides and ``requires_grad``
-            are not. One tensor in two places is stored once.
-        external_data: whether tensors are stored in a second file, ``<path>.data``; ``None`` for when there are more
-            than 16 MiB of them. One file alone cannot have more than 2 GB.
+        path: the file to write; its folder is created if it does not exist. The file appears when it is complete.
+        values: registered classes and containers of tensors of any type, NumPy arrays, numbers, text, bytes, ``None``,
+            enums and dtypes. Values, shapes and types are kept; devices, strides and ``requires_grad`` are not. One
+            tensor in two places is stored once.
+        external_data: whether tensors are stored in a second file, ``<path>.data``; ``None``, the default, does so for
+            more than 16 MiB of tensors. One file alone cannot have more than 2 GB.
 
     Returns:
-        The bytes written.
+        The number of bytes written.
 
     Raises:
-        NotRegisteredError: when there is an object of a class that nobody registered.
+        NotRegisteredError: when there is an object of a class that is not registered.
         InvalidArgumentError: when a tensor has no plain data (sparse, nested, on the meta device, quantized), is of a
-            class of its own, or when an object holds itself. The message has the line for each.
+            subclass of its own, or when an object holds itself. The message has the line to type for each.
         StaticDataError: when static data, or a leaf, is something that cannot be stored.
         MissingDependencyError: when onnx is not installed.
 
@@ -55,11 +55,11 @@ def load_nested(path: str | os.PathLike[str], *, device: Any = "cpu") -> Any:
     modules of torch, NumPy, transformers and diffusers. onnxruntime is not needed.
 
     Args:
-        path: the file. What it stored in a second file must be beside it.
-        device: where tensors go.
+        path: the file. A second file that belongs to it must be next to it.
+        device: device of the tensors; ``"cpu"`` by default.
 
     Returns:
-        The values, bit by bit.
+        The values, bitwise identical to those that were stored.
 
     Raises:
         NotRegisteredError: when a class is not registered.
@@ -75,8 +75,8 @@ def read(given: Any, function: str, *, device: Any, content: str | None) -> Any:
 
     Args:
         given: a path, or an ``onnx.ModelProto``.
-        function: what the user called, for messages.
-        device: where tensors go.
+        function: name of the function that the user called, for messages.
+        device: device of the tensors.
         content: what it should hold; ``None`` for whatever it is.
     """
     model, folder = open_model(given, function)

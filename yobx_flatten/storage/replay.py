@@ -1,4 +1,4 @@
-"""A stored case against a model file in onnxruntime: what the model returns, beside what was expected."""
+"""Replay a stored case with a model file in onnxruntime, and compare its outputs with the expected ones."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class OutputDifference:
     """One output of a replay.
 
     Attributes:
-        name: of the expected value: ``present.0.key``.
-        output: of the output in the model, ``None`` if it has no such output.
-        difference: the largest absolute difference; infinite where there is an error.
-        error: what makes them incomparable, ``None`` if nothing does.
+        name: name of the expected value: ``present.0.key``.
+        output: name of the model's output, ``None`` if it has no such output.
+        difference: largest absolute difference; infinite where there is an error.
+        error: reason why the two cannot be compared, ``None`` if they can.
     """
 
     name: str
@@ -44,15 +44,15 @@ class OutputDifference:
 
 @dataclasses.dataclass(frozen=True)
 class CaseReport:
-    """What came of a replay. ``print(report)`` shows it as a table.
+    """The result of a replay. ``print(report)`` shows it as a table.
 
     Attributes:
-        case: the name of the case.
+        case: name of the case.
         model: the file.
         outputs: one entry per expected output.
         unused: inputs of the case that the model does not take.
-        seconds: how long the run took.
-        tolerance: the largest absolute difference allowed.
+        seconds: duration of the run.
+        tolerance: largest absolute difference allowed.
     """
 
     case: str
@@ -69,7 +69,7 @@ class CaseReport:
 
     @property
     def ok(self) -> bool:
-        """Tell whether every output is within the tolerance."""
+        """Whether every output is within the tolerance."""
         return self.max_difference <= self.tolerance
 
     def __str__(self) -> str:
@@ -92,19 +92,20 @@ def replay_case(
     """Run a model file on the inputs of a case, and compare what it returns with the outputs of the case.
 
     Inputs and outputs are found by name: ``past_key_values.0.key`` as :func:`export_onnx` and tools for generation
-    name them, ``past_key_values_key_0`` as ``torch.onnx.export`` does, or by their order where names say nothing.
+    name them, ``past_key_values_key_0`` as ``torch.onnx.export`` does, or by their order where names do not match.
 
     Args:
-        case: from :func:`load_case`, or made by hand.
+        case: a case from :func:`load_case`, or made by hand.
         model: the path of an ONNX file, or an ``onnxruntime.InferenceSession``.
-        tolerance: the largest absolute difference allowed.
-        providers: of onnxruntime, for a path.
+        tolerance: largest absolute difference allowed; 1e-4 by default.
+        providers: execution providers of onnxruntime, for a path; ``("CPUExecutionProvider",)`` by default.
 
     Returns:
-        The differences.
+        The difference of every output, with the time and the inputs that were not used.
 
     Raises:
-        ReplayError: when the model wants an input that the case does not have, or of another type, or fails.
+        ReplayError: when the model wants an input that the case does not have, or has with another type, or when it
+            fails.
         MissingDependencyError: when onnxruntime is not installed.
     """
     if not isinstance(case, StoredCase):

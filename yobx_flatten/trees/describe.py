@@ -1,4 +1,4 @@
-"""One line that says what a nested object is made of: :func:`string_type`.
+"""Describe what a nested object is made of, in one line: :func:`string_type`.
 
 The text grows from a table: the name of a class, looked up along the bases of the object's type, gives the
 small function that writes it. Names instead of classes, because NumPy and transformers must not be imported.
@@ -61,7 +61,7 @@ def string_type(
     *,
     caches: Literal["layers", "lists"] = "layers",
 ) -> str:
-    """One line that says what a nested object is made of.
+    """Describe what a nested object is made of, in one line.
 
     It never raises: a class it does not know becomes ``Name(child, child)`` if it is registered as a pytree
     node, ``Name(...)`` otherwise. A cycle ends in ``<cycle>``, nesting deeper than 100 levels in ``...``.

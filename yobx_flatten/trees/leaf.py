@@ -1,4 +1,4 @@
-"""The leaves of any nested object: the way to each, and what its axes mean as far as its class says so."""
+"""The leaves of any nested object: the key path of each, and the meaning of its axes where its class states it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ class Leaf(NamedTuple):
     """One leaf of a nested object.
 
     Attributes:
-        path: the way to it, as Python.
+        path: key path of the leaf, as Python.
         value: the leaf itself.
-        axes: what its axes mean (``{0: "batch", 2: "length"}``), if it is a child of a class whose registration says
-            so, and ``None`` otherwise. An axis that is not there means nothing that varies: ``{}`` is a tensor of
-            fixed shape.
+        axes: meaning of its axes (``{0: "batch", 2: "length"}``), if it is a child of a class whose registration states
+            it, and ``None`` otherwise. An axis that is not listed does not vary: ``{}`` is a tensor of fixed shape.
     """
 
     path: str
@@ -36,8 +35,8 @@ def leaves(tree: Any, *, name: str = "tree") -> list[Leaf]:
     """List the leaves of a nested object, as torch's pytree sees them now and in its order.
 
     Args:
-        tree: anything. What is not registered is a leaf, however many tensors it holds.
-        name: what ``tree`` is called where the paths are read; they begin with it.
+        tree: anything. An object of a class that is not registered is a leaf, however many tensors it holds.
+        name: what ``tree`` is called; the paths begin with it. ``"tree"`` by default.
 
     Returns:
         One :class:`Leaf` for each entry of ``torch.utils._pytree.tree_leaves(tree)``.

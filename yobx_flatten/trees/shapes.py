@@ -1,8 +1,8 @@
 """``dynamic_shapes`` for nested inputs: written from the inputs themselves, and checked before torch sees them.
 
-torch wants a tree of the shape of the inputs, in which a registered class stands as a *list* with one entry per child.
-What varies is known of caches (batch and length, not heads and head size); of a plain tensor every axis may vary, and
-``Dim.AUTO`` lets torch find out which do.
+torch wants a tree of the shape of the inputs, in which a registered class is a *list* with one entry per child.
+For caches it is known what varies (batch and length, not heads and head size); of a plain tensor every axis may vary,
+and ``Dim.AUTO`` lets torch find out which do.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ def dynamic_shapes(inputs: Any, overrides: Mapping[str, Any] | None = None) -> A
     """Write the ``dynamic_shapes`` of nested inputs.
 
     Args:
-        inputs: a tuple of positional arguments or a dict of keyword arguments, nested at will: tensors, numbers,
+        inputs: a tuple of positional arguments or a dict of keyword arguments, nested to any depth: tensors, numbers,
             containers, caches, registered classes.
-        overrides: what to put instead, by dotted key path: ``{"input_ids": {0: Dim("batch")}}``,
-            ``{"past_key_values.key_0": {2: Dim.DYNAMIC}}``; ``None`` keeps everything below the path fixed.
+        overrides: entries to use instead, by dotted key path: ``{"input_ids": {0: Dim("batch")}}``,
+            ``{"past_key_values.key_0": {2: Dim.DYNAMIC}}``; the entry ``None`` keeps everything below the path fixed.
+            No overrides by default.
 
     Returns:
         What ``torch.export.export(..., dynamic_shapes=...)`` takes: ``Dim.AUTO`` for the axes that may vary and for
         the counters of caches, ``None`` for what stays as it is (numbers, strings, booleans).
 
     Raises:
-        DynamicShapesError: when a path of ``overrides`` is not there, or what stands behind it does not fit.
+        DynamicShapesError: when a path of ``overrides`` is not among the inputs, or its entry does not fit.
         InvalidArgumentError: when an object holds itself.
 
     >>> shapes = dynamic_shapes({"x": torch.zeros(2, 3), "y": torch.zeros(4), "flag": True}, {"x": {0: Dim.DYNAMIC}})
@@ -62,8 +63,8 @@ def make_dynamic_shapes_kv_cache(cache: Any, shape_of_one: Any) -> list[Any]:
     """Write the ``dynamic_shapes`` of one cache, all of whose keys and values vary in the same way.
 
     Args:
-        cache: a cache.
-        shape_of_one: what varies in every key and value tensor, ``{0: "batch", 2: "length"}``.
+        cache: a cache of a class that is registered with axes.
+        shape_of_one: the specification of every key and value tensor, ``{0: "batch", 2: "length"}``.
 
     Returns:
         One entry per leaf: ``shape_of_one`` for keys and values, ``Dim.AUTO`` for an integer counter, ``None`` for a
@@ -92,7 +93,7 @@ def check_dynamic_shapes(inputs: Any, shapes: Any) -> None:
     """Check a ``dynamic_shapes`` specification against the inputs it is for.
 
     Args:
-        inputs: as for :func:`dynamic_shapes`.
+        inputs: a tuple or a dict, as for :func:`dynamic_shapes`.
         shapes: the specification to check.
 
     Raises:
@@ -173,7 +174,7 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 def _builtin_kind(obj: Any, node: Node | None = None) -> Any:
-    """The type that the specification of a built-in container must have, too; ``None`` for a registered class."""
+    """The type that the specification of a built-in container must also have; ``None`` for a registered class."""
     kind = pytree._get_node_type(obj)
     kind = tuple if kind is torch.Size else kind  # torch rebuilds it as a tuple before it looks
     return kind if kind in pytree.BUILTIN_TYPES and (node is None or node.recipe is None) else None

@@ -1,4 +1,4 @@
-"""The command line: ``yobx-flatten``, which is ``python -m yobx_flatten``, too."""
+"""The command line ``yobx-flatten``, also run by ``python -m yobx_flatten``."""
 
 from __future__ import annotations
 

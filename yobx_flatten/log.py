@@ -30,7 +30,7 @@ def verbosity(verbose: int) -> Iterator[None]:
 
 
 def say(level: int, message: str, *args: object) -> None:
-    """Log a message; who asked to hear of it with `verbosity`, and configured no logging, finds it on stderr."""
+    """Log a message; with `verbosity` and without configured logging it goes to stderr."""
     if _LOGGER.isEnabledFor(level):
         _LOGGER.log(level, message, *args, stacklevel=2)
     elif level >= _WANTED.get():

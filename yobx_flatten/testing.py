@@ -1,4 +1,4 @@
-"""For the tests of whoever registers classes: one test per class and promise.
+"""Tests for classes that you register: one test per class and check.
 
 ::
 
@@ -26,7 +26,7 @@ def recipe_tests(*samples: Any) -> Callable[..., None]:
     """Make a test that checks the registrations of the samples' classes; assign it to a ``test_...`` name.
 
     Args:
-        samples: instances; their classes have to be registered when the tests run, not before.
+        samples: instances; their classes must be registered when the tests run, not before.
 
     Returns:
         A function that pytest runs once for each sample and each check of

@@ -1,1 +1,1 @@
-"""What users call to register classes: functions, the block, decorators, classes of other libraries."""
+"""What users call to register classes: functions, the context manager, decorators, classes of other libraries."""

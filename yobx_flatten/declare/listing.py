@@ -1,4 +1,4 @@
-"""The Flattening List: every class we know, what its leaves are, what is static, and who registers it where."""
+"""The Flattening List: every known class, its leaves, its static data, and where it is registered by which library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was expected beside what was found: structure, classes, types, and how far the numbers are apart.
+"""Compare what was found with what was expected: structure, classes, types, and the difference of the numbers.
 
 The one comparison of this package. Two leaves are as far apart as their worst element is; what no number can say,
 another shape, another type, ``None`` for a tensor, is an error.
@@ -30,7 +30,8 @@ def compare_outputs(expected: Any, found: Any, names: Sequence[str]) -> dict[str
         names: one for each leaf of ``expected``.
 
     Returns:
-        By name, the largest difference; nothing for text, ``None`` and what else is no number, where all is the same.
+        By name, the largest difference; nothing for text, ``None`` and other leaves that are not numbers, where they
+        are equal.
 
     Raises:
         ReplayError: when something is incomparable, or has no number to say how far it is apart; it names the output.

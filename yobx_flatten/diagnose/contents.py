@@ -11,8 +11,8 @@ descriptor, and the items of the built-in containers by the functions of the bui
         def size(self): ...             never called
 
 Not entered: classes, modules of Python, functions and methods (so neither closures nor globals), weak references,
-generators, frames. A ``torch.nn.Module`` is looked into like any object, a ``functools.partial`` too: its arguments
-are data.
+generators, frames. A ``torch.nn.Module`` is looked into like any object, and so is a ``functools.partial``: its
+arguments are data.
 """
 
 from __future__ import annotations
@@ -178,5 +178,5 @@ def _spell_attribute(name: Any) -> str:
 
 
 def _loaded(module: str, name: str) -> Any:
-    """A class of a library, if somebody imported it."""
+    """A class of a library, if the library is imported."""
     return getattr(sys.modules.get(module), name, None)

@@ -1,4 +1,4 @@
-"""What is inside of one leaf: how many tensors it holds, and which objects in it have to be registered as well."""
+"""What is inside one leaf: how many tensors it holds, and which objects in it must also be registered."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Frame:
 
 
 def holders_in(leaf: Any, layouts: Layouts, covers: Callable[[type], bool]) -> list[Holder]:
-    """The leaf, if it holds tensors, and the objects inside it that hold some and have to be registered as well.
+    """The leaf, if it holds tensors, and the objects inside it that hold some and must also be registered.
 
     Args:
         leaf: any object.

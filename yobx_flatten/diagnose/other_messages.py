@@ -1,4 +1,4 @@
-"""Messages of what stands beside ``torch.export``: the old tracer, ``vmap``, unflattened and stored programs, devices.
+"""Messages of the tools around ``torch.export``: the old tracer, ``vmap``, unflattened and stored programs, devices.
 
 A row of the table has the words that a message keeps from version to version, and a function that says what it means.
 """

@@ -1,4 +1,4 @@
-"""A program into an ONNX file, which takes its name when it is proven."""
+"""Write a program to an ONNX file, which gets its name when it is proven."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def convert(
 
 
 class UnprovenFile:
-    """A file in a hidden folder beside the one it is to be.
+    """A file in a hidden folder next to its final place.
 
     Args:
         target: the path it is to have.
@@ -77,12 +77,12 @@ class UnprovenFile:
         self.path = folder / target.name
 
     def save(self, converted: torch.onnx.ONNXProgram) -> int:
-        """Write the file; return the bytes written, those of weights beside the file included."""
+        """Write the file; return the number of bytes written, with those of weights in a second file."""
         converted.save(self.path)
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def publish(self) -> None:
-        """Let it take its name, and the place of a file of that name with the weights beside it."""
+        """Give it its name, in place of a file of that name and of the weights next to that."""
         stale = _weights_beside(self.target)
         self._move(self.target.parent)
         for file in stale - _weights_beside(self.target):

@@ -1,6 +1,6 @@
-"""What torch's exporter leaves wrong in a graph, put right before the file is written.
+"""Repair what torch's exporter leaves wrong in a graph, before the file is written.
 
-* A value inside may have the name that an output was given (an output called ``relu`` beside a node of that name).
+* A value inside may have the name that an output was given (an output called ``relu`` and a node of that name).
 * ``RotaryEmbedding`` of opset 23 is made of a pattern in which cosines of one row meet tokens of several. The operator
   takes as many rows of both, and onnxruntime refuses the others.
 """

@@ -1,7 +1,7 @@
 """Which outputs are of padding: positions that the attention mask excludes, where a model may compute anything.
 
 A row that sees no position at all is a softmax over nothing. Each implementation fills it as it likes, and no other
-position reads what comes of it.
+position reads the result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does an exported program do what the eager model does? Every case runs in a loop over its own outputs."""
+"""Compare an exported program with the eager model. Every case runs in a loop over its own outputs."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def replay(
 
 
 def _tensors(eager: Any, outputs: Mapping[str, Any], names: Collection[str]) -> dict[str, float]:
-    """Compare with the outputs of a graph: what is no tensor is part of it, and no output."""
+    """Compare with the outputs of a graph: what is not a tensor is part of it, and not an output."""
     differences = {}
     for name, value in zip(names, pytree.tree_leaves(eager), strict=True):
         if name not in outputs:

@@ -22,7 +22,7 @@ def undisturbed(module: torch.nn.Module, written: Collection[str] = ()) -> Itera
 
     Args:
         module: a module; copies stand in the place of its buffers.
-        written: names of parameters that its ``forward`` writes to, too.
+        written: names of parameters that its ``forward`` also writes to.
     """
     found = []
     copies: dict[int, torch.Tensor] = {}  # what is tied stays tied

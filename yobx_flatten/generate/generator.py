@@ -1,4 +1,4 @@
-"""The loop: read the prompt, choose a token, feed it with the cache that came out, again and again."""
+"""The loop: read the prompt, choose a token, feed it with the returned cache, again and again."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ class OnnxRunner:
             cache: what :meth:`start`, or the step before, returned.
 
         Returns:
-            The outputs that are no part of the cache, and the cache for the next step. The tensors of ``cache`` that
-            have a successor are released as soon as nobody else holds them.
+            The outputs that are not part of the cache, and the cache for the next step. The tensors of ``cache`` that
+            have a successor are released as soon as nothing else holds them.
         """
         binding = self._session.io_binding()
         for name, tensor in feeds.items():

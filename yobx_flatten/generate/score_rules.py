@@ -73,11 +73,11 @@ def score_rules(generation: Mapping[str, Any]) -> tuple[ScoreProcessor, ...]:
 
 
 def forced_tokens(call: GenerationCall, first: int | None, last: tuple[int, ...]) -> list[ScoreProcessor]:
-    """Return the rules that leave no choice, which come behind all others.
+    """Return the rules that leave no choice, which come after all others.
 
     Args:
         call: whose tokens are chosen.
-        first: the token behind a single first one, such as a language; ``None`` for any.
+        first: the token after a single first one, such as a language; ``None`` for any.
         last: one of these is the last token where the longest row ends; empty for any.
     """
     made: list[ScoreProcessor] = []

@@ -1,1 +1,1 @@
-"""Caches and outputs of Hugging Face models: how they come apart, and how a trace gets through them."""
+"""Caches and outputs of Hugging Face models: how they are flattened, and how they are traced."""

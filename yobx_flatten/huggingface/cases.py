@@ -83,7 +83,7 @@ def cache_name(names: Container[str]) -> str | None:
 
 
 def why_not_resizable(model: Any, kwargs: Mapping[str, Any]) -> str | None:
-    """Tell why the inputs of a model cannot be made in other sizes; ``None`` when they can.
+    """Return why the inputs of a model cannot be made in other sizes; ``None`` when they can.
 
     Args:
         model: the module that is exported.

@@ -12,7 +12,7 @@ __all__ = ["contiguous"]
 def contiguous(value: Any) -> Any:
     """Return a tensor contiguous; what holds tensors gets such, in place.
 
-    A slice (``ids[:, 5:]``, the keys of a layer past its window) has strides that nobody else's tensors have, and code
+    A slice (``ids[:, 5:]``, the keys of a layer past its window) has strides that other tensors do not have, and code
     that was compiled for one of the two reads the other one wrongly.
 
     Args:

@@ -17,7 +17,7 @@ def classes_of(module: ModuleType) -> list[type]:
 
 
 def subclasses_of(cls: Any) -> Iterator[type]:
-    """Yield the subclasses of a class that are defined so far, those of subclasses too."""
+    """Yield the subclasses of a class that are defined so far, with those of subclasses."""
     for child in cls.__subclasses__():
         yield child
         yield from subclasses_of(child)

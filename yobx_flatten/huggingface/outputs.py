@@ -105,7 +105,7 @@ def output_recipes(remedy: str) -> dict[type, Recipe | None]:
         remedy: the line that registers them.
 
     Returns:
-        By class; ``None`` where the registration in force is right and stays.
+        By class; ``None`` where the present registration is right and stays.
     """
     recipes: dict[type, Recipe | None] = {}
     # not imported, no instance of it: nothing to register, and importing it would register 70 classes for good

@@ -1,4 +1,4 @@
-"""Cases that are stored beside the files: what goes in, and what the eager model makes of it."""
+"""Cases that are stored next to the files: inputs, and what the eager model returns for them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _prompts(model: Any, text: Any, rows: int) -> dict[str, torch.Tensor]:
 
 
 def _with_images(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One image for every row, in front of its text and behind its padding."""
+    """One image for every row, before its text and after its padding."""
     from .pieces import VisionEncoder, images_for
 
     images = images_for(model, len(inputs["input_ids"]))

@@ -1,4 +1,4 @@
-"""What tools expect beside the model: configurations, the tokenizer, and onnxruntime-genai's own file."""
+"""The files that tools expect next to the model: configurations, the tokenizer, and onnxruntime-genai's own file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WRITTEN_ANEW = {"config.json", "generation_config.json"}
 
 
 def write_companions(folder: pathlib.Path, model: Any, source: pathlib.Path | None) -> None:
-    """Write what belongs beside the files of a model.
+    """Write what belongs next to the files of a model.
 
     Args:
         folder: where they are.

@@ -90,7 +90,7 @@ def find_model(source: str, *, weights: bool = True) -> FoundModel:
     Args:
         source: a folder that ``save_pretrained`` wrote; an id of the hub, ``"owner/name"``; for random weights a
             ``config.json``, a folder without weights, or a type of model such as ``"llama"``, for a small one.
-        weights: whether those of the hub are wanted, too.
+        weights: whether to download those of the hub.
 
     Raises:
         InvalidArgumentError: when there is no such folder and no such type.
@@ -148,7 +148,7 @@ def _download(source: str, patterns: list[str]) -> pathlib.Path:
 
 
 def _why_not(error: BaseException) -> str:
-    """What became of a download, in one line."""
+    """The result of a download, in one line."""
     chain: list[BaseException] = []
     step: BaseException | None = error
     while step is not None and step not in chain:

@@ -1,4 +1,4 @@
-"""Whether a folder can be written, asked before hours are spent on what belongs there."""
+"""Check that a folder can be written, before hours are spent on what belongs there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_writable(folder: str | os.PathLike[str], *, beside: bool = False) -> N
 
     Args:
         folder: that was asked for; what the error names.
-        beside: ask for the place beside it, where it is made under another name first.
+        beside: check the folder that holds it, where it is made under another name first.
 
     Raises:
         OSError: naming the folder and the reason.

@@ -304,7 +304,7 @@ def run_source(start: str, source: str, scope: dict[str, Any]) -> None:
     Args:
         start: how the file name begins that tracebacks find the lines by, such as ``"<functions of module.Class"``.
         source: what to run.
-        scope: the names that the source uses; those that it defines come in beside them.
+        scope: the names that the source uses; those that it defines are added to them.
     """
     # no `__name__` in the scope: dynamo would look its names up in the module of that name
     exec(compile(source, _remember(start, source), "exec"), scope)

@@ -1,4 +1,4 @@
-"""What a class needs to come apart into children and to go together again. No library is told anything here."""
+"""The functions that flatten and unflatten a class. No library is told anything here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Unflatten: TypeAlias = Callable[[Iterable[Any], Any], Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """How instances of one class come apart and go together.
+    """How instances of one class are flattened and unflattened.
 
     Attributes:
         cls: the class, exactly: subclasses need a recipe of their own.
@@ -44,8 +44,8 @@ class Recipe:
         axes: ``key -> {axis: meaning}`` of a leaf, for the axes that vary between calls (``{0: "batch"}``); ``None``
             when nothing is known, and every axis may vary.
         label: ``(key, name of what is below it) -> name`` of a leaf in an exported graph; ``None`` joins them by dots.
-        plain_static: the static part is stored as torch stores it by itself, as the registration does that steps back,
-            so that a program that was saved under one of them loads under the other.
+        plain_static: whether the static part is stored as torch stores it by itself, as the suspended registration
+            does, so that a program that was saved under one of them loads under the other.
     """
 
     cls: type

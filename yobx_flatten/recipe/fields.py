@@ -43,7 +43,7 @@ def functions_of(
     """Make the flatten, keyed flatten and unflatten functions of a class that says by itself what it holds.
 
     Args:
-        cls: a dataclass (flax, chex and equinox write dataclasses, too), an attrs class, a pydantic model, a class with
+        cls: a dataclass (flax, chex and equinox also write dataclasses), an attrs class, a pydantic model, a class with
             ``keys()`` and ``values()`` (a ``dict`` subclass, a ``ModelOutput``), one with JAX's ``tree_flatten()`` and
             ``tree_unflatten()``, or one with nothing but ``__slots__``. A field declared with
             ``metadata={"static": True}`` becomes static data. What an instance holds beside its fields does not come

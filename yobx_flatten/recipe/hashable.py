@@ -1,7 +1,7 @@
 """Static data as a cache key: JAX hashes and compares it at every call of a compiled function.
 
-Lists and dicts do not hash, and whoever changes one later would change a key that is in use. So they travel as a copy
-inside :class:`HeldStatic`, and come out as a copy, too. What hashes by itself stays as it is.
+Lists and dicts are not hashable, and a caller that changes one later would change a key that is in use. So they travel
+as a copy inside :class:`HeldStatic`, and are returned as a copy. A hashable value stays as it is.
 """
 
 from __future__ import annotations

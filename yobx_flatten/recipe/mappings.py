@@ -1,6 +1,6 @@
 """Flatten functions of classes that list their content by ``keys()`` and ``values()``: its values are the children.
 
-An instance is put together by its constructor, which may do more than keep items (``self.__dict__ = self``), or less.
+An instance is rebuilt by its constructor, which may do more than keep items (``self.__dict__ = self``), or less.
 So what items do not say is refused, and what a constructor made of them is compared::
 
     class Config(dict):                     config.scale = tensor     flatten raises: no item holds it
@@ -74,7 +74,7 @@ _KEEPS_ITEMS = ("__post_init__", "__setitem__")
 
 
 def _written(cls: type) -> list[type]:
-    """The class and its bases, as far as somebody wrote them in Python."""
+    """The class and its bases, as far as they are written in Python."""
     return list(cls.__mro__[: cls.__mro__.index(builtin_base(cls))])
 
 

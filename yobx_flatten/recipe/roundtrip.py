@@ -1,6 +1,6 @@
 """Does an object come back from flatten and unflatten as it went in? What ``f_check`` and ``check_recipe`` ask.
 
-Each check takes a recipe that is in force and a sample, and raises for one kind of difference.
+Each check takes a registered recipe and a sample, and raises for one kind of difference.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_round_trip(recipe: Recipe, sample: Any) -> None:
     """Flatten, unflatten and flatten again, with every function of the recipe.
 
     Args:
-        recipe: the recipe to check; it must be in force.
+        recipe: the recipe to check; it must be registered.
         sample: an instance of its class.
 
     Raises:

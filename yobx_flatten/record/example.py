@@ -35,7 +35,7 @@ def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> d
     """The places of these calls whose size is to vary.
 
     A number of new tokens that is 1 in every call of the phase stays 1: that is what a program for decoding is given.
-    A model that counts no past has no name for that number, so what is only 1 here and more elsewhere stays 1 as well:
+    A model that counts no past has no name for that number, so a size that is 1 here and more elsewhere also stays 1:
     some models take another way with several tokens. An axis of size 0 in every call is one that holds nothing yet.
     """
     paths = {fact.path for fact in calls[0].facts()}

@@ -1,4 +1,4 @@
-"""One recorded call as one file: its tensors as safetensors, its structure as JSON beside them. No pickle.
+"""One recorded call as one file: its tensors as safetensors, its structure as JSON next to them. No pickle.
 
 .. code-block:: text
 

@@ -1,4 +1,4 @@
-"""A method of one object, watched: every call is shown to whoever asks, and the object is put back as it was.
+"""A method of one object, watched: every call is passed to the observers, and the object is restored afterwards.
 
 ::
 
@@ -38,7 +38,7 @@ class Watcher(Protocol):
 
 
 class _Interception:
-    """One method of one object, replaced while somebody watches."""
+    """One method of one object, replaced while there are observers."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner = owner

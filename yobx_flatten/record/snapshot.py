@@ -28,7 +28,7 @@ class Fact(NamedTuple):
         shape: of a tensor, ``()`` for anything else.
         device: where the tensor was.
         axes: what its axes mean, if the registration of its class says so; see :class:`~yobx_flatten.Leaf`.
-        value: the leaf itself, where it is no tensor.
+        value: the leaf itself, where it is not a tensor.
     """
 
     path: str
@@ -61,7 +61,7 @@ class Snapshot:
 
         Raises:
             InvalidArgumentError: when an object holds itself.
-            NotRegisteredError: when it holds tensors inside an object that nobody registered.
+            NotRegisteredError: when it holds tensors inside an object of a class that is not registered.
         """
         refuse_cycles(tree, name)
         leaves, spec = pytree.tree_flatten(tree)
@@ -87,7 +87,7 @@ class Snapshot:
 
 
 def same_value(one: Fact, other: Fact) -> bool:
-    """Whether two leaves that are no tensors are the same; NaN is the same as NaN."""
+    """Whether two leaves that are not tensors are the same; NaN is the same as NaN."""
     if one.value is other.value:
         return True
     plain = isinstance(one.value, _PLAIN) and type(one.value) is type(other.value)

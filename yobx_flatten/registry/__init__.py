@@ -1,1 +1,1 @@
-"""Who holds which class, and one file per library's table."""
+"""Which registrations hold which class, and one file per library's table."""

@@ -1,4 +1,4 @@
-"""What the registry asks of every library: what do you hold for this class, hold this, bring that back."""
+"""The interface of every library's table: read what it holds for a class, write a recipe, restore what was found."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Backend(Protocol):
         """Tell whether the library holds exactly this recipe for its class."""
 
     def write(self, recipe: Recipe) -> None:
-        """Put the recipe in force, in place of what is there."""
+        """Register the recipe, in place of what is there."""
 
     def restore(self, recipe: Recipe, found: Any) -> None:
         """Take the recipe out and bring back ``found``, a value that ``read`` returned before ``write``."""

@@ -1,8 +1,8 @@
-"""Who holds which class, how often, and what every library held before. The only mutable object of the core.
+"""Claims on classes, and what every library held before. The only mutable object of the core.
 
-A *library* is what a user chooses: torch (three tables), optree, JAX. A class that nobody holds in a library is not
-mentioned here. The first claim on it reads what each table of the library holds (*found*) and puts its recipe in force;
-the last claim to go brings *found* back. Claims may go in any order.
+A *library* is what a user chooses: torch (three tables), optree, JAX. A class without a claim in a library is not
+mentioned here. The first claim on it reads what each table of the library holds (*found*) and registers its recipe;
+the last claim to go restores *found*. Claims may go in any order.
 
     claims on DynamicCache      in force        what happens
     -                           theirs          found = theirs
@@ -43,7 +43,7 @@ TORCH = ("torch",)  # what the documented functions reach when nothing else is a
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Claim:
-    """One holder's wish to have a recipe in force in some libraries; :meth:`Registry.release` gives it up."""
+    """One holder's claim that a recipe is registered in some libraries; :meth:`Registry.release` gives it up."""
 
     recipe: Recipe
     by_user: bool
@@ -77,7 +77,7 @@ class Registry:
         self._lock = LOCK
 
     def recipe_in_force(self, cls: type, library: str = "torch") -> Recipe | None:
-        """Return our recipe for the class while somebody claims it in this library."""
+        """Return our recipe for the class while there is a claim on it in this library."""
         with self._lock:
             slot = self._slots.get((library, cls))
             return None if slot is None else slot.recipe
@@ -101,11 +101,11 @@ class Registry:
 
         Args:
             backends: names, or ``"all"`` for every library there is: one that is not installed is told nothing.
-            function: the function she called, for the messages.
+            function: name of the function that the user called, for the messages.
 
         Raises:
             InvalidArgumentError: when a name is unknown, or there is none.
-            MissingDependencyError: when a library that she names is not installed.
+            MissingDependencyError: when a library that the user names is not installed.
         """
         names = (backends,) if isinstance(backends, str) else tuple(backends)
         unknown = [name for name in names if name != "all" and name not in self._libraries]
@@ -127,7 +127,7 @@ class Registry:
         """Claim a class for a block, in torch.
 
         Returns:
-            The claim, or ``None`` when the user registered the class herself: she keeps her functions.
+            The claim, or ``None`` when the user registered the class: the user's functions stay.
         """
         (library,) = TORCH
         with self._lock:
@@ -177,7 +177,7 @@ class Registry:
         """Give up all that the user claims of a class.
 
         Raises:
-            NotRegisteredError: when she claims nothing.
+            NotRegisteredError: when the user claims nothing.
         """
         with self._lock:
             slots = [self._slots[library, cls] for library in self._libraries if (library, cls) in self._slots]
@@ -211,7 +211,7 @@ class Registry:
         self._retired[claim.recipe.cls] = slot.recipe.remedy
 
     def _open(self, recipe: Recipe, libraries: tuple[str, ...], *, by_user: bool) -> Claim:
-        """Put the recipe in force in all tables of the libraries, or in none."""
+        """Register the recipe in all tables of the libraries, or in none."""
         found = {library: [b.read(recipe.cls) for b in self._libraries[library]] for library in libraries}
         written: list[tuple[Backend, Any]] = []
         try:

@@ -1,4 +1,4 @@
-"""Lines that no handler of a signal cuts in two."""
+"""Defer signals such as SIGINT during critical sections."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SIGNALS = tuple(sorted(signal.valid_signals()))
 
 
 class Uninterrupted:
-    """A block in which no handler of a signal runs; those that came are called at its end.
+    """Context manager that defers the handlers of signals; those that are due are called at its end.
 
     Python calls handlers between any two lines of the main thread, and they may raise: Ctrl-C, a timeout, what ends a
     process in order. For the time of the block another handler stands in place of each one that Python would call.
     In other threads nothing is to be done.
 
-    An interruption at the end of the block raises behind its last line. Who needs all or nothing undoes it then::
+    An interruption at the end of the block raises after its last line. Code that needs all or nothing undoes it then::
 
         try:
             with Uninterrupted():

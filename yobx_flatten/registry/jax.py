@@ -1,14 +1,14 @@
-"""JAX, which never forgets a class: it is told once, by functions that look up what is in force.
+"""JAX, which never forgets a class: it is told once, with functions that look up what is registered.
 
 Nothing takes a class back from JAX, or puts another one in its place
 (https://github.com/jax-ml/jax/issues/21666): its compiled functions rely on what they were told.
 
 What happens to a class when its recipe goes and comes:
 
-    registered      JAX takes it apart by the recipe
-    taken back      JAX goes on with the last recipe: the class stays a node, and compiled functions go on working
+    registered      JAX flattens it by the recipe
+    unregistered    JAX continues with the last recipe: the class stays a node, and compiled functions still work
     again, same     the same, and nothing is compiled again
-    again, other    JAX takes it apart by the new recipe; tree definitions made before are put together by the old one,
+    again, other    JAX flattens it by the new recipe; tree definitions made before are unflattened by the old one,
                     and do not equal those made now, so that a function compiled before is compiled anew
 """
 
@@ -41,7 +41,7 @@ class Jax:
         self._nodes: dict[type, _Node] = {}  # for good, as in JAX
 
     def read(self, cls: type) -> Any:
-        """Return our recipe in force or waiting, a mark for somebody else's class, or ``None``."""
+        """Return our registered or waiting recipe, a mark for another library's class, or ``None``."""
         with self.waiting.lock:
             if not self.waiting.library_is_there():
                 return self.waiting.get(cls)
@@ -51,19 +51,19 @@ class Jax:
             return _THEIRS if _is_node(cls) else None
 
     def holds(self, recipe: Recipe) -> bool:
-        """Tell whether JAX takes the class apart by this recipe, or will once it is imported."""
+        """Tell whether JAX flattens the class by this recipe, or will once it is imported."""
         return self.read(recipe.cls) is recipe
 
     def write(self, recipe: Recipe) -> None:
-        """Put the recipe in force.
+        """Register the recipe.
 
         Raises:
-            AlreadyRegisteredError: when somebody else registered the class with JAX: that cannot be replaced.
+            AlreadyRegisteredError: when another library registered the class with JAX: that cannot be replaced.
         """
         self.waiting.put(recipe)
 
     def restore(self, recipe: Recipe, found: Any) -> None:
-        """Bring back the recipe that was found; where there was none, the last one goes on serving JAX."""
+        """Bring back the recipe that was found; where there was none, JAX continues with the last one."""
         with self.waiting.lock:
             if not self.waiting.library_is_there():
                 self.waiting.drop(recipe)
@@ -103,7 +103,7 @@ class _Node:
         self._current = (0, recipe)  # one object, so that a flatten in another thread sees one or the other
 
     def put(self, recipe: Recipe) -> None:
-        """Let JAX take the class apart by this recipe from now on."""
+        """Let JAX flatten the class by this recipe from now on."""
         same = (i for i, known in enumerate(self._recipes) if known.same_functions(recipe))
         number = next(same, len(self._recipes))
         self._recipes[number : number + 1] = [recipe]

@@ -1,6 +1,6 @@
 """optree, in a namespace of our own: its C++ speed, and key paths, which torch's use of optree does not have.
 
-``optree.tree_flatten(tree, namespace="yobx_flatten")`` takes apart what is registered here, and
+``optree.tree_flatten(tree, namespace="yobx_flatten")`` flattens what is registered here, and
 ``optree.tree_accessors(tree, namespace="yobx_flatten")[0].codify("inputs")`` says ``inputs['a'][0].x``.
 """
 

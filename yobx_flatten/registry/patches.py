@@ -1,4 +1,4 @@
-"""Attributes replaced for a while, and what a module needs done when it is imported meanwhile. All is put back."""
+"""Reversible patches of attributes, also of modules that are imported later."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _MISSING = object()
 class AttributePatch:
     """One attribute, or one entry of a dict, that is replaced while at least one holder wants it so.
 
-    Holders may come and go in any order, from any thread. If somebody else replaced the attribute after us, it is
-    theirs and stays.
+    Holders may come and go in any order, from any thread. If other code replaced the attribute after us, that
+    replacement stays.
     """
 
     def __init__(self, owner: Any, name: Any, replacement: Any) -> None:
@@ -44,7 +44,7 @@ class AttributePatch:
             self._holders += 1
 
     def release(self) -> None:
-        """Bring back what was found, if nobody else wants the replacement."""
+        """Restore what was found, if no other holder wants the replacement."""
         with LOCK:
             self._holders -= 1
             if self._holders == 0 and self._entries.get(self._name) is self._replacement:

@@ -1,8 +1,8 @@
-"""``torch.fx._pytree``: how a graph module takes its inputs apart, guided by the spec it was traced with.
+"""``torch.fx._pytree``: how a graph module flattens its inputs, guided by the spec it was traced with.
 
-Without a rule here fx falls back to the Python pytree and compares whole specs. A rule of somebody else's
-(transformers' executorch registration has one for ``DynamicCache``) would take our programs' inputs apart in another
-order, without a word; so ours is in force together with the rest, and says where an input differs.
+Without a rule here fx falls back to the Python pytree and compares whole specs. Another library's rule
+(transformers' executorch registration has one for ``DynamicCache``) would silently flatten our programs' inputs in
+another order; so ours is registered together with the rest, and reports where an input differs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TorchFx:
         fx_pytree.register_pytree_flatten_spec(recipe.cls, functools.partial(_flatten_spec, recipe))
 
     def restore(self, recipe: Recipe, found: _Found | None) -> None:
-        """Bring both rules back, unless somebody else registered the class after us."""
+        """Restore both rules, unless another library registered the class after us."""
         cls = recipe.cls
         if cls in fx_pytree.SUPPORTED_NODES and not self.holds(recipe):
             return
@@ -63,7 +63,7 @@ class TorchFx:
 
 
 def _flatten_spec(recipe: Recipe, obj: Any, spec: Any) -> list[Any]:
-    """Take ``obj`` apart as ``spec`` says, or tell where it differs."""
+    """Flatten ``obj`` as ``spec`` states, or raise and name where it differs."""
     if type(obj) is not recipe.cls:
         raise SpecMismatchError(
             f"The program was exported with {describe_class(recipe.cls)} here, and was called with "

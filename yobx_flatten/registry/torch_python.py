@@ -68,7 +68,7 @@ class TorchPython:
             _forget_loaded_specs()
 
     def restore(self, recipe: Recipe, found: _Found | None) -> None:
-        """Bring the tables back, unless somebody else registered the class after us."""
+        """Bring the tables back, unless another library registered the class after us."""
         cls = recipe.cls
         with pytree._NODE_REGISTRY_LOCK:
             if cls in pytree.SUPPORTED_NODES and not self.holds(recipe):

@@ -1,4 +1,4 @@
-"""Recipes on their way to a library that is not imported yet: it costs nothing until somebody else imports it."""
+"""Recipes on their way to a library that is not imported yet: it costs nothing until other code imports it."""
 
 from __future__ import annotations
 

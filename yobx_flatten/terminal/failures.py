@@ -37,7 +37,7 @@ def explain_failure(
 
     Args:
         error: whatever ended the command. A ``KeyboardInterrupt`` with a text says what was written by then.
-        debug: print the stack trace as well.
+        debug: whether to print the stack trace.
         program: what the command is called.
         expected: errors whose message says all that a user needs; others are shown with their class.
     """

@@ -48,7 +48,7 @@ def _finite(value: Any) -> Any:
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; cells are text, whatever brackets they hold. No word is broken.
 
-    Where the longest words of all columns do not stand beside each other, a row takes several lines.
+    Where the longest words of all columns do not fit next to each other, a row takes several lines.
 
     Args:
         headings: of the columns.
@@ -96,7 +96,7 @@ class _Lines(logging.Handler):
 
 @contextlib.contextmanager
 def progress(first: str) -> Iterator[Any]:
-    """Show on stderr what is being done: beside a bar on a terminal, elsewhere a line for each stage.
+    """Show on stderr what is being done: next to a bar on a terminal, elsewhere a line for each stage.
 
     Args:
         first: what is done first.

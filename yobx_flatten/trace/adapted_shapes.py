@@ -1,7 +1,8 @@
 """``dynamic_shapes`` that were written for another registration of a cache, as ours wants them.
 
 ``torch.export`` wants one entry for each child of a node, so a specification of a cache fits the registration that it
-was written for. Inside the block another one is in force than outside. What is recognised, of a cache with n layers::
+was written for. Inside the context manager another one is registered than outside. What is
+recognised, of a cache with n layers::
 
     [keys 0, values 0, keys 1, ...]                     2n entries: the counter of sliding layers is missing
     [[keys 0, ...], [values 0, ...]]                    transformers' executorch registration; also as a dict

@@ -3,7 +3,7 @@
 The code reads an input with the strides that the example had, and does not ask whether it has them
 (https://github.com/pytorch/pytorch/issues/122784). A slice, such as ``ids[:, 5:]``, then gives other numbers without a
 word. A package that is compiled inside the block remembers which inputs were contiguous, and a call inside the block
-passes such. Nobody else's calls (in C++, outside of the block) are changed.
+passes such. Other calls (in C++, outside the context manager) are not changed.
 """
 
 from __future__ import annotations

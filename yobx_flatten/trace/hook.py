@@ -7,7 +7,7 @@
 * A program remembers which classes it takes and returns. Called where they are not registered it says so; torch alone
   ends in ``KeyError: <class ...>``. It also refuses what stands where the example had ``None``.
 
-The replacements are in force during the trace only, in the thread that traces; models that run eagerly inside a block
+The replacements are active during the trace only, in the thread that traces; models that run eagerly inside a block
 are not touched.
 """
 
@@ -90,7 +90,7 @@ class ExportHook:
 
     @property
     def active(self) -> bool:
-        """Whether somebody's exports are wrapped at present."""
+        """Whether exports are wrapped at present."""
         with LOCK:
             return bool(self._supports)
 
@@ -214,7 +214,7 @@ def _without_slices(tree: Any) -> Any:
 class _PlainAttention:
     """Trace the attention with the strides of its plain kernel, those that every other kernel's callers may rely on.
 
-    The attention stays one operator, but a ``contiguous`` behind it is dropped where the CPU's fused kernel happens to
+    The attention stays one operator, but a ``contiguous`` after it is dropped where the CPU's fused kernel happens to
     return strides that make it needless. The ONNX exporter then cannot view the result ("Cannot view a tensor with
     shape", T5 and AFMoE in torch 2.13). The fused kernel also asks whether there is one row
     (https://github.com/pytorch/pytorch/issues/180202).

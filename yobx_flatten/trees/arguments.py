@@ -25,7 +25,7 @@ _EXAMPLE = '\n    export_program(module, (x,), {"y": y})'
 
 
 def check_arguments(module: Any, args: Any, kwargs: Any) -> None:
-    """Refuse what is no module, and arguments that its ``forward`` does not take, or no program.
+    """Refuse what is not a module, and arguments that its ``forward`` or any program cannot take.
 
     The latter hold themselves, or are nested tensors.
 
@@ -130,7 +130,7 @@ def shapes_by_name(inputs: Mapping[str, Any], shapes: Any) -> dict[str, Any]:
 
 
 def refuse_modules(inputs: Mapping[str, Any]) -> None:
-    """Refuse modules among the inputs, which torch does not take apart: it ends in "expected 0 shapes, got 1".
+    """Refuse modules among the inputs, which torch does not flatten: it ends in "expected 0 shapes, got 1".
 
     Raises:
         NotRegisteredError: naming the place, and both remedies.

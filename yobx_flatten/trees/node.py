@@ -1,4 +1,4 @@
-"""One level of any nested object: its children with their keys, as torch takes it apart or would inside our block."""
+"""One level of any nested object: its children and keys, as torch flattens it or would inside our context manager."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Node(NamedTuple):
 
 
 def node_of(obj: Any) -> Node | None:
-    """Take one level of an object apart.
+    """Flatten one level of an object.
 
     Args:
-        obj: anything. Classes that ``patch_transformers=True`` knows come apart outside the block, too.
+        obj: anything. Classes that ``patch_transformers=True`` knows are also flattened outside the context manager.
 
     Returns:
         Keys and children, or ``None`` for a leaf.
@@ -51,7 +51,7 @@ def node_of(obj: Any) -> Node | None:
 
 
 def recipe_for(cls: type) -> Recipe | None:
-    """Our recipe for a class: the one in force, else the one that would be in force inside the block."""
+    """Our recipe for a class: the registered one, else the one that the context manager would register."""
     recipe = REGISTRY.recipe_in_force(cls)
     if recipe is None and "transformers.cache_utils" in sys.modules and cls.__module__.startswith("transformers."):
         from ..huggingface.recipes import transformers_recipes
@@ -61,7 +61,7 @@ def recipe_for(cls: type) -> Recipe | None:
 
 
 def find_cycle(tree: Any, name: str = "tree") -> tuple[str, str] | None:
-    """Find an object that holds itself, directly or further down; who walks on from there never ends.
+    """Find an object that holds itself, directly or further down; a walk from there never ends.
 
     Args:
         tree: anything.

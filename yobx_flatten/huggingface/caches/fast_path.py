@@ -1,6 +1,6 @@
 """Layers of one kind read, and built, all at once: the common case of :mod:`yobx_flatten.huggingface.caches.layouts`.
 
-A cache is taken apart at every call of a program, and mostly looks as the last one did. So how a list of layers was
+A cache is flattened at every call of a program, and mostly looks as the last one did. So how a list of layers was
 read is kept by the classes of the layers, and tried first: its functions (:mod:`.layer_code`) check as they read, and
 where a layer is not as it was then, the layers are read one by one, and that is kept. Nothing is taken on trust.
 
@@ -70,7 +70,7 @@ _READINGS: dict[tuple[Any, ...], tuple[_Reading, ...]] = {}
 
 
 def read_as_before(layers: list[Any], plain: bool) -> tuple[list[Any], list[str]] | None:
-    """Take layers apart as layers of these classes were taken apart before.
+    """Flatten layers as layers of these classes were flattened before.
 
     Returns:
         The leaves and their names; ``None`` when the layers are not as those were.
@@ -147,7 +147,7 @@ _OBJECTS: dict[type, tuple[_ObjectReading, ...]] = {}
 
 
 def read_object(obj: Any, without: Container[str] = ()) -> tuple[str, list[str], list[Any]]:
-    """Take one object apart by its attributes.
+    """Flatten one object by its attributes.
 
     Args:
         obj: not a layer: its integers count for itself.

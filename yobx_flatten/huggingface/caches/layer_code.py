@@ -313,7 +313,7 @@ _WINDOW_TENSOR = "_sliding_window_tensor"
 
 
 def _window_of(template: Template) -> int | None:
-    """Return the window of a layer that slides, beside which transformers 5 keeps a tensor."""
+    """Return the window of a layer that slides, for which transformers 5 also keeps a tensor."""
     kind, window = template.get("sliding_window", ["", None])[:2]
     return window if kind == "fixed" and type(window) is int and "cumulative_length" in template else None
 

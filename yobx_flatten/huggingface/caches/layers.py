@@ -12,7 +12,7 @@ letter    class                        leaves                   counter         
           ``Layer``                    ``position``             ``length``
 ========  ===========================  =======================  ==================  ==============================
 
-Every other class is taken apart by its attributes: the letters are those of :data:`OTHER_LETTERS`, or the class's name.
+Every other class is flattened by its attributes: the letters are those of :data:`OTHER_LETTERS`, or the class's name.
 
 ``position`` is a tensor that the layer itself counts with. ``length`` is a Python integer; sliding layers keep fewer
 keys than they have seen tokens, and positions are wrong without it. It is one value for the whole cache: see
@@ -149,7 +149,7 @@ class LayerKind:
         """Say of every attribute what stands there, as of the layers without a row.
 
         Args:
-            parameter: what stands behind the letter in the code.
+            parameter: what follows the letter in the code.
             filled: the layer holds keys and values.
             has_position: it counts in a tensor; in a stored program that is as it was when it was stored.
         """
@@ -196,7 +196,7 @@ def remember(held: dict[str, Any]) -> None:
 
 
 def window_tensors(window: int) -> dict[torch.device, torch.Tensor]:
-    """Return the tensors that go with a window, as remembered when a layer with that window was taken apart."""
+    """Return the tensors that go with a window, as remembered when a layer with that window was flattened."""
     return _WINDOW_TENSORS.setdefault(window, {})
 
 

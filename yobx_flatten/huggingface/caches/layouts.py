@@ -1,4 +1,4 @@
-"""A list of cache layers to leaves and names, and back. Names are static: they say all that a program relies on.
+"""Flatten cache layers to leaves and names, and back. Names are static: they state all that a program relies on.
 
 What is here works layer by layer, for layers that hold anything: tensors, nothing, placeholders, what a trace puts in.
 What it finds out is kept, and the same layers are read and built all at once from then on
@@ -27,7 +27,7 @@ _UNSET: Any = object()  # not None, which may stand for any leaf
 
 
 def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[str]]:
-    """Take layers apart.
+    """Flatten layers.
 
     Args:
         layers: of any classes; those without a row in :mod:`.layers` by their attributes.
@@ -50,7 +50,7 @@ def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[s
 
 
 def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
-    """Put layers together around their leaves.
+    """Unflatten layers: build them around their leaves.
 
     Args:
         values: the leaves, or placeholders for them.

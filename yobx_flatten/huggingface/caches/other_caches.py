@@ -1,7 +1,7 @@
 """Every other cache: subclasses of ``Cache``, also a model's own, and the caches that do not inherit it.
 
-A subclass comes apart as its parent does; attributes of its own follow behind an entry ``cache=...`` that says how to
-rebuild them. A class that is no ``Cache`` (``xLSTMCache``, padding caches of audio codecs) is taken apart by its
+A subclass is flattened as its parent is; attributes of its own follow an entry ``cache=...`` that states how to
+rebuild them. A class that is not a ``Cache`` (``xLSTMCache``, padding caches of audio codecs) is flattened by its
 attributes.
 """
 
@@ -61,7 +61,7 @@ _RECIPES: dict[type, Recipe] = {}
 
 
 def _recipe(cls: type, remedy: str) -> Recipe | None:
-    """The recipe of a class, ``None`` for somebody's own class that she registered with torch herself."""
+    """The recipe of a class, ``None`` for a class that its author registered with torch."""
     theirs = cls.__module__.split(".")[0] == "transformers"
     if not theirs and cls in pytree.SUPPORTED_NODES and not _is_ours(cls):
         return None

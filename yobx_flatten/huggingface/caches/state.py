@@ -5,7 +5,7 @@ the tokens seen, the dtype or the device, and it survives JSON.
 
 =====================  ==================================================================================
 ``["tensor"]``         a leaf
-``["number"]``         a leaf, too: an integer that counts (``entry_count``, ``_seen_tokens``)
+``["number"]``         also a leaf: an integer that counts (``entry_count``, ``_seen_tokens``)
 ``["length"]``         the number of tokens that all layers of a cache have seen; the cache provides it
 ``["same", i]``        the very same tensor as leaf ``i`` (models that store one tensor as keys and values)
 ``["dtype", i]``       the dtype of leaf ``i``; likewise ``["device", i]``
@@ -64,7 +64,7 @@ _DROPPED = {"_sliding_window_tensor", "prefetch_stream"}
 
 
 def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Template, list[Any]]:
-    """Take the attributes of an object apart.
+    """Flatten the attributes of an object.
 
     Args:
         held: its ``vars()``.
@@ -144,12 +144,12 @@ def _holds_leaves(values: Any, name: str) -> bool:
 
 
 def follows_leaf(name: str, value: Any) -> bool:
-    """Tell whether an attribute is a dtype, a device or a size, which follow the leaf that has them, too."""
+    """Tell whether an attribute is a dtype, a device or a size, which follow the leaf that also has them."""
     return isinstance(value, (torch.dtype, torch.device)) or name in SIZES
 
 
 def read_like(name: str, value: Any, leaves: list[Any], template: Template) -> list[Any]:
-    """Return the entry of a dtype, device or size: it follows a leaf that has it, too, and is fixed otherwise."""
+    """Return the entry of a dtype, device or size: it follows a leaf that also has it, and is fixed otherwise."""
     paths = leaf_paths(template)
     if name in SIZES:
         path, axis = SIZES[name]
@@ -223,7 +223,7 @@ def follow_state(template: Template, held: dict[str, Any]) -> list[Any]:
 
 
 def build_state(template: Template, leaves: Iterator[Any], length: Any) -> tuple[dict[str, Any], list[Any], bool]:
-    """Put the attributes of an object together around its leaves.
+    """Unflatten the attributes of an object: build them around its leaves.
 
     Args:
         template: what :func:`read_state` returned, possibly after a trip through JSON.

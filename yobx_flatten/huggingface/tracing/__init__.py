@@ -1,1 +1,1 @@
-"""Versions of transformers' functions without branches, in force during a trace."""
+"""Versions of transformers' functions without branches, active during a trace."""

@@ -8,7 +8,7 @@ attribute, so that blocks may nest and each original comes back. Without them th
 Of ``transformers.exporters.utils.apply_patches`` itself two things are in the way. It imports all 40 models that it
 knows. And it replaces what is not of one model: the sliding layers of caches by full ones, which keep every token
 (:mod:`.layers` has versions that keep the window), and functions of torch, which models that run in other
-threads would call, too.
+threads would also call.
 """
 
 from __future__ import annotations

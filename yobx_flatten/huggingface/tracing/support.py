@@ -5,7 +5,7 @@ and on whether a mask can be left out; each would fix the example's case in the 
 compute the same values without a branch: of the layers (:mod:`.layers`), of the masks
 (:mod:`.masks`), and of some models (:mod:`.models`).
 
-The replacements are in force during a trace only, for the thread that traces, and the originals are asked again for
+The replacements are active during a trace only, for the thread that traces, and the originals are asked again for
 what they do not cover.
 """
 

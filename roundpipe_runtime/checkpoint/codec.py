@@ -1,4 +1,4 @@
-"""Nested states as JSON, with their tensors beside it. No pickle: what is read back can only be data.
+"""Encode nested states as JSON and separate tensors. No pickle: only data can be read back.
 
 ::
 
@@ -22,15 +22,18 @@ __all__ = ["decode", "encode"]
 
 
 def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
-    """Return what JSON stores of a value; its tensors are put beside it, under names made of their place.
+    """Encode a value for JSON; its tensors are stored separately, under names made from their key paths.
 
     Args:
-        value: dictionaries, lists, tuples, sets, counters, numbers, strings, bytes, tensors, arrays of NumPy.
-        path: where the value stands, for names and errors.
-        tensors: takes the tensors.
+        value: nested dictionaries, lists, tuples, sets, counters, numbers, strings, bytes, tensors, arrays of NumPy.
+        path: key path of the value, for names and errors.
+        tensors: mapping to which the tensors are added.
+
+    Returns:
+        The value for JSON.
 
     Raises:
-        CheckpointError: something of it is none of these.
+        CheckpointError: the value holds an object of another type.
 
     >>> encode({"step": 3, "betas": (0.9, float("inf"))}, "state", {})
     {'step': 3, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}}
@@ -52,11 +55,14 @@ def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) ->
 
 
 def decode(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the value that :func:`encode` was given.
+    """Decode a value that :func:`encode` encoded.
 
     Args:
-        stored: what it returned, through JSON and back.
-        tensors: the tensors, by the names that it gave them.
+        stored: result of :func:`encode`, written as JSON and read back.
+        tensors: tensors, by the names that :func:`encode` gave them.
+
+    Returns:
+        The value.
 
     >>> decode({'step': 3, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}}, {})
     {'step': 3, 'betas': (0.9, inf)}

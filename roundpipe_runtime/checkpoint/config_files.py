@@ -1,4 +1,4 @@
-"""What ``from_pretrained`` wants beside the weights of a model of transformers."""
+"""Configuration files that ``from_pretrained`` needs in addition to the weights of a transformers model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def config_files(model: nn.Module) -> dict[str, str]:
     """Return the texts of ``config.json`` and ``generation_config.json``; nothing for other models.
 
     Args:
-        model: a model, or a pipeline around one.
+        model: model, or a pipeline around one.
     """
     inner = model._rp_model if isinstance(model, RoundPipe) else model
     library = sys.modules.get("transformers.modeling_utils")  # imported by whoever made a model of it

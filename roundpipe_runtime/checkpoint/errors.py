@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint."""
+"""Errors and warnings of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["CheckpointError", "CheckpointWarning", "DamagedCheckpointError"]
 
 
 class CheckpointError(RoundPipeError, ValueError):
-    """A state cannot be stored, or a checkpoint is of something else than what it is loaded into."""
+    """A state cannot be stored, or a checkpoint does not fit the objects that it is loaded into."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is incomplete, or its files are not what was written."""
+    """A checkpoint is incomplete, or its files differ from those that were written."""
 
 
 class CheckpointWarning(RoundPipeWarning):
-    """A checkpoint was passed over because it is damaged, or a part of it was not asked for."""
+    """A damaged checkpoint was skipped, or a part of a checkpoint was not requested."""

@@ -1,4 +1,4 @@
-"""The folder that holds checkpoints: how one appears in it, all at once, and how old ones leave.
+"""Checkpoint folders: a new checkpoint appears atomically, and old ones are removed.
 
 ::
 
@@ -44,12 +44,12 @@ def checkpoints_in(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def is_checkpoint(path: pathlib.Path) -> bool:
-    """Tell whether a folder is a checkpoint itself, damaged or not, also under another name."""
+    """Report whether a folder is a checkpoint itself, damaged or not, also under another name."""
     return path.is_dir() and (_NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists())
 
 
 def next_path(folder: pathlib.Path) -> pathlib.Path:
-    """Return where the next checkpoint will be: one number behind the last."""
+    """Return the path of the next checkpoint: one number after the last."""
     there = checkpoints_in(folder)
     last = int(there[-1].name.rpartition("-")[2]) if there else 0
     return folder / f"checkpoint-{last + 1:08}"
@@ -59,15 +59,18 @@ def next_path(folder: pathlib.Path) -> pathlib.Path:
 def appearing(
     path: pathlib.Path, half: pathlib.Path | None = None, *, seal: Callable[[pathlib.Path], None] = write_manifest
 ) -> Iterator[pathlib.Path]:
-    """Give a folder to write to, which becomes ``path`` at the end of the block, and goes away on an exception.
+    """Yield a folder to write to, which is renamed to ``path`` at the end of the block, and removed on an exception.
 
-    Everything is on the disk before it gets its name, so a crash leaves all of it or nothing. What had the name before
-    leaves last.
+    Everything is on the disk before it gets its name, so a crash leaves all of it or nothing. A folder that had
+    the name before is removed last.
 
     Args:
-        path: its name in the end.
-        half: its name until then, on the same disk. Default: ``.{name}.writing`` beside it.
-        seal: called with the folder when all is in it; sees that it is on the disk.
+        path: final path of the folder.
+        half: path until then, on the same disk. Default: ``.{name}.writing`` next to it.
+        seal: function that is called with the complete folder and flushes it to the disk.
+
+    Returns:
+        A context manager that yields the folder to write to.
     """
     half = half or path.with_name(f".{path.name}.writing")
     half.mkdir(parents=True)
@@ -89,21 +92,26 @@ def appearing(
 
 
 def make_folder(folder: pathlib.Path) -> None:
-    """Make the folder for checkpoints, and see that it stays."""
+    """Create the folder for checkpoints, and flush it to the disk."""
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         flush_folder(folder.parent)
 
 
 def remove_leftovers(folder: pathlib.Path) -> None:
-    """Remove what a run that was killed has left behind."""
+    """Remove unfinished folders that a killed run has left."""
     for path in list(folder.iterdir()):
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_old(folder: pathlib.Path, keep: int | None) -> None:
-    """Remove all checkpoints that are older than the last ``keep`` complete ones; ``None`` keeps them all."""
+    """Remove all checkpoints that are older than the last ``keep`` complete ones; ``None`` keeps them all.
+
+    Args:
+        folder: folder of the checkpoints.
+        keep: number of complete checkpoints to keep, or ``None``.
+    """
     if keep is None:
         return
     there = checkpoints_in(folder)

@@ -1,4 +1,4 @@
-"""``load_checkpoint``: the newest checkpoint that is what was written."""
+"""``load_checkpoint``: load the newest checkpoint that is not damaged."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def load_checkpoint(
     scheduler: Any = None,
     scaler: Any = None,
 ) -> dict[str, Any] | None:
-    """Bring a training to where its last checkpoint was saved, and return the place in the data.
+    """Load the newest undamaged checkpoint into a training, and return the place in the data.
 
-    Every file is compared with its checksum first. A damaged checkpoint is passed over with a warning, and the one
-    before it is loaded. The number of devices, microbatches and the plan may be others than they were.
+    Every file is compared with its checksum first. A damaged checkpoint is skipped with a warning, and the one
+    before it is loaded. The number of devices and microbatches and the plan may differ from those of the saved run.
 
     Args:
-        folder: what :func:`save_checkpoint` was given; or one checkpoint in it.
-        model: like the one that was saved: the names and shapes of parameters must be the same.
-        optimizer: like the one that was saved, or a list of some.
-        scheduler: a learning rate scheduler, or a list of some.
-        scaler: a gradient scaler.
+        folder: folder that :func:`save_checkpoint` was given; or one checkpoint in it.
+        model: model like the saved one: the names and shapes of parameters must be the same.
+        optimizer: optimizer like the saved one, or a list of optimizers.
+        scheduler: learning rate scheduler, or a list of schedulers.
+        scaler: gradient scaler.
 
     Returns:
-        The ``data`` that it was saved with; ``None``, with nothing changed, if there is no checkpoint yet.
+        The ``data`` that the checkpoint was saved with; ``None``, with nothing changed, if there is no checkpoint yet.
 
     Raises:
-        CheckpointError: the checkpoint is of something else, and nothing was changed.
+        CheckpointError: the checkpoint does not fit these objects, and nothing was changed.
         DamagedCheckpointError: there are checkpoints, and none can be used.
         MissingDependencyError: safetensors is not installed.
     """
@@ -112,7 +112,7 @@ def _restore(path: pathlib.Path, model: nn.Module, parts: Parts) -> dict[str, An
 
 
 def _check_parts(stored: dict[str, Any], parts: Parts) -> None:
-    """Refuse what is not in the checkpoint; warn of what is, and was not asked for."""
+    """Refuse requested parts that are not in the checkpoint; warn of parts that were not requested."""
     scalers = [stored["scaler"]] if stored["scaler"] is not None else []
     kinds = [
         ("optimizer", parts.optimizers, stored["optimizers"]),

@@ -1,4 +1,4 @@
-"""``checkpoint.json``: which files a checkpoint has, how long they are, and their SHA-256. It is written last."""
+"""The manifest ``checkpoint.json``: files of a checkpoint, their sizes and SHA-256. It is written last."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_manifest(folder: pathlib.Path) -> None:
 
 
 def flush_tree(folder: pathlib.Path) -> None:
-    """See that a folder and all that is in it is on the disk."""
+    """Flush a folder and everything in it to the disk."""
     for path in sorted([folder, *folder.rglob("*")], reverse=True):  # what is in a folder before the folder
         if path.is_dir():
             flush_folder(path)
@@ -37,7 +37,7 @@ def flush_tree(folder: pathlib.Path) -> None:
 
 
 def flush_folder(folder: pathlib.Path) -> None:
-    """See that the names in a folder are on the disk."""
+    """Flush the names in a folder to the disk."""
     if os.name == "nt":  # which opens no folders
         return
     number = os.open(folder, os.O_RDONLY)
@@ -48,7 +48,7 @@ def flush_folder(folder: pathlib.Path) -> None:
 
 
 def is_complete(folder: pathlib.Path) -> bool:
-    """Tell whether all files are there and as long as they were; what they hold is not read."""
+    """Report whether all files exist with their sizes; their contents are not read."""
     try:
         _check_sizes(folder)
     except CheckpointError:
@@ -60,7 +60,7 @@ def verify(folder: pathlib.Path) -> None:
     """Read every file of a checkpoint and compare it with what was written.
 
     Raises:
-        DamagedCheckpointError: something is missing, or not what was written.
+        DamagedCheckpointError: a file is missing, or differs from what was written.
         CheckpointError: a newer version of this package wrote it.
     """
     for name, entry in _check_sizes(folder).items():

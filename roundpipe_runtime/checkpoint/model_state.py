@@ -1,4 +1,4 @@
-"""What is stored of a model: its state under its own names, and what its pipelines know beside it."""
+"""The state of a model in a checkpoint: its state dict under its own names, and the state of its pipelines."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ __all__ = [
 
 
 def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Put parameters and buffers among the tensors, each once, under the first of its names.
+    """Collect parameters and buffers, each once, under the first of its names.
+
+    Args:
+        model: model to save.
+        tensors: mapping to which the tensors are added.
 
     Returns:
-        The other names of tied ones (``"aliases"``), and what is no tensor (``"extra"``).
+        The other names of tied ones (``"aliases"``), and values that are not tensors (``"extra"``).
     """
     first: dict[int, str] = {}
     aliases, extra = {}, {}
@@ -51,10 +55,10 @@ def check_model(
     """Refuse a checkpoint of another model, before anything is changed.
 
     Args:
-        model: what is to be loaded into.
-        stored: what :func:`collect_parameters` returned.
-        tensors: what it collected.
-        goes_on: whether the training goes on; then dtypes must be the same, too.
+        model: model to load into.
+        stored: result of :func:`collect_parameters`.
+        tensors: tensors that it collected.
+        goes_on: whether the training continues; then dtypes must also be the same.
 
     Raises:
         CheckpointError: names, shapes or dtypes differ.
@@ -81,8 +85,12 @@ def check_model(
 def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
     """Refuse masters that the model has no place for, before anything is changed.
 
+    Args:
+        model: model to load into.
+        stored: result of :func:`collect_progress`.
+
     Raises:
-        CheckpointError: the pipeline that was saved had an ``optim_dtype``, and this one has not.
+        CheckpointError: the saved pipeline had an ``optim_dtype``, and this one does not.
     """
     here = {_join(prefix, name) for prefix, pipeline in _pipelines(model) for name in _names_with_master(pipeline)}
     homeless = [name for name in stored["masters"] if name not in here]
@@ -95,7 +103,13 @@ def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load what :func:`collect_parameters` collected."""
+    """Load what :func:`collect_parameters` collected.
+
+    Args:
+        model: model to load into.
+        stored: result of :func:`collect_parameters`.
+        tensors: tensors that it collected.
+    """
     state: dict[str, Any] = dict(tensors)
     state.update({name: tensors[known] for name, known in stored["aliases"].items()})
     state.update(stored["extra"])
@@ -107,7 +121,7 @@ def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Map
 
 
 def collect_progress(model: nn.Module) -> dict[str, Any]:
-    """Return what training has made of a model beside its state dict.
+    """Return the training state of a model that is not in its state dict.
 
     The number of runs, which the seeds of dropout count; masters of ``optim_dtype``; gradients, if a step is still to
     come; buffers that the model leaves out of its state dict.
@@ -130,7 +144,12 @@ def collect_progress(model: nn.Module) -> dict[str, Any]:
 
 
 def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Load what :func:`collect_progress` returned, after the parameters."""
+    """Load what :func:`collect_progress` returned, after the parameters.
+
+    Args:
+        model: model to load into.
+        stored: result of :func:`collect_progress`.
+    """
     _restore_buffers(model, stored["buffers"])
     for target in optimizer_targets(model).values():
         target.grad = None
@@ -148,7 +167,7 @@ def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def optimizer_targets(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return what an optimizer of this model works on, by name: masters where there are any, else parameters."""
+    """Return the parameters for an optimizer of this model by name, with masters in place of theirs."""
     found: dict[str, nn.Parameter] = {}
     for prefix, pipeline in _pipelines(model):
         found.update(pipeline.optim_named_parameters(prefix))

@@ -1,4 +1,4 @@
-"""The state of any optimizer of torch, by the names of its parameters instead of their numbers."""
+"""Optimizer states by the names of parameters instead of their indices, for any optimizer of torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ def named_state(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Te
     """Return the state of an optimizer, by name.
 
     Args:
-        optimizer: whose state.
-        targets: what an optimizer of the model works on, by name.
+        optimizer: optimizer to save.
+        targets: parameters that an optimizer of the model works on, by name.
+
+    Returns:
+        The state.
 
     Raises:
-        CheckpointError: it works on something else.
+        CheckpointError: the optimizer works on other tensors.
     """
     names = _names(optimizer, targets)
     state = optimizer.state_dict()
@@ -39,6 +42,11 @@ def check_optimizer(
     optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
 ) -> None:
     """Refuse the state of an optimizer with other groups, before anything is changed.
+
+    Args:
+        optimizer: optimizer to load into.
+        stored: result of :func:`named_state`.
+        targets: parameters that an optimizer of the model works on, by name.
 
     Raises:
         CheckpointError: it has another class, another number of groups, or other parameters in one.
@@ -61,7 +69,13 @@ def check_optimizer(
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
 ) -> None:
-    """Load what :func:`named_state` returned, after :func:`check_optimizer`."""
+    """Load what :func:`named_state` returned, after :func:`check_optimizer`.
+
+    Args:
+        optimizer: optimizer to load into.
+        stored: result of :func:`named_state`.
+        targets: parameters that an optimizer of the model works on, by name.
+    """
     numbers: dict[str, int] = {}
     groups = []
     for group, own, names in zip(

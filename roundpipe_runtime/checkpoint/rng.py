@@ -1,4 +1,4 @@
-"""The random generators of the process: torch's on the CPU and on accelerators, Python's, NumPy's."""
+"""Save and restore random states: torch's on the CPU and on accelerators, Python's and NumPy's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["random_state", "restore_random_state"]
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of all generators that are in use. torch's holds the seed that dropout counts from, too."""
+    """Return the states of all generators that are in use. torch's also holds the seed from which dropout counts."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -25,7 +25,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Set the generators as :func:`random_state` found them; those of accelerators that are not here are left out."""
+    """Restore the states from :func:`random_state`; those of accelerators that do not exist here are left out."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     numpy = sys.modules.get("numpy")

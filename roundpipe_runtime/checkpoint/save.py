@@ -1,4 +1,4 @@
-"""``save_checkpoint``: at once, or in the background while training goes on."""
+"""``save_checkpoint``: save a training at once, or in the background while it continues."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _PENDING: dict[pathlib.Path, Future[None]] = {}
 class Checkpoint:
     """A checkpoint, or one that is being written.
 
-    It can be used where a path is wanted: ``from_pretrained(checkpoint)``.
+    It can be used as a path: ``from_pretrained(checkpoint)``.
 
     Attributes:
-        path: its folder.
+        path: folder of the checkpoint.
     """
 
     def __init__(self, path: pathlib.Path, writing: Future[None] | None = None) -> None:
@@ -57,18 +57,18 @@ class Checkpoint:
 
     @property
     def data(self) -> dict[str, Any]:
-        """The ``data`` that it was saved with."""
+        """The ``data`` that the checkpoint was saved with."""
         self.wait()
         return dict(read_training(self.path, only=["data"])["data"])
 
     def wait(self) -> Checkpoint:
-        """Wait until it is written.
+        """Wait until the checkpoint is written.
 
         Returns:
             The checkpoint itself.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the checkpoint could not be written.
         """
         if self._writing is not None:
             _finish(self.path.parent, self._writing)
@@ -87,28 +87,31 @@ def save_checkpoint(
     is_async: bool = False,
     max_shard_bytes: int = 5 * 10**9,
 ) -> Checkpoint:
-    """Write all that a training needs to go on where it is, and return where it was written.
+    """Save a checkpoint of a training: model, optimizer, random states and place in the data.
 
     The folder gets a new checkpoint, which appears when it is complete. It holds the model under its own names, so that
-    ``from_pretrained`` reads it if it is one of transformers, and beside that the optimizer, the generators of random
-    numbers, what dropout counts from, and gradients, if there are any.
+    ``from_pretrained`` can read a model of transformers. It also holds the optimizer, the states of random generators,
+    the counter of dropout, and gradients, if there are any.
 
     Args:
-        folder: holds the checkpoints of one run. One process at a time writes to it.
-        model: a pipeline, a module that holds some, or any other module.
-        optimizer: an optimizer of torch for parameters of the model, or a list of some.
-        scheduler: a learning rate scheduler, or a list of some.
-        scaler: a gradient scaler.
-        data: the place in the data: numbers, strings, tensors, nested as you like.
-        keep: how many checkpoints to keep; ``None`` keeps all.
-        is_async: copy the state in memory and write it in the background. An error then comes out of ``wait``, or of
-            the next call for this folder.
-        max_shard_bytes: most bytes of a file, unless one tensor is larger.
+        folder: folder of the checkpoints of one run. Only one process at a time may write to it.
+        model: pipeline, module that holds pipelines, or any other module.
+        optimizer: optimizer of torch for parameters of the model, or a list of optimizers.
+        scheduler: learning rate scheduler, or a list of schedulers.
+        scaler: gradient scaler.
+        data: place in the data: numbers, strings and tensors, of any nesting.
+        keep: number of checkpoints to keep; ``None`` keeps all.
+        is_async: whether to copy the state in memory and write it in the background. ``wait``, or the next call for
+            this folder, then raises an error of the write.
+        max_shard_bytes: largest number of bytes of a file, unless one tensor is larger.
+
+    Returns:
+        The checkpoint, which may still be being written if ``is_async``.
 
     Raises:
-        CheckpointError: something of it cannot be stored.
+        CheckpointError: something cannot be stored.
         ConfigError: an argument has a value that it cannot have.
-        OSError: it could not be written; what was there before is as it was.
+        OSError: the checkpoint could not be written; what was there before is unchanged.
         MissingDependencyError: safetensors is not installed.
     """
     need_safetensors()
@@ -132,23 +135,35 @@ def save_checkpoint(
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
-    """Return the checkpoints in a folder, the oldest first; what they hold is not checked.
+    """Return the checkpoints in a folder, the oldest first; their contents are not checked.
 
     Args:
-        folder: what :func:`save_checkpoint` was given.
+        folder: folder that :func:`save_checkpoint` was given.
+
+    Returns:
+        The checkpoints.
     """
     return [Checkpoint(path) for path in checkpoints_in(pathlib.Path(folder).absolute())]
 
 
 def finish_writing(folder: pathlib.Path) -> None:
-    """Wait for what is being written to a folder, and raise its error."""
+    """Wait for a background write to a folder, and raise its error."""
     writing = _PENDING.get(folder)
     if writing is not None:
         _finish(folder, writing)
 
 
 def parts_of(optimizer: Any, scheduler: Any, scaler: Any) -> Parts:
-    """Return the arguments that :func:`save_checkpoint` and ``load_checkpoint`` take."""
+    """Return the arguments that :func:`save_checkpoint` and ``load_checkpoint`` take.
+
+    Args:
+        optimizer: optimizer, list of optimizers, or ``None``.
+        scheduler: scheduler, list of schedulers, or ``None``.
+        scaler: gradient scaler, or ``None``.
+
+    Returns:
+        The parts: lists of optimizers and schedulers, and the scaler.
+    """
     return Parts(_as_list(optimizer), _as_list(scheduler), scaler)
 
 
@@ -178,7 +193,7 @@ def _write_logged(snapshot: Snapshot, path: pathlib.Path, keep: int | None, shar
 
 
 def _finish(folder: pathlib.Path, writing: Future[None]) -> None:
-    """Wait; an error that was told to somebody is not told to the next call again."""
+    """Wait; an error that was raised already is not raised again by the next call."""
     try:
         wait_for(writing)
     finally:

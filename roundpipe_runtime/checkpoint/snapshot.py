@@ -1,4 +1,4 @@
-"""Everything a checkpoint holds, taken at one moment, on its way to files and back.
+"""Snapshots: the contents of a checkpoint, taken at one moment, written to files and read back.
 
 ::
 
@@ -33,12 +33,12 @@ TRAINING = "training.json"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """What is stored beside the model.
+    """The parts of a training that are stored in addition to the model.
 
     Attributes:
-        optimizers: of the model.
-        schedulers: anything with ``state_dict`` and ``load_state_dict``.
-        scaler: the same, one at most.
+        optimizers: optimizers of the model.
+        schedulers: objects with ``state_dict`` and ``load_state_dict``.
+        scaler: object with the same methods, at most one.
     """
 
     optimizers: Sequence[Any] = ()
@@ -48,12 +48,12 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A state that no step changes any more, unless it was taken without copies.
+    """The state of a training, which later steps do not change unless it was taken without copies.
 
     Attributes:
-        texts: files of text, by name.
-        model: tensors of the model.
-        training: all other tensors.
+        texts: contents of text files, by name.
+        model: tensors of the model, by name.
+        training: tensors of everything else.
     """
 
     texts: Mapping[str, str]
@@ -61,7 +61,15 @@ class Snapshot:
     training: Mapping[str, torch.Tensor]
 
     def write(self, folder: pathlib.Path, shard_bytes: int) -> None:
-        """Write the files of a checkpoint."""
+        """Write the files of a checkpoint.
+
+        Args:
+            folder: folder to write to.
+            shard_bytes: largest number of bytes of a file, unless one tensor is larger.
+
+        Raises:
+            OSError: a file could not be written.
+        """
         for name, text in self.texts.items():
             (folder / name).write_text(text, encoding="utf-8")
         write_tensors(folder, "model", self.model, shard_bytes)
@@ -71,13 +79,16 @@ class Snapshot:
 
 
 def take(model: nn.Module, parts: Parts, data: Mapping[str, Any], *, copy: bool) -> Snapshot:
-    """Return the state of a training.
+    """Take a snapshot of a training.
 
     Args:
-        model: a pipeline, a module that holds some, or any other.
-        parts: what else there is.
-        data: the place in the data.
+        model: pipeline, module that holds pipelines, or any other module.
+        parts: the other parts of the training.
+        data: place in the data.
         copy: whether training may go on before the snapshot is written.
+
+    Returns:
+        The snapshot.
     """
     weights: dict[str, torch.Tensor] = {}
     state = {
@@ -96,14 +107,22 @@ def take(model: nn.Module, parts: Parts, data: Mapping[str, Any], *, copy: bool)
 
 
 def read_training(folder: pathlib.Path, only: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return what :func:`take` took, but for the tensors of the model; all of it, or some keys."""
+    """Read what :func:`take` took, except for the tensors of the model; all of it, or some keys.
+
+    Args:
+        folder: folder of the checkpoint.
+        only: keys to read. Default: all.
+
+    Returns:
+        The values by key.
+    """
     stored = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
     with open_tensors(folder, "training") as tensors:
         return {key: decode(stored[key], tensors) for key in (stored if only is None else only)}
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:
-    """Tensors of the host, each with memory of its own, as files want them."""
+    """Tensors on the host, each with memory of its own, as files need them."""
     found, seen = {}, set()
     for name, tensor in tensors.items():
         memory = tensor.untyped_storage().data_ptr()

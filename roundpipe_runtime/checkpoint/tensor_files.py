@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, as transformers names them: one file, or shards with an index.
+"""Read and write safetensors files with the names of transformers: one file, or shards with an index.
 
 ::
 
@@ -24,7 +24,7 @@ __all__ = ["need_safetensors", "open_tensors", "write_tensors"]
 
 
 def need_safetensors() -> None:
-    """Raise where safetensors is not installed.
+    """Raise an error if safetensors is not installed.
 
     Raises:
         MissingDependencyError: it is not.
@@ -37,13 +37,13 @@ def write_tensors(folder: pathlib.Path, stem: str, tensors: Mapping[str, torch.T
     """Write tensors to one file, or to several of about ``shard_bytes`` with an index.
 
     Args:
-        folder: where to.
-        stem: what the names of the files start with.
-        tensors: by name, on the host; none shares memory with another one.
-        shard_bytes: most bytes of a file, unless one tensor alone is larger.
+        folder: folder to write to.
+        stem: start of the file names.
+        tensors: tensors on the host by name; none shares memory with another one.
+        shard_bytes: largest number of bytes of a file, unless one tensor alone is larger.
 
     Raises:
-        OSError: the disk is full, say.
+        OSError: a file could not be written, for example because the disk is full.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -65,7 +65,15 @@ def write_tensors(folder: pathlib.Path, stem: str, tensors: Mapping[str, torch.T
 
 @contextlib.contextmanager
 def open_tensors(folder: pathlib.Path, stem: str) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Give the tensors that :func:`write_tensors` wrote. They are read from the files when somebody reads them."""
+    """Yield the tensors that :func:`write_tensors` wrote. Each is read from its file when it is accessed.
+
+    Args:
+        folder: folder to read from.
+        stem: start of the file names.
+
+    Returns:
+        A context manager that yields the tensors by name.
+    """
     from safetensors import safe_open
 
     with contextlib.ExitStack() as files:

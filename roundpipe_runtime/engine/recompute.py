@@ -1,7 +1,7 @@
-"""What makes a second forward equal to the first: seeds instead of saved random states, and data that a layer kept.
+"""Recomputation that equals the first forward: seeds instead of saved random states, and data that a layer kept.
 
-A layer call draws its random numbers from a seed made of (base seed, step, layer, microbatch). Nothing of it depends
-on the device, on how many there are, or on the order of the work; so the recomputation needs no saved state.
+A layer call draws its random numbers from a seed made of (base seed, step, layer, microbatch). The seed does not
+depend on the device, on the number of devices, or on the order of the work; so the recomputation needs no saved state.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ def call_seed(base: int, tag: str, step: int, layer: int, microbatch: int) -> in
     """Return the seed of one layer call.
 
     Args:
-        base: ``torch.initial_seed()``, what ``torch.manual_seed`` was last given.
-        tag: tells pipelines apart that run in the same step.
-        step: how many runs of the pipeline were completed before.
+        base: ``torch.initial_seed()``, the last argument of ``torch.manual_seed``.
+        tag: name that distinguishes pipelines that run in the same step.
+        step: number of completed runs of the pipeline.
         layer: index of the layer.
         microbatch: index of the microbatch.
+
+    Returns:
+        The seed.
 
     >>> call_seed(0, "", 0, 0, 0) == call_seed(0, "", 0, 0, 0) != call_seed(0, "", 0, 0, 1)
     True
@@ -66,11 +69,14 @@ def run_seeded(
     """Return ``call()``, run with this seed; the generators are left as they were found.
 
     Args:
-        call: calls the layer, or the loss function.
-        code: the layer or the loss function.
-        seed: returns the seed of this call; it is asked only if it is needed.
-        device: where it runs; an accelerator has a generator of its own.
-        again: calls it a second time, after a first call that turned out to draw without its seed.
+        call: function that calls the layer or the loss function.
+        code: layer or loss function.
+        seed: function that returns the seed of this call, called only if needed.
+        device: device of the call; an accelerator has a generator of its own.
+        again: function that calls it a second time, after a first call that turned out to draw without its seed.
+
+    Returns:
+        The result of the call.
     """
     if device.type == "cpu":
         return _run_on_cpu(call, code, seed, again)
@@ -149,7 +155,15 @@ class CallState(threading.local):
     def enter(
         self, kind: Literal["none", "forward", "fused", "recompute"], data: tuple[Any, ...] | None
     ) -> tuple[Any, Any]:
-        """Make the layer call that follows one of this kind; return what there was, to be entered again behind it."""
+        """Set the kind of the next layer call; return the previous kind and data, to be entered again afterwards.
+
+        Args:
+            kind: kind of the layer call.
+            data: data that the first forward saved, for a recomputation.
+
+        Returns:
+            The kind and data before.
+        """
         before = self.kind, self.data
         self.kind, self.data = kind, data
         return before
@@ -159,12 +173,12 @@ CALL = CallState()
 
 
 def save_for_recompute(*data: Any) -> None:
-    """Keep data of this layer call for its recomputation; called inside a layer's ``forward``, once at most.
+    """Save data of this layer call for its recomputation; called inside a layer's ``forward``, at most once.
 
-    It does nothing where nothing will be recomputed: without gradients, and outside of a pipeline.
+    It does nothing if nothing will be recomputed: without gradients, and outside of a pipeline.
 
     Args:
-        *data: anything; tensors must not require gradients.
+        *data: any objects; tensors must not require gradients.
 
     Raises:
         StageError: it was called before in this layer call, or a tensor requires a gradient.
@@ -183,15 +197,18 @@ def save_for_recompute(*data: Any) -> None:
 
 
 def doing_recompute() -> bool:
-    """Tell whether this code runs for the second time, in a backward stage."""
+    """Report whether this code is being recomputed, in a backward stage."""
     return CALL.kind == "recompute"
 
 
 def get_recompute_data() -> tuple[Any, ...]:
-    """Return what :func:`save_for_recompute` was given in the first forward of this layer call.
+    """Return the data that :func:`save_for_recompute` saved in the first forward of this layer call.
+
+    Returns:
+        The data, as a tuple.
 
     Raises:
-        StageError: there is no recomputation under way, or the layer kept nothing.
+        StageError: there is no recomputation under way, or the layer saved nothing.
     """
     if CALL.kind != "recompute":
         raise StageError(

@@ -1,4 +1,4 @@
-"""Adapters of PEFT, asked for in one word: ``8``, ``8,16`` or ``8,16,q_proj,v_proj``."""
+"""LoRA adapters of PEFT, specified in one word: ``8``, ``8,16`` or ``8,16,q_proj,v_proj``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Lora", "add_lora", "quiet_peft"]
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters (Hu et al., 2021, arXiv 2106.09685).
+    """Settings of low-rank adapters, LoRA (Hu et al., 2021, arXiv 2106.09685).
 
     Attributes:
-        rank: of the two matrices.
-        alpha: the adapter counts ``alpha / rank``.
-        targets: ends of the names of the modules that get one; none for all linear layers but the head.
+        rank: rank of the two matrices.
+        alpha: numerator of the scale of an adapter, which is ``alpha / rank``.
+        targets: suffixes of the names of modules that get an adapter; empty for all linear layers except the head.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class Lora:
         """Read ``rank[,alpha[,target,...]]``; alpha is twice the rank unless it is given.
 
         Raises:
-            FineTuneError: it is something else.
+            FineTuneError: the text has another form.
 
         >>> Lora.parse("8")
         Lora(rank=8, alpha=16, targets=())
@@ -55,12 +55,15 @@ class Lora:
 
 
 def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
-    """Put adapters into a model, and return PEFT's model around it, whose other weights are frozen.
+    """Add LoRA adapters to a model, and return PEFT's model around it, whose other weights are frozen.
 
     Args:
-        model: of transformers.
-        lora: which adapters.
-        seed: of their first weights.
+        model: model of transformers.
+        lora: settings of the adapters.
+        seed: seed of their initial weights.
+
+    Returns:
+        PEFT's model.
 
     Raises:
         MissingDependencyError: PEFT is not installed.
@@ -91,7 +94,7 @@ def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """A block without the warning that PEFT 0.21 asks models of transformers 5.23 for an attribute by its old name."""
+    """Hide in a block the warning that PEFT 0.21 asks models of transformers 5.23 for an attribute by its old name."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
         yield

@@ -1,4 +1,4 @@
-"""Tokens in rows of one length, and which of them are kept from the training.
+"""Tokenized text in rows of one length, split into training rows and held-out rows.
 
 ::
 
@@ -27,14 +27,14 @@ _CHARACTERS, _TEXTS = 2**20, 1000
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """A text in rows.
+    """A tokenized text in rows of one length.
 
     Attributes:
-        tokens: of shape (rows, length), int32.
-        training: numbers of the rows that are learnt from, of shape (rows,).
-        held_out: numbers of those that are not, and that evaluation reads.
-        left_over: tokens at the end that fill no row.
-        digest: tells whether two are of the same tokens in rows of the same length.
+        tokens: tokens, of shape (rows, length), int32.
+        training: indices of the training rows, of shape (rows,).
+        held_out: indices of the rows that only evaluation reads.
+        left_over: number of tokens at the end that do not fill a row.
+        digest: digest that is equal for the same tokens in rows of the same length.
     """
 
     tokens: torch.Tensor
@@ -45,7 +45,7 @@ class Blocks:
 
     @property
     def length(self) -> int:
-        """Tokens of a row."""
+        """Tokens per row."""
         return self.tokens.shape[1]
 
 
@@ -59,19 +59,22 @@ def read_blocks(
     seed: int = 0,
     vocab_size: int | None = None,
 ) -> Blocks:
-    """Read texts, and return their tokens in rows.
+    """Read and tokenize texts, and return their tokens in rows.
 
     Args:
-        names: files of text or JSON lines, folders of such or of the library datasets, patterns.
-        tokenizer: from :func:`load_tokenizer`.
+        names: files of text or JSON lines, folders of such files or of the library datasets, and patterns.
+        tokenizer: tokenizer from :func:`load_tokenizer`.
         length: tokens of a row.
-        field: of JSON lines, and of folders of ``datasets``, that holds the text.
-        eval_share: share of the rows that is kept for evaluation, from 0 to 1.
-        seed: of the choice of these.
-        vocab_size: of the model, which the tokens must be below.
+        field: field of JSON lines, and of folders of ``datasets``, that holds the text.
+        eval_share: share of the rows that is held out for evaluation, from 0 to 1.
+        seed: seed of the choice of these rows.
+        vocab_size: vocabulary size of the model, which all tokens must be below. Default: not checked.
+
+    Returns:
+        The rows, split into training rows and held-out rows.
 
     Raises:
-        FineTuneError: a text cannot be read, or all of it fills no row, or a token is too large.
+        FineTuneError: a text cannot be read, the tokens do not fill a row, or a token is too large.
     """
     paths = find_texts(names)
     tokens = pack(read_texts(paths, field=field), tokenizer)
@@ -87,14 +90,14 @@ def read_blocks(
 
 
 def pack(pieces: Iterable[str | None], tokenizer: Tokenizer) -> torch.Tensor:
-    """Return the tokens of all documents in a line, with the end of text behind each document that is not empty.
+    """Return the tokens of all documents in one sequence, with the end of text after each document that is not empty.
 
     Args:
-        pieces: of documents, and ``END`` behind each.
-        tokenizer: whose ``eos_token_id`` ends a document; ``None`` leaves it out.
+        pieces: pieces of documents, and ``END`` after each document.
+        tokenizer: tokenizer whose ``eos_token_id`` ends a document; ``None`` leaves it out.
 
     Returns:
-        Of shape (tokens,), int32, the only copy of them.
+        The only copy of the tokens, of shape (tokens,), int32.
     """
     store = bytearray()
     end = b"" if tokenizer.eos_token_id is None else torch.tensor([tokenizer.eos_token_id], dtype=torch.int32)
@@ -125,16 +128,20 @@ def _groups(pieces: Iterable[str | None]) -> Iterator[list[str | None]]:
 
 
 def make_blocks(tokens: torch.Tensor, *, length: int, eval_share: float = 0.0, seed: int = 0) -> Blocks:
-    """Cut a line of tokens into rows, and keep a share of the rows for evaluation.
+    """Cut a sequence of tokens into rows, and hold out a share of the rows for evaluation.
 
     Args:
-        tokens: of shape (tokens,).
+        tokens: tokens, of shape (tokens,).
         length: tokens of a row.
-        eval_share: from 0 to 1; at least one row is kept unless it is 0, and at least one is left to learn from.
-        seed: of the choice.
+        eval_share: share of held-out rows, from 0 to 1; at least one row is held out unless it is 0, and at least one
+            is left for training.
+        seed: seed of the choice.
+
+    Returns:
+        The rows, split into training rows and held-out rows.
 
     Raises:
-        FineTuneError: the tokens fill no row, or one only where two are needed.
+        FineTuneError: the tokens do not fill a row, or fill only one where two are needed.
 
     >>> made = make_blocks(torch.arange(10, dtype=torch.int32), length=3, eval_share=0.3)
     >>> made.tokens.shape, len(made.training), len(made.held_out), made.left_over

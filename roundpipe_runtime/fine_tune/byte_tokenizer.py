@@ -21,12 +21,12 @@ _FIRST_BYTE = 3
 
 
 class ByteTokenizer:
-    """Text to bytes to numbers, and back.
+    """A tokenizer without a vocabulary: one token per byte of UTF-8.
 
     Attributes:
-        vocab_size: every number is below it.
-        eos_token_id: stands behind each document.
-        pad_token_id: of no use here, and stored for tools that batch.
+        vocab_size: number of tokens; every token is below it.
+        eos_token_id: token after each document.
+        pad_token_id: token of padding, not used here but stored for tools that batch.
 
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer.encode(["né"])
@@ -41,7 +41,7 @@ class ByteTokenizer:
     name = "bytes"
 
     def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        """Return the numbers of each text: of shape (bytes,), int32, without the end of text."""
+        """Return the tokens of each text: of shape (bytes,), int32, without the end of text."""
         return [self._encoded(text.encode("utf-8")) for text in texts]
 
     def _encoded(self, data: bytes) -> torch.Tensor:
@@ -50,12 +50,12 @@ class ByteTokenizer:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(torch.int32) + _FIRST_BYTE
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of numbers; those that are no bytes are left out, and half a character becomes a sign."""
+        """Return the text of tokens; tokens that are not bytes are left out, incomplete characters become U+FFFD."""
         data = bytes(number - _FIRST_BYTE for number in map(int, ids) if 0 <= number - _FIRST_BYTE < 256)
         return data.decode("utf-8", "replace")
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the files from which transformers makes its tokenizer of bytes."""
+        """Write the files from which transformers loads its byte tokenizer."""
         from transformers import ByT5Tokenizer
 
         ByT5Tokenizer(extra_ids=0).save_pretrained(folder)

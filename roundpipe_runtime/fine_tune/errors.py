@@ -1,4 +1,4 @@
-"""What can be wrong with a request to train on text."""
+"""Errors of fine-tuning on text."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ __all__ = ["FineTuneError"]
 
 
 class FineTuneError(RoundPipeError, ValueError):
-    """A model, a text, a tokenizer or a folder is not what a training needs, or a training cannot go on."""
+    """A model, text, tokenizer or folder is not usable for the training, or a training cannot continue."""

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while training: the first asks to stop, the second ends the process."""
+"""Handle Ctrl-C and SIGTERM while training: the first signal asks to stop, the second ends the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Interruption:
-    """A block in which Ctrl-C and SIGTERM do not end the process but are noted, the first time.
+    """A context manager in which the first Ctrl-C or SIGTERM is recorded instead of ending the process.
 
     ::
 
@@ -23,10 +23,10 @@ class Interruption:
             while not interruption.status:
                 step()
 
-    Outside of the main thread, which alone gets signals, the block does nothing.
+    Outside of the main thread, the only one that gets signals, the block does nothing.
 
     Attributes:
-        status: what the process is to end with: 0, or 130 after Ctrl-C, or 143 after SIGTERM.
+        status: exit status for the process: 0, or 130 after Ctrl-C, or 143 after SIGTERM.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How much memory is in use: of the process, and of its accelerators."""
+"""Memory use of the process and of its accelerators."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["device_peak", "process_memory"]
 
 
 def process_memory() -> int | None:
-    """Return the bytes of memory that the process holds now; the most it ever held, where the system says only that.
+    """Return the bytes of memory that the process holds now; the peak, where the system reports only that.
 
-    ``None`` where it says neither.
+    ``None`` where the system reports neither.
     """
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
@@ -32,9 +32,9 @@ def process_memory() -> int | None:
 
 
 def device_peak(devices: Iterable[Device]) -> int | None:
-    """Return the most bytes that tensors had on one of the accelerators; ``None`` where there are none.
+    """Return the peak bytes of tensors on one of the accelerators; ``None`` where there are none.
 
-    Virtual devices are memory of the process.
+    Virtual devices use memory of the process.
     """
     found = []
     for device in devices:

@@ -1,4 +1,4 @@
-"""Where the model of a training comes from: a folder with weights, or a configuration and random weights."""
+"""Sources of the model to train: a folder with weights, or a configuration with random weights."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class ModelSource:
     """A model that is not loaded yet.
 
     Attributes:
-        name: what the user called it.
-        config: of transformers.
-        folder: where its tokenizer and its weights are looked for; ``None`` where there are none.
-        has_weights: whether the folder holds weights; else they are random.
+        name: name that the user gave.
+        config: configuration of transformers.
+        folder: folder of its tokenizer and its weights; ``None`` where there are none.
+        has_weights: whether the folder holds weights; otherwise they are random.
     """
 
     name: str
@@ -41,32 +41,38 @@ class ModelSource:
         """Return the model that a configuration describes, with random weights.
 
         Args:
-            config: of transformers.
-            name: for messages.
+            config: configuration of transformers.
+            name: name in messages.
+
+        Returns:
+            The source.
 
         Raises:
-            FineTuneError: it is no causal language model.
+            FineTuneError: it is not a causal language model.
         """
         return cls(name, _causal(config, name))
 
     @property
     def vocab_size(self) -> int:
-        """Every token is below it."""
+        """The vocabulary size; every token is below it."""
         return int(self.config.get_text_config(decoder=True).vocab_size)
 
     @property
     def longest(self) -> int | None:
-        """Most tokens of a row, where the model has a limit."""
+        """The largest number of tokens per row, where the model has a limit."""
         found = getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return found if isinstance(found, int) and found > 0 else None
 
     def load(self, *, dtype: torch.dtype | None = None, seed: int = 0) -> nn.Module:
-        """Load the weights, or draw them.
+        """Load the model with its weights, or with random ones.
 
         Args:
-            dtype: of the weights. Default: as stored, but bfloat16 for float16, whose gradients vanish; float32 for
-                random ones.
-            seed: of random weights.
+            dtype: dtype of the weights. Default: as stored, but bfloat16 for float16, whose gradients vanish; float32
+                for random ones.
+            seed: seed of random weights.
+
+        Returns:
+            The model, on the host.
 
         Raises:
             FineTuneError: the weights cannot be read, or are not those of this configuration.
@@ -99,10 +105,13 @@ def model_source(name: str | os.PathLike[str]) -> ModelSource:
     """Return the model in a folder, or the one that a configuration describes; no weights are read.
 
     Args:
-        name: a folder with ``config.json``, with or without weights and a tokenizer; or such a file.
+        name: folder with ``config.json``, with or without weights and a tokenizer; or the path of such a file.
+
+    Returns:
+        The source, from which :meth:`ModelSource.load` loads the model.
 
     Raises:
-        FineTuneError: there is none, or it is no causal language model.
+        FineTuneError: there is no model, or it is not a causal language model.
     """
     path = pathlib.Path(name)
     if not path.exists():

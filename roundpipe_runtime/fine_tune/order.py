@@ -1,4 +1,4 @@
-"""Which rows a batch takes: a new order for each epoch, made of the seed, so that any batch can be found again."""
+"""The order of training rows: new in each epoch and made from the seed, so that any batch can be found again."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _STRIDE = 0x9E3779B97F4A7C15  # seeds that lie side by side give epochs that do 
 
 
 class Order:
-    """An endless line of rows: every row once in each epoch.
+    """An endless sequence of rows: every row once in each epoch.
 
     A batch at the end of an epoch is filled from the next one, so all batches have the same size.
 
     Args:
-        rows: numbers of rows.
-        seed: of all orders.
+        rows: indices of the rows.
+        seed: seed of all orders.
 
     >>> order = Order(torch.arange(3), seed=0)
     >>> sorted(order.take(0, 3).tolist()), order.take(2, 2).shape
@@ -30,11 +30,14 @@ class Order:
         self._shuffled = rows
 
     def take(self, start: int, count: int) -> torch.Tensor:
-        """Return the rows from one place in the line on.
+        """Return the rows from one place in the sequence on.
 
         Args:
-            start: the place; 0 is the first row of the first epoch.
-            count: how many.
+            start: place; 0 is the first row of the first epoch.
+            count: number of rows.
+
+        Returns:
+            The indices of the rows.
         """
         taken = []
         while count:

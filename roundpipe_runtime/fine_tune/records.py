@@ -1,4 +1,4 @@
-"""What is known of a step and of an evaluation, and the file of JSON lines that keeps it.
+"""Records of training steps and evaluations, and the JSON lines file that stores them.
 
 ::
 
@@ -21,18 +21,18 @@ __all__ = ["EvalRecord", "MetricsFile", "StepRecord"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step.
+    """Metrics of one training step.
 
     Attributes:
-        step: its number, from 1 on.
-        loss: the mean over the tokens of the step, before it.
-        tokens: of the step.
-        tokens_per_s: of this step, copies and optimizer included.
+        step: number of the step, from 1 on.
+        loss: mean over the tokens of the step, before the update.
+        tokens: number of tokens of the step.
+        tokens_per_s: tokens per second of this step, including copies and optimizer.
         lr: learning rate.
-        grad_norm: of all gradients, before they were clipped.
-        seconds: that it took.
-        process_bytes: memory of the process, after it.
-        device_bytes: the most that tensors had on one accelerator so far; ``None`` without one.
+        grad_norm: norm of all gradients, before clipping.
+        seconds: duration of the step.
+        process_bytes: memory of the process, after the step.
+        device_bytes: peak bytes of tensors on one accelerator so far; ``None`` without accelerators.
     """
 
     step: int
@@ -48,13 +48,13 @@ class StepRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvalRecord:
-    """An evaluation.
+    """Metrics of one evaluation.
 
     Attributes:
-        step: steps done before it.
-        eval_loss: the mean over the tokens of the rows that were held out.
-        eval_tokens: of these rows.
-        seconds: that it took.
+        step: number of steps done before it.
+        eval_loss: mean over the tokens of the held-out rows.
+        eval_tokens: number of tokens of these rows.
+        seconds: duration of the evaluation.
     """
 
     step: int
@@ -64,11 +64,11 @@ class EvalRecord:
 
 
 class MetricsFile:
-    """A file with a line for each step and each evaluation, complete at any time.
+    """A JSON lines file with a line for each step and each evaluation, complete at any time.
 
     Args:
-        path: the file; what is there is kept up to ``step`` and written over after it.
-        step: the last step whose line stays; a run that was killed has written more than its checkpoint knows.
+        path: path of the file; lines up to ``step`` are kept, later ones are overwritten.
+        step: last step whose line is kept; a run that was killed may have written more lines than its checkpoint knows.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, step: int = 0) -> None:
@@ -87,7 +87,7 @@ class MetricsFile:
         self._file.close()
 
     def write(self, record: StepRecord | EvalRecord) -> None:
-        """Add a line."""
+        """Append a line."""
         values = {name: _finite(value) for name, value in dataclasses.asdict(record).items()}
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()

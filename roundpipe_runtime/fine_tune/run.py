@@ -1,4 +1,4 @@
-"""A training from its first step to its last, or until somebody stops it: checkpoints, metrics, a timeline."""
+"""Run a training to its last step or until it is stopped, with checkpoints, metrics and a timeline."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _RECORDED_STEP = 5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a training ended.
+    """The end of a training: its exit status, checkpoint and timeline step.
 
     Attributes:
-        status: 0: it is through; 130: Ctrl-C; 143: SIGTERM.
-        checkpoint: the last one that was written.
-        recorded: the step for the timeline; after an interruption it may not have come.
+        status: exit status: 0 for a complete training, 130 after Ctrl-C, 143 after SIGTERM.
+        checkpoint: last checkpoint that was written.
+        recorded: step of the timeline; after an interruption this step may not have run.
     """
 
     status: int
@@ -44,20 +44,27 @@ def run(
     timeline: str | os.PathLike[str] | None = None,
     show: Callable[[StepRecord | EvalRecord], None] = lambda record: None,
 ) -> Outcome:
-    """Do all steps that are left.
+    """Run all remaining steps of a training.
 
-    Ctrl-C and SIGTERM let the step end, with the evaluation that belongs to it; then a checkpoint is written, from
-    which the training goes on to the same bits. A second one ends the process at once.
+    Ctrl-C and SIGTERM let the step end, with its evaluation; then a checkpoint is written, from which the training
+    continues bitwise identically. A second signal ends the process at once.
 
     Args:
-        training: what to do; after :meth:`Training.restore`, it goes on.
-        checkpoints: their folder.
-        every: steps between two of them; ``None`` for none but where it is stopped.
-        keep: how many stay.
-        at_end: whether to write one after the last step.
-        metrics: a file for a line of JSON per step and evaluation; after a restore it is gone on with.
-        timeline: a file for who computed what when, in one step.
-        show: is called with each record.
+        training: training to run; after :meth:`Training.restore`, it continues.
+        checkpoints: folder of the checkpoints.
+        every: steps between two checkpoints; ``None`` writes one only when the training is stopped.
+        keep: number of checkpoints to keep; ``None`` keeps all.
+        at_end: whether to write a checkpoint after the last step.
+        metrics: file with a line of JSON per step and evaluation; after a restore it is continued.
+        timeline: file for the timeline of one step.
+        show: function that is called with each record.
+
+    Returns:
+        How the training ended.
+
+    Raises:
+        FineTuneError: the training cannot continue.
+        OSError: a file could not be written.
     """
     recorded = None if timeline is None else min(training.step + _RECORDED_STEP, training.steps)
     saved, saved_at = None, -1

@@ -1,4 +1,4 @@
-"""The folder of a trained model, which appears when it is complete and has been loaded once."""
+"""Save a trained model in a folder that appears once it is complete and has been loaded for a check."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["check_output", "save_model"]
 
 
 def check_output(folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Refuse a folder that cannot be written, before hours are spent on what belongs there.
+    """Check before a training that its output folder can be written.
 
     Args:
-        folder: where a model is to be saved.
-        overwrite: whether it may exist.
+        folder: folder in which a model is to be saved.
+        overwrite: whether the folder may exist.
 
     Raises:
-        FineTuneError: it exists, or it cannot be made.
+        FineTuneError: the folder exists, or it cannot be created.
     """
     path = pathlib.Path(folder)
     if path.exists() and not overwrite:
@@ -53,18 +53,21 @@ def save_model(
     source: ModelSource,
     overwrite: bool = False,
 ) -> pathlib.Path:
-    """Save a trained model with its tokenizer, load it again, and return its folder.
+    """Save a trained model with its tokenizer, and check that it loads bitwise identical.
 
     Args:
-        model: of transformers, or PEFT's around one; of the latter the adapters are saved.
-        tokenizer: saved beside it.
-        folder: appears when everything is in it and what was loaded from it is what was saved, to the last bit.
-        source: where the model is from; adapters are loaded into it.
+        model: model of transformers, or PEFT's model around one, of which only the adapters are saved.
+        tokenizer: tokenizer, saved with the model.
+        folder: folder that appears when it is complete and the model loaded from it is bitwise identical.
+        source: source of the model, into which adapters are loaded for the check.
         overwrite: whether the folder may exist; it is replaced then.
 
+    Returns:
+        The folder.
+
     Raises:
-        FineTuneError: the folder exists, or what was loaded is something else.
-        OSError: it could not be written; what was there before is as it was.
+        FineTuneError: the folder exists, or the loaded model differs.
+        OSError: the folder could not be written; what was there before is unchanged.
     """
     path = pathlib.Path(folder)
     check_output(path, overwrite=overwrite)

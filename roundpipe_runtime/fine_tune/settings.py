@@ -1,4 +1,4 @@
-"""How a training goes: what a step is, how many there are, how fast it learns."""
+"""Settings of a training: batches, steps, learning rate and optimizer."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ __all__ = ["Settings"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a training goes.
+    """Settings of a training.
 
     Attributes:
-        batch: rows of a batch.
-        microbatches: how many a batch is cut into. Default: number of devices + 1, but no more than rows.
-        accumulate: batches of a step; their gradients are averaged.
-        steps: how many; ``None`` for ``epochs``.
-        epochs: how often every row is seen, where ``steps`` is not given.
-        lr: learning rate, the highest.
-        warmup: steps until it is reached. Default: a tenth of all, 100 at most.
-        schedule: what it does then: fall to zero along half a cosine, or a line, or stay.
-        weight_decay: of AdamW, for parameters with two axes or more.
-        clip: gradients whose norm is larger are scaled down to it; 0 for none.
-        seed: of the order of rows, and of dropout.
-        devices: as for :class:`RoundPipe`.
-        optim_dtype: dtype of gradients, moments and masters. Default: float32.
-        eval_every: steps between two evaluations; ``None`` for one at the end.
-        check: whether to compare the cut model with the plain one first.
+        batch: number of rows per batch.
+        microbatches: number of microbatches per batch. Default: number of devices + 1, but at most the number of rows.
+        accumulate: number of batches per step; their gradients are averaged.
+        steps: number of steps; ``None`` to use ``epochs``.
+        epochs: number of passes over all rows, if ``steps`` is not given.
+        lr: peak learning rate.
+        warmup: number of steps until the peak. Default: a tenth of all steps, at most 100.
+        schedule: learning rate after the warmup: decay to zero along half a cosine or a line, or constant.
+        weight_decay: weight decay of AdamW, for parameters with two axes or more.
+        clip: largest norm of the gradients, to which they are scaled down; 0 for no clipping.
+        seed: seed of the order of rows, and of dropout.
+        devices: devices, as for :class:`RoundPipe`.
+        optim_dtype: dtype of gradients, moments and master weights. Default: float32.
+        eval_every: number of steps between two evaluations; ``None`` for one at the end.
+        check: whether to compare the cut model with the reference model first.
 
     Raises:
         ConfigError: a field has a value that it cannot have.
@@ -82,10 +82,10 @@ class Settings:
             raise ConfigError(f"{name} must be a number from {least} on, found {found!r}.")
 
     def total_steps(self, rows: int) -> int:
-        """Return how many steps there are.
+        """Return the number of steps.
 
         Args:
-            rows: of the training.
+            rows: number of training rows.
 
         >>> Settings(batch=4, epochs=2).total_steps(10), Settings(batch=4, steps=7).total_steps(10)
         (5, 7)
@@ -96,8 +96,11 @@ class Settings:
         """Return the learning rate of a step.
 
         Args:
-            step: its number, from 0 on.
-            steps: how many there are.
+            step: number of the step, from 0 on.
+            steps: number of all steps.
+
+        Returns:
+            The learning rate.
 
         >>> settings = Settings(lr=1.0, warmup=2, schedule="linear")
         >>> [settings.learning_rate(step, 6) for step in range(6)]

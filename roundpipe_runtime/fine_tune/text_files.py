@@ -1,4 +1,4 @@
-"""Text as it lies on the disk, document by document and in pieces: files of text, JSON lines, folders of `datasets`.
+"""Read text files, JSON lines and folders of `datasets`, document by document and in pieces.
 
 ::
 
@@ -34,13 +34,13 @@ _PIECE = 2**16
 
 
 def find_texts(names: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
-    """Return the files, and the folders of ``datasets``, that names stand for, each once.
+    """Return the files, and the folders of ``datasets``, that names refer to, each once.
 
     Args:
         names: files, folders and patterns such as ``texts/**/*.txt``.
 
     Raises:
-        FineTuneError: one stands for nothing that can be read.
+        FineTuneError: a name refers to nothing that can be read.
     """
     found = [path for name in names for path in _named(os.fspath(name))]
     if not found:
@@ -49,14 +49,17 @@ def find_texts(names: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
 
 
 def read_texts(paths: Sequence[pathlib.Path], *, field: str = "text") -> Iterator[str | None]:
-    """Yield the pieces of all documents in order, and ``END`` behind each document.
+    """Yield the pieces of all documents in order, and ``END`` after each document.
 
     Args:
-        paths: from :func:`find_texts`.
-        field: of JSON lines, and of folders of ``datasets``, that holds the text.
+        paths: files and folders from :func:`find_texts`.
+        field: field of JSON lines, and of folders of ``datasets``, that holds the text.
+
+    Returns:
+        An iterator over the pieces.
 
     Raises:
-        FineTuneError: something cannot be read; the message has file and line.
+        FineTuneError: something cannot be read; the message names file and line.
     """
     for path in paths:
         if path.is_dir():

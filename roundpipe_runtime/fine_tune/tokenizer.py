@@ -1,4 +1,4 @@
-"""The tokenizer of a training: the one of the model's folder, another folder's, or bytes."""
+"""Load the tokenizer of a training: from the model's folder, from another folder, or the byte tokenizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FILES = (
 
 
 class Tokenizer(Protocol):
-    """What a training asks of a tokenizer."""
+    """The interface of a tokenizer for a training."""
 
     name: str
     vocab_size: int
@@ -48,8 +48,8 @@ class FolderTokenizer:
     """A tokenizer of transformers.
 
     Args:
-        inner: what ``AutoTokenizer`` made of a folder.
-        name: the folder.
+        inner: tokenizer that ``AutoTokenizer`` loaded from a folder.
+        name: name of the folder.
     """
 
     def __init__(self, inner: Any, name: str) -> None:
@@ -74,15 +74,18 @@ class FolderTokenizer:
 
 
 def load_tokenizer(source: ModelSource, name: str | os.PathLike[str] | None = None) -> Tokenizer:
-    """Return the tokenizer of a model.
+    """Load the tokenizer of a model.
 
     Args:
-        source: the model.
-        name: a folder with a tokenizer, or ``"bytes"``. Default: the model's folder; bytes, if that has no tokenizer
-            and its weights are random.
+        source: source of the model.
+        name: folder with a tokenizer, or ``"bytes"``. Default: the model's folder; bytes, if that has no tokenizer
+            and the weights are random.
+
+    Returns:
+        The tokenizer.
 
     Raises:
-        FineTuneError: there is none, it cannot be read, or the model's vocabulary is too small for it.
+        FineTuneError: there is no tokenizer, it cannot be read, or the model's vocabulary is too small for it.
     """
     if name is not None and str(name) != "bytes":
         return _from_folder(pathlib.Path(name))

@@ -1,4 +1,4 @@
-"""A training, step by step: batches from blocks, the pipeline, AdamW on the host, evaluation, checkpoints."""
+"""Fine-tune a model step by step: batches, the pipeline, AdamW on the host, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["Training"]
 
 
 class Training:
-    """A model that learns rows of tokens through a pipeline.
+    """Fine-tunes a causal language model through a pipeline.
 
     ::
 
@@ -38,23 +38,23 @@ class Training:
             for record in training:
                 print(record.step, record.loss)
 
-    The same rows, settings and number of microbatches give the same bits, on any number of devices, and across
-    :meth:`save` and :meth:`restore`.
+    The same rows, settings and number of microbatches give bitwise identical results, on any number of devices, and
+    across :meth:`save` and :meth:`restore`.
 
     Args:
-        model: a causal language model of transformers, or PEFT's around one; it is trained in place.
-        blocks: the text.
-        settings: how it goes.
+        model: causal language model of transformers, or PEFT's model around one; it is trained in place.
+        blocks: tokenized text.
+        settings: settings of the training.
 
     Attributes:
-        pipeline: the model, wrapped.
-        microbatches: what a batch is cut into.
-        step: steps done.
-        steps: how many there are.
+        pipeline: wrapped model.
+        microbatches: number of microbatches per batch.
+        step: number of steps done.
+        steps: number of all steps.
 
     Raises:
         ConfigError: the devices do not exist.
-        FineTuneError: the model sees what comes next, or rows are longer than it takes.
+        FineTuneError: the model is not causal, or rows are longer than it can take.
     """
 
     def __init__(self, model: nn.Module, blocks: Blocks, settings: Settings) -> None:
@@ -94,13 +94,13 @@ class Training:
             yield from self.advance()
 
     def advance(self, timeline: Timeline | None = None) -> Iterator[StepRecord | EvalRecord]:
-        """Do one step, and the evaluation that is due after it; yield what is known of each.
+        """Do one step, and the evaluation that is due after it; yield the record of each.
 
         Args:
-            timeline: records the step.
+            timeline: timeline that records the step.
 
         Raises:
-            FineTuneError: the loss or a gradient is not finite; nothing was learnt from it.
+            FineTuneError: the loss or a gradient is not finite; the parameters are unchanged.
         """
         with timeline or contextlib.nullcontext():
             record = self._learn()
@@ -111,7 +111,7 @@ class Training:
             yield self.evaluate()
 
     def evaluate(self) -> EvalRecord:
-        """Return the loss of the rows that are held out."""
+        """Return the loss of the held-out rows."""
         begin = time.perf_counter()
         was_training = self.pipeline.training
         self.pipeline.eval()
@@ -127,7 +127,7 @@ class Training:
         return EvalRecord(self.step, math.fsum(losses) / count, tokens, time.perf_counter() - begin)
 
     def close(self) -> None:
-        """End the threads. The model has what it learnt, and what the optimizer knew of it is forgotten."""
+        """End the threads. The model keeps the trained weights, the state of the optimizer is discarded."""
         self.pipeline.synchronize()
         self.pipeline.close()
         self.optimizer.state.clear()
@@ -135,27 +135,34 @@ class Training:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self, folder: str | os.PathLike[str], *, keep: int | None = 3) -> str:
-        """Write a checkpoint, from which :meth:`restore` goes on to the same bits, and return its folder.
+        """Write a checkpoint, from which :meth:`restore` continues bitwise identically.
 
         Args:
-            folder: holds the checkpoints of this training.
-            keep: how many of them stay.
+            folder: folder of the checkpoints of this training.
+            keep: number of checkpoints to keep; ``None`` keeps all.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            CheckpointError: something cannot be stored.
+            OSError: the checkpoint could not be written.
         """
         data = {"step": self.step, "same": self._same(), "microbatches": self.microbatches}
         return str(save_checkpoint(folder, self.pipeline, optimizer=self.optimizer, data=data, keep=keep))
 
     def restore(self, folder: str | os.PathLike[str]) -> bool:
-        """Go on where the last checkpoint was saved, and return whether there was one.
+        """Continue where the last checkpoint was saved, and return whether there was one.
 
-        Unless the settings say otherwise, batches are cut into as many microbatches as they were, so that the bits are
-        the same on any number of devices.
+        Unless the settings say otherwise, batches are cut into as many microbatches as they were, so that the results
+        are bitwise identical on any number of devices.
 
         Args:
-            folder: what :meth:`save` was given.
+            folder: folder that :meth:`save` was given.
 
         Raises:
-            FineTuneError: it is of another text, or of other batches.
-            CheckpointError: it is of another model.
+            FineTuneError: the checkpoint is of another text, or of other batches.
+            CheckpointError: the checkpoint is of another model.
         """
         folder = os.fspath(folder)
         if not list_checkpoints(folder):
@@ -173,7 +180,7 @@ class Training:
         return True
 
     def _same(self) -> dict[str, Any]:
-        """What has to be the same for a place in the data to mean the same."""
+        """The settings that must be the same for a place in the data to mean the same."""
         settings = self.settings
         return {
             "length": self.blocks.length,
@@ -233,7 +240,7 @@ class Training:
         return {"input_ids": ids, "labels": ids}
 
     def _update(self, rate: float) -> float:
-        """Clip, step, and forget the gradients; return their norm before."""
+        """Clip the gradients, step, and clear them; return their norm before clipping."""
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self.settings.accumulate > 1:
@@ -254,7 +261,7 @@ class Training:
         )
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Weights decay, while what has one axis only, norms and biases, does not."""
+        """Weights decay; parameters with one axis, norms and biases, do not."""
         learning = [p for p in self.pipeline.optim_parameters() if p.requires_grad]
         decaying = [p for p in learning if p.dim() > 1]
         others = [p for p in learning if p.dim() <= 1]

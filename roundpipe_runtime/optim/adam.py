@@ -12,7 +12,7 @@ __all__ = ["Adam"]
 
 
 class Adam(torch.optim.Adam):
-    """Adam on the CPU: torch's own fused kernel, with the arguments of RoundPipe's.
+    """Adam on the CPU with torch's fused kernel, and with the arguments of RoundPipe's Adam.
 
     The kernel has no complex numbers. A group with a complex parameter is stepped by torch's loop over parameters.
 
@@ -20,15 +20,15 @@ class Adam(torch.optim.Adam):
         params: parameters or groups, from :meth:`RoundPipe.optim_parameters`.
         lr: learning rate.
         betas: coefficients of the two averages.
-        eps: added to the denominator.
+        eps: term added to the denominator.
         weight_decay: L2 penalty, or decay of the weights if ``decoupled_weight_decay``.
-        amsgrad: the AMSGrad variant.
-        foreach: has no meaning here; given, it is ignored with a warning.
-        maximize: go up instead of down.
+        amsgrad: whether to use the AMSGrad variant.
+        foreach: no effect here; if given, it is ignored with a warning.
+        maximize: whether to maximize instead of minimize.
         capturable: must be ``False``.
         differentiable: must be ``False``.
-        fused: has no meaning here: the fused kernel it is.
-        decoupled_weight_decay: weight decay as in AdamW.
+        fused: no effect here: the fused kernel is always used.
+        decoupled_weight_decay: whether weight decay is decoupled, as in AdamW.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Adam(torch.optim.Adam):
         self._choose_kernels()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, with the kernel that suits them."""
+        """Add a group of parameters, with a kernel that supports them."""
         super().add_param_group(param_group)
         self._choose_kernels()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` returned, of this class or of ``torch.optim.Adam``."""
+        """Load a state that :meth:`state_dict` returned, of this class or of ``torch.optim.Adam``."""
         super().load_state_dict(state_dict)
         self._choose_kernels()
 

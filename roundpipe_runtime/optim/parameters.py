@@ -1,10 +1,10 @@
-"""The host is the home of parameters: one copy, one gradient and one version of each, however often it is used.
+"""Parameters on the host: one copy, one gradient and one version of each, however often it is used.
 
-The user's own ``nn.Parameter`` is the host copy, and its ``grad`` is the gradient buffer, unless the optimizer is to
-work in another dtype. Then a *master* of that dtype stands beside it: gradients land in the master, the optimizer
-updates the master, and :meth:`ParameterStore.publish` rounds it into the parameter. Whoever changes the parameter
-itself (``load_state_dict``, an in-place edit) wins: its version counter tells, and the master is read from it anew.
-The master of a frozen parameter takes no memory until the parameter learns.
+The user's own ``nn.Parameter`` is the host copy, and its ``grad`` is the gradient buffer, unless the optimizer
+works in another dtype. Then there is a *master* of that dtype next to it: gradients are added to the master, the
+optimizer updates the master, and :meth:`ParameterStore.publish` rounds it into the parameter. A change of the parameter
+itself (``load_state_dict``, an in-place edit) takes precedence: its version counter shows it, and the master is read
+from it again. The master of a frozen parameter takes no memory until the parameter is trainable.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BufferSlot:
     tensor: torch.Tensor
 
     def store(self, value: torch.Tensor) -> None:
-        """Make this the buffer's value: in place where that is possible, so that whoever holds the tensor sees it."""
+        """Set the buffer's value, in place where that is possible, so that other references to the tensor see it."""
         same = value.shape == self.tensor.shape and value.dtype == self.tensor.dtype
         if same and self.owner._buffers.get(self.name) is self.tensor:
             with torch.no_grad():
@@ -54,14 +54,14 @@ class BufferSlot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerContents:
-    """What a layer holds on the host.
+    """Parameters and buffers of a layer on the host.
 
     Attributes:
-        index: the number of the layer.
-        module: the layer.
-        slots: every place of a parameter; a parameter may stand in several.
-        buffers: every place of a buffer.
-        lock: held while device copies stand in those places. Layers that share a module share it.
+        index: number of the layer.
+        module: layer.
+        slots: all places of parameters; a parameter may have several.
+        buffers: all places of buffers.
+        lock: lock that is held while device copies are in these places. Layers that share a module share it.
     """
 
     index: int
@@ -72,7 +72,7 @@ class LayerContents:
 
     @property
     def title(self) -> str:
-        """The layer in words, for errors."""
+        """Description of the layer for errors."""
         return f"layer {self.index} ({type(self.module).__name__})"
 
     def parameters(self) -> list[nn.Parameter]:
@@ -93,10 +93,10 @@ if hasattr(os, "register_at_fork"):  # another thread may have been in a layer, 
 
 
 def scan(layers: Sequence[nn.Module]) -> list[LayerContents]:
-    """Return what each layer holds now. It is read anew for every run: parameters may be replaced in between.
+    """Return the current contents of each layer. They are read again for every run: parameters may have been replaced.
 
     Raises:
-        StageError: a parameter has no shape yet.
+        StageError: a parameter is not initialised and has no shape yet.
     """
     seen: dict[int, int] = {}  # a module that holds tensors -> the first layer it is in
     first = list(range(len(layers)))
@@ -127,11 +127,11 @@ def _materialised(parameter: nn.Parameter, name: str, index: int, module: nn.Mod
 
 
 class ParameterStore:
-    """Masters, gradients and published copies of a model's parameters.
+    """Master weights, gradients and published copies of a model's parameters.
 
     Args:
-        model: whose parameters.
-        optim_dtype: what the optimizer works in; ``None`` for the dtype of each parameter.
+        model: model that has the parameters.
+        optim_dtype: dtype in which the optimizer works; ``None`` for the dtype of each parameter.
     """
 
     def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None = None) -> None:
@@ -142,7 +142,15 @@ class ParameterStore:
         self._before: list[tuple[str, nn.Parameter]] = []
 
     def named(self, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield name and parameter as the optimizer is to have it: the master, or the parameter itself."""
+        """Yield names and parameters for the optimizer: the master, or the parameter itself.
+
+        Args:
+            prefix: prefix of the names.
+            remove_duplicate: whether a parameter with several names is yielded only once.
+
+        Returns:
+            An iterator over names and parameters.
+        """
         names = self._names()
         for name, parameter in self._listed():
             if names[id(parameter)] == name or not remove_duplicate:
@@ -152,7 +160,7 @@ class ParameterStore:
         """Add gradients to the buffers, in the order of the list.
 
         Args:
-            gradients: one mapping per layer, last layer first: for any plan the sums are taken in the same order.
+            gradients: one mapping per layer, last layer first: the order of the sums is the same for any plan.
         """
         names = self._names() if self.optim_dtype else {}
         watched: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -174,7 +182,7 @@ class ParameterStore:
         return self._dtype(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of parameters and of masters."""
+        """Clear the gradients of parameters and of masters."""
         held = [parameter for _, parameter in self._listed()] + [master.tensor for master in self._masters.values()]
         for tensor in held:
             if set_to_none:
@@ -183,22 +191,22 @@ class ParameterStore:
                 tensor.grad = tensor.grad.detach().zero_()
 
     def publish(self, *, stepped: bool = False) -> None:
-        """Make parameters and masters agree: a parameter that somebody changed wins, else its master.
+        """Make parameters and masters agree: a parameter that was changed takes precedence, otherwise its master.
 
         Args:
-            stepped: the optimizer has just run.
+            stepped: whether the optimizer has just run.
         """
         for name, parameter in self._with_master():
             self._masters[name].agree(parameter, stepped=stepped)
             self._masters[name].awaits_step = False
 
     def adopt(self) -> None:
-        """Read masters anew where somebody changed the parameter."""
+        """Read masters again where the parameter was changed."""
         for name, parameter in self._with_master():
             self._masters[name].adopt(parameter)
 
     def show_gradients(self) -> None:
-        """Give parameters the gradients of their masters, in their own dtype."""
+        """Copy the gradients of masters to their parameters, in the dtype of the parameters."""
         for name, parameter in self._with_master():
             gradient = self._masters[name].tensor.grad
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
@@ -208,7 +216,7 @@ class ParameterStore:
         return {name: master.tensor.detach() for name, master in self._masters.items() if master.is_filled}
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Take over masters that :meth:`masters` returned."""
+        """Load masters that :meth:`masters` returned."""
         for name, parameter in self.model.named_parameters():
             if name in masters:
                 self._target(name, parameter)
@@ -221,7 +229,7 @@ class ParameterStore:
         return self._shadows.get(id(parameter), parameter)
 
     def freeze(self) -> None:
-        """From now on stages read copies of what the parameters are now.
+        """Let stages read copies of the current values of the parameters from now on.
 
         Parameters with a master need none, nor do frozen ones, which no optimizer writes.
         """
@@ -233,7 +241,7 @@ class ParameterStore:
                     self._shadows[id(parameter)] = parameter.detach().clone()
 
     def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Bring what stages read of these parameters up to date."""
+        """Update the copies of these parameters that stages read."""
         names = self._names()
         for parameter in parameters:
             name = names.get(id(parameter), "")
@@ -243,14 +251,14 @@ class ParameterStore:
                 self._shadows[id(parameter)].copy_(parameter.detach())
 
     def thaw(self) -> None:
-        """Stages read the parameters themselves again."""
+        """Let stages read the parameters themselves again."""
         self._shadows.clear()
         self._before = []
 
     # ----------------------------------------------------------------------------------------------------------------
 
     def _listed(self) -> list[tuple[str, nn.Parameter]]:
-        """Names and parameters; for a step beside a run, as before it, as copies may stand in their places now."""
+        """Names and parameters; during a run those from before it, as copies may be in their places now."""
         return self._before or list(self.model.named_parameters(remove_duplicate=False))
 
     def _names(self) -> dict[int, str]:
@@ -277,11 +285,11 @@ class ParameterStore:
 class _Master:
     """A parameter in the optimizer's dtype, and what both looked like when they last agreed.
 
-    The version counter of the master says too little: torch's fused optimizers write without counting. So a master
+    The version counter of the master is not sufficient: torch's fused optimizers write without counting. So a master
     also counts as changed when gradients came in, until it has been published after a step.
 
     While the parameter is frozen there is nothing to update: the tensor, which an optimizer may hold already, has the
-    shape of the parameter, NaN for every value, and the memory of one. It is filled when the parameter learns.
+    shape of the parameter, NaN for every value, and the memory of one. It is filled once the parameter is trainable.
     """
 
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -293,7 +301,7 @@ class _Master:
         self.wake(parameter)
 
     def wake(self, parameter: nn.Parameter) -> None:
-        """Take over whether the parameter learns, and its values when it first does."""
+        """Take over whether the parameter is trainable, and its values when it first is."""
         if parameter.requires_grad and not self.is_filled:
             self._fill(parameter)
         if self.tensor.requires_grad != parameter.requires_grad:
@@ -342,5 +350,5 @@ def _accumulate(target: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def is_watched(target: torch.Tensor) -> bool:
-    """Tell whether hooks are to see a gradient, or a graph goes on from there: torch adds it, then."""
+    """Report whether hooks see a gradient, or a graph continues there: then torch adds it."""
     return not target.is_leaf or bool(target._backward_hooks) or bool(target._post_accumulate_grad_hooks)

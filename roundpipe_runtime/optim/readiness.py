@@ -1,4 +1,4 @@
-"""When a layer's parameters may be read and when they may be replaced: versions, readers, one writer.
+"""Versions of a layer's parameters: when they may be read and when they may be replaced.
 
 The rules are :class:`LayerReadiness`, plain data without a thread, so that a test can walk through every order of
 events. :class:`ReadinessTable` puts a lock and waiting around one of them per layer.
@@ -23,13 +23,13 @@ __all__ = ["LayerReadiness", "ReadinessTable"]
 
 @dataclasses.dataclass(slots=True)
 class LayerReadiness:
-    """What is known of one layer: its version, who reads it, and whether it is being replaced.
+    """The version of one layer, its readers, and whether it is being replaced.
 
     Attributes:
-        version: of the parameters that are there now.
-        readers: how many read them at this moment.
-        writing: somebody replaces them at this moment.
-        holds: for a version, how many runs still need it; it is not replaced before they have let go.
+        version: current version of the parameters.
+        readers: number of current readers.
+        writing: whether the parameters are being replaced.
+        holds: number of runs that still need each version; it is not replaced before they have let go.
 
     >>> layer = LayerReadiness()
     >>> layer.start_read(0); layer.can_write(1); layer.end_read(); layer.can_write(1)
@@ -43,7 +43,7 @@ class LayerReadiness:
     holds: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def can_read(self, version: int) -> bool:
-        """Tell whether this version is there, and nobody replaces it."""
+        """Report whether this version is current and not being replaced."""
         return self.version == version and not self.writing
 
     def start_read(self, version: int) -> None:
@@ -57,7 +57,7 @@ class LayerReadiness:
         self.readers -= 1
 
     def can_write(self, version: int) -> bool:
-        """Tell whether this is the next version, and nobody reads the one before it, now or later."""
+        """Report whether this is the next version, and the one before has no reader, now or later."""
         free = not self.writing and not self.readers and not self.holds.get(self.version)
         return free and self.version + 1 == version
 
@@ -67,13 +67,13 @@ class LayerReadiness:
         self.writing = True
 
     def end_write(self, *, done: bool = True) -> None:
-        """Make the next version the one that is there; or, if it was not ``done``, leave the one before."""
+        """Make the next version current; or, if it was not ``done``, keep the one before."""
         _require(self.writing, "nobody writes it", self)
         self.writing = False
         self.version += done
 
     def hold(self, version: int) -> None:
-        """Announce a run that reads this version, which is there or will be."""
+        """Announce a run that reads this version, current or future."""
         _require(version >= self.version, f"version {version} is gone", self)
         self.holds[version] = self.holds.get(version, 0) + 1
 
@@ -91,10 +91,10 @@ def _require(allowed: bool, problem: str, layer: LayerReadiness) -> None:
 
 
 class ReadinessTable:
-    """The readiness of every layer of a model, with waiting.
+    """Waits for versions of the layers of a model, and for their readers.
 
     Args:
-        num_layers: how many layers there are.
+        num_layers: number of layers.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -106,7 +106,7 @@ class ReadinessTable:
         return len(self._layers)
 
     def version(self, layer: int) -> int:
-        """Return the version of a layer that is there now."""
+        """Return the current version of a layer."""
         with self._changed:
             return self._layers[layer].version
 
@@ -115,11 +115,11 @@ class ReadinessTable:
 
         Args:
             layer: index of the layer.
-            version: the version to read.
-            check: called while waiting, ten times a second; it may raise to give up.
+            version: version to read.
+            check: function that is called ten times a second while waiting; it may raise to give up.
 
         Raises:
-            BaseException: what :meth:`fail` was given: the version does not come.
+            BaseException: the error that :meth:`fail` was given: the version will not come.
         """
         with self._changed:
             while not self._layers[layer].can_read(version):
@@ -137,6 +137,11 @@ class ReadinessTable:
         """Wait until the layer may be replaced, then call ``fill`` to do it.
 
         An error of ``fill`` leaves the version that was there.
+
+        Args:
+            layer: index of the layer.
+            version: the next version.
+            fill: function that replaces the parameters.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._layers[layer].can_write(version))
@@ -149,7 +154,7 @@ class ReadinessTable:
             self._each([layer], lambda state: state.end_write(done=done))
 
     def fail(self, error: BaseException | None) -> None:
-        """Say why versions that are not there do not come, to those who wait for one; ``None``: they come after all."""
+        """Pass an error to the threads that wait for a version that will not come; ``None`` clears it."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Gradient scaling for half precision."""
+"""Gradient scaling for half precision training."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class GradScaler(_GradScaler):
     ``update`` waits for a step that runs in the background, since it needs to know what that step found.
 
     Args:
-        init_scale: first scale.
+        init_scale: initial scale.
         growth_factor: factor after ``growth_interval`` steps without infinities.
         backoff_factor: factor after a step with infinities.
-        growth_interval: steps between two growths.
-        enabled: ``False`` makes everything but ``step`` do nothing.
+        growth_interval: number of steps between two growths.
+        enabled: whether to scale; ``False`` makes everything except ``step`` do nothing.
 
     >>> scaler = GradScaler(init_scale=4.0)
     >>> scaler.scale(torch.tensor(2.0)), scaler.get_scale()
@@ -52,14 +52,14 @@ class GradScaler(_GradScaler):
         """Set the scale for the next step, from what the last step found or to ``new_scale``.
 
         Args:
-            new_scale: the scale to set, instead of what the last step says.
-            is_async: has no meaning here: the new scale is there when this returns, either way.
+            new_scale: scale to set, instead of the one that follows from the last step.
+            is_async: no effect here: the new scale is always set when this returns.
         """
         wait_for_updates()
         super().update(new_scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that :meth:`state_dict` returned."""
+        """Load a state that :meth:`state_dict` returned."""
         super().load_state_dict(state_dict)
         if self._enabled:
             self._scale = torch.full((), state_dict["scale"], dtype=torch.float32)

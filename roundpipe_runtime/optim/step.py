@@ -1,4 +1,4 @@
-"""The optimizer's side: which parameters it gets, and when its step runs.
+"""Optimizer steps: which parameters the optimizer gets, and when its step runs.
 
 ::
 
@@ -34,7 +34,7 @@ _DEPTH: contextvars.ContextVar[int] = contextvars.ContextVar("roundpipe_optimize
 
 
 class OptimizerCtx:
-    """A block in which ``parameters()`` of a pipeline are those for the optimizer.
+    """A context manager in which ``parameters()`` of a pipeline are those for the optimizer.
 
     ::
 
@@ -53,17 +53,17 @@ class OptimizerCtx:
 
 
 def in_optimizer_ctx() -> bool:
-    """Tell whether the caller is inside an :class:`OptimizerCtx`."""
+    """Report whether the caller is inside an :class:`OptimizerCtx`."""
     return _DEPTH.get() > 0
 
 
 class StepRunner:
-    """Runs optimizer steps, in the caller's thread or beside the next run, and publishes what they did.
+    """Runs optimizer steps, in the caller's thread or during the next run, and publishes their results.
 
     Args:
-        store: the parameters.
-        table: which version of each layer may be read.
-        scan: returns the layers as they are now.
+        store: parameters.
+        table: versions of the layers that may be read.
+        scan: function that returns the current contents of the layers.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class StepRunner:
         _RUNNERS.add(self)
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Run a step now, in this thread; the next run sees what it did."""
+        """Run a step now, in this thread; the next run sees the new parameters."""
         self.synchronize()
         self._store.adopt()
         with OptimizerCtx():
@@ -88,7 +88,7 @@ class StepRunner:
         self._store.publish(stepped=True)
 
     def start(self, step: Callable[[], Any]) -> None:
-        """Run a step in the background. The next run reads the parameters as they are before it, all others after."""
+        """Run a step in the background. The next run reads the parameters from before it, later runs those after it."""
         self.finish()
         self._store.adopt()
         self._store.freeze()
@@ -106,7 +106,7 @@ class StepRunner:
         return self._version
 
     def run_ended(self) -> None:
-        """Say that the run beside the last step has succeeded: what the step did may now be published."""
+        """Note that the run during the last step has succeeded: the result of the step may now be published."""
         self.wait_update()
         if self._unpublished:
             with Uninterrupted():  # a version that nobody publishes would be waited for
@@ -115,7 +115,7 @@ class StepRunner:
                 self._publication = self._worker.submit(self._publish, self._version)
 
     def is_here(self) -> bool:
-        """Tell whether the caller is the step that runs in the background."""
+        """Report whether the caller is the step that runs in the background."""
         return self._worker.is_here()
 
     def wait_update(self) -> None:
@@ -143,7 +143,7 @@ class StepRunner:
                 self._update = None
 
     def resume(self) -> None:
-        """Publish again what a failure stopped: layers that have the version already are left alone."""
+        """Resume publishing after a failure: layers that already have the version are left alone."""
         failed = self._publication
         if failed is not None and failed.done() and failed.exception() and not self._worker.is_closed:
             with Uninterrupted():
@@ -151,7 +151,7 @@ class StepRunner:
                 self._publication = self._worker.submit(self._publish, self._version)
 
     def finish(self) -> None:
-        """Wait for the step in the background and publish what it did."""
+        """Wait for the step in the background and publish its result."""
         self.resume()
         try:
             self.run_ended()
@@ -167,7 +167,7 @@ class StepRunner:
         self._publication = None
 
     def synchronize(self) -> None:
-        """Publish everything; stages read the parameters themselves again."""
+        """Publish everything; stages then read the parameters themselves again."""
         self.finish()
         self._store.thaw()
 
@@ -203,7 +203,7 @@ _LOG = logging.getLogger("roundpipe_runtime")
 
 @atexit.register
 def _report_failures() -> None:
-    """Say at the end of the process what nobody waited for: a last step that failed must not look like success."""
+    """Report an error at the end of the process that no call raised: a failed last step must not look like success."""
     for runner in list(_RUNNERS):
         for what, future in (("function given to", runner._update), ("publication of", runner._publication)):
             error = future.exception() if future is not None and future.done() else None

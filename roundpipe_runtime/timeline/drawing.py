@@ -1,4 +1,4 @@
-"""A timeline on the terminal, in its width, each kind of work in its colour."""
+"""Draw a timeline on the terminal, in its width, with a colour for each kind of work."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _WORK = {
 
 
 def draw_on(console: Any, timeline: Timeline) -> None:
-    """Print the drawing of a timeline, and what its letters stand for.
+    """Print the drawing of a timeline and its legend.
 
     Args:
-        console: of rich.
-        timeline: with at least one record.
+        console: console of rich.
+        timeline: timeline with at least one record.
     """
     from rich.text import Text
 

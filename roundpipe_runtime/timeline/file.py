@@ -1,4 +1,4 @@
-"""Reads the timeline that a run wrote: the trace of :meth:`Timeline.save`, checked."""
+"""Load and check timeline files, which :meth:`Timeline.save` writes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _FOREVER = 1e18  # microseconds; NaN is not below it, either
 
 
 class TimelineFileError(RoundPipeError, ValueError):
-    """A file is not a timeline of a pipeline, or it is damaged."""
+    """A file is not a timeline file of a pipeline, or it is damaged."""
 
 
 def load_timeline(path: str | os.PathLike[str]) -> Timeline:
-    """Return the timeline in a file.
+    """Load a timeline from a file.
 
     Args:
-        path: what :meth:`Timeline.save` or ``roundpipe train --timeline`` wrote.
+        path: file that :meth:`Timeline.save` or ``roundpipe train --timeline`` wrote.
 
     Returns:
-        The records; their clock begins with the first of them.
+        The timeline; its clock starts with the first record.
 
     Raises:
-        TimelineFileError: the file is empty, damaged, or of something else.
-        OSError: it cannot be read.
+        TimelineFileError: the file is empty, damaged, or not a timeline file.
+        OSError: the file cannot be read.
     """
     name = os.fspath(path)
     try:

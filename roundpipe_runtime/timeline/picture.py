@@ -1,4 +1,4 @@
-"""A timeline as a picture: a row per device, a bar per piece of work, a colour per kind."""
+"""Draw a timeline into an image file: a row per device, a bar per piece of work, a colour per kind."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _COLOURS = {
 
 
 def save_picture(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
-    """Draw records into a file.
+    """Draw records into an image file.
 
     Args:
-        records: of a timeline.
-        path: of the picture; its end says the format: ``.png``, ``.svg``, ``.pdf``.
+        records: records of a timeline.
+        path: path of the image; its suffix determines the format: ``.png``, ``.svg``, ``.pdf``.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
-        TimelineFileError: matplotlib does not write files of this name.
+        TimelineFileError: matplotlib does not write files with this suffix.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

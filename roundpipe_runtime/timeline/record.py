@@ -1,4 +1,4 @@
-"""What ran where and when: records of a run, as a drawing in text and as a file for a trace viewer."""
+"""Record a run as a timeline, draw it as text, and save it for a trace viewer."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ KINDS = tuple(_LETTERS)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """One piece of work.
+    """One piece of work in a timeline.
 
     Attributes:
         stage: index of the stage in its run.
         microbatch: index of the microbatch; ``-1`` for work that belongs to the whole stage.
         device: name of the device.
         kind: ``"upload"``, ``"forward"``, ``"recompute"``, ``"loss"``, ``"backward"`` or ``"download"``.
-        start: seconds, on the clock of :func:`time.perf_counter`.
-        end: seconds, on the same clock.
+        start: time in seconds, on the clock of :func:`time.perf_counter`.
+        end: time in seconds, on the same clock.
         layer: index of the layer, ``-1`` where there is none.
     """
 
@@ -45,7 +45,7 @@ class Record:
 
 
 class Timeline:
-    """Records every run inside its ``with`` block.
+    """Records what ran on which device and when, for every run inside its ``with`` block.
 
     ::
 
@@ -55,7 +55,7 @@ class Timeline:
         timeline.save("trace.json")      # for chrome://tracing or ui.perfetto.dev
 
     Attributes:
-        records: the records so far, in the order in which the work ended.
+        records: records so far, in the order in which the work ended.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,17 @@ class Timeline:
             self._token = None
 
     def add(self, kind: str, stage: int, microbatch: int, device: str, start: float, end: float, layer: int) -> None:
-        """Add a record. Threads may call it at the same time."""
+        """Add a record. Threads may call it at the same time.
+
+        Args:
+            kind: kind of work, see :class:`Record`.
+            stage: index of the stage.
+            microbatch: index of the microbatch, or -1.
+            device: name of the device.
+            start: time in seconds.
+            end: time in seconds.
+            layer: index of the layer, or -1.
+        """
         self.records.append(Record(stage, microbatch, device, kind, start, end, layer))
 
     def draw(self, width: int = 72) -> str:
@@ -83,7 +93,10 @@ class Timeline:
         ``F`` forward, ``R`` recompute, ``L`` loss, ``B`` backward, ``u`` upload, ``d`` download, ``.`` nothing.
 
         Args:
-            width: columns for the time.
+            width: number of columns for the time.
+
+        Returns:
+            The drawing, one line per device.
 
         >>> timeline = Timeline()
         >>> timeline.records = [Record(0, 0, "a", "forward", 0.0, 0.5), Record(1, 0, "b", "loss", 0.5, 1.0)]
@@ -140,5 +153,5 @@ def _span(records: Sequence[Record]) -> tuple[float, float]:
 
 
 def current_timeline() -> Timeline | None:
-    """Return the timeline whose block the caller is in, if any."""
+    """Return the timeline of the caller's ``with`` block, if there is one."""
     return _CURRENT.get()

@@ -1,4 +1,4 @@
-"""What a timeline comes to: how long each device computed, copied and waited, and which stages took longest."""
+"""Totals of a timeline: how long each device computed, copied and waited, and which stages took longest."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _COPIES = ("upload", "download")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceTotals:
-    """What a device did; seconds.
+    """Seconds that a device computed, copied and waited.
 
     Attributes:
-        device: its name.
-        busy: it computed.
-        transfers: it did not, and its copies were under way.
-        idle: neither.
+        device: name of the device.
+        busy: seconds in which it computed.
+        transfers: seconds in which it did not compute, and its copies were under way.
+        idle: seconds in which it did neither.
     """
 
     device: str
@@ -31,15 +31,15 @@ class DeviceTotals:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageTotals:
-    """What a stage took, all microbatches together.
+    """Time of a stage, all microbatches together.
 
     Attributes:
-        stage: its index in the run.
-        device: where it ran.
-        seconds: that it computed.
+        stage: index of the stage in the run.
+        device: name of its device.
+        seconds: seconds of computation.
         copies: seconds of its copies.
-        layers: first and last of its layers, -1 where it is not known.
-        kinds: what it did, in order.
+        layers: first and last layer, -1 where they are not known.
+        kinds: kinds of work, in order.
     """
 
     stage: int
@@ -51,7 +51,7 @@ class StageTotals:
 
 
 def device_totals(records: Sequence[Record]) -> list[DeviceTotals]:
-    """Return what each device did between the first record of all and the last, by name.
+    """Return the totals of each device between the first record of all and the last, by name.
 
     >>> records = [Record(0, -1, "a", "upload", 0, 2), Record(0, 0, "a", "forward", 1, 3)]
     >>> device_totals([*records, Record(1, 0, "b", "loss", 3, 4)])[0]
@@ -70,9 +70,9 @@ def device_totals(records: Sequence[Record]) -> list[DeviceTotals]:
 
 
 def stage_totals(records: Sequence[Record]) -> list[StageTotals]:
-    """Return what each stage took, the slowest first.
+    """Return the totals of each stage, the slowest first.
 
-    A stage is known by its index and its device: a timeline may hold several runs.
+    A stage is identified by its index and its device: a timeline may hold several runs.
     """
     groups: dict[tuple[int, str], list[Record]] = {}
     for record in records:

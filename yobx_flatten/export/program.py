@@ -78,6 +78,9 @@ class ExportedModel:
 
         Load it with ``torch.export.load`` inside ``register_flattening_functions``; a class of your own must be
         registered before that.
+
+        Args:
+            path: the file to write, usually with the suffix ``.pt2``.
         """
         with register_flattening_functions(**self._patches):
             torch.export.save(self.program, path)

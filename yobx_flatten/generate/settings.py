@@ -43,6 +43,9 @@ class GenerationSettings:
 
         Args:
             call: what is known of the call.
+
+        Returns:
+            The rules, those that leave no choice last.
         """
         made = [rule.make(call) if isinstance(rule, RuleOfCall) else rule for rule in self.processors]
         forced = forced_tokens(call, self.forced_bos_token_id, _ids(self.forced_eos_token_id))

@@ -87,6 +87,9 @@ def unflatten_base_model_output(values: Iterable[Any], context: list[str], outpu
 
     Returns:
         The output.
+
+    Raises:
+        ValueError: when there are not as many values as names.
     """
     if output_type is None:
         from transformers.modeling_outputs import BaseModelOutput

@@ -57,7 +57,14 @@ class Call:
         return self._callee.split(self.inputs)[1]
 
     def facts(self, part: str = "inputs") -> tuple[Fact, ...]:
-        """Path, dtype and shape of each leaf of ``"inputs"`` or ``"outputs"``, without reading a tensor."""
+        """Path, dtype and shape of each leaf of ``"inputs"`` or ``"outputs"``, without reading a tensor.
+
+        Args:
+            part: one of ``"inputs"``, the default, and ``"outputs"``.
+
+        Returns:
+            One entry per leaf; none when the part was not recorded.
+        """
         return self._parts[part].facts if part in self._parts else ()
 
     @property

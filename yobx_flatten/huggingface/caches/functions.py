@@ -81,6 +81,10 @@ def unflatten_dynamic_cache(values: Iterable[Any], context: list[str], output_ty
 
     Returns:
         A cache that continues to generate as the original would.
+
+    Raises:
+        SpecMismatchError: when there are not as many values as names of leaves.
+        UnsupportedLayerError: when a name has a letter that no class has.
     """
     return new_cache(_dynamic_cache(), unflatten_layers(values, context), grows=holds_full_only(context))
 
@@ -134,6 +138,10 @@ def unflatten_static_cache(values: Iterable[Any], context: list[str], output_typ
 
     Returns:
         A cache that continues to generate as the original would.
+
+    Raises:
+        SpecMismatchError: when there are not as many values as names of leaves.
+        UnsupportedLayerError: when a name has a letter that no class has.
     """
     from transformers.cache_utils import StaticCache
 
@@ -184,6 +192,9 @@ def unflatten_encoder_decoder_cache(values: Iterable[Any], context: list[str], o
 
     Returns:
         The cache, with ``is_updated`` as it was.
+
+    Raises:
+        ValueError: when ``values`` does not hold two entries.
     """
     from transformers.cache_utils import EncoderDecoderCache
 

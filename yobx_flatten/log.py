@@ -1,4 +1,4 @@
-"""What the package says, to logger ``yobx_flatten``; and ``verbose=``, which is a level for one call and its thread."""
+"""Logging to logger ``yobx_flatten``, and ``verbose=``, which is a level for one call and its thread."""
 
 from __future__ import annotations
 

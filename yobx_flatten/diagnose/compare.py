@@ -95,7 +95,7 @@ def largest_difference(expected: Any, found: Any) -> float:
 
 
 def is_text(value: Any) -> bool:
-    """Tell whether a leaf is text, or an array of it."""
+    """Return whether a leaf is text, or an array of it."""
     if isinstance(value, (str, torch.Tensor)):
         return isinstance(value, str)
     return getattr(getattr(value, "dtype", None), "kind", "") in ("U", "O")

@@ -169,7 +169,7 @@ _QUALNAME: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 
 
 def is_known_base(cls: type, names: Iterable[str]) -> bool:
-    """Tell whether a class or one of its bases is defined in one of the packages."""
+    """Return whether a class or one of its bases is defined in one of the packages."""
     return any(str(_MODULE(base)).partition(".")[0] in names for base in _mro(cls))
 
 

@@ -1,4 +1,4 @@
-"""A nested object as a tree drawn in text: :func:`explain`."""
+"""Draw a nested object as a tree of text: :func:`explain`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a message of ``torch.export`` means, where it comes from, and what to type: :func:`explain_error`.
+"""Explain messages of ``torch.export``: what they mean, where they come from, what to type: :func:`explain_error`.
 
 Each entry of the table reads one kind of message. torch words some of them differently with ``strict=True``, and has
-reworded most of them once or twice; an entry looks for the words that stayed. What no entry knows is called unknown.
+reworded most of them once or twice; an entry looks for the words that stayed. A message without an entry is unknown.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is wrong with the inputs of an export, before anything is traced: :func:`check_inputs`."""
+"""Check the inputs of an export before anything is traced: :func:`check_inputs`."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def _slices(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
 
 
 def _leaves_gaps(tensor: torch.Tensor) -> bool:
-    """Tell whether there is foreign memory between a tensor's first and last element."""
+    """Return whether there is foreign memory between a tensor's first and last element."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""An object that ``torch.export`` refuses, found among the inputs."""
+"""Find the object among the inputs that ``torch.export`` refuses."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _own(cls: type, obj: Any, layouts: Layouts) -> str:
 
 
 def registers_what_is_inside(cls: type) -> bool:
-    """Tell whether the line for a class is enough for the objects it is made of, as for a cache and its layers."""
+    """Return whether the line for a class is enough for the objects it is made of, as for a cache and its layers."""
     return _block(cls) is not None
 
 

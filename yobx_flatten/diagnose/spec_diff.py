@@ -1,4 +1,4 @@
-"""Where two structures differ: key paths with both values, instead of two walls of text."""
+"""Compare two structures: key paths with both values, instead of two walls of text."""
 
 from __future__ import annotations
 
@@ -228,6 +228,6 @@ def _compare(left: _View, right: _View, path: str, names: tuple[str, str]) -> It
 
 
 def _is_call(view: _View) -> bool:
-    """Tell whether a structure is that of a program's inputs: a tuple of positional ones, a dict of the others."""
+    """Return whether a structure is that of a program's inputs: a tuple of positional ones, a dict of the others."""
     classes = [child.cls for child in view.children.values()]
     return view.cls == "tuple" and classes == ["tuple", "dict"]

@@ -1,4 +1,4 @@
-"""The axes of nested inputs that a ``dynamic_shapes`` specification lets vary."""
+"""List the axes of nested inputs that a ``dynamic_shapes`` specification lets vary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An ONNX file in onnxruntime as one side of a replay: inputs by name, its own cache fed back."""
+"""Run an ONNX file in onnxruntime as one side of a replay: inputs by name, its own cache fed back."""
 
 from __future__ import annotations
 

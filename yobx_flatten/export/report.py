@@ -1,4 +1,4 @@
-"""What an export took, and whether the result does what the eager model does: a dataclass and a table."""
+"""The report of an export: times, sizes, and the difference to the eager model; a dataclass and a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A size of a trace in the static part of an output: the program would return the size of its example for ever."""
+"""A size of a trace in the static part of an output: the program would always return the size of its example."""
 
 from __future__ import annotations
 

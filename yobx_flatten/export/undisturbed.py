@@ -1,4 +1,4 @@
-"""A module called and left as it was: its state on copies, random numbers from a seed of their own."""
+"""Call a module and leave it as it was: its state on copies, random numbers from a seed of their own."""
 
 from __future__ import annotations
 

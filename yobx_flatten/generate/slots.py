@@ -67,7 +67,7 @@ def cache_slots(ports: Iterable[Port]) -> list[CacheSlot]:
 
 
 def is_present(name: str) -> bool:
-    """Tell whether an output is part of the cache."""
+    """Return whether an output is part of the cache."""
     return name.startswith("present.")
 
 

@@ -74,7 +74,7 @@ class DecodeSizes:
 
 
 def cache_name(names: Container[str]) -> str | None:
-    """Tell which of a model's inputs or outputs is its cache.
+    """Return which of a model's inputs or outputs is its cache.
 
     >>> cache_name(["input_ids", "cache_params"])
     'cache_params'

@@ -193,7 +193,7 @@ def _is_encoding(cls: type) -> bool:
 
 
 def _is_plain_output(cls: type) -> bool:
-    """Tell whether a model's class is a plain dataclass made of tensors (``EsmFold2DenoiserConditioning``)."""
+    """Return whether a model's class is a plain dataclass made of tensors (``EsmFold2DenoiserConditioning``)."""
     if is_mapping_like(cls) or not dataclasses.is_dataclass(cls):
         return False
     return any("Tensor" in str(field.type) for field in dataclasses.fields(cls))

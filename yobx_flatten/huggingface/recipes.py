@@ -1,4 +1,4 @@
-"""The classes that ``patch_transformers=True`` registers, and other libraries' registrations that it suspends."""
+"""Classes that ``patch_transformers=True`` registers, and registrations of other libraries that it suspends."""
 
 from __future__ import annotations
 

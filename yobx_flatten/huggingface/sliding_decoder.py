@@ -26,7 +26,7 @@ _FED = ("input_ids", "attention_mask", "position_ids", "past_key_values")
 
 
 def counts_by_itself(cache: Any) -> bool:
-    """Tell whether a cache has a counter among its leaves: all of its layers slide, and hold something."""
+    """Return whether a cache has a counter among its leaves: all of its layers slide, and hold something."""
     layers: Any = getattr(cache, "layers", None)
     return (
         type(cache).__name__ == "DynamicCache"
@@ -36,7 +36,7 @@ def counts_by_itself(cache: Any) -> bool:
 
 
 def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> str | None:
-    """Tell why a model whose cache has a counter cannot be fed without it; ``None`` when it can.
+    """Return why a model whose cache has a counter cannot be fed without it; ``None`` when it can.
 
     Args:
         model: the module that is exported.

@@ -1,4 +1,4 @@
-"""Where a model comes from: a local folder, the hub, a configuration, or the name of one."""
+"""Load a model from a local folder, the hub, a configuration, or the name of one."""
 
 from __future__ import annotations
 

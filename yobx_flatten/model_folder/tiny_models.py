@@ -118,7 +118,7 @@ def _shrunk(config_class: Any) -> Any:
 
 
 def _may_be_set(config: Any, name: str) -> bool:
-    """Tell whether a configuration has an entry that it does not work out from others."""
+    """Return whether a configuration has an entry that it does not work out from others."""
     found = getattr(type(config), name, None)
     return hasattr(config, name) and not (isinstance(found, property) and found.fset is None)
 

@@ -92,7 +92,7 @@ class Recipe:
         )
 
     def same_functions(self, other: Recipe) -> bool:
-        """Tell whether both recipes do the same, so that registering one after the other changes nothing."""
+        """Return whether both recipes do the same, so that registering one after the other changes nothing."""
         mine, theirs = (self.flatten, self.unflatten, _given(self)), (other.flatten, other.unflatten, _given(other))
         return all(map(_same_function, mine, theirs))
 
@@ -141,7 +141,7 @@ def require_node(target: object, function: str) -> None:
 
 
 def is_constant_class(cls: type) -> bool:
-    """Tell whether a class is that of an enum, or of dtypes, devices and the like: static data, never a node."""
+    """Return whether a class is that of an enum, or of dtypes, devices and the like: static data, never a node."""
     return issubclass(cls, (enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 

@@ -1,4 +1,4 @@
-"""Flatten functions read off a class that says by itself what it holds.
+"""Make flatten functions for a class that declares its fields.
 
 =====================================  ================================  ===============================================
 class                                  children                          static part

@@ -26,12 +26,12 @@ __all__ = ["is_mapping", "is_mapping_like", "mapping_functions"]
 
 
 def is_mapping_like(cls: type) -> bool:
-    """Tell whether instances list their content by ``keys()`` and ``values()``."""
+    """Return whether instances list their content by ``keys()`` and ``values()``."""
     return all(callable(getattr(cls, name, None)) for name in ("keys", "values"))
 
 
 def is_mapping(cls: type) -> bool:
-    """Tell whether the items of instances are all they hold, as far as their class says.
+    """Return whether the items of instances are all they hold, as far as their class says.
 
     chex writes dataclasses with the methods of a mapping, and a dataclass may derive from ``dict`` and never put its
     fields there; the fields say more then. A ``ModelOutput`` makes items of its fields when it is made.

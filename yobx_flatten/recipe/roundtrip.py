@@ -1,4 +1,4 @@
-"""Does an object come back from flatten and unflatten as it went in? What ``f_check`` and ``check_recipe`` ask.
+"""Check that an object survives flatten and unflatten: the checks of ``f_check`` and ``check_recipe``.
 
 Each check takes a registered recipe and a sample, and raises for one kind of difference.
 """

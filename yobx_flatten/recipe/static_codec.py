@@ -1,4 +1,4 @@
-"""The static part of a node (torch says *context*, JAX *aux*) to JSON and back, with nothing lost on the way.
+"""The static part of a node (torch says *context*, JAX *aux*) to JSON and back, without loss.
 
 JSON turns tuples into lists and integer keys into strings. A tree spec that went through plain JSON (as in
 ``torch.export.save``) then differs from the live one, and the loaded program refuses its own inputs. What plain JSON
@@ -53,7 +53,7 @@ def _locate_class(name: str, base: type) -> Any:
 
 
 def is_array(value: Any) -> bool:
-    """Tell whether a value is an array: a tensor, a NumPy or a JAX array, also one under a trace."""
+    """Return whether a value is an array: a tensor, a NumPy or a JAX array, also one under a trace."""
     if isinstance(value, torch.Tensor):
         return True
     return _is_of("numpy", "ndarray", value) or _is_of("jax", "Array", value)

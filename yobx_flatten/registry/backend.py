@@ -23,7 +23,7 @@ class Backend(Protocol):
         """Return all that the library holds for ``cls``, or ``None``."""
 
     def holds(self, recipe: Recipe) -> bool:
-        """Tell whether the library holds exactly this recipe for its class."""
+        """Return whether the library holds exactly this recipe for its class."""
 
     def write(self, recipe: Recipe) -> None:
         """Register the recipe, in place of what is there."""

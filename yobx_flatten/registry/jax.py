@@ -51,7 +51,7 @@ class Jax:
             return _THEIRS if _is_node(cls) else None
 
     def holds(self, recipe: Recipe) -> bool:
-        """Tell whether JAX flattens the class by this recipe, or will once it is imported."""
+        """Return whether JAX flattens the class by this recipe, or will once it is imported."""
         return self.read(recipe.cls) is recipe
 
     def write(self, recipe: Recipe) -> None:

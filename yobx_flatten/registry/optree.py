@@ -36,7 +36,7 @@ class Optree:
             return registered(NAMESPACE, cls) if self.waiting.library_is_there() else self.waiting.get(cls)
 
     def holds(self, recipe: Recipe) -> bool:
-        """Tell whether optree holds this recipe, or will once it is imported."""
+        """Return whether optree holds this recipe, or will once it is imported."""
         found = self.read(recipe.cls)
         return found is recipe or _recipe_of(found) is recipe
 

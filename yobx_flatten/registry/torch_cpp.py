@@ -45,7 +45,7 @@ class TorchCpp:
             return None
 
     def holds(self, recipe: Recipe) -> bool:
-        """Tell whether the C++ side holds this recipe, or will once it is imported."""
+        """Return whether the C++ side holds this recipe, or will once it is imported."""
         found = self.read(recipe.cls)
         if found is None:
             return not pytree._cxx_pytree_exists

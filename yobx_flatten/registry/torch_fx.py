@@ -38,7 +38,7 @@ class TorchFx:
         return _Found(fx_pytree.SUPPORTED_NODES[cls], exact)
 
     def holds(self, recipe: Recipe) -> bool:
-        """Tell whether fx's rule is the one made from this recipe."""
+        """Return whether fx's rule is the one made from this recipe."""
         rule = fx_pytree.SUPPORTED_NODES.get(recipe.cls)
         return isinstance(rule, functools.partial) and rule.func is _flatten_spec and rule.args[0] is recipe
 

@@ -36,7 +36,7 @@ class TorchPython:
         return _Found(node, pytree.SUPPORTED_SERIALIZED_TYPES.get(cls), cls in pytree.CONSTANT_NODES)
 
     def holds(self, recipe: Recipe) -> bool:
-        """Tell whether torch holds this recipe's functions."""
+        """Return whether torch holds this recipe's functions."""
         node = pytree.SUPPORTED_NODES.get(recipe.cls)
         return node is not None and node.flatten_fn is recipe.flatten and node.unflatten_fn is recipe.unflatten
 

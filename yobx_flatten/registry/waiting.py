@@ -36,7 +36,7 @@ class Waiting:
         self.lock = LOCK
 
     def library_is_there(self) -> bool:
-        """Tell whether the library can be told right now; whatever waited for it is delivered first.
+        """Return whether the library can be told right now; whatever waited for it is delivered first.
 
         Imports nothing, and does not wait for an import: that could wait for a thread which waits for our lock.
         """

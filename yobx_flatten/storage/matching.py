@@ -1,4 +1,4 @@
-"""Which leaf of a case is which input or output of a graph."""
+"""Match the leaves of a case with the inputs and outputs of a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors to onnxruntime and back, of all types: those that NumPy does not have are handed over as bytes."""
+"""Pass tensors of all types to onnxruntime and back: types that NumPy does not have are passed as bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A nested object as JSON that names its classes and its leaves, and back.
+"""Convert a nested object to JSON that names its classes and its leaves, and back.
 
 {"node": "builtins:dict", "static": ["x", "cache"], "children": [
     {"leaf": "torch", "name": "x", "dtype": "bfloat16", "shape": [2, 3], "crc32": 2768625435},

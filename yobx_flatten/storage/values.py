@@ -1,4 +1,4 @@
-"""One leaf of a nested object as an initializer of an ONNX graph, and back.
+"""Convert one leaf of a nested object to an initializer of an ONNX graph, and back.
 
 A leaf becomes a *record*, a dict that goes into the file's metadata, and, where there is data, a *payload*: what the
 initializer is made of. The bytes of a payload are asked for when they are written, one payload at a time.

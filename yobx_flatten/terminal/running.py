@@ -1,4 +1,4 @@
-"""Starts a command line, and ends it with a status whatever happens."""
+"""Start a command line, and end it with a status in every case."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["has_libraries", "run_app"]
 
 
 def has_libraries(program: str) -> bool:
-    """Tell whether what a command line is made with is installed; if not, print the line that installs it.
+    """Return whether what a command line is made with is installed; if not, print the line that installs it.
 
     Args:
         program: what the command is called.

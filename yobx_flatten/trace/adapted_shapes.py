@@ -111,7 +111,7 @@ class _Adapting:
 
 
 def _fits(child: Any, entry: Any) -> bool:
-    """Tell whether an entry can be that of a child."""
+    """Return whether an entry can be that of a child."""
     if entry is None:
         return True
     if isinstance(child, torch.Tensor):

@@ -254,7 +254,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _is_slice(leaf: Any) -> bool:
-    """Tell whether a tensor leaves out memory between its first and its last element (or expands one)."""
+    """Return whether a tensor leaves out memory between its first and its last element (or expands one)."""
     if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.numel() == 0:
         return False
     span = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))

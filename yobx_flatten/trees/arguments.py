@@ -1,4 +1,4 @@
-"""What ``export_program`` and ``export_onnx`` are given, looked over before anything is traced."""
+"""Check the arguments of ``export_program`` and ``export_onnx`` before anything is traced."""
 
 from __future__ import annotations
 

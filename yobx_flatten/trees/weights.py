@@ -1,4 +1,4 @@
-"""Where the weights of a module are: on which device, with or without data, or elsewhere until they are needed."""
+"""Where the weights of a module are: on which device, with or without data, or offloaded until they are needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["about_devices", "has_no_data", "on_other_devices", "refuse_offloaded
 
 
 def has_no_data(module: torch.nn.Module, leaves: Iterable[Any]) -> str:
-    """Tell why a module cannot be run: it, or an input, has shapes and no data. Empty where it can."""
+    """Return why a module cannot be run: it, or an input, has shapes and no data. Empty where it can."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     for name, tensor in [*_state(module), *(("an input", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))]:

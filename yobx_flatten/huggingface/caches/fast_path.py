@@ -180,7 +180,7 @@ def read_object(obj: Any, without: Container[str] = ()) -> tuple[str, list[str],
 
 
 def is_rule(leaves: Iterable[Any]) -> bool:
-    """Tell whether others will be read like what holds these: not what stands in for leaves, also in a trace."""
+    """Return whether others will be read like what holds these: not what stands in for leaves, also in a trace."""
     return all(type(leaf) in (torch.Tensor, int) for leaf in leaves)
 
 

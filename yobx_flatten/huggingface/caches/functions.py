@@ -236,7 +236,7 @@ _STATIC = {"S", "X", "J", "LS", "LX"}
 
 
 def axes_of_leaf(name: str) -> dict[int, str] | None:
-    """Tell which axes of a cache's leaf vary between calls; ``None`` for a leaf whose meaning is not known.
+    """Return which axes of a cache's leaf vary between calls; ``None`` for a leaf whose meaning is not known.
 
     >>> axes_of_leaf("key_W8_1"), axes_of_leaf("value_S16_0"), axes_of_leaf("length")
     ({0: 'batch', 2: 'length'}, {0: 'batch'}, {})

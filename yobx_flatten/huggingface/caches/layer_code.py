@@ -74,7 +74,7 @@ class _Scope(dict[str, Any]):
 
 
 def _is_single(value: Any) -> bool:
-    """Tell whether there is one object only that is equal to a value and of its type."""
+    """Return whether there is one object only that is equal to a value and of its type."""
     return value is None or type(value) is bool
 
 
@@ -98,7 +98,7 @@ class _Unchanged:
         self._last: tuple[Any, dict[str, Any]] | None = None
 
     def differs(self, value: Any) -> bool:
-        """Tell whether a value is another than the stored one."""
+        """Return whether a value is another than the stored one."""
         if self._last is not None and value is self._last[0] and value.__dict__ == self._last[1]:
             return False
         if bool(dump_static(value) != self._data):
@@ -262,7 +262,7 @@ class _Reader:
             self._refuse(f"{self.scope.name(_Unchanged(data))}.differs({value})")
 
     def _may_follow(self, name: str, entry: list[Any]) -> bool:
-        """Tell whether a fixed dtype, device or size would follow a leaf if one had it."""
+        """Return whether a fixed dtype, device or size would follow a leaf if one had it."""
         return entry[0] == "fixed" and bool(leaf_types(self.template)) and follows_leaf(name, load_static(entry[1]))
 
     def _check_like(self, name: str, entry: list[Any], value: str) -> None:

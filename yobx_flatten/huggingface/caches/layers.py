@@ -104,7 +104,7 @@ class LayerKind:
 
     @property
     def is_static(self) -> bool:
-        """Tell whether the layer's tensors have their full length from the start."""
+        """Return whether the layer's tensors have their full length from the start."""
         return self.letter in "SX"
 
     @property
@@ -126,7 +126,7 @@ class LayerKind:
         return f"{self.letter}{layer.max_cache_len}"
 
     def is_filled(self, layer: Any, index: int) -> bool:
-        """Tell whether the layer holds keys and values.
+        """Return whether the layer holds keys and values.
 
         Raises:
             CacheStructureError: when it holds only one of them, or says something else than it holds.

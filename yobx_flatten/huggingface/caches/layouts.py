@@ -82,7 +82,7 @@ def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
 
 
 def holds_full_only(names: list[str]) -> bool:
-    """Tell whether names stand for layers that are all ``DynamicLayer``."""
+    """Return whether names stand for layers that are all ``DynamicLayer``."""
     return _plan(names).full_only
 
 
@@ -295,7 +295,7 @@ def _make_plan(names: tuple[str, ...]) -> _Plan:
 
 
 def is_leaf_name(name: str) -> bool:
-    """Tell whether a name stands for a leaf; the others say how something is rebuilt."""
+    """Return whether a name stands for a leaf; the others say how something is rebuilt."""
     return not name.startswith("none_") and "=" not in name
 
 

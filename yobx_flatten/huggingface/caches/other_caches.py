@@ -156,7 +156,7 @@ def _with_keys(flatten: Any) -> Any:
 
 
 def _is_plain_cache(cls: Any) -> bool:
-    """Tell whether a class is a model's cache without being a ``Cache``, by its name and what it is not."""
+    """Return whether a class is a model's cache without being a ``Cache``, by its name and what it is not."""
     if not cls.__name__.endswith("Cache") or inspect.isabstract(cls):
         return False
     bases = {base.__name__ for base in cls.__mro__}

@@ -123,7 +123,7 @@ def _read(value: Any, name: str, leaves: list[Any]) -> list[Any]:
 
 
 def _is_part(value: Any) -> bool:
-    """Tell whether a value is an object of a model library that holds tensors, or will: a layer of a padding cache."""
+    """Whether a value is an object of a model library that holds tensors, or will: a layer of a padding cache."""
     cls = type(value)
     return cls.__module__.startswith("transformers.") and "Cache" in cls.__qualname__ and hasattr(value, "__dict__")
 
@@ -144,7 +144,7 @@ def _holds_leaves(values: Any, name: str) -> bool:
 
 
 def follows_leaf(name: str, value: Any) -> bool:
-    """Tell whether an attribute is a dtype, a device or a size, which follow the leaf that also has them."""
+    """Return whether an attribute is a dtype, a device or a size, which follow the leaf that also has them."""
     return isinstance(value, (torch.dtype, torch.device)) or name in SIZES
 
 

@@ -1,8 +1,8 @@
-"""``forward()`` and then ``loss.backward()``: a run as a node of the caller's graph, whose backward is a second run.
+"""Autograd integration: a run is a node of the caller's graph, whose backward is a second run.
 
-Inputs and parameters are inputs of the node, so torch does with their gradients what it always does: it sums them in
-``grad``, runs hooks, hands them to ``torch.autograd.grad``. Only what an optimizer in another dtype waits for is
-committed by the engine.
+Inputs and parameters are inputs of the node, so torch treats their gradients as usual: it sums them in
+``grad``, runs hooks, and passes them to ``torch.autograd.grad``. The engine commits only the gradients for an
+optimizer in another dtype.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ __all__ = ["Executor", "call"]
 
 
 class Executor(Protocol):
-    """What runs stages, and knows of optimizer steps."""
+    """The interface of an engine that runs stages, and knows of optimizer steps."""
 
     @property
     def lock(self) -> contextlib.AbstractContextManager[Any]:
-        """Held by whoever runs something: one run at a time."""
+        """The lock that a run holds: one run at a time."""
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
         """Run stages to their end."""
 
     def commit_forward(self, run: Run) -> None:
-        """Give the model what the forward of a run computed."""
+        """Commit the results of the forward of a run to the model."""
 
     def commit_backward(self, run: Run) -> None:
-        """Give the model what the backward of a run computed."""
+        """Commit the results of the backward of a run to the model."""
 
     def version(self) -> int:
         """Return the version of the parameters to read now."""
@@ -46,10 +46,10 @@ def call(engine: Executor, run: Run, stages: Sequence[Stage], parcels: Sequence[
     """Run forward now and, when the caller goes backward through the outputs, backward.
 
     Args:
-        engine: runs the stages.
-        run: of kind ``"train"``.
-        stages: all of them.
-        parcels: the inputs of each microbatch.
+        engine: engine that runs the stages.
+        run: run of kind ``"train"``.
+        stages: all stages.
+        parcels: inputs of each microbatch.
 
     Returns:
         The output of each microbatch; its tensors are part of the caller's graph.

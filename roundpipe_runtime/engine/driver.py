@@ -1,7 +1,7 @@
-"""Drives a run: cuts the batch, deals the stages out, waits, and brings the results together.
+"""The engine that drives a run: it splits the batch, assigns stages to devices, waits, and joins the results.
 
-Everything that a run computes is collected beside the model and reaches it in :meth:`Engine.commit`, when nothing can
-fail any more. A run that fails has changed nothing: not the gradients that were there, not a buffer, not a seed.
+The results of a run are collected outside of the model and reach it in :meth:`Engine.commit`, when nothing can fail
+any more. A run that fails changes no gradient, no buffer and no seed.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class Engine:
     """Runs the layers of one model on its devices.
 
     Args:
-        model: whose parameters and buffers these are.
-        layers: the layers, in order.
-        devices: where they run.
-        optim_dtype: what the optimizer works in.
-        tag: tells pipelines apart that run in the same step, for the seeds of random layers.
+        model: model that has the parameters and buffers.
+        layers: layers, in order.
+        devices: devices on which they run.
+        optim_dtype: dtype in which the optimizer works.
+        tag: name that distinguishes pipelines that run in the same step, for the seeds of random layers.
 
     Attributes:
-        take_gradient: is offered each parameter and its gradient as soon as a microbatch has gone back through a layer.
-            A gradient for which it returns true does not reach the parameter.
+        take_gradient: function that is offered each parameter and its gradient as soon as a microbatch has gone back
+            through a layer. A gradient for which it returns true does not reach the parameter.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Engine:
     def split(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: RoundPipeRunConfig
     ) -> list[Microbatch]:
-        """Cut arguments and labels into microbatches."""
+        """Split arguments and labels into microbatches."""
         return split(
             args,
             kwargs,
@@ -236,7 +236,7 @@ class Engine:
             run.table.let_go(run.version)
 
     def commit(self, run: Run) -> None:
-        """Give the model what a run computed that is now complete."""
+        """Commit the results of a complete run to the model."""
         if run.kind != "fused":
             self.commit_forward(run)
             return
@@ -246,7 +246,7 @@ class Engine:
             self.commit_backward(run)
 
     def commit_forward(self, run: Run) -> None:
-        """Give the model the buffers that a run wrote, and count the run."""
+        """Commit the buffers that a run wrote to the model, and count the run."""
         try:
             run.check_buffers()
         except BaseException:
@@ -257,7 +257,7 @@ class Engine:
             self.step += 1
 
     def commit_backward(self, run: Run) -> None:
-        """Give the model the gradients of a run whose forward was committed before."""
+        """Commit the gradients of a run whose forward was committed before."""
         self._wait_step(run)
         with Uninterrupted():
             self.steps.run_ended()
@@ -276,7 +276,7 @@ class Engine:
         return self.steps.version()
 
     def layer_costs(self, kind: RunType = "fused") -> list[LayerCost]:
-        """Return what each layer costs, as far as it is known, in runs of a kind; in the others if there was none."""
+        """Return the known cost of each layer in runs of a kind; in other runs if there was none of this kind."""
         own, other = (self._inference, self._training) if kind == "infer" else (self._training, self._inference)
         return (own if own.is_measured or not other.is_measured else other).costs()
 
@@ -286,7 +286,7 @@ class Engine:
         return FOR_PARAMETERS * min(known) / 1e9 if known else None
 
     def close(self) -> None:
-        """Finish what is under way and end the threads."""
+        """Finish work that is under way and end the threads."""
         try:
             self.steps.close()
         finally:
@@ -297,7 +297,7 @@ class Engine:
                 device.close()
 
     def _leaves(self, device: Device) -> bool:
-        """Stop to use a device; tell whether nobody else does."""
+        """Stop using a device; report whether no other engine uses it."""
         users = _USERS.get(device, weakref.WeakSet())
         users.discard(self)
         return not users
@@ -353,7 +353,7 @@ class Engine:
             run.start(number, parcel)
 
     def _feed_inputs(self, run: Run, parcels: Sequence[HostValue]) -> None:
-        """Go on backward from the inputs, where they are part of a graph: another pipeline's, say."""
+        """Continue backward from the inputs if they are part of a graph, such as that of another pipeline."""
         scale = run.contract.gradient_scale()
         pairs = itertools.chain.from_iterable(
             zip(parcel.tensors, run.input_gradients.get(number, []), strict=False)

@@ -1,4 +1,4 @@
-"""One call of a layer in a stage: with its random numbers, its kept data, and what it does to its inputs."""
+"""Call a layer in a stage, with its random numbers, its saved data, and in-place writes to its inputs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ CallKind = Literal["forward", "fused", "recompute"]
 
 @dataclasses.dataclass(slots=True)
 class CallResult:
-    """What came of a call.
+    """The result of a layer call.
 
     Attributes:
         entries: Leaves in which the gradients of the inputs end; ``None`` where none flow.
-        output: Whatever the layer returned.
+        output: Output of the layer.
         kept: Data that the layer saved for its recomputation, ``None`` without any.
     """
 
@@ -54,13 +54,16 @@ def call_layer(
     leaf; then the layer is called again with tensors that it may write, provided that nothing was written before.
 
     Args:
-        run: the run that this call belongs to.
-        device: the device that the layer is on.
-        resident: the layer on the device.
+        run: run that this call belongs to.
+        device: device of the layer.
+        resident: layer on the device.
         microbatch: index of the microbatch.
-        values: the inputs, on the device.
+        values: inputs, on the device.
         kind: ``"forward"`` (a backward stage will call the layer again), ``"fused"`` or ``"recompute"``.
-        data: what the first forward kept, for a recomputation.
+        data: data that the first forward saved, for a recomputation.
+
+    Returns:
+        The output, the leaves of the graph, and saved data.
 
     Raises:
         StageError: when the layer would have to be called again, and has written an input or a buffer already.
@@ -98,7 +101,7 @@ class _Call:
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
-        """What torch counts of writes in place, of every input and buffer."""
+        """The version counters of every input and buffer, which count in-place writes."""
         return [tensor._version for tensor in [*self.values.tensors, *self.resident.buffers()]]
 
     def refuse_repeat(self, what: str) -> None:

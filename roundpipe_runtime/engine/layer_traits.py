@@ -1,4 +1,4 @@
-"""What the engine has learnt of a layer or a loss function by calling it: one record for each, by identity."""
+"""Traits of layers and loss functions that the engine observes when it calls them: one record each, by identity."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["LayerTraits", "traits_of"]
 
 @dataclasses.dataclass(slots=True)
 class LayerTraits:
-    """How the code of a layer behaves; each entry is missing until a call has shown it.
+    """Observed behaviour of the code of a layer; each entry is missing until a call has shown it.
 
     Attributes:
         mutates_inputs: By mode (``module.training``), whether it writes its inputs in place. Default: nothing known.

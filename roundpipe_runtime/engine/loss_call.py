@@ -1,4 +1,4 @@
-"""The loss of one microbatch, and the way back through it to the outputs of the last layer."""
+"""Compute the loss of one microbatch, and its backward to the outputs of the last layer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class MicrobatchLoss:
     """The loss of one microbatch: :meth:`compute` it, then go :meth:`back`.
 
     Args:
-        run: the run that it belongs to; it collects the gradients of parameters that the loss has of its own.
-        device: where the outputs of the last layer are.
+        run: run that it belongs to, which collects the gradients of the loss function's own parameters.
+        device: device of the outputs of the last layer.
         microbatch: index of the microbatch.
-        outputs: what the last layer returned.
+        outputs: outputs of the last layer.
     """
 
     def __init__(self, run: Run, device: Device, microbatch: int, outputs: Values) -> None:

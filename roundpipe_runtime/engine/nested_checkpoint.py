@@ -1,4 +1,4 @@
-"""Backward passes that call forward code again: ``torch.utils.checkpoint`` inside of a layer or of a loss.
+"""Activation checkpointing inside a layer or a loss (``torch.utils.checkpoint``): backward calls forward code again.
 
 It puts the generator of the CPU, which all threads share, into the state from before its forward, calls the part again,
 and puts it back. In between, no other thread may draw.

@@ -1,4 +1,4 @@
-"""A layer call as its own piece of the autograd graph: gradients end in its inputs and start from its outputs."""
+"""A layer call as a separate piece of the autograd graph: gradients end in its inputs and start from its outputs."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def leaves_beside(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor
 
 
 def is_refused_write(error: RuntimeError) -> bool:
-    """Tell whether torch refused to write a leaf, or a view of one, in place."""
+    """Report whether torch refused to write a leaf, or a view of one, in place."""
     return "leaf Variable that requires grad" in str(error)
 
 

@@ -1,4 +1,4 @@
-"""A layer's parameters and buffers on a device, and the places of the module where they stand while the layer runs."""
+"""Copies of a layer's parameters and buffers on a device, which replace those of the module while the layer runs."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class LayerOnDevice:
     """A layer on a device.
 
     Args:
-        contents: the layer on the host.
-        device: where it goes.
-        source: the tensor to copy for a parameter.
-        gradient_dtype: the dtype in which gradients of a parameter are summed. Default: its own.
+        contents: layer on the host.
+        device: device to copy it to.
+        source: function that returns the tensor to copy for a parameter.
+        gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class LayerOnDevice:
         return changed
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self.device.release(self._memory)
         self._memory.clear()
         self._parameters.clear()

@@ -1,4 +1,4 @@
-"""What one run of a pipeline knows and collects. Nothing of it reaches the model before the run has succeeded."""
+"""The state and results of one run of a pipeline. Nothing reaches the model before the run has succeeded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Copies = list[tuple[torch.Tensor, Event] | None]
 
 
 class Timer:
-    """Measures work for the plan, and for a timeline where there is one."""
+    """Measures work for the plan, and for a timeline if there is one."""
 
     def __init__(self, costs: MeasuredCosts, timeline: Timeline | None) -> None:
         self._costs = costs
@@ -88,22 +88,22 @@ class Run:
 
     Attributes:
         kind: ``"infer"``, ``"train"`` (forward now, backward later) or ``"fused"``.
-        stages: in the order of dispatch.
-        contents: the layers on the host.
+        stages: stages in the order of dispatch.
+        contents: layers on the host.
         num_microbatch: number of microbatches.
-        store: the parameters.
-        table: which version of each layer may be read.
-        version: the version that this run reads.
-        labels: one per microbatch.
-        loss_fn: of a fused run.
-        contract: what becomes of the losses.
-        keep_outputs: whether a fused run hands out what the last layer returned.
+        store: parameters.
+        table: versions of the layers that may be read.
+        version: version that this run reads.
+        labels: labels of each microbatch.
+        loss_fn: loss function of a fused run.
+        contract: contract that reduces the losses.
+        keep_outputs: whether a fused run returns the outputs of the last layer.
         base_seed: base of the seeds of layer calls.
-        tag: tells pipelines apart that run in the same step.
-        step: completed runs of the pipeline before this one.
+        tag: name that distinguishes pipelines that run in the same step.
+        step: number of completed runs of the pipeline before this one.
         stays: whether layers stay on a device from their forward to their backward, if they come there again.
         one_thread: whether the thread of one device does the work of all.
-        take_gradient: is offered each gradient as soon as a microbatch has gone back through a layer.
+        take_gradient: function that is offered each gradient as soon as a microbatch has gone back through a layer.
     """
 
     kind: RunType
@@ -173,17 +173,17 @@ class Run:
             self.table.end_read(layer)
 
     def start(self, microbatch: int, inputs: HostValue) -> None:
-        """Give the first layer the inputs of a microbatch; a run of one fused stage takes them as well."""
+        """Pass the inputs of a microbatch to the first layer; also in a run of one fused stage."""
         self.mailbox.put(("activation", 0, microbatch), inputs)
 
     def release(self) -> None:
-        """Give back the memory of the devices that this run still holds."""
+        """Release the memory of devices that this run still holds."""
         for resident in list(self.residents.values()):  # a stage that nobody waits for may still put one there
             resident.release()
         self.residents.clear()
 
     def discard(self) -> None:
-        """Let go of everything that was collected: the run has failed."""
+        """Discard everything that was collected: the run has failed."""
         collected: list[dict[Any, Any]] = [
             self.outputs,
             self.saved,
@@ -245,7 +245,7 @@ class Run:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def remember_versions(self) -> None:
-        """Note what the parameters are, for :meth:`refuse_changed`."""
+        """Note the versions of the parameters, for :meth:`refuse_changed`."""
         self._versions = {
             c.index: [self.source(parameter)._version for parameter in c.parameters()] for c in self.contents
         }
@@ -261,7 +261,7 @@ class Run:
                 )
 
     def commit_gradients(self) -> None:
-        """Add what this run computed to the gradient buffers, last layer first, whatever the plan was."""
+        """Add the gradients of this run to the gradient buffers, last layer first for any plan."""
         scale = self.contract.gradient_scale() if self.kind == "fused" else 1.0
         if scale == 0.0:
             self._zero_gradients()

@@ -1,8 +1,8 @@
-"""One stage on one device: parameters up, every microbatch through its layers, gradients down.
+"""Run one stage on one device: copy its parameters, run every microbatch through its layers, copy gradients back.
 
 Every layer is its own piece of the autograd graph, in whatever stage it is: its inputs are detached, and its backward
 starts from the gradients of its outputs. So sums of gradients are taken in the same order for any plan, and the result
-is the same to the last bit.
+is bitwise identical.
 
 ::
 
@@ -54,7 +54,7 @@ def run_stage(run: Run, stage: Stage, device: Device) -> None:
 
 
 class _Visit:
-    """A stage on its device, from the upload of its parameters to the download of its gradients."""
+    """A stage on its device, from the copy of its parameters to the copy of its gradients back to the host."""
 
     def __init__(self, run: Run, stage: Stage, device: Device) -> None:
         self.run = run
@@ -86,7 +86,7 @@ class _Visit:
         self._download()
 
     def leave(self) -> None:
-        """Give the memory of the device back, unless the backward of a layer finds it here and there is room."""
+        """Release the memory of the device, unless the backward of a layer can use it here and there is room."""
         self._tensors = None
         for layer, resident in self.residents.items():
             if self.run.stays and self.stage.kind == "forward" and not resident.contents.buffers:
@@ -274,7 +274,7 @@ class _Visit:
         return self.run.timer.measure(kind, self.stage.index, self.device.name, microbatch, layer)
 
     def describe(self) -> str:
-        """Say where the visit is, for the note of an error."""
+        """Describe where the visit is, for the note of an error."""
         layers = self.stage.layers
         span = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         where = [f"In stage {self.stage.index} ({self.stage.kind}, {span}) on {self.device.name}, {self._doing}"]
@@ -287,7 +287,7 @@ class _Visit:
         return where[0] + (": " + ", ".join(where[1:]) if where[1:] else "")
 
     def advice(self) -> str:
-        """Say how large the stage is and what to change, for an error of memory."""
+        """Describe the size of the stage and what to change, for an out-of-memory error."""
         size = sum(self.run.contents[layer].nbytes() for layer in self.stage.layers)
         return (
             f"The parameters of this stage take {size} bytes, its gradients as much again. Give it fewer layers "

@@ -1,4 +1,4 @@
-"""What code allocates and computes: every tensor that an operation of torch makes, until it goes away again.
+"""Count the memory and operations of torch code: every tensor that an operation makes, until it is freed.
 
 It works the same for real tensors and for those on ``meta``, which have sizes and no memory: so a layer of any size can
 be measured without allocating it.
@@ -21,13 +21,13 @@ _ATEN = torch.ops.aten
 
 
 class Footprint(TorchDispatchMode):
-    """Counts bytes and floating point operations of what runs in its ``with`` block, in this thread.
+    """Counts bytes and floating point operations of the code in its ``with`` block, in this thread.
 
     A storage is counted once, however many views it has, from the operation that made it to its end.
 
     Attributes:
-        alive: bytes of the storages that were made in the block and are there still.
-        peak: the most that ``alive`` has been since :meth:`restart`.
+        alive: bytes of the storages that were made in the block and are still alive.
+        peak: largest value of ``alive`` since :meth:`restart`.
         flops: floating point operations, two for a multiplication with its addition, of matrix products, convolutions
             and attention, as :mod:`torch.utils.flop_counter` counts them.
 
@@ -89,7 +89,7 @@ class Footprint(TorchDispatchMode):
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of what these tensors hold, each once.
+    """Return the bytes of the storages of these tensors, each once.
 
     >>> rows = torch.empty(4, 8)
     >>> storage_bytes([rows, rows, torch.empty(2)])

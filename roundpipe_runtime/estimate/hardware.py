@@ -1,4 +1,4 @@
-"""The devices and the host that a training runs on: what is here is measured, the rest is given or assumed."""
+"""Describe the devices and the host of a training: measured if they are here, otherwise given or assumed."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ _LONG_ENOUGH = 0.05  # seconds of one measurement
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a plan is made for.
+    """Devices and host for which a plan is made.
 
     Attributes:
-        names: of the devices.
+        names: names of the devices.
         kind: ``"cpu"`` for virtual devices, else the type of the accelerators.
         flops: operations per second of one device, in matrix products.
         link: bytes per second between the host and one device, in one direction.
-        memory: bytes of one device; ``None`` where nobody knows.
-        host: bytes of memory that the host has free; ``None`` where the system does not say.
+        memory: bytes of one device; ``None`` where it is not known.
+        host: bytes of free memory of the host; ``None`` where the system does not report it.
         host_rate: bytes per second that the host reads and writes.
-        origin: for ``flops``, ``link`` and ``memory``: ``"measured"``, ``"given"``, ``"assumed"`` or ``"unknown"``.
+        origin: source of ``flops``, ``link`` and ``memory``: ``"measured"``, ``"given"``, ``"assumed"`` or
+            ``"unknown"``.
     """
 
     names: tuple[str, ...]
@@ -69,7 +70,7 @@ def describe_hardware(
     flops: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Hardware:
-    """Return the devices with what they can do: what is given, else what is measured, if they are here.
+    """Describe devices with given values, otherwise with measured ones, if they are here.
 
     Args:
         devices: ``"virtual:2"``, or names with commas, ``"cuda:0,cuda:1"``, which need not be here. Default: all
@@ -77,10 +78,13 @@ def describe_hardware(
         memory: bytes of one device.
         link: bytes per second between host and device.
         flops: operations per second of one device.
-        dtype: of the matrix products that are measured.
+        dtype: dtype of the matrix products that are measured.
+
+    Returns:
+        The devices and the host.
 
     Raises:
-        ConfigError: a name stands for no device.
+        ConfigError: a name is not that of a device.
     """
     names = _names(devices)
     kind = "cpu" if names[0].startswith("virtual") else torch.device(names[0]).type
@@ -150,8 +154,11 @@ def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> flo
     """Return the operations per second of a matrix product; it takes a fraction of a second.
 
     Args:
-        device: the CPU, or an accelerator.
-        dtype: of the matrices.
+        device: CPU, or an accelerator.
+        dtype: dtype of the matrices.
+
+    Returns:
+        The operations per second.
     """
     size = 512 if device.type == "cpu" else 8192
     a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -159,7 +166,15 @@ def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> flo
 
 
 def copy_rate(device: torch.device, nbytes: int = _COPIED) -> float:
-    """Return the bytes per second of copies from the host, from pinned memory where the device is an accelerator."""
+    """Return the bytes per second of copies from the host, from pinned memory where the device is an accelerator.
+
+    Args:
+        device: device to copy to.
+        nbytes: number of bytes per copy.
+
+    Returns:
+        The bytes per second.
+    """
     source = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
     target = torch.empty_like(source, device=device)
     return nbytes / _seconds(lambda: target.copy_(source, non_blocking=True), device)

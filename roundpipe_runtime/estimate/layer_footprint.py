@@ -1,4 +1,4 @@
-"""What each layer of a pipeline holds, hands on and computes on one microbatch: measured, not guessed.
+"""Measure the memory and operations of each layer of a pipeline on one microbatch.
 
 The layers are called as a stage calls them, forward and backward, one after the other. Parameters and batch may be on
 ``meta``: then nothing of it takes memory, and a layer of any size is measured in the same time.
@@ -25,19 +25,19 @@ __all__ = ["LayerFootprint", "measure_layers"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerFootprint:
-    """A layer, on one microbatch. All sizes are bytes on the device.
+    """Memory and operations of a layer on one microbatch. All sizes are bytes on the device.
 
     Attributes:
-        name: of the layer.
-        param_bytes: parameters and buffers, which are copied to the device.
+        name: name of the layer.
+        param_bytes: size of parameters and buffers, which are copied to the device.
         grad_bytes: sums of the gradients of its parameters, which are copied back.
         inputs: tensors that come in.
         outputs: tensors that go out; those that come in and go out again count in both.
         grads_in: gradients of the inputs.
         grads_out: gradients of the outputs.
-        forward_peak: the most that its forward has beside the inputs, with its graph.
-        held: what there is beside the inputs after the forward: what its backward needs, and new outputs.
-        backward_peak: the most that there is while it goes back, beside its inputs, the gradients of its outputs and
+        forward_peak: peak of its forward in addition to the inputs, with its graph.
+        held: size held after the forward in addition to the inputs: tensors for its backward, and new outputs.
+        backward_peak: peak of its backward in addition to its inputs, the gradients of its outputs and
             the sums of its own gradients; what its forward left is part of it.
         forward_flops: operations of a forward.
         backward_flops: operations of a backward, without the forward that is computed again.
@@ -67,7 +67,7 @@ def measure_layers(
     last_call: Callable[[nn.Module, Any], Any] | None = None,
     kind: str = "cuda",
 ) -> list[LayerFootprint]:
-    """Call layers forward and backward on one microbatch, and return what each of them takes.
+    """Measure layers forward and backward on one microbatch.
 
     Args:
         layers: of a pipeline, in order, in the mode in which they are trained.
@@ -77,6 +77,9 @@ def measure_layers(
         gradient_dtype: the dtype in which gradients of a parameter are summed.
         last_call: calls the last layer. Default: ``layer(value)``.
         kind: of the devices that are planned for, ``"cpu"`` for virtual ones.
+
+    Returns:
+        The memory and operations of each layer.
 
     >>> big = nn.Sequential(nn.Linear(50_000, 50_000, device="meta"), nn.ReLU())
     >>> first, second = measure_layers(list(big), (torch.empty(8, 50_000, device="meta"),))

@@ -1,4 +1,4 @@
-"""How much memory a run needs: on each device, and on the host.
+"""Estimate the memory of a run on each device and on the host.
 
 ::
 
@@ -30,13 +30,13 @@ __all__ = ["DeviceMemory", "HostMemory", "device_memory", "host_memory", "visit_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The most that a device holds, and of what; all in bytes.
+    """Peak memory of a device and its parts, in bytes.
 
     Attributes:
-        stage: index of the stage in which it is reached.
-        parameters: of the stage.
+        stage: index of the stage in which the peak is reached.
+        parameters: parameters of the stage.
         gradients: sums of the gradients of the stage.
-        activations: of the microbatch that is computed.
+        activations: activations of the microbatch that is computed.
         staying: layers of earlier stages, which stay on the device for their backward.
         arriving: parameters of the next stage.
         copies: tensors of other microbatches that may be on their way.
@@ -58,14 +58,14 @@ class DeviceMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostMemory:
-    """What the host holds, in bytes.
+    """Memory of the host and its parts, in bytes.
 
     Attributes:
-        parameters: of the model, with its buffers.
-        gradients: of the parameters that learn.
-        masters: copies of them in the dtype of the optimizer, if that is another one.
-        optimizer: two numbers per parameter, as Adam keeps.
-        activations: inputs of backward stages, and what is on its way.
+        parameters: parameters and buffers of the model.
+        gradients: gradients of the trainable parameters.
+        masters: master weights in the dtype of the optimizer, if that is another one.
+        optimizer: state of Adam, two numbers per parameter.
+        activations: inputs of backward stages, and tensors that are being copied.
     """
 
     parameters: int
@@ -81,11 +81,14 @@ class HostMemory:
 
 
 def visit_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
-    """Return the most that one microbatch has on the device while it is in a stage, beside parameters and their sums.
+    """Return the peak memory of one microbatch in a stage, in addition to parameters and sums of gradients.
 
     Args:
         stage: the stage.
         layers: all layers of the model.
+
+    Returns:
+        The bytes.
     """
     mine = [layers[index] for index in stage.layers]
     if stage.kind == "forward":
@@ -111,7 +114,7 @@ def device_memory(
     stays: bool,
     prefetches: bool,
 ) -> list[DeviceMemory]:
-    """Return the most that each device holds in a run.
+    """Estimate the peak memory of each device in a run.
 
     Args:
         stages: in the order of dispatch.
@@ -120,6 +123,9 @@ def device_memory(
         num_microbatch: number of microbatches.
         stays: whether layers stay on a device from their forward to their backward, as there is room for all.
         prefetches: whether a stage is loaded while the one before it computes; virtual devices do not.
+
+    Returns:
+        The peak of each device.
     """
     found = []
     for device in sorted(set(devices)):
@@ -174,7 +180,7 @@ def host_memory(
     *,
     optim_dtype: torch.dtype | None = None,
 ) -> HostMemory:
-    """Return what the host holds at most, in a run with its optimizer step.
+    """Estimate the peak memory of the host in a run with its optimizer step.
 
     Args:
         parameters: of the model, each once.
@@ -183,6 +189,9 @@ def host_memory(
         layers: as measured on one microbatch.
         num_microbatch: number of microbatches.
         optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
+
+    Returns:
+        The memory of the host.
     """
     params = list(parameters)
     trained = [p for p in params if p.requires_grad]

@@ -1,4 +1,4 @@
-"""Operations on ``meta`` as devices do them: same sizes of results, and of what is kept for the backward.
+"""Kernels for ``meta`` tensors that match devices: same sizes of results, and of tensors saved for backward.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What a training will need and how long a step takes, before anything of it is allocated."""
+"""Report the memory and the step time of a training before anything is allocated."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _NEXT_TO_NOTHING = 1e-7
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanReport:
-    """A plan, and what it comes to.
+    """A plan with its memory and times.
 
     Attributes:
-        layers: as measured on one microbatch.
-        hardware: what it is for.
+        layers: layers as measured on one microbatch.
+        hardware: devices and host.
         num_microbatch: number of microbatches.
-        tokens: of a step, all microbatches.
-        plan: the stages that the runtime would choose.
-        stages: in the order of dispatch.
-        devices: the device of each stage.
-        seconds: that each stage computes one microbatch.
+        tokens: number of tokens of a step, all microbatches.
+        plan: plan that the runtime would choose.
+        stages: stages in the order of dispatch.
+        devices: device of each stage.
+        seconds: time of each stage on one microbatch.
         stays: whether there is room for all layers, so that they stay from their forward to their backward.
-        device_memory: the most that each device holds.
-        host_memory: what the host holds.
-        simulation: one iteration, with its transfers.
-        unhindered: the same, if transfers took no time.
+        device_memory: peak memory of each device.
+        host_memory: memory of the host.
+        simulation: simulation of one iteration, with its transfers.
+        unhindered: simulation of one iteration, if transfers took no time.
         tokens_forward: tokens of a step from which on the computation of forward stages takes as long as their uploads.
         tokens_backward: the same of the stages that go back.
-        optimizer_seconds: of AdamW's step on this host.
+        optimizer_seconds: time of AdamW's step on this host.
         too_large: why the runtime refuses to make a plan: a layer alone is too large. The plan then is one for devices
             without a limit. Else empty.
         least_memory: bytes that a device must have for the runtime to make a plan.
@@ -93,7 +93,7 @@ def plan_report(
     tokens: int,
     optim_dtype: torch.dtype | None = None,
 ) -> PlanReport:
-    """Plan a training and tell what it comes to.
+    """Plan a training and estimate its memory and times.
 
     Args:
         model: whose parameters the host holds; they may be on ``meta``.
@@ -103,6 +103,9 @@ def plan_report(
         num_microbatch: number of microbatches.
         tokens: of a step, all microbatches together.
         optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
+
+    Returns:
+        The plan, with its memory and times.
     """
     costs = [_cost(piece, layer, hardware.flops) for piece, layer in zip(pieces, layers, strict=True)]
     limit = None if hardware.memory is None else FOR_PARAMETERS * hardware.memory

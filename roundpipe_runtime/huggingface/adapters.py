@@ -1,4 +1,4 @@
-"""Models that PEFT has put adapters into: the model inside, and what of their calls a pipeline cannot do."""
+"""Models with adapters of PEFT: the wrapped model, and calls that a pipeline cannot run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["is_adapted", "model_inside", "refuse_mixed_adapters"]
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Tell whether a model is one that PEFT has wrapped."""
+    """Report whether a model is wrapped by PEFT."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, (peft.PeftModel, peft.PeftMixedModel))
 
 
 def model_inside(model: nn.Module) -> nn.Module:
-    """Return the model of transformers that PEFT has wrapped; any other model is itself.
+    """Return the model of transformers that PEFT has wrapped; any other model is returned as it is.
 
-    Its class tells which module it comes from and what its forward takes, which PEFT's wrapper does not.
+    Its class shows its module and the arguments of its forward, which PEFT's wrapper does not.
     """
     if not is_adapted(model):
         return model
@@ -32,10 +32,10 @@ def model_inside(model: nn.Module) -> nn.Module:
 
 
 def refuse_mixed_adapters(kwargs: Mapping[str, Any]) -> None:
-    """Refuse a batch whose rows use different adapters: PEFT sorts them out with hooks on layers, which are elsewhere.
+    """Refuse a batch whose rows use different adapters: PEFT selects them with hooks on layers, which run elsewhere.
 
     Args:
-        kwargs: of a call of the model.
+        kwargs: keyword arguments of a call of the model.
 
     Raises:
         ConfigError: there is ``adapter_names`` among them.

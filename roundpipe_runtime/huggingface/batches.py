@@ -1,4 +1,4 @@
-"""Batches that are more than rows along axis 0: packed pictures going in, flattened rows coming out.
+"""Batches whose samples are not only rows along axis 0: packed images as input, flattened rows as output.
 
 ::
 
@@ -38,10 +38,10 @@ _OF_PICTURES = ("image_hidden_states", "video_hidden_states")
 
 
 def refuse_rows_of_texts(kwargs: Mapping[str, Any]) -> None:
-    """Refuse several rows whose texts are counted through all of them: a microbatch would need a part of the count.
+    """Refuse several rows whose packed texts are counted across all rows: a microbatch would need a part of the count.
 
     Args:
-        kwargs: of a call of the model.
+        kwargs: keyword arguments of a call of the model.
 
     Raises:
         ConfigError: there is ``cu_seq_lens_q`` among them, and more than one row.
@@ -55,11 +55,14 @@ def refuse_rows_of_texts(kwargs: Mapping[str, Any]) -> None:
 
 
 def split_pictures(config: Any, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """Return a split function for a call with packed pictures or videos; ``None`` where there are none.
+    """Return a split function for a call with packed images or videos; ``None`` where there are none.
 
     Args:
-        config: of the model.
-        kwargs: of the call.
+        config: configuration of the model.
+        kwargs: keyword arguments of the call.
+
+    Returns:
+        The split function, or ``None``.
     """
     packed = [
         (values, grid, _first_of(config, names))
@@ -97,7 +100,7 @@ def _first_of(config: Any, names: Sequence[str]) -> int | None:
 
 
 def _pictures_per_row(tokens: torch.Tensor, grid: torch.Tensor, token: int | None, name: str) -> list[int]:
-    """How many pictures belong to each row: their tokens are as many as the row has places for."""
+    """The number of images of each row: their tokens fill the places in the row."""
     places = (tokens == token).sum(-1).tolist() if token is not None else []
     patches = grid.prod(-1).tolist()
     total = sum(places)
@@ -116,12 +119,15 @@ def _pictures_per_row(tokens: torch.Tensor, grid: torch.Tensor, token: int | Non
 
 
 def join_outputs(outputs: Sequence[Any], weights: Sequence[float], rows: Sequence[int]) -> Any:
-    """Return the output of the whole batch; rows that were flattened with what is within them are put together, too.
+    """Return the output of the whole batch; rows that were flattened with inner axes are also joined.
 
     Args:
-        outputs: of each microbatch.
-        weights: of each, for tensors without axes.
-        rows: of each.
+        outputs: output of each microbatch.
+        weights: weight of each microbatch, for tensors without axes.
+        rows: number of rows of each microbatch.
+
+    Returns:
+        The output of the whole batch.
     """
     outputs, pictures = _without_pictures(outputs)
     rules = {}
@@ -139,7 +145,7 @@ def join_outputs(outputs: Sequence[Any], weights: Sequence[float], rows: Sequenc
 
 
 def _without_pictures(outputs: Sequence[Any]) -> tuple[Sequence[Any], dict[tuple[str, str | None], list[Any]]]:
-    """Outputs without what they hold of single pictures, and that by its place: of each output, or ``None``."""
+    """Outputs without their values of single images, and these values by place: of each output, or ``None``."""
     if not all(isinstance(output, dict) for output in outputs):
         return outputs, {}
     made = [copy.copy(output) for output in outputs]
@@ -171,14 +177,14 @@ def _by_picture_inside(column: Sequence[Any]) -> tuple[list[Any], dict[str, list
 
 
 def _is_by_picture(column: Sequence[Any]) -> bool:
-    """Whether there is a list in every microbatch that has pictures, or a tensor in some microbatches only."""
+    """Whether there is a list in every microbatch that has images, or a tensor in some microbatches only."""
     present = [value for value in column if value is not None]
     is_list = bool(present) and all(isinstance(value, (list, tuple)) for value in present)
     return is_list or (0 < len(present) < len(column) and all(isinstance(value, torch.Tensor) for value in present))
 
 
 def _one_after_another(column: Sequence[Any]) -> Any:
-    """Lists put together, or tensors along axis 0; a microbatch without pictures has neither."""
+    """Joined lists, or tensors joined along axis 0; a microbatch without images has neither."""
     present = [value for value in column if value is not None]
     if isinstance(present[0], torch.Tensor):
         return torch.cat(present)
@@ -186,7 +192,7 @@ def _one_after_another(column: Sequence[Any]) -> Any:
 
 
 def _axis(values: Sequence[Any], rows: Sequence[int]) -> int | None:
-    """The axis to join along where it is not plainly axis 0: another one of the rows, or rows times something."""
+    """The axis to join along where it is not simply axis 0: another axis of rows, or a multiple of the rows."""
     if not all(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values):
         return None
     shapes = [tuple(value.shape) for value in values]

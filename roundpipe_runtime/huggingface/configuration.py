@@ -1,4 +1,4 @@
-"""The part of a configuration that speaks of text: models of pictures and sounds keep it in a part of its own."""
+"""The text part of a configuration, which models of images and sounds keep in a separate part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["text_config"]
 
 
 def text_config(model: nn.Module) -> Any:
-    """Return the configuration of the part of a model that reads or writes text; ``None``, if it has none at all."""
+    """Return the configuration of the part of a model that reads or writes text; ``None`` if there is none."""
     config = getattr(model, "config", None)
     find = getattr(config, "get_text_config", None)
     return config if find is None else find(decoder=True)

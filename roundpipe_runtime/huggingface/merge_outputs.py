@@ -1,4 +1,4 @@
-"""What the outputs and losses of microbatches are, for the batch."""
+"""Merge the outputs and losses of microbatches into those of the batch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ __all__ = ["as_tuple", "joined_as_wanted", "joined_with_cache", "joined_with_los
 
 
 def weighing(loss_fn: Callable[[Any, Any], Any], batch: int | None) -> Callable[[Any, Any], Any]:
-    """A loss function for outputs that come with the weight of their loss.
+    """Return a loss function for outputs that carry the weight of their loss.
 
     Args:
-        loss_fn: for outputs as the model returns them.
-        batch: rows of the batch, for models that compute their loss; ``None`` for others.
+        loss_fn: loss function for outputs as the model returns them.
+        batch: number of rows of the batch, for models that compute their loss; ``None`` for others.
+
+    Returns:
+        The loss function.
     """
 
     def weighed_loss(outputs: Any, labels: Any) -> Any:
@@ -66,7 +69,7 @@ def _items(output: Any) -> list[Any]:
 
 
 def joined_as_wanted(merge: Any, outputs: list[Any]) -> Any:
-    """The output of the batch as the user has it joined."""
+    """The output of the batch, joined as the user asks."""
     rows = [int(count) for _, _, count in outputs]
     return join([output for output, _, _ in outputs], [float(count) for count in rows], rows=rows, merge=merge)
 

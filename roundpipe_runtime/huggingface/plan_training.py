@@ -1,4 +1,4 @@
-"""Plans the training of a model of transformers: cut, measured and simulated on ``meta``, so nothing is allocated."""
+"""Plan the training of a transformers model: it is cut, measured and simulated on ``meta``, so nothing is allocated."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["PlannedTraining", "Remedy", "model_on_meta"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change with which a training fits, or the best there is.
+    """A change of settings with which a training fits into memory, or the closest one.
 
     Attributes:
-        what: what to change, as options of the command line.
-        device_bytes: the most that a device then holds.
-        fits: whether that is little enough.
+        what: change, as options of the command line.
+        device_bytes: peak memory of a device after the change.
+        fits: whether this peak fits.
     """
 
     what: str
@@ -39,12 +39,12 @@ class Remedy:
 
 
 class PlannedTraining:
-    """A model on ``meta`` that is cut, and measured for batches of any size.
+    """A model on ``meta`` that is cut, and measured for batches of any size without allocating it.
 
     Args:
-        model: a causal language model of transformers, or PEFT's around one, its parameters on ``meta``.
-        hardware: the devices and the host.
-        optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
+        model: causal language model of transformers, or PEFT's model around one, with parameters on ``meta``.
+        hardware: devices and host.
+        optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
 
     Raises:
         ConfigError: parameters are not on ``meta``.
@@ -77,9 +77,12 @@ class PlannedTraining:
         """Return the plan for batches of this size.
 
         Args:
-            batch: rows.
-            length: tokens of a row.
-            num_microbatch: number of microbatches; the largest of them is measured.
+            batch: number of rows per batch.
+            length: tokens per row.
+            num_microbatch: number of microbatches, the largest of which is measured.
+
+        Returns:
+            The plan, with its memory and times.
         """
         return plan_report(
             self.model,
@@ -92,15 +95,18 @@ class PlannedTraining:
         )
 
     def remedy(self, *, batch: int, length: int, num_microbatch: int) -> Remedy:
-        """Return what to change where a batch takes more memory than a device has: smaller microbatches, shorter rows.
+        """Return a change for a batch that takes more memory than a device has: smaller microbatches, or shorter rows.
 
         Args:
-            batch: rows.
-            length: tokens of a row.
+            batch: number of rows per batch.
+            length: tokens per row.
             num_microbatch: number of microbatches.
 
+        Returns:
+            The change.
+
         Raises:
-            ConfigError: nobody knows the memory of the devices, so nothing fits and nothing does not.
+            ConfigError: the memory of the devices is not known, so it is not known what fits.
         """
         if self.hardware.memory is None:
             raise ConfigError(
@@ -141,8 +147,11 @@ def model_on_meta(config: Any, *, dtype: torch.dtype | None = None) -> nn.Module
     """Return the causal language model that a configuration describes, without memory for its parameters.
 
     Args:
-        config: of transformers.
-        dtype: of the parameters. Default: that of the configuration, but bfloat16 for float16; else float32.
+        config: configuration of transformers.
+        dtype: dtype of the parameters. Default: that of the configuration, but bfloat16 for float16; else float32.
+
+    Returns:
+        The model, with parameters on ``meta``.
     """
     import transformers
 
@@ -178,13 +187,13 @@ def _cut(model: nn.Module, kind: str) -> Cut:
 
 
 def _batch(rows: int, length: int) -> dict[str, Any]:
-    """Rows of tokens without padding, which are their own labels, on ``meta``."""
+    """Rows of tokens on ``meta``, without padding, which are their own labels."""
     tokens = torch.empty(rows, length, dtype=torch.long, device="meta")
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 def _last_call(piece: nn.Module, value: Any) -> Any:
-    """As a training calls it, which looks at nothing but the loss; what it averaged over, nobody can tell on meta."""
+    """Call a piece as in a training, which uses only the loss; what the loss averages over is not known on meta."""
     if isinstance(piece, Phase):
         return loss_only(piece.copy, lambda: piece(value))
     if isinstance(piece, Whole):

@@ -1,4 +1,4 @@
-"""What passes between the pieces of a cut: every tensor, who makes it and who reads it, found with an example."""
+"""Activations that pass between the pieces of a cut: every tensor with its producer and readers, for an example."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = ["PassedTensor", "passed_tensors"]
 
 @dataclasses.dataclass(frozen=True)
 class PassedTensor:
-    """A tensor on its way through the pieces of a cut model.
+    """A tensor that passes between the pieces of a cut model.
 
     Attributes:
-        name: the argument in which the first layer takes it, or what the model captures it as.
-        kind: ``"hidden"``, what a layer hands to the next one; ``"side"``, what the model's own code hands to layers
-            beside it; ``"carried"``, what a layer hands to later ones, or to the model's own code behind them;
-            ``"captured"``, what hooks take out of a layer for the output of the model.
-        shape: of it, for the example.
-        bytes: of it, for the example.
+        name: argument of the first layer that takes it, or name under which the model captures it.
+        kind: ``"hidden"``, passed from a layer to the next one; ``"side"``, passed from the model's own code to layers
+            in addition to it; ``"carried"``, passed from a layer to later ones, or to the model's own code after them;
+            ``"captured"``, taken out of a layer by hooks for the output of the model.
+        shape: shape for the example.
+        bytes: number of bytes for the example.
         made: index of the piece that makes it.
         read: indices of the pieces that get it, in order.
     """
@@ -48,17 +48,17 @@ class PassedTensor:
 def passed_tensors(made: Cut, example: Mapping[str, Any] | None = None) -> list[PassedTensor]:
     """Return the tensors that pass between the pieces of a cut model, in the order in which they are made.
 
-    The arguments of the model itself are not among them: every phase has those.
+    The arguments of the model itself are not included: every phase has those.
 
     Args:
-        made: a cut model. Parameters on ``meta`` are enough.
+        made: cut model. Parameters on ``meta`` are enough.
         example: keyword arguments of the model, of the kind that it was cut with. Default: a few tokens.
 
     Returns:
-        Nothing for a model in one piece.
+        The tensors; an empty list for a model in one piece.
 
     Raises:
-        BatchStructureError: the example takes another way through the model than the one that it was cut with.
+        BatchStructureError: the example takes another path through the model than the one that it was cut with.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime import cut
@@ -143,9 +143,9 @@ class _Words:
     """Names what passes, by the arguments of the layers that take it.
 
     Args:
-        program: what was found out about the model.
-        call_log: of the example, with all calls in it.
-        layers: by name.
+        program: plan of the cut.
+        call_log: log of the example, with all its calls.
+        layers: layers by name.
     """
 
     def __init__(self, program: CutPlan, call_log: CallLog, layers: Mapping[str, nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Caches of keys and values behind a pipeline: at home on the host, and at a layer only for what the layer reads.
+"""Key-value caches in a pipeline: they stay on the host, and a layer gets only the entries that it reads.
 
 ::
 
@@ -132,7 +132,7 @@ def _with_layers(cache: Any, lists: Sequence[Any], read: Mapping[int, bool] | No
 
 
 def has_layers(cache: Any) -> bool:
-    """Tell whether a cache is made of lists of layers."""
+    """Report whether a cache is made of lists of layers."""
     return all(hasattr(part, "layers") for part in _parts(cache))
 
 
@@ -156,7 +156,7 @@ def _moved_value(value: Any, device: torch.device) -> Any:
 
 
 def is_held(value: Any) -> bool:
-    """Tell whether this stands for a cache."""
+    """Report whether this stands for a cache."""
     return isinstance(value, HeldCache)
 
 

@@ -1,4 +1,4 @@
-"""What is known of one microbatch on its way through a cut model: which calls it makes, with what, and what is needed.
+"""The state of one microbatch in a cut model: its calls, their arguments, and the tensors that are still needed.
 
 The *state* is what passes from piece to piece of the pipeline, a dictionary::
 
@@ -55,7 +55,7 @@ class Tree:
     leaves: tuple[Any, ...]
 
     def keys(self) -> set[Key]:
-        """Return the tensors that it needs, those in its boxes as well."""
+        """Return the keys of the tensors that it needs, including those in its boxes."""
         found = {leaf for leaf in self.leaves if isinstance(leaf, Key)}
         for leaf in self.leaves:
             if isinstance(leaf, BoxUse) and leaf.content is not None:
@@ -122,12 +122,12 @@ class CallSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Embedded:
-    """What an embedding returned in phase 0.
+    """The output of an embedding in phase 0.
 
     Attributes:
-        key: of the tensor.
-        shape: of the tensor.
-        dtype: of the tensor.
+        key: key of the tensor.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
     """
 
     key: Key
@@ -159,7 +159,7 @@ class CallLog(Static):
     keep: Literal["none", "extras", "all"] = "none"
 
     def record(self, calls: Mapping[int, CallSpec], *needed: Key) -> CallLog:
-        """Return the call log with more calls in it, and with what the phase behind them needs."""
+        """Return the call log with more calls in it, and with the tensors that the phase after them needs."""
         last_use = dict(self.last_use)
         for place, call in sorted(calls.items()):
             last_use.update(dict.fromkeys(call.arguments.keys(), place))
@@ -193,7 +193,7 @@ def live(
 
 
 def is_box(value: Any) -> bool:
-    """Tell whether a layer could write into this argument."""
+    """Report whether a layer could write into this argument."""
     return isinstance(value, (MutableMapping, MutableSequence))
 
 

@@ -129,6 +129,6 @@ def asked_for(model: nn.Module, kwargs: Mapping[str, Any]) -> Literal["none", "e
 
 
 def is_cache(value: Any) -> bool:
-    """Tell whether a value is a cache of transformers."""
+    """Report whether a value is a cache of transformers."""
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(value, module.Cache)

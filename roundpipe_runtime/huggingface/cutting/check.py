@@ -1,4 +1,4 @@
-"""Runs a cut model beside the plain one, on a small batch, and compares outputs and every gradient."""
+"""Compare a cut model with the reference model on a small batch: outputs and every gradient."""
 
 from __future__ import annotations
 
@@ -28,16 +28,19 @@ _SUMS = 10
 def check_equivalence(
     model: nn.Module, pieces: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Equivalence:
-    """Return how far the pieces, run by the engine on one device, are from the model.
+    """Compare the pieces, run by the engine on one device, with the model.
 
-    It takes the memory of one piece's gradients: those of the plain model are digested one by one as they come, those
-    of the cut one piece by piece, and parameters are not copied. Gradients that the model holds are left alone.
+    It takes the memory of one piece's gradients: those of the reference model are digested one by one as they come,
+    those of the cut one piece by piece, and parameters are not copied. Gradients that the model holds are left alone.
 
     Args:
         model: the model, in evaluation mode.
-        pieces: what it was cut into.
+        pieces: pieces of the cut model.
         args: positional arguments.
         kwargs: keyword arguments.
+
+    Returns:
+        The differences.
 
     Raises:
         CutError: they differ by more than rounding.

@@ -1,4 +1,4 @@
-"""What was found out about a model: the order of its calls, and where its own code stands between them. Plain data."""
+"""The plan of a cut, as plain data: the order of the calls of layers, and the model's own code between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CutPlan:
 
     Attributes:
         calls: every call of a layer, in order.
-        ends: for each phase, the place behind the last call that it records. The last phase records none.
+        ends: for each phase, the place after the last call that it records. The last phase records none.
         keep: outputs of layers that phases read.
         used: for each phase, the names of the parameters that it reads; ``None`` while that is not known.
         embeddings: names of those that only phase 0 computes. Later phases run the same code, but hand what it returns
@@ -32,7 +32,7 @@ class CutPlan:
 
     @property
     def phases(self) -> int:
-        """How many phases there are."""
+        """The number of phases."""
         return len(self.ends)
 
     def is_extra(self, place: int, leaf: int) -> bool:

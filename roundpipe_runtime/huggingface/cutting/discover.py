@@ -1,4 +1,4 @@
-"""Finds the program of a model: runs its forward on an example, and sees where it needs the value of a layer.
+"""Find the plan of a cut: run the model's forward on an example, and see where it needs the output of a layer.
 
 The first forward is the plain one, which tells the order of the calls and what they return. In the second one layers
 are stubs that hand out placeholders. Where the model computes with one of them, a phase ends; the calls recorded so far
@@ -29,13 +29,16 @@ _MOST_PHASES = 300
 def discover(
     model: nn.Module, layers: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CutPlan:
-    """Return the program of a model for these layers.
+    """Find the plan of a cut for these layers of a model.
 
     Args:
         model: the model, in evaluation mode.
         layers: by name.
         args: positional arguments of the example.
         kwargs: keyword arguments of the example.
+
+    Returns:
+        The plan.
 
     Raises:
         CutError: the layers are not called, or what passes between them cannot travel.

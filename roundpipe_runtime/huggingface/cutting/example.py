@@ -1,4 +1,4 @@
-"""A small batch for a model, where the user gives none: two rows of text, the first one padded."""
+"""A default example batch for a model: two rows of text, the first one padded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradients of a model, digested as soon as they are there, so that no two parameters have one at the same time."""
+"""Digest the gradients of a model as they are computed, so that no two parameters have one at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are its layers: found by their place and by what a forward calls, not by name."""
+"""Find the layers of a model by their place and by the calls of a forward, not by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tensor that is not there yet: it can be handed on, but not computed with.
+"""Placeholders for tensors that are not computed yet: they can be passed on, but not computed with.
 
 While a model's forward is recorded, its layers are not run, and what they would return are placeholders. A model that
 hands them from layer to layer never notices. One that computes with them says by it that its own code stands between

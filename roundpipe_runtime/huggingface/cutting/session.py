@@ -1,4 +1,4 @@
-"""One run of a model's forward with stubs for its layers: calls that were made are replayed, new ones are recorded."""
+"""Run a model's forward with stubs for its layers: completed calls are replayed, new ones are recorded."""
 
 from __future__ import annotations
 

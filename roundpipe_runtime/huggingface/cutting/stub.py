@@ -1,4 +1,4 @@
-"""A copy of a model in which layers are stubs: its own code runs, its layers do not.
+"""Copy a model with stubs in place of its layers: its own code runs, its layers do not.
 
 The copy shares parameters, buffers and configuration with the model, but has module objects of its own. So it can hold
 the copies of one device while the layers, and other copies, run elsewhere.

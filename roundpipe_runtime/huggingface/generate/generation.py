@@ -1,4 +1,4 @@
-"""``generate`` of transformers with the forward of a pipeline in it, where that is proved to be the same."""
+"""Run ``generate`` of transformers with the forward of a pipeline, where a trial shows that it is the same."""
 
 from __future__ import annotations
 

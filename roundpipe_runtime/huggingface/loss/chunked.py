@@ -1,11 +1,11 @@
-"""Cross-entropy of a large vocabulary, some rows at a time: the logits of all tokens never exist at once.
+"""Chunked cross-entropy for large vocabularies: the logits of all tokens never exist at once.
 
 ::
 
     plain     logits, their float32, log_softmax, gradient       tokens x vocabulary, each
     chunked   the same of a chunk of rows, then the next one     rows x vocabulary, each
 
-Loss and gradients of a chunk are computed together, as it is there. Backward multiplies what is put aside.
+Loss and gradients of a chunk are computed together while its logits exist. Backward multiplies the stored gradients.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ def chunked_cross_entropy(
     label_smoothing: float = 0.0,
     rows: int | None = None,
 ) -> torch.Tensor:
-    """Return ``cross_entropy(hidden @ weight.T + bias, labels)``, computed some rows at a time.
+    """Compute ``cross_entropy(hidden @ weight.T + bias, labels)`` in chunks of rows, without all logits at once.
 
     Nothing is shifted: row i of ``hidden`` predicts label i.
 
     Args:
         hidden: hidden states, ``(..., width)``.
-        weight: of the head, ``(vocabulary, width)``.
+        weight: weight of the head, ``(vocabulary, width)``.
         labels: tokens, with the shape of ``hidden`` without its last axis.
-        bias: of the head, ``(vocabulary,)``.
-        transform: what is done to the logits of any number of rows before the loss, such as a soft cap. It must work
-            on each number alone, and depend on no parameter.
-        reduction: ``"mean"`` over the labels that count, or ``"sum"``.
-        ignore_index: the label that does not count.
-        label_smoothing: as for :func:`torch.nn.functional.cross_entropy`.
-        rows: of a chunk. Default: so many that their logits take 256 MB in float32, but 64 at least.
+        bias: bias of the head, ``(vocabulary,)``.
+        transform: function of the logits of any number of rows before the loss, such as a soft cap. It must be
+            elementwise, and depend on no parameter.
+        reduction: ``"mean"`` over the labels that are not ignored, or ``"sum"``.
+        ignore_index: label that is ignored.
+        label_smoothing: amount of smoothing, as for :func:`torch.nn.functional.cross_entropy`.
+        rows: number of rows per chunk. Default: as many as take 256 MB of logits in float32, but at least 64.
 
     Returns:
         The loss, without axes, in float32, or float64 where the logits are.
 
     Raises:
-        LossError: shapes do not fit, or there is no such reduction.
+        LossError: shapes do not fit, or the reduction is unknown.
 
     >>> hidden, weight = torch.randn(2, 5, 4), torch.randn(9, 4)
     >>> labels = torch.tensor([[1, 2, -100, 8, 0], [-100, 3, 3, 4, 5]])
@@ -145,7 +145,7 @@ def _by_chunks(
     rows: int,
     wanted: list[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The sum of the losses, and the gradients that are wanted of it: of hidden states, weight and bias."""
+    """The sum of the losses, and its requested gradients: of hidden states, weight and bias."""
     hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     found = [
         torch.zeros_like(t) if want and t is not None else None
@@ -176,7 +176,7 @@ def _wide(values: torch.Tensor) -> torch.dtype:
 def _add(
     found: list[torch.Tensor | None], slope: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, part: slice
 ) -> None:
-    """Add what a chunk gives to the gradients of hidden states, weight and bias."""
+    """Add the contribution of a chunk to the gradients of hidden states, weight and bias."""
     of_hidden, of_weight, of_bias = found
     dtype = slope.dtype  # under autocast another than that of the weight
     if of_hidden is not None:

@@ -1,7 +1,7 @@
-"""Smoothed labels: the loss of the Trainer's ``label_smoothing_factor``, computed where the logits of a microbatch are.
+"""Label smoothing: the loss of the Trainer's ``label_smoothing_factor``, computed where a microbatch has its logits.
 
 The model is called without its labels, as the Trainer calls it, so it computes no loss of its own and adds none for
-experts. Labels travel beside the arguments of the model to its last phase.
+experts. Labels are passed to its last phase in addition to the arguments of the model.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ SMOOTHED = "roundpipe_smoothed_loss"
 
 @dataclasses.dataclass(frozen=True)
 class SmoothedLoss(Static):
-    """A loss function for ``forward_backward``: cross-entropy with smoothed labels, as the Trainer computes it.
+    """Cross-entropy with label smoothing, as the Trainer computes it; a loss function for ``forward_backward``.
 
     It is ``(1 - factor)`` times the cross-entropy with the labels, and ``factor`` times that with all classes alike. A
     model of transformers computes it without keeping the logits of all tokens.
 
     Args:
-        factor: the Trainer's ``label_smoothing_factor``, from 0 to 1.
+        factor: ``label_smoothing_factor`` of the Trainer, from 0 to 1.
         shift_labels: whether token i predicts label i + 1. Default: for classes that transformers lists as causal
             language models.
-        num_items_in_batch: what the sum is divided by. Default: the number of labels in the batch that count.
-        ignore_index: the label that does not count.
-        scale: what the loss is multiplied with.
+        num_items_in_batch: divisor of the sum. Default: the number of labels in the batch that are not ignored.
+        ignore_index: label that is ignored.
+        scale: factor of the loss.
 
     Raises:
-        LossError: the factor is none.
+        LossError: the factor is not between 0 and 1.
 
     >>> logits = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
     >>> total, count = SmoothedLoss(0.1, shift_labels=False)((logits,), torch.tensor([1, -100]))
@@ -68,10 +68,10 @@ class SmoothedLoss(Static):
 
         Args:
             outputs: a dictionary with ``"logits"``, or a tuple that begins with them.
-            labels: of these rows.
+            labels: labels of these rows.
 
         Returns:
-            The sum, and how many labels count; one number, if ``num_items_in_batch`` is given.
+            The sum and the number of labels that are not ignored; one number, if ``num_items_in_batch`` is given.
         """
         if self.shift_labels is None:
             raise LossError("SmoothedLoss: outside of a model of transformers, say whether labels are shifted:\n"
@@ -83,7 +83,15 @@ class SmoothedLoss(Static):
         return WeightedLoss(self._cross_entropy(_logits(outputs), labels, "sum") * self.scale, count)
 
     def of_logits(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the mean over labels that count, or the sum over ``num_items_in_batch``; times the scale."""
+        """Return the mean over labels that are not ignored, or the sum over ``num_items_in_batch``; times the scale.
+
+        Args:
+            logits: logits, with the vocabulary on the last axis.
+            labels: labels of these rows.
+
+        Returns:
+            The loss, without axes.
+        """
         if self.num_items_in_batch is None:
             return self._cross_entropy(logits, labels, "mean") * self.scale
         return self._cross_entropy(logits, labels, "sum") * (self.scale / self.num_items_in_batch)
@@ -104,10 +112,10 @@ class SmoothedLoss(Static):
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Tell whether transformers lists the class of a model among those that predict the next token.
+    """Report whether transformers lists the class of a model among those that predict the next token.
 
     Args:
-        model: the model, or PEFT around it.
+        model: model, or PEFT's model around it.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -118,11 +126,14 @@ def smoothed_call(model: nn.Module, loss: SmoothedLoss, kwargs: Mapping[str, Any
     """Return keyword arguments of a call whose last phase computes this loss.
 
     Args:
-        model: a model of transformers.
-        loss: the loss.
+        model: model of transformers.
+        loss: loss to compute.
         kwargs: keyword arguments of its forward. Labels among them are taken out, and an encoder-decoder that is given
             no inputs of its decoder has those that it makes from them.
         label: labels; ``None`` where they are among the arguments.
+
+    Returns:
+        The keyword arguments.
 
     Raises:
         LossError: there are no labels.
@@ -142,11 +153,14 @@ def smoothed_call(model: nn.Module, loss: SmoothedLoss, kwargs: Mapping[str, Any
 
 
 def with_smoothed_loss(output: Any, smoothed: tuple[torch.Tensor, SmoothedLoss] | None) -> Any:
-    """Return the output of a model with this loss in it.
+    """Return the output of a model with a smoothed loss in it.
 
     Args:
-        output: what the model returned, which holds logits and no loss.
+        output: output of the model, which holds logits and no loss.
         smoothed: labels and loss; ``None`` leaves the output alone.
+
+    Returns:
+        The output with its loss.
     """
     if smoothed is None:
         return output

@@ -1,4 +1,4 @@
-"""Logits that a model asks for, and that are not computed while only their loss is wanted.
+"""Lazy logits, which are not computed while only their loss is needed.
 
 The model's own code runs, up to its loss. Its head returns a `LazyLogits`: a tensor with a shape and no memory. It
 remembers what the model does with it, if that is done to each number alone (a scale, a soft cap, a wider dtype) or only
@@ -87,7 +87,7 @@ class LazyLogits(torch.Tensor):
         return LazyLogits(hidden, self.head, self.steps, self.computed)
 
     def check_unwritten(self) -> None:
-        """Leave the forward if somebody wrote into logits that were computed, of which these may be a view."""
+        """Leave the forward if code wrote into logits that were computed, of which these may be a view."""
         if any(values._version != version for values, version in self.computed):
             raise NotLate
 
@@ -248,11 +248,11 @@ def late_head(model: nn.Module) -> Iterator[None]:
 
 
 def loss_only(model: nn.Module, run: Callable[[], Any]) -> Any:
-    """Return what a forward returns, with ``None`` for logits that nobody computed.
+    """Run a forward, and return its output with ``None`` for logits that were not computed.
 
     Args:
-        model: whose head it is.
-        run: the forward.
+        model: model that has the head.
+        run: function that runs the forward.
     """
     try:
         with late_head(model):

@@ -1,4 +1,4 @@
-"""The loss that keeps experts busy, of a whole batch. It is no mean over rows, so parts do not add up to it.
+"""Auxiliary load-balancing loss of mixtures of experts, for a whole batch: it is not a mean over rows.
 
 For each expert it multiplies the share of tokens with the mean of probabilities, both over the batch. The product of
 the means over a microbatch says nothing of that over the batch; so it is computed once, from the joined logits of the

@@ -1,4 +1,4 @@
-"""How much the loss of a microbatch counts: the items that a model's own loss averages over, seen as it is computed.
+"""Weights of microbatch losses: the number of items that a model's own loss averages over, observed as it runs.
 
 A model that is given labels returns a mean over rows, over tokens, over the tokens that are not ignored, or over those
 and shifted by one; no name tells which. So the functions of torch that average are watched while the loss is computed.

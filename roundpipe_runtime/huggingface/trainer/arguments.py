@@ -1,4 +1,4 @@
-"""What a pipeline cannot do for a Trainer, said before anything runs."""
+"""Check training arguments for those that a pipeline does not support, before anything runs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _OF_BITSANDBYTES = ("adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademam
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse training arguments that a pipeline cannot follow.
+    """Refuse training arguments that a pipeline does not support.
 
     Args:
         args: ``TrainingArguments``.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: an argument is not supported.
     """
     for name, reason in _REFUSED.items():
         if getattr(args, name, None):
@@ -67,10 +67,10 @@ def check_precision(precision: str) -> None:
     """Refuse a mixed precision that scales gradients: they are on the host, and the scale would be on the accelerator.
 
     Args:
-        precision: of the accelerator; an ``accelerate`` configuration may set it, too.
+        precision: mixed precision of the accelerator, which an ``accelerate`` configuration may also set.
 
     Raises:
-        ConfigError: it is neither ``"no"`` nor ``"bf16"``.
+        ConfigError: the precision is neither ``"no"`` nor ``"bf16"``.
     """
     if precision not in ("no", "bf16"):
         raise ConfigError(
@@ -83,11 +83,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, pipeline: RoundPipe) -> No
     """Refuse an optimizer for parameters that never get a gradient.
 
     Args:
-        optimizer: of the Trainer.
-        pipeline: the pipeline, with or without an ``optim_dtype``.
+        optimizer: optimizer of the Trainer.
+        pipeline: pipeline, with or without an ``optim_dtype``.
 
     Raises:
-        ConfigError: it is for none of the pipeline's parameters.
+        ConfigError: the optimizer has none of the pipeline's parameters.
     """
     own = {id(parameter) for parameter in pipeline.optim_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""The Trainer's own checkpoints, which appear when they are complete; and which of them a run goes on from.
+"""Crash-safe checkpoints of the Trainer: they appear when they are complete, and a run resumes from the newest one.
 
 ::
 
@@ -32,10 +32,10 @@ _SENTINEL = "checkpoint-is-incomplete.txt"  # what it puts beside a checkpoint t
 
 
 class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts as untyped
-    """A ``transformers.Trainer`` of which a kill leaves whole checkpoints only.
+    """A ``transformers.Trainer`` whose checkpoints stay complete when the process is killed.
 
     The files are those of the Trainer. They are written under another name, flushed, and renamed, and
-    ``resume_from_checkpoint=True`` goes on from the newest that is what was written.
+    ``resume_from_checkpoint=True`` resumes from the newest undamaged one.
     """
 
     _rp_writing_to: pathlib.Path | None = None
@@ -43,15 +43,18 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
     def train(
         self, resume_from_checkpoint: str | os.PathLike[str] | bool | None = None, *args: object, **kwargs: object
     ) -> object:
-        """Train, as a Trainer does.
+        """Train as a Trainer does.
 
         Args:
-            resume_from_checkpoint: ``True`` for the newest checkpoint that is whole; or the folder of one.
-            *args: as for a Trainer.
-            **kwargs: likewise.
+            resume_from_checkpoint: ``True`` for the newest undamaged checkpoint, or the folder of one.
+            *args: positional arguments of the Trainer's ``train``.
+            **kwargs: keyword arguments of the Trainer's ``train``.
+
+        Returns:
+            The result of the Trainer's ``train``.
 
         Raises:
-            DamagedCheckpointError: there are checkpoints, and none is whole; or the one given is not.
+            DamagedCheckpointError: all checkpoints are damaged, or the given one is.
         """
         if resume_from_checkpoint is True:
             found = newest_whole(pathlib.Path(self.args.output_dir))
@@ -63,7 +66,7 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_output_dir(self, trial: object) -> str:
-        """Where checkpoints are: the place of the one that is being written, while it is."""
+        """The folder of checkpoints; while one is being written, the folder of that one."""
         return str(self._rp_writing_to or super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: object, trial: object, *args: object, **kwargs: object) -> None:
@@ -93,7 +96,7 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
             self._rp_writing_to = None
 
     def _rp_name_best(self, run: pathlib.Path, name: str) -> None:
-        """Say where the best checkpoint will be; the Trainer has looked for it where this one is written."""
+        """Set the final path of the best checkpoint, for which the Trainer looked where this one is being written."""
         best = f"checkpoint-{self.state.best_global_step}"
         if self.args.save_strategy != "no" and self.state.best_global_step and (best == name or (run / best).is_dir()):
             self.state.best_model_checkpoint = str(run / best)
@@ -104,16 +107,16 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
 
 
 def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
-    """Return the checkpoint with the most steps that is what was written; ``None`` if there is none of any kind.
+    """Return the undamaged checkpoint with the most steps; ``None`` if there are no checkpoints.
 
-    Those with more steps that are not whole get a warning each. One that a plain Trainer has written counts as whole if
-    it has the file that is written last.
+    Each damaged one with more steps gets a warning. A checkpoint of a plain Trainer counts as undamaged if it has the
+    file that is written last.
 
     Args:
         run: the ``output_dir`` of a Trainer.
 
     Raises:
-        DamagedCheckpointError: there are checkpoints, and none is whole.
+        DamagedCheckpointError: all checkpoints are damaged.
     """
     settle(run)
     there = sorted(_checkpoints(run), key=_steps, reverse=True)
@@ -132,7 +135,7 @@ def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
 
 
 def settle(run: pathlib.Path) -> None:
-    """Give those checkpoints their names that a killed process had completed, and remove the rest of what it left."""
+    """Rename the checkpoints that a killed process had completed, and remove its unfinished ones."""
     if not run.is_dir():
         return
     for half in sorted(run.glob(".checkpoint-*.writing/checkpoint-*")):
@@ -146,8 +149,8 @@ def remove_all_but(run: pathlib.Path, limit: int | None, best: str | None) -> No
 
     Args:
         run: the ``output_dir`` of a Trainer.
-        limit: how many; ``None`` and 0 keep all.
-        best: path of the best one, if it is known.
+        limit: number of checkpoints to keep; ``None`` and 0 keep all.
+        best: path of the best checkpoint, if it is known.
     """
     if not limit or limit < 0:
         return
@@ -190,7 +193,7 @@ def _verify_given(path: pathlib.Path) -> None:
 
 
 def _is_whole(path: pathlib.Path) -> bool:
-    """Whether all files are there, without reading what they hold."""
+    """Whether all files exist, without reading their contents."""
     if (path / MANIFEST).exists():
         return is_complete(path)
     try:

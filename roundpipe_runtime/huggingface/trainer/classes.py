@@ -43,23 +43,23 @@ _PROGRESS = "roundpipe.pt"
 class RoundPipeTrainer(CheckpointingTrainer):
     """A ``transformers.Trainer`` that trains a model larger than the device.
 
-    It takes what a Trainer takes, and writes what a Trainer writes: ``from_pretrained`` loads its checkpoints, which
+    It takes the arguments of a Trainer and writes the same files: ``from_pretrained`` loads its checkpoints, which
     appear when they are complete. The model stays on the host. ``per_device_train_batch_size`` is the number of rows of
     one batch, which is then cut into microbatches; loss and gradients are those of the whole batch.
 
     Args:
-        model: a model of transformers, or one that :func:`wrap_model_to_roundpipe` has wrapped.
-        args: as for a Trainer.
-        *positional: as for a Trainer, in its order.
-        devices: as for :class:`RoundPipe`. Default: all accelerators.
-        microbatches: how many a batch is cut into. Default: number of devices + 1.
-        optim_dtype: as for :class:`RoundPipe`: ``torch.float32`` for a model of 16 bits.
-        example: as for :func:`wrap_model_to_roundpipe`. Default: a few tokens; the first two rows of the training data,
-            for a model that reads pictures or sounds, or that does not run on the tokens.
-        **options: as for a Trainer.
+        model: model of transformers, or one that :func:`wrap_model_to_roundpipe` has wrapped.
+        args: training arguments, as for a Trainer.
+        *positional: further arguments of a Trainer, in its order.
+        devices: devices, as for :class:`RoundPipe`. Default: all accelerators.
+        microbatches: number of microbatches per batch. Default: number of devices + 1.
+        optim_dtype: dtype, as for :class:`RoundPipe`: ``torch.float32`` for a model of 16 bits.
+        example: example, as for :func:`wrap_model_to_roundpipe`. Default: a few tokens; the first two rows
+            of the training data, for a model that reads images or sounds, or that does not run on the tokens.
+        **options: keyword arguments of a Trainer.
 
     Raises:
-        ConfigError: an argument, or a training argument, that a pipeline cannot follow.
+        ConfigError: an argument, or a training argument, is not supported by a pipeline.
     """
 
     model: Any
@@ -93,7 +93,7 @@ class RoundPipeTrainer(CheckpointingTrainer):
 
     @property
     def pipeline(self) -> WrappedModel:
-        """The pipeline around ``model``; it is made when it is first wanted."""
+        """The pipeline around ``model``, made at the first access."""
         found = self._rp_pipeline
         if found is None or found.cut.model is not self.model:  # ``model_init`` makes a new model for each training
             if found is not None:
@@ -118,7 +118,7 @@ class RoundPipeTrainer(CheckpointingTrainer):
         return wrap(example=self._rp_example(), **self._rp_options)
 
     def _rp_example(self) -> dict[str, Any] | None:
-        """The first two rows of the training data, if they can be had without going through it."""
+        """The first two rows of the training data, if they can be read without iterating over it."""
         data = self.train_dataset
         if not hasattr(data, "__getitem__"):
             return None
@@ -128,7 +128,7 @@ class RoundPipeTrainer(CheckpointingTrainer):
     # -- where the model is ------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, which is to leave batches on the host: the pipeline moves what a device needs."""
+        """Make the accelerator, which must leave batches on the host: the pipeline copies what a device needs."""
         check_arguments(self.args)
         # every stage recomputes its activations: once more in each layer would only cost time
         self.args.activation_checkpointing = self.args.gradient_checkpointing = False
@@ -139,7 +139,7 @@ class RoundPipeTrainer(CheckpointingTrainer):
         self.accelerator.device_placement = False
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The model stays on the host."""
+        """Leave the model on the host."""
 
     def _prepare_input(self, data: Any) -> Any:
         return data
@@ -148,7 +148,7 @@ class RoundPipeTrainer(CheckpointingTrainer):
         return self.pipeline
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the block for ``bf16=True``, which the accelerator would put into the model's forward."""
+        """Return the context manager for ``bf16=True``, which the accelerator would put into the model's forward."""
         if self.accelerator.mixed_precision != "bf16":
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()
@@ -166,14 +166,17 @@ class RoundPipeTrainer(CheckpointingTrainer):
     ) -> torch.Tensor:
         """Add the gradient of a batch to those of the model, and return its loss.
 
-        The model's own loss is computed stage by stage, with smoothed labels as well. A ``compute_loss`` of a subclass
+        The model's own loss is computed stage by stage, also with label smoothing. A ``compute_loss`` of a subclass
         and a ``compute_loss_func`` are given the joined output of the batch; their gradient goes back through the
         pipeline.
 
         Args:
-            model: the pipeline.
-            inputs: the batch.
-            num_items_in_batch: what the loss of an accumulated batch is divided by.
+            model: pipeline.
+            inputs: batch.
+            num_items_in_batch: divisor of the loss of an accumulated batch.
+
+        Returns:
+            The loss of the batch.
         """
         if not self._rp_is_own_loss(inputs):
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
@@ -220,10 +223,13 @@ class RoundPipeTrainer(CheckpointingTrainer):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer for the parameters that the pipeline has for it.
+        """Make the optimizer for the pipeline's optimizer parameters.
 
         Args:
-            model: of no account.
+            model: ignored.
+
+        Returns:
+            The optimizer.
         """
         pipeline, own = self.pipeline, self.model
         try:
@@ -274,7 +280,7 @@ class RoundPipeTrainer(CheckpointingTrainer):
             super()._issue_warnings_after_load(load_result)
 
     def _rp_load_converted(self, folder: str) -> None:
-        """Load what is saved under other names than the model has in memory, as experts of mixtures are.
+        """Load weights that are saved under other names than the model has in memory, as experts of mixtures are.
 
         The Trainer warns, and trains on without these weights: https://github.com/huggingface/transformers/issues/43701
         """

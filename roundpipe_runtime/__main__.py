@@ -1,4 +1,4 @@
-"""The command line: ``roundpipe``, which is ``python -m roundpipe_runtime``, too."""
+"""The command line ``roundpipe``, also ``python -m roundpipe_runtime``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo: a transformer that is larger than its devices reads real text, beside plain training where there is room.
+"""The demo: a transformer that is larger than its devices reads real text, next to plain training where there is room.
 
 .. code-block:: text
 

@@ -84,7 +84,7 @@ def measure_needs(model: nn.Module, batches: Sequence[_Batch], loss_fn: _LossFn,
 
     Args:
         model: stays as it is.
-        batches: inputs and labels of each step. The second step has what Adam remembers beside the activations.
+        batches: inputs and labels of each step. The second step has Adam's state in addition to the activations.
         loss_fn: the mean over the rows of a microbatch.
         limit: bytes of a device, which the pipeline keeps and plain training does not.
         devices: how many the pipeline has.

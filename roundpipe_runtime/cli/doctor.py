@@ -62,7 +62,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Return what was found, in the order of the checks; a check that breaks is a finding, too.
+    """Return what was found, in the order of the checks; a check that breaks is also a finding.
 
     Two steps of a small training run on every kind of device that is here; it takes seconds.
     """
@@ -268,7 +268,7 @@ def train_difference(devices: DeviceSpec) -> float:
         devices: as for :class:`RoundPipe`.
 
     Returns:
-        The largest difference of a loss or a parameter, beside the largest number there.
+        The largest difference of a loss or a parameter, relative to the largest number there.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -18,7 +18,7 @@ def source_of(name: str, *, weights: bool = True) -> ModelSource:
     Args:
         name: a folder with ``config.json``, with or without weights; such a file; an id of the hub; or a type such as
             ``llama``, for a small one with random weights that reads bytes.
-        weights: whether those of the hub are wanted, too.
+        weights: whether the weights of the hub are also needed.
 
     Raises:
         FineTuneError: the folder holds no causal language model.

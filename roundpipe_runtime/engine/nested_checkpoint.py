@@ -51,7 +51,7 @@ def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
 
 @dataclasses.dataclass
 class _Seen:
-    """Functions of torch's checkpoints that ran in a thread; and whether these are all, as nobody else looked."""
+    """Functions of torch's checkpoints that ran in a thread; and whether these are all, as there was no profiler."""
 
     names: list[str] = dataclasses.field(default_factory=list)
     all: bool = True

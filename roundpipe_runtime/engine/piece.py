@@ -77,7 +77,7 @@ def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None]
 
     Args:
         values: what goes into the layer.
-        as_leaves: hand the leaves themselves to the layer. It is quicker, but torch lets nobody write a leaf in place.
+        as_leaves: hand the leaves themselves to the layer. It is quicker, but torch refuses in-place writes to a leaf.
     """
     entries: list[torch.Tensor | None] = []
     entered = []

@@ -4,7 +4,7 @@
 
     attention      on meta torch writes out the scores of every pair of tokens; kernels of devices do not
     grouped_mm     products of groups of rows, as experts do: on meta torch has them for bfloat16 only
-    bool(tensor)   nobody knows on meta; here, yes: what models ask is whether a mask hides nothing
+    bool(tensor)   not known on meta; here True: models ask whether a mask hides nothing
 """
 
 from __future__ import annotations

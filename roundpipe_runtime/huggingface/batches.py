@@ -5,7 +5,7 @@
     pixel_values     (patches of all pictures, ...)    cut by the pictures of each row, as image_grid_thw counts them
     image_grid_thw   (pictures, 3)                     likewise
     router_logits    (rows * length, experts)          rows come first, so parts are joined along axis 0
-    image_hidden_states    list of (tokens, width)     one for each picture: lists are put one behind the other
+    image_hidden_states    list of (tokens, width)     one for each image: lists are concatenated
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 ::
 
     # exact (default)   run t | step t | run t+1 ...            the step runs in the caller's thread
-    # is_async=True     run t | run t+1       | run t+2 ...     one thread beside the runs; run t+1 reads the
+    # is_async=True     run t | run t+1       | run t+2 ...     a thread next to the runs; run t+1 reads the
     #                         | step t   |pub.| step t+1        parameters before step t, always exactly those
 """
 

@@ -3,12 +3,12 @@
 The *state* is what passes from piece to piece of the pipeline, a dictionary::
 
     call     the arguments of the model, which every phase starts from
-    values   tensors by `Key`: what phases handed to layers, what layers returned, as long as somebody needs it
+    values   tensors by `Key`: what phases handed to layers, what layers returned, as long as it is needed
     boxes    dictionaries and lists that layers read and write (the shared keys and values of Gemma)
     call_log     the plan of the calls, without tensors: this file
     seed     of the random numbers that the model draws outside of its layers
     weigh    rows of the microbatch, if the output is to come with the weight of its loss
-    loss_only    whether nobody looks at anything but the loss
+    loss_only    whether only the loss is used
     smoothed     labels, and the loss that the last phase computes with them; ``None`` if the model computes its own
 """
 

@@ -24,7 +24,7 @@ _HOOKED = "_rp_hooked_outputs"
 
 
 def is_old() -> bool:
-    """Tell whether the transformers that is imported captures outputs in that way."""
+    """Report whether the transformers that is imported captures outputs in that way."""
     generic = sys.modules.get("transformers.utils.generic")
     return "transformers.utils.output_capturing" not in sys.modules and hasattr(generic, "_CAN_RECORD_REGISTRY")
 

@@ -36,7 +36,7 @@ class CutPlan:
         return len(self.ends)
 
     def is_extra(self, place: int, leaf: int) -> bool:
-        """Tell whether an output of a call is not the hidden state, the first that has the form of an input."""
+        """Report whether an output of a call is not the hidden state, the first that has the form of an input."""
         leaves = self.calls[place].form.leaves
         return leaf != next((i for i, like in enumerate(leaves) if isinstance(like, int) and like >= 0), None)
 

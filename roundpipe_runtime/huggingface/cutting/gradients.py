@@ -44,7 +44,7 @@ class Gradients:
         self.digests[name] = found if before is None else before + found
 
     def offer(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
-        """Digest a part of a gradient, unless hooks are to see the whole; tell whether that was done."""
+        """Digest a part of a gradient, unless hooks must see the whole; report whether it was digested."""
         if id(parameter) in self.watched:
             return False
         self.add(parameter, gradient)

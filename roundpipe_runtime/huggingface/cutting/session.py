@@ -204,7 +204,7 @@ def _ids(box: Any) -> list[int]:
 
 
 def _box_below(kwargs: dict[str, Any]) -> Callable[[Any], bool]:
-    """Tell boxes from keyword arguments, which are a dictionary, too.
+    """Distinguish boxes from keyword arguments, which are also a dictionary.
 
     torch's flattening is a cycle that keeps this function until Python collects it, so it must not hold the tensors.
     """

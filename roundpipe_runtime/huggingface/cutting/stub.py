@@ -184,7 +184,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Tell whether a value is made of numbers and texts."""
+    """Report whether a value is made of numbers and texts."""
     if type(value) is dict:
         return all(_is_simple(key) and _is_plain(item) for key, item in value.items())
     if type(value) in (list, tuple, set):

@@ -91,7 +91,7 @@ class GenerationPath:
 
 
 def routes_of(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[GenerationPath]:
-    """Return the routes on which an encoder-decoder generates: its encoder, and itself behind it.
+    """Return the routes on which an encoder-decoder generates: its encoder, then the model itself.
 
     Args:
         model: a model of transformers, or of PEFT around it; others have none.
@@ -138,7 +138,7 @@ def _without_cache(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _difference(
     model: nn.Module, forward: Callable[..., Any], example: dict[str, Any], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Why the pipeline is none for this model: of a call, and of one more token behind it, with a cache."""
+    """The reason not to use the pipeline for this model, from a call and one more token after it, with a cache."""
     calls: list[dict[str, Any]] = [example]
     cache = kwargs.get(CACHE)
     held: list[dict[str, Any]] = [{"use_cache": True} if cache is None and kwargs.get("use_cache") else {}] * 2

@@ -75,7 +75,7 @@ def without_taken_forwards(model: nn.Module) -> Iterator[None]:
 def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
     """Return why a model has to generate on the host; ``None`` if it need not.
 
-    A prompt of two rows, the first one padded, and one token behind it run through the pipeline and through the model,
+    A prompt of two rows, the first one padded, and one token after it run through the pipeline and through the model,
     each with a cache.
 
     Args:

@@ -29,7 +29,7 @@ _NAME = "load_balancing_loss_func"
 
 
 def has_router_logits(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a model called like this returns such a loss, from the logits of its routers."""
+    """Report whether a model called like this returns such a loss, from the logits of its routers."""
     asked = kwargs.get("output_router_logits")
     config = getattr(model, "config", None)
     asked = getattr(config, "output_router_logits", False) if asked is None else asked
@@ -37,12 +37,12 @@ def has_router_logits(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
 
 
 def has_auxiliary_loss(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a model called like this adds such a loss to its own."""
+    """Report whether a model called like this adds such a loss to its own."""
     return has_router_logits(model, kwargs) and bool(_coefficient(model))
 
 
 def wants_tuple(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a model called like this returns a tuple, in which nothing has a name."""
+    """Report whether a model called like this returns a tuple, in which nothing has a name."""
     asked = kwargs.get("return_dict")
     return (getattr(getattr(model, "config", None), "return_dict", True) if asked is None else asked) is False
 

@@ -147,7 +147,7 @@ def with_loss(output: Any, loss: torch.Tensor) -> Any:
 
 
 def has_labels(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a model called like this computes a loss."""
+    """Report whether a model called like this computes a loss."""
     generic = sys.modules.get("transformers.utils.generic")
     names = generic.find_labels(type(model)) if generic is not None else []
     return any(kwargs.get(name) is not None for name in {"labels", *names})

@@ -2,7 +2,7 @@
 
 ::
 
-    output_dir/checkpoint-6/                            complete: transformers' files, and a manifest beside them
+    output_dir/checkpoint-6/                            complete: transformers' files and a manifest
     output_dir/.checkpoint-9.writing/checkpoint-9/      what the Trainer is writing to
     output_dir/.checkpoint-3.leaving/                   no more
 """

@@ -52,8 +52,9 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!yobx_flatten\b|roundpipe_runtime\b).*"),
     ("py:mod", r"yobx_flatten\..*"),
-    ("py:class", r"yobx_flatten\.\w+\.[A-Z]"),  # type variables
-    ("py:class", r"roundpipe_runtime\.huggingface\.cutting\.cut_plan\.Program"),  # what a cut keeps for itself
+    ("py:class", r"yobx_flatten(\.\w+)+\.[A-Z]"),  # type variables
+    ("py:class", r"yobx_flatten\.(declare\.scopes\.Block|generate\.score_rules\.GenerationCall)"),  # internal
+    ("py:class", r"roundpipe_runtime\.huggingface\.cutting\.cut_plan\.CutPlan"),  # what a cut keeps for itself
 ]
 
 # --- gallery ----------------------------------------------------------------------------------------------------------

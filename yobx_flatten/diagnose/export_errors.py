@@ -412,16 +412,6 @@ def _args_are_no_tuple(failure: _Failure, found: re.Match[str]) -> Explanation:
     return Explanation("args must be a tuple of positional arguments:", ("args",), "torch.export.export(module, (x,))")
 
 
-def _other_inputs_of_unflattened(failure: _Failure, found: re.Match[str]) -> Explanation:
-    return Explanation(
-        "The unflattened module was called with inputs of another structure than the program's: with a class that is "
-        "not registered here, or another nesting. Call it where the classes are registered, with what the program was "
-        "exported with:",
-        (),
-        "with register_flattening_functions(patch_transformers=True): module(*args, **kwargs)",
-    )
-
-
 _Explain = Callable[[_Failure, "re.Match[str]"], "Explanation | None"]
 
 _TABLE: list[tuple[str, _Explain]] = [
@@ -446,7 +436,6 @@ _TABLE: list[tuple[str, _Explain]] = [
         r"exported input tree spec: *\n(.*?)\nbut actually got inputs with tree spec of: *\n(.*?)\.\nPlease check",
         _other_structure,
     ),
-    (r"There is no flat args adapter", _other_inputs_of_unflattened),
     (r"kwarg keyword mismatch: Got the following keywords (\[.*?\]) but expected (\[.*?\])", _other_keywords),
     (r"^Guard failed: (.+)$", _guard),
     (

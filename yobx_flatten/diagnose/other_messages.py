@@ -71,7 +71,11 @@ def _other_structure(found: re.Match[str], module: Any, inputs: Inputs) -> Meani
     others = [one for name, value in inputs.items() for one in find_unregistered(value, name=name)]
     text = "The unflattened program was called with inputs of another structure than it was exported with."
     if not others:
-        return Meaning(f"{text} Call it as it was exported.", (), "")
+        return Meaning(
+            f"{text} Call it as it was exported, and where its classes are registered:",
+            (),
+            "with register_flattening_functions(patch_transformers=True):\n    module(*args, **kwargs)",
+        )
     return Meaning(
         f"{text} {others[0].path} is a {class_name(others[0].cls)}, which is not registered here. Unflatten the "
         "program, and call it, where it is:",

@@ -13,7 +13,7 @@ __all__ = ["ModelClasses", "classes_of", "subclasses_of"]
 
 def classes_of(module: ModuleType) -> list[type]:
     """Return the classes that a module defines itself."""
-    return [cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == module.__name__]
+    return [cls for cls in list(vars(module).values()) if inspect.isclass(cls) and cls.__module__ == module.__name__]
 
 
 def subclasses_of(cls: Any) -> Iterator[type]:

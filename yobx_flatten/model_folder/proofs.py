@@ -27,13 +27,16 @@ class GenerationCase:
 
     Attributes:
         inputs: for ``generate``.
-        sequences: prompt and new tokens.
+        sequences: prompt and new tokens, of shape (batch, length).
         new_tokens: how many were asked for.
+        margins: of shape (batch, length), how much the score of each new token is above that of the next best one;
+            infinite for the prompt.
     """
 
     inputs: dict[str, torch.Tensor]
     sequences: torch.Tensor
     new_tokens: int
+    margins: torch.Tensor
 
 
 def stored_calls(piece: Piece) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -84,8 +87,23 @@ def generation_case(model: Any, task: str, rows: int = 3) -> GenerationCase:
         import transformers
 
         generate = functools.partial(transformers.GenerationMixin.generate, model)
-    sequences = generate(**inputs, max_new_tokens=new_tokens, max_length=None, do_sample=False, num_beams=1)
-    return GenerationCase(inputs, sequences, new_tokens)
+    found = generate(
+        **inputs,
+        max_new_tokens=new_tokens,
+        max_length=None,
+        do_sample=False,
+        num_beams=1,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    return GenerationCase(inputs, found.sequences, new_tokens, _margins(found.sequences, found.scores))
+
+
+def _margins(sequences: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    margins = torch.full(sequences.shape, torch.inf)
+    best, next_best = torch.stack(scores, 1).float().topk(2).values.unbind(-1)
+    margins[:, -len(scores) :] = best - next_best
+    return margins
 
 
 def _prompts(model: Any, text: Any, rows: int) -> dict[str, torch.Tensor]:

@@ -107,7 +107,7 @@ def verify_folder(folder: str | os.PathLike[str], *, on_check: Callable[[str], N
         file = opened(name) if name else None  # one that cannot be opened is no check that fails, but no folder of ours
         start = time.perf_counter()
         try:
-            difference = _check_call(file, case) if name else _check_tokens(path, case)
+            difference = _check_call(file, case) if name else _check_tokens(path, case, manifest.tolerance)
             ok = difference <= manifest.tolerance if name else difference == 0
             error = None
         except (FlattenError, OSError) as failed:
@@ -165,10 +165,20 @@ def _check_call(file: Any, case: StoredCase) -> float:
     return max(largest_difference(expected, found[name]) for name, expected in case.outputs.items())
 
 
-def _check_tokens(folder: pathlib.Path, case: StoredCase) -> float:
-    """How many tokens differ from those of the eager model."""
+def _check_tokens(folder: pathlib.Path, case: StoredCase, tolerance: float) -> float:
+    """How many tokens differ from those of the eager model.
+
+    Two scores that are no further apart than rounding may change their order, and the rest of that row continues
+    another text. So a row whose first different token was such a tie is not counted (half precision, mostly).
+    """
     expected = case.outputs["sequences"]
     found = open_generator(folder).generate(**case.inputs, max_new_tokens=case.outputs["new_tokens"])
     if found.shape != expected.shape:
         return float(max(found.numel(), expected.numel()))
-    return float(torch.count_nonzero(found != expected))
+    differs = found != expected
+    margins = case.outputs.get("margins")  # a folder of an earlier version has none
+    if margins is None:
+        return float(torch.count_nonzero(differs))
+    first = differs & (differs.cumsum(1) == 1)
+    is_tie = (first & (margins <= 2 * tolerance)).any(1)  # each of the two scores may be off by the tolerance
+    return float(torch.count_nonzero(differs[~is_tie]))

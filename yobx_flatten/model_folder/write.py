@@ -193,7 +193,7 @@ def _store_calls(piece: Piece, work: pathlib.Path) -> list[str]:
 
 def _store_generation(model: Any, task: str, batch: int | None, work: pathlib.Path) -> str:
     case = generation_case(model, task, batch or 3)
-    outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens}
+    outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
     save_case(work / "cases/generate.case", case.inputs, outputs, name=f"{case.new_tokens} tokens, greedily")
     return "cases/generate.case"
 

@@ -74,10 +74,12 @@ class TorchPython:
             if cls in pytree.SUPPORTED_NODES and not self.holds(recipe):
                 return
             serial = pytree.SUPPORTED_SERIALIZED_TYPES.get(cls)
-            if serial is not None and (found is None or serial is not found.serial):
-                names = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE
-                if names.get(serial.serialized_type_name) is cls:
-                    del names[serial.serialized_type_name]
+            name = None if serial is None else serial.serialized_type_name
+            name_found = None if found is None or found.serial is None else found.serial.serialized_type_name
+            # a name that both have stays where it is, so that the order of the table does not change either
+            names = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE
+            if name is not None and name != name_found and names.get(name) is cls:
+                del names[name]
             if found is None:
                 pytree.SUPPORTED_NODES.pop(cls, None)
                 pytree.SUPPORTED_SERIALIZED_TYPES.pop(cls, None)

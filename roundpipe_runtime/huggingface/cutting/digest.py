@@ -46,9 +46,10 @@ class Digest:
     odd: Digest | None = None
 
     def __add__(self, other: Digest) -> Digest:
-        values = self.values + other.values
+        values, odd = self.values + other.values, _sum_of_odd(self.odd, other.odd)
+        if odd is not None and self.is_whole:
+            values = torch.where(odd.values == 0, values, 0.0)
         scale = 1.0 if self.is_whole else _SUMS**-0.5
-        odd = self.odd if other.odd is None else other.odd if self.odd is None else self.odd + other.odd
         return Digest(self.shape, values, self.is_whole, _norm(values) * scale, odd)
 
 
@@ -119,7 +120,24 @@ def _is_zero(found: Digest) -> bool:
 def _are_odd_apart(one: Digest | None, other: Digest | None) -> bool:
     if one is None or other is None:
         return one is not other
+    if one.values.isnan().any() or other.values.isnan().any():  # of sums: that both have some is all that is known
+        return False
     return not torch.equal(one.values, other.values)
+
+
+def _sum_of_odd(one: Digest | None, other: Digest | None) -> Digest | None:
+    """What is not finite in the sum of two gradients.
+
+    NaN stays NaN, an infinity stays what it is, and two different ones are NaN. Sums of such marks are no marks of the
+    sum; where only sums are kept, the result is marked as unknown, by NaN.
+    """
+    if one is None or other is None:
+        return other if one is None else one
+    a, b = one.values, other.values
+    if not one.is_whole:
+        return dataclasses.replace(one, values=torch.full_like(a, torch.nan))
+    marks = torch.where(a == 0, b, torch.where((b == 0) | (a == b), a, 1.0))
+    return dataclasses.replace(one, values=marks, norm=_norm(marks))
 
 
 def _norm(values: torch.Tensor) -> float:

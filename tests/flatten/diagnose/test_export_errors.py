@@ -221,13 +221,13 @@ CASES = {
         remedy="dynamic_shapes=dynamic_shapes(args)",
     ),
     "a decision by value": Case(
-        r"The code decides by the value of a tensor in forward, .*test_diagnose_export_errors\.py:\d+",
+        r"The code decides by the value of a tensor in forward, .*test_export_errors\.py:\d+",
         ByValue(),
         (X,),
         remedy="torch.where(condition, a, b)\ntorch.cond(condition, f, g, (x,))\ntorch._check(n > 3)",
     ),
     "a number read from a tensor": Case(
-        r"The code decides by the value of a tensor in forward, .*test_diagnose_export_errors\.py:\d+",
+        r"The code decides by the value of a tensor in forward, .*test_export_errors\.py:\d+",
         ByItem(),
         (X.long(),),
         remedy="torch.where(condition, a, b)\ntorch.cond(condition, f, g, (x,))\ntorch._check(n > 3)",

@@ -21,6 +21,8 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:This process .* is multi-threaded:DeprecationWarning"  # what these tests are about
     ),
+    # JAX, where an earlier test of the process imported it, warns of every fork; nothing of JAX runs in these children
+    pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called:RuntimeWarning"),
 ]
 PATIENCE = 30
 

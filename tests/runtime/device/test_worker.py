@@ -122,7 +122,8 @@ def test_a_child_has_every_lock_of_the_process_free():
     code = (
         "import os, signal, threading, torch\n"
         "import roundpipe_runtime.checkpoint.save\n"
-        "from roundpipe_runtime import forking, parameters\n"
+        "from roundpipe_runtime.device import forking\n"
+        "from roundpipe_runtime.optim import parameters\n"
         "layer = torch.nn.Linear(2, 2)\n"
         "locks = lambda: [*forking._LOCKS, parameters.scan([layer])[0].lock]\n"
         "held, over = threading.Event(), threading.Event()\n"

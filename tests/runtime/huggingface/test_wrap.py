@@ -328,7 +328,7 @@ def test_the_name_is_given_or_the_line():
     named = wrap_model_to_roundpipe(Toy(), False, name="toy", devices="virtual:1")
     unnamed = wrap_model_to_roundpipe(Toy(), False, devices="virtual:1")
     assert named.name == "toy"
-    assert unnamed.name.startswith("test_huggingface_wrap.py:")
+    assert unnamed.name.startswith("test_wrap.py:")
     named.close()
     unnamed.close()
 

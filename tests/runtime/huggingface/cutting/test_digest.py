@@ -132,3 +132,16 @@ def test_sparse_and_complex_gradients_are_digested(whole):
     number = torch.complex(numbers((5000,)), numbers((5000,), 1))
     assert digest(number, whole=whole).norm == pytest.approx(number.norm().item())
     assert distance(digest(number.conj(), whole=whole), digest(number, whole=whole)) > 0.5
+
+
+@pytest.mark.parametrize("whole", [None, 0], ids=["numbers", "sums"])
+def test_parts_that_are_not_finite_add_up(whole):
+    """Two parts have the digest of their sum, whatever of either is NaN or infinite (a tied embedding has two)."""
+    odd = [torch.nan, torch.inf, -torch.inf, 0.5]
+    one = torch.tensor([a for a in odd for _ in odd])
+    other = torch.tensor([b for _ in odd for b in odd])
+    parts = digest(one, whole=whole) + digest(other, whole=whole)
+    if whole is None:
+        assert distance(parts, digest(one + other)) == 0.0
+    assert distance(parts, digest(torch.zeros(16), whole=whole)) == math.inf
+    assert distance(parts, digest(one, whole=whole) + digest(other, whole=whole)) == 0.0

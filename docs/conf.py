@@ -54,6 +54,8 @@ nitpick_ignore_regex = [
     ("py:mod", r"yobx_flatten\..*"),
     ("py:class", r"yobx_flatten(\.\w+)+\.[A-Z]"),  # type variables
     ("py:class", r"yobx_flatten\.(declare\.scopes\.Block|generate\.score_rules\.GenerationCall)"),  # internal
+    ("py:class", r"yobx_flatten\.record\.snapshot\.Fact"),
+    ("py:class", r"roundpipe_runtime\.batch\.loss\.LossValue"),
     ("py:class", r"roundpipe_runtime\.huggingface\.cutting\.cut_plan\.CutPlan"),  # what a cut keeps for itself
 ]
 

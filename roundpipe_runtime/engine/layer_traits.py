@@ -31,15 +31,15 @@ _TRAITS: weakref.WeakKeyDictionary[Any, LayerTraits] = weakref.WeakKeyDictionary
 def traits_of(code: Any) -> LayerTraits:
     """Return the record of a layer or a loss function, the same one at each call.
 
-    An object that cannot be referenced weakly (a built-in function, an object of slots) has no lasting record: it is
-    treated with every caution at each call.
+    An object that cannot be referenced weakly (one with slots, for example) has no lasting record: it is treated with
+    every caution at each call.
 
     >>> from torch import nn
     >>> layer = nn.Linear(1, 1)
     >>> traits_of(layer).draws[True] = False
     >>> traits_of(layer)
     LayerTraits(mutates_inputs={}, draws={True: False}, reenters=None)
-    >>> traits_of(len)
+    >>> traits_of(())
     LayerTraits(mutates_inputs={}, draws={}, reenters=True)
     """
     try:

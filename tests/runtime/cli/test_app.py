@@ -78,7 +78,7 @@ def test_every_error_has_a_line_and_a_status(error, status, words, capsys, monke
     """Those of the runtime say all that is needed; those that nobody foresaw are named."""
     import roundpipe_runtime.cli.demo_command as command
 
-    def fail(steps):
+    def fail(steps, **options):
         raise error
 
     monkeypatch.setattr(command, "run_demo", fail)

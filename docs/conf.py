@@ -48,7 +48,7 @@ python_use_unqualified_type_names = True
 
 # Our own names must resolve. Those of other libraries cannot: their indexes are on the network, and the build is not.
 nitpicky = True
-# Nor do the files behind the public names: the reference lists what is imported from the packages themselves.
+# Nor do the files that hold the public names: the reference lists the packages and folders that one imports from.
 nitpick_ignore_regex = [
     ("py:.*", r"(?!yobx_flatten\b|roundpipe_runtime\b).*"),
     ("py:mod", r"yobx_flatten\..*"),

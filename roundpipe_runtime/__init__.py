@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from yobx_flatten import MissingDependencyError
+from yobx_flatten.errors import MissingDependencyError
 
 from . import optim
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from yobx_flatten import Leaf, compare_specs, leaves
+from yobx_flatten import compare_specs, leaves
+from yobx_flatten.trees import Leaf
 
 from ..errors import JoinError
 from .spec import Rule, Rules, is_below, read_rules, rule_for

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from yobx_flatten import MissingDependencyError
+from yobx_flatten.errors import MissingDependencyError
 
 __all__ = ["need_safetensors", "open_tensors", "write_tensors"]
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten import MissingDependencyError
+from yobx_flatten.errors import MissingDependencyError
 
 from ..device.virtual import VirtualDevice
 from ..engine.config import RoundPipeRunConfig

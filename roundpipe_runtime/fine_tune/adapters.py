@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from yobx_flatten import MissingDependencyError
+from yobx_flatten.errors import MissingDependencyError
 
 from .errors import FineTuneError
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten import MissingDependencyError
+from yobx_flatten.errors import MissingDependencyError
 
 from .errors import FineTuneError
 

@@ -18,7 +18,7 @@ import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from yobx_flatten import MissingDependencyError
+from yobx_flatten.errors import MissingDependencyError
 
 from .errors import FineTuneError
 

@@ -6,7 +6,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from yobx_flatten import MissingDependencyError
+from yobx_flatten.errors import MissingDependencyError
 
 from .file import TimelineFileError
 from .record import Record

@@ -1,1 +1,26 @@
 """What is wrong with an object, an example, a message or a recipe: nothing here changes anything."""
+
+from __future__ import annotations
+
+from .conformance import check_recipe
+from .drawing import Drawing, DrawingRow, explain
+from .export_errors import Explanation, explain_error
+from .inputs import Finding, Findings, check_inputs
+from .opaque import Unregistered, find_unregistered
+from .spec_diff import Difference, compare_specs
+
+__all__ = [
+    "Difference",
+    "Drawing",
+    "DrawingRow",
+    "Explanation",
+    "Finding",
+    "Findings",
+    "Unregistered",
+    "check_inputs",
+    "check_recipe",
+    "compare_specs",
+    "explain",
+    "explain_error",
+    "find_unregistered",
+]

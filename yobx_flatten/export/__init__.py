@@ -1,1 +1,17 @@
 """A program or an ONNX file, replayed next to the eager module before it is handed out."""
+
+from __future__ import annotations
+
+from .onnx_export import export_onnx
+from .program import ExportedModel, export_program
+from .replay import Case, CaseResult
+from .report import ExportReport
+
+__all__ = [
+    "Case",
+    "CaseResult",
+    "ExportReport",
+    "ExportedModel",
+    "export_onnx",
+    "export_program",
+]

@@ -86,8 +86,8 @@ def functions_from_fields(
         ``names``, or ``[names, values of static_names]`` where there are static attributes; without the names it is
         ``None``, or a tuple of the values, which is hashable where they are, as JAX wants it. The items of a subclass
         of ``dict``, ``list`` or ``tuple`` are children after the attributes, and the keys of a ``dict`` come last in
-        the static part. Flatten raises :class:`~yobx_flatten.StaticDataError`, with the name of the attribute, for a
-        value that cannot be static data.
+        the static part. Flatten raises :class:`~yobx_flatten.errors.StaticDataError`, with the name of the attribute,
+        for a value that cannot be static data.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class, or a name is not a valid name or is given twice.

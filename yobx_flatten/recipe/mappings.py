@@ -50,8 +50,8 @@ def mapping_functions(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
         cls: the class.
 
     Returns:
-        The three functions. Flatten raises :class:`~yobx_flatten.RoundTripError` for an instance of a ``dict`` or
-        ``UserDict`` that holds what no item does, and unflatten when the constructor made other items.
+        The three functions. Flatten raises :class:`~yobx_flatten.errors.RoundTripError` for an instance of a ``dict``
+        or ``UserDict`` that holds what no item does, and unflatten when the constructor made other items.
     """
     refuse_more = _check_of(cls)
     rebuild = _rebuilding(cls)

@@ -1,1 +1,22 @@
 """Nested values in ONNX files: stored, read back, replayed against a model."""
+
+from __future__ import annotations
+
+from .builder import MiniOnnxBuilder, create_input_tensors_from_onnx_model, create_onnx_model_from_input_tensors
+from .cases import StoredCase, load_case, save_case
+from .nested import load_nested, save_nested
+from .replay import CaseReport, OutputDifference, replay_case
+
+__all__ = [
+    "CaseReport",
+    "MiniOnnxBuilder",
+    "OutputDifference",
+    "StoredCase",
+    "create_input_tensors_from_onnx_model",
+    "create_onnx_model_from_input_tensors",
+    "load_case",
+    "load_nested",
+    "replay_case",
+    "save_case",
+    "save_nested",
+]

@@ -27,7 +27,7 @@ def refusal_of_ignored_inputs(program: ExportedProgram) -> _Hook | None:
 
     Returns:
         The hook, for ``register_forward_pre_hook(with_kwargs=True)``; it raises
-        :class:`~yobx_flatten.SpecMismatchError`. ``None`` where no input was ``None``.
+        :class:`~yobx_flatten.errors.SpecMismatchError`. ``None`` where no input was ``None``.
     """
     given = [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     places = [i for i, arg in enumerate(given) if isinstance(arg, ConstantArgument) and arg.value is None]

@@ -109,10 +109,12 @@ class StepRunner:
         """Note that the run during the last step has succeeded: the result of the step may now be published."""
         self.wait_update()
         if self._unpublished:
-            with Uninterrupted():  # a version that nobody publishes would be waited for
-                self._unpublished = False
+            with Uninterrupted():
+                # Counted only once the work is accepted: the next run would wait forever for a version that no thread
+                # publishes.
+                self._publication = self._worker.submit(self._publish, self._version + 1)
                 self._version += 1
-                self._publication = self._worker.submit(self._publish, self._version)
+                self._unpublished = False
 
     def is_here(self) -> bool:
         """Report whether the caller is the step that runs in the background."""

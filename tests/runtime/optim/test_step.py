@@ -214,6 +214,51 @@ def test_a_publication_that_fails_is_raised_by_whoever_waits_for_its_end(devices
     pipe.close()
 
 
+@pytest.mark.parametrize("read", [lambda pipe, x: pipe(x), lambda pipe, x: pipe(x).sum().backward()])
+def test_every_kind_of_run_gets_the_error_of_a_publication_that_fails(devices, monkeypatch, read):
+    """Also a forward alone, with or without gradients: each waits for the version that did not come."""
+    pipe = RoundPipe(small_model(), devices=devices, model_run_config=MEAN)
+    inputs, labels = batch(6)
+
+    def no_room(parameters):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(pipe._rp_engine.store, "refresh", no_room)
+    pipe.step(lambda: [p.data.fill_(2.0) for p in pipe.parameters()], is_async=True)
+    pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+    with pytest.raises(MemoryError, match="no room"):
+        within(20, lambda: read(pipe, inputs))
+    with torch.no_grad(), pytest.raises(MemoryError, match="no room"):
+        within(20, lambda: read(pipe, inputs.clone()))
+    monkeypatch.undo()
+    with torch.no_grad():
+        found = within(20, lambda: pipe(inputs))
+        assert torch.equal(found, pipe.model(inputs))
+    pipe.close()
+
+
+def test_a_publication_that_cannot_start_is_raised_and_repeated(devices, monkeypatch):
+    """Without a thread for it (the process has none left) the run raises; the next one publishes, and does not wait."""
+    pipe = RoundPipe(small_model(), devices=devices, model_run_config=MEAN)
+    inputs, labels = batch(6)
+    pipe.step(lambda: [p.data.fill_(2.0) for p in pipe.parameters()], is_async=True)
+    pipe._rp_engine.steps.wait_update()
+
+    def no_thread(*args):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pipe._rp_engine.steps._worker, "submit", no_thread)
+    with pytest.raises(RuntimeError, match="new thread"):
+        within(20, lambda: pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss))
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    monkeypatch.undo()
+    within(20, lambda: pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss))
+    with torch.no_grad():
+        found = within(20, lambda: pipe(inputs))
+        assert torch.equal(found, pipe.model(inputs))
+    pipe.close()
+
+
 def test_state_dict_waits_for_the_step(devices):
     """A checkpoint taken behind an asynchronous step holds what the step did."""
     pipe = RoundPipe(small_model(), devices=devices)

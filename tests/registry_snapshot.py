@@ -103,6 +103,11 @@ def differences(before: Snapshot, after: Snapshot) -> list[str]:
     return found
 
 
+def changes_since(before: Snapshot) -> list[str]:
+    """Return what changed in any registry since that picture was taken, one line each."""
+    return differences(before, take())
+
+
 def _pending_entries() -> Iterable[Entry]:
     # Nothing forbids two entries of one class (it makes the later import fail): the count keeps them apart.
     seen: Counter[type] = Counter()

@@ -1,0 +1,97 @@
+"""Whatever goes wrong inside a block, or while it is entered, the tables are left as they were found."""
+
+import itertools
+import sys
+import types
+
+import pytest
+from torch.export import ExportedProgram
+
+from tests import registry_snapshot
+from tests.flatten import other_libraries
+from tests.flatten.pair import Pair
+from tests.registry_snapshot import changes_since
+from yobx_flatten import unregister_class_flattening
+from yobx_flatten.errors import NotRegisteredError
+from yobx_flatten.registry.torch_cpp import TorchCpp
+from yobx_flatten.registry.torch_fx import TorchFx
+from yobx_flatten.registry.torch_python import TorchPython
+
+pytest.importorskip("transformers")
+from tests.flatten.declare.blocks import CACHES, SomethingWrongError, block, enter, in_force
+from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache
+
+
+@pytest.mark.parametrize("error", [SomethingWrongError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_an_exception_inside_is_passed_on_and_all_is_put_back(left_as_found, error):
+    """The block swallows nothing and leaves nothing."""
+    with pytest.raises(error), block():
+        raise error
+    assert in_force() is None
+
+
+@pytest.mark.parametrize("backend", [TorchPython, TorchCpp, TorchFx])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_failure_while_entering_leaves_nothing(left_as_found, monkeypatch, backend, count):
+    """Whichever library refuses whichever class, the classes before it are let go."""
+    write, calls = backend.write, itertools.count(1)
+
+    def refuse_one(self, recipe):
+        if next(calls) == count:
+            raise SomethingWrongError
+        write(self, recipe)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(backend, "write", refuse_one)
+        with pytest.raises(SomethingWrongError):
+            enter()
+    assert [in_force(cls) for cls in CACHES] == [None, None, None]
+
+
+@pytest.mark.parametrize("backend", [TorchPython, TorchCpp, TorchFx])
+def test_a_failure_while_entering_brings_theirs_back(cache_of_others, left_as_found, monkeypatch, backend):
+    """The class that was taken over first goes back to the other library."""
+    write, calls = backend.write, itertools.count(1)
+
+    def refuse_second(self, recipe):
+        if next(calls) == 2:
+            raise SomethingWrongError
+        write(self, recipe)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(backend, "write", refuse_second)
+        with pytest.raises(SomethingWrongError):
+            enter()
+    assert in_force() is other_libraries.their_flatten
+
+
+def test_the_next_block_works_after_a_failure(left_as_found, monkeypatch):
+    """Nothing remains claimed."""
+    with monkeypatch.context() as patched:
+        patched.setattr(TorchFx, "write", lambda self, recipe: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            enter()
+    with block():
+        assert in_force() is flatten_dynamic_cache
+
+
+def test_a_block_opens_while_torch_is_still_importing_its_export_module(monkeypatch):
+    """A block entered by what `import torch.export._trace` runs: there is nothing to wrap yet, and nothing fails."""
+    tables, program_init, finders = registry_snapshot.take(), vars(ExportedProgram)["__init__"], list(sys.meta_path)
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "torch.export._trace", types.ModuleType("torch.export._trace"))
+        try:
+            with block():
+                inside = in_force()
+        finally:
+            after = (changes_since(tables), vars(ExportedProgram)["__init__"] is program_init, sys.meta_path == finders)
+    assert inside is flatten_dynamic_cache
+    assert after == ([], True, True)
+
+
+def test_unregistering_twice_says_so_and_the_block_goes_on(left_as_found):
+    """An error of the user inside the block costs nobody else anything."""
+    with block():
+        with pytest.raises(NotRegisteredError):
+            unregister_class_flattening(Pair)
+        assert in_force() is flatten_dynamic_cache

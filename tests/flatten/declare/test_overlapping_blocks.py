@@ -1,0 +1,117 @@
+"""Blocks may be nested, repeated, left in any order and in any thread: ours are in force until the last is left."""
+
+import contextlib
+import itertools
+
+import pytest
+
+from tests.flatten import other_libraries
+from tests.flatten.registry.stepping import SteppingThread
+from yobx_flatten import register_flattening_functions, unregister_cache_flattening
+
+pytest.importorskip("transformers")
+from tests.flatten.declare.blocks import SomethingWrongError, block, enter, in_force
+from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache
+
+
+def test_an_inner_block_leaves_the_outer_one_in_force(left_as_found):
+    """Leaving an inner `with` block leaves the outer one in force."""
+    with block():
+        with block():
+            pass
+        assert in_force() is flatten_dynamic_cache
+    assert in_force() is None
+
+
+def test_an_exception_in_an_inner_block_leaves_the_outer_one_in_force(left_as_found):
+    """The inner one is left by an exception that the outer one does not see."""
+    with block():
+        with contextlib.suppress(SomethingWrongError), block():
+            raise SomethingWrongError
+        assert in_force() is flatten_dynamic_cache
+
+
+def test_blocks_can_be_opened_again_and_again(left_as_found):
+    """The tenth block is as good as the first."""
+    seen = []
+    for _ in range(10):
+        with block():
+            seen.append(in_force() is flatten_dynamic_cache)
+        seen.append(in_force())
+    assert seen == [True, None] * 10
+
+
+def test_blocks_with_other_options_may_be_nested(left_as_found):
+    """An inner block without transformers does not take them away."""
+    with block(), register_flattening_functions():
+        assert in_force() is flatten_dynamic_cache
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_blocks_may_be_left_in_any_order(cache_of_others, left_as_found, order):
+    """Ours are in force until the last of three is left; then theirs are back."""
+    undos, seen = [enter() for _ in range(3)], []
+    for index in order:
+        unregister_cache_flattening(undos[index])
+        seen.append(in_force())
+    assert seen == [flatten_dynamic_cache, flatten_dynamic_cache, other_libraries.their_flatten]
+
+
+# A in, B in, then out in one order or the other; or one after the other.
+OVERLAPS = ["A+ B+ A- B-", "A+ B+ B- A-", "A+ A- B+ B-", "A+ B+ A- A+ B- A-"]
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_blocks_of_two_threads_may_overlap(cache_of_others, left_as_found, overlap):
+    """Each thread finds ours in force inside its block; theirs are back when the last one left."""
+    with SteppingThread() as a, SteppingThread() as b:
+        threads, blocks, seen = {"A": a, "B": b}, {}, []
+        for thread, way in overlap.split():
+            if way == "+":
+                blocks[thread] = block()
+                threads[thread].do(blocks[thread].__enter__)
+            else:
+                seen.append(threads[thread].do(in_force))
+                threads[thread].do(blocks[thread].__exit__, None, None, None)
+    assert set(seen) == {flatten_dynamic_cache}
+    assert in_force() is other_libraries.their_flatten
+
+
+def test_a_block_may_be_undone_in_another_thread(left_as_found):
+    """What one thread registered another may undo."""
+    with SteppingThread() as a, SteppingThread() as b:
+        undo = a.do(enter)
+        inside = in_force()
+        b.do(unregister_cache_flattening, undo)
+    assert inside is flatten_dynamic_cache
+    assert in_force() is None
+
+
+def test_undoing_twice_is_harmless(left_as_found):
+    """The second time there is nothing to do, also while another block is open."""
+    first, second = enter(), enter()
+    unregister_cache_flattening(first)
+    unregister_cache_flattening(first)
+    inside = in_force()
+    unregister_cache_flattening(second)
+    assert inside is flatten_dynamic_cache
+    assert in_force() is None
+
+
+def test_many_threads_at_once_leave_what_they_found(cache_of_others, left_as_found):
+    """Eight threads enter and leave as fast as they can; inside, each finds ours in force."""
+
+    def enter_and_leave():
+        for _ in range(20):
+            with block():
+                if in_force() is not flatten_dynamic_cache:
+                    return "theirs were in force inside"
+        return "fine"
+
+    with contextlib.ExitStack() as stack:
+        threads = [stack.enter_context(SteppingThread()) for _ in range(8)]
+        for thread in threads:
+            thread.start(enter_and_leave)
+        answers = [thread.result() for thread in threads]
+    assert answers == ["fine"] * 8
+    assert in_force() is other_libraries.their_flatten

@@ -1,0 +1,181 @@
+"""Bad input is refused by name, and nothing is changed."""
+
+import importlib.util
+
+import pytest
+
+from tests import registry_snapshot
+from tests.flatten.pair import FUNCTIONS, Pair
+from tests.registry_snapshot import changes_since
+from yobx_flatten import (
+    register_class_flattening,
+    register_flattening_functions,
+    unregister_cache_flattening,
+    unregister_class_flattening,
+)
+from yobx_flatten.errors import (
+    AlreadyRegisteredError,
+    FlattenError,
+    InvalidRegistrationError,
+    NotRegisteredError,
+    RoundTripError,
+)
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (None, "expected a class as first argument, found None.\n    register_class_flattening(MyClass, ...)"),
+        (
+            Pair(1, 2),
+            "the Pair <tests.flatten.pair.Pair",
+        ),
+        (3, "found the int 3. Did you mean type(obj), the class int?"),
+        (list[int], "expected a class as first argument"),
+    ],
+    ids=["None", "an instance", "a number", "an alias"],
+)
+def test_what_is_no_class_is_refused(before, target, message):
+    """The message says what was found instead of a class."""
+    with pytest.raises(InvalidRegistrationError) as caught:
+        register_class_flattening(target, *FUNCTIONS)
+    assert "register_class_flattening: expected a class" in str(caught.value)
+    assert message in str(caught.value)
+    assert changes_since(before) == []
+
+
+@pytest.mark.parametrize(
+    ("position", "argument", "needed"),
+    [
+        (0, "f_flatten", "(obj)"),
+        (1, "f_unflatten", "(children, static)"),
+        (2, "f_flatten_with_keys", "(obj)"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(before, position, argument, needed):
+    """The message names the class, the argument and how it is called."""
+    functions = list(FUNCTIONS)
+    functions[position] = "not a function"
+    with pytest.raises(InvalidRegistrationError) as caught:
+        register_class_flattening(Pair, *functions)
+    assert str(caught.value) == (
+        f"register_class_flattening(Pair): {argument} must be a function {needed}, found the str 'not a function'."
+    )
+    assert changes_since(before) == []
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_none_for_a_function_is_refused(before, position):
+    """Only the keyed function may be left out."""
+    functions = list(FUNCTIONS)
+    functions[position] = None
+    with pytest.raises(InvalidRegistrationError, match=r"must be a function .*, found None"):
+        register_class_flattening(Pair, *functions)
+    assert changes_since(before) == []
+
+
+@pytest.mark.parametrize(
+    ("position", "argument", "function"),
+    [
+        (0, "f_flatten", lambda: ([], None)),
+        (0, "f_flatten", lambda pair, other: ([], None)),
+        (1, "f_unflatten", lambda children: Pair(*children)),
+        (1, "f_unflatten", lambda children, static, *, needed: Pair(*children)),
+        (2, "f_flatten_with_keys", lambda: ([], None)),
+    ],
+)
+def test_a_function_of_another_signature_is_refused(before, position, argument, function):
+    """A function that cannot take what it will be called with is refused, and its signature shown."""
+    functions = list(FUNCTIONS)
+    functions[position] = function
+    with pytest.raises(InvalidRegistrationError, match=rf"register_class_flattening\(Pair\): {argument} is called as"):
+        register_class_flattening(Pair, *functions)
+    assert changes_since(before) == []
+
+
+@pytest.mark.parametrize("f_check", [3, lambda pair: pair], ids=["not callable", "takes an argument"])
+def test_a_check_that_cannot_be_called_is_refused(before, f_check):
+    """`f_check` is called without arguments; what cannot be is named."""
+    with pytest.raises(InvalidRegistrationError, match=r"register_class_flattening\(Pair\): f_check"):
+        register_class_flattening(Pair, *FUNCTIONS, f_check=f_check)
+    assert changes_since(before) == []
+
+
+@pytest.mark.parametrize("target", [None, Pair(1, 2), "Pair"], ids=["None", "an instance", "a name"])
+def test_what_is_no_class_cannot_be_unregistered(before, target):
+    """The message says what was found, and which call to make."""
+    with pytest.raises(InvalidRegistrationError, match=r"\n    unregister_class_flattening\(MyClass, \.\.\.\)"):
+        unregister_class_flattening(target)
+    assert changes_since(before) == []
+
+
+def test_a_class_never_registered_cannot_be_unregistered(before):
+    """The message says how to register it."""
+    with pytest.raises(NotRegisteredError, match=r"Pair is not registered.*\n    register_class_flattening\(Pair, "):
+        unregister_class_flattening(Pair)
+    assert changes_since(before) == []
+
+
+def test_a_class_cannot_be_unregistered_twice(before):
+    """The second call is told that there is nothing left."""
+    register_class_flattening(Pair, *FUNCTIONS)
+    unregister_class_flattening(Pair)
+    with pytest.raises(NotRegisteredError, match="Pair is not registered"):
+        unregister_class_flattening(Pair)
+    assert changes_since(before) == []
+
+
+def test_a_class_of_others_cannot_be_unregistered(registered_by_others, before):
+    """What was registered through torch is not ours to take away."""
+    with pytest.raises(NotRegisteredError, match=r"Pair was registered by somebody else .* is left as it is"):
+        unregister_class_flattening(Pair)
+    assert changes_since(before) == []
+
+
+def test_a_builtin_class_cannot_be_unregistered(before):
+    """torch's own registrations are not ours to take away."""
+    with pytest.raises(NotRegisteredError, match=r"unregister_class_flattening\(dict\)"):
+        unregister_class_flattening(dict)
+    assert changes_since(before) == []
+
+
+@needs_transformers
+def test_a_class_of_a_block_cannot_be_unregistered():
+    """The block lets its classes go itself."""
+    from transformers import DynamicCache
+
+    with register_flattening_functions(patch_transformers=True):
+        before = registry_snapshot.take()
+        with pytest.raises(NotRegisteredError, match="DynamicCache is held by a block, which lets it go when it ends"):
+            unregister_class_flattening(DynamicCache)
+        assert changes_since(before) == []
+
+
+@needs_transformers
+def test_a_class_of_a_block_cannot_be_registered_with_other_functions():
+    """Inside a block its functions are in force; the message says to register before it."""
+    from transformers import DynamicCache
+
+    with register_flattening_functions(patch_transformers=True):
+        before = registry_snapshot.take()
+        with pytest.raises(AlreadyRegisteredError, match="DynamicCache is already registered by a block"):
+            register_class_flattening(DynamicCache, *FUNCTIONS)
+        assert changes_since(before) == []
+
+
+@pytest.mark.parametrize("undo", [None, {}, {Pair: True}, set()], ids=["None", "an empty dict", "a dict", "a set"])
+def test_only_what_a_registration_returned_can_be_undone(registered, before, undo):
+    """The message shows the two lines that belong together, and nothing is undone."""
+    with pytest.raises(InvalidRegistrationError, match=r"\n    undo = register_cache_flattening\("):
+        unregister_cache_flattening(undo)
+    assert changes_since(before) == []
+
+
+def test_every_refusal_is_one_of_ours():
+    """One `except` clause catches all of them."""
+    for error in (AlreadyRegisteredError, InvalidRegistrationError, NotRegisteredError, RoundTripError):
+        assert issubclass(error, FlattenError)

@@ -1,0 +1,171 @@
+"""`f_check`: a wrong function is found when it is registered, and the registration is undone."""
+
+import threading
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+
+from tests.flatten.pair import FUNCTIONS, Pair, flatten, flatten_with_keys, unflatten
+from tests.registry_snapshot import changes_since
+from yobx_flatten import register_class_flattening, unregister_class_flattening
+from yobx_flatten.errors import RoundTripError
+
+
+def sample():
+    return Pair(torch.zeros(2), torch.ones(3))
+
+
+@pytest.mark.parametrize("f_check", [sample, lambda: None, lambda: True], ids=["instance", "None", "True"])
+def test_a_check_that_passes_registers(f_check):
+    """An instance that comes back, `None` and `True` mean that all is well."""
+    done = register_class_flattening(Pair, *FUNCTIONS, f_check=f_check)
+    unregister_class_flattening(Pair)
+    assert done is True
+
+
+def test_a_check_may_use_the_registration():
+    """The class is registered while its check runs."""
+    seen = []
+
+    def f_check():
+        seen.extend(pytree.tree_leaves(Pair(1, 2)))
+
+    register_class_flattening(Pair, *FUNCTIONS, f_check)
+    unregister_class_flattening(Pair)
+    assert seen == [1, 2]
+
+
+def test_a_check_is_not_run_for_a_class_that_is_registered(registered):
+    """Only the call that registers checks."""
+    assert register_class_flattening(Pair, *FUNCTIONS, f_check=lambda: False) is False
+
+
+def test_a_check_may_register_classes_in_another_thread():
+    """No lock is held while a user's function runs."""
+    other = type("Other", (), {})
+
+    def f_check():
+        thread = threading.Thread(
+            target=register_class_flattening,
+            args=(other, lambda o: ([], None), lambda c, s: other(), None),
+            daemon=True,
+        )
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+
+    register_class_flattening(Pair, *FUNCTIONS, f_check=f_check)
+    assert pytree.tree_leaves([Pair(1, 2), other()]) == [1, 2]
+    unregister_class_flattening(other)
+    unregister_class_flattening(Pair)
+
+
+class CheckFailedError(Exception):
+    pass
+
+
+def raise_check_failed(*args):
+    raise CheckFailedError
+
+
+def test_a_check_that_returns_false_undoes_the_registration(before):
+    """`False` is a failed check."""
+    with pytest.raises(RoundTripError, match="f_check of Pair returned False"):
+        register_class_flattening(Pair, *FUNCTIONS, f_check=lambda: False)
+    assert changes_since(before) == []
+
+
+def test_a_check_that_raises_undoes_the_registration(before):
+    """The user's own exception arrives, and nothing is registered."""
+    with pytest.raises(CheckFailedError):
+        register_class_flattening(Pair, *FUNCTIONS, f_check=raise_check_failed)
+    assert changes_since(before) == []
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_a_function_that_raises_undoes_the_registration(before, position):
+    """Whichever of the three functions fails in the check, nothing is registered."""
+    functions = list(FUNCTIONS)
+    functions[position] = raise_check_failed
+    with pytest.raises(CheckFailedError):
+        register_class_flattening(Pair, *functions, f_check=sample)
+    assert changes_since(before) == []
+
+
+def unflatten_and_mark(children, static):
+    pair = Pair(*children)
+    pair.rebuilt = True
+    return pair
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        pytest.param(
+            (lambda pair: [pair.a, pair.b], unflatten, None),
+            r"Pair: f_flatten must return a pair \(list of children, static part\), found list of 2",
+            id="no static part",
+        ),
+        pytest.param(
+            (lambda pair: None, unflatten, None), "Pair: f_flatten must return a pair .* found NoneType", id="nothing"
+        ),
+        pytest.param(
+            (lambda pair: (pair.a, pair.b), unflatten, None),
+            "Pair: f_flatten must return a pair .* found tuple of 2",
+            id="children not in a list",
+        ),
+        pytest.param(
+            (flatten, unflatten, flatten),
+            r"Pair: f_flatten_with_keys must return a list of \(key, child\) pairs",
+            id="no keys",
+        ),
+        pytest.param(
+            (flatten, unflatten, lambda pair: (flatten_with_keys(pair)[0][:1], None)),
+            "Pair: f_flatten and f_flatten_with_keys disagree.\n.* 2 children, static None\n.* 1 children, static None",
+            id="fewer children with keys",
+        ),
+        pytest.param(
+            (flatten, unflatten, lambda pair: (flatten_with_keys(pair)[0], "b")),
+            "disagree.\n.* 2 children, static None\n.* 2 children, static 'b'",
+            id="another static part with keys",
+        ),
+        pytest.param(
+            (flatten, lambda children, static: children, None),
+            "Pair: f_unflatten returned a list instead of a Pair",
+            id="another class comes back",
+        ),
+        pytest.param(
+            (flatten, lambda children, static: Pair(*children[::-1]), None),
+            "Pair: the rebuilt object has other children than the original",
+            id="another order",
+        ),
+        pytest.param(
+            (flatten, lambda children, static: Pair(*[child.clone() for child in children]), None),
+            "Pair: the rebuilt object has other children .* and not copy them",
+            id="copies",
+        ),
+        pytest.param(
+            (lambda pair: ([pair.a, pair.b], hasattr(pair, "rebuilt")), unflatten_and_mark, None),
+            "Pair: the rebuilt object has another static part than the original.\n.* False\n.* True",
+            id="another static part",
+        ),
+        pytest.param(
+            (lambda pair: ([pair.a], pair.b), lambda children, static: Pair(*children, static), None),
+            "Pair: its tree spec cannot be stored in a saved program: Static data holds the Tensor",
+            id="a tensor in the static part",
+        ),
+    ],
+)
+def test_a_wrong_function_is_found_and_undone(before, functions, message):
+    """The message names the class, the function and the difference; nothing is registered."""
+    with pytest.raises(RoundTripError, match=message):
+        register_class_flattening(Pair, *functions, f_check=sample)
+    assert changes_since(before) == []
+
+
+def test_an_instance_of_another_class_is_no_sample(before):
+    """The check wants an instance of the class itself."""
+    with pytest.raises(RoundTripError, match="f_check of Pair returned a dict; return an instance of Pair"):
+        register_class_flattening(Pair, *FUNCTIONS, f_check=dict)
+    assert changes_since(before) == []

@@ -1,0 +1,59 @@
+"""`verbose=` logs one call, in one thread, and nothing else."""
+
+import logging
+import subprocess
+import sys
+import threading
+
+from tests.flatten.pair import FUNCTIONS, Pair
+from yobx_flatten import register_class_flattening, unregister_class_flattening
+
+
+def test_verbose_logs_the_call_and_nothing_after_it(caplog, capsys):
+    """`verbose=1` raises the level for one call; nothing is printed."""
+    register_class_flattening(Pair, *FUNCTIONS, verbose=1)
+    unregister_class_flattening(Pair)
+    assert [record.getMessage() for record in caplog.records] == ["registered tests.flatten.pair.Pair"]
+    assert (capsys.readouterr().out, logging.getLogger("yobx_flatten").level) == ("", logging.NOTSET)
+
+
+def test_verbose_logs_the_unregistration(caplog):
+    """The same for the way back."""
+    register_class_flattening(Pair, *FUNCTIONS)
+    unregister_class_flattening(Pair, verbose=1)
+    assert [record.getMessage() for record in caplog.records] == ["unregistered tests.flatten.pair.Pair"]
+
+
+def test_verbose_is_for_one_thread(caplog):
+    """What another thread does meanwhile is not logged, and the level of the logger is nobody's business."""
+    logger = logging.getLogger("yobx_flatten")
+    other = type("Other", (Pair,), {})
+    levels = []
+
+    def meanwhile():
+        levels.append(logger.level)
+        register_class_flattening(other, *FUNCTIONS)
+        unregister_class_flattening(other)
+        levels.append(logger.isEnabledFor(logging.INFO))
+
+    def check():
+        thread = threading.Thread(target=meanwhile)
+        thread.start()
+        thread.join()
+
+    register_class_flattening(Pair, *FUNCTIONS, f_check=check, verbose=2)
+    unregister_class_flattening(Pair)
+    assert levels == [logging.NOTSET, False]
+    assert [record.getMessage() for record in caplog.records] == ["registered tests.flatten.pair.Pair"]
+    assert [(record.module, record.funcName) for record in caplog.records] == [("scopes", "register_class_flattening")]
+
+
+def test_verbose_is_seen_where_no_logging_is_configured():
+    """On stderr, and only what was asked for."""
+    code = (
+        "from yobx_flatten import register_flattening_functions\n"
+        "with register_flattening_functions(verbose=1): pass\n"
+        "with register_flattening_functions(): pass\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (found.stdout, found.stderr.splitlines()) == ("", ["put in force: nothing new", "let go: nothing"])

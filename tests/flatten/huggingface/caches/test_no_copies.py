@@ -1,0 +1,71 @@
+"""Flatten and unflatten make no tensor and copy none."""
+
+import operator
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import cache_utils
+from transformers.cache_utils import EncoderDecoderCache
+
+from tests.flatten.huggingface.caches.cache_cases import real_caches
+from tests.models import start
+
+
+class Operations(TorchDispatchMode):
+    """Records every operation on tensors, making one included."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Calls(TorchFunctionMode):
+    """Records every torch function, except the questions what a tensor is."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") not in {"__get__", "dim"}:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@real_caches
+def test_flatten_and_unflatten_make_no_tensor(block, monkeypatch, name, static, past):
+    """A tensor made there becomes a constant of an exported program; `update` copies all there is."""
+    cache = start(name, static=static, past=past).cache
+    pytree.tree_flatten(cache)  # a class is read once, its `update` too
+    owners = [cache_utils.Cache, EncoderDecoderCache]
+    owners += {type(layer) for layer in getattr(cache, "layers", ())}
+    for owner in owners:
+        if "update" in vars(owner):
+            monkeypatch.setattr(owner, "update", None)
+    with Operations() as operations, Calls() as calls:
+        leaves, spec = pytree.tree_flatten(cache)
+        keyed, _ = pytree.tree_flatten_with_path(cache)
+        rebuilt = pytree.tree_unflatten(leaves, spec)
+        again, _ = pytree.tree_flatten(rebuilt)
+    assert (operations.found, calls.found) == ([], [])
+    assert all(map(operator.is_, leaves, again))
+    assert all(leaf is kept for (_, leaf), kept in zip(keyed, leaves, strict=True))
+
+
+@real_caches
+def test_the_leaves_are_the_tensors_of_the_layers(block, name, static, past):
+    """Each time the same objects: a temporary would lose its dynamic shapes in a trace."""
+    cache = start(name, static=static, past=past).cache
+    parts = [cache] if not isinstance(cache, EncoderDecoderCache) else [
+        cache.self_attention_cache, cache.cross_attention_cache
+    ]  # fmt: skip
+    own = {id(tensor) for part in parts for layer in part.layers for tensor in vars(layer).values()}
+    tensors = [leaf for leaf in pytree.tree_leaves(cache) if isinstance(leaf, torch.Tensor)]
+    assert all(id(tensor) in own for tensor in tensors)
+    assert len({id(tensor) for tensor in tensors}) == len(tensors)

@@ -1,0 +1,73 @@
+"""What cannot be flattened without loss is refused, with its place and the way out."""
+
+import pytest
+
+from tests.flatten.huggingface.caches.cache_cases import HAS_FLAG, made, round_trip
+from yobx_flatten.errors import CacheStructureError
+from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache, flatten_static_cache
+
+
+def break_layer(layer, broken):
+    for name, value in broken.items():
+        setattr(layer, name, value)
+
+
+HALF_INITIALISED = [
+    {"keys": None},
+    {"values": None},
+    *([{"is_initialized": False}, {"is_initialized": False, "values": None}] if HAS_FLAG else []),
+]
+
+
+@pytest.mark.parametrize("broken", HALF_INITIALISED, ids=str)
+@pytest.mark.parametrize("layout", ["DD", "DW", "WD", "WW", "SS", "SX"])
+def test_a_half_initialised_layer_is_named_with_the_way_out(layout, broken):
+    """Its index, its class, what it holds, and how to fill or empty it."""
+    cache = made(layout)
+    break_layer(cache.layers[1], broken)
+    flatten = flatten_static_cache if layout[0] == "S" else flatten_dynamic_cache
+    with pytest.raises(CacheStructureError) as caught:
+        flatten(cache)
+    message = str(caught.value)
+    assert f"layers[1] is a half-initialised {type(cache.layers[1]).__name__}" in message
+    assert "layer.update(keys, values)" in message
+
+
+def test_sliding_layers_that_disagree_are_named():
+    """One count serves the cache, so two different ones cannot be kept."""
+    cache = made("WWW")
+    cache.layers[2].cumulative_length = 9
+    with pytest.raises(CacheStructureError, match=r"3 and, in layers\[2\] \(W8\), 9"):
+        flatten_dynamic_cache(cache)
+
+
+def test_a_sliding_layer_that_disagrees_with_the_full_one_is_named():
+    """The full layer holds every token; a sliding one that has seen others cannot go on beside it."""
+    cache = made("DWW")
+    for layer in cache.layers[1:]:
+        layer.cumulative_length = 9
+    with pytest.raises(CacheStructureError, match=r"3 and, in layers\[1\] \(W8\), 9"):
+        flatten_dynamic_cache(cache)
+
+
+def test_a_failed_flatten_leaves_the_cache_as_it_was():
+    """It can be repaired and used."""
+    cache = made("DW")
+    cache.layers[1].cumulative_length = 9
+    before = [dict(vars(layer)) for layer in cache.layers]
+    with pytest.raises(CacheStructureError):
+        flatten_dynamic_cache(cache)
+    assert all(vars(layer).keys() == held.keys() for layer, held in zip(cache.layers, before, strict=True))
+    cache.layers[1].cumulative_length = 3
+    assert len(flatten_dynamic_cache(cache)[0]) == 4
+
+
+def test_an_offloading_cache_is_refused_or_kept(block):
+    """A rebuilt cache that silently stops offloading would run out of memory later."""
+    cache = made("DD")
+    cache.offloading, cache.only_non_sliding, cache.prefetch_stream = True, False, None
+    try:
+        rebuilt = round_trip(cache)
+    except CacheStructureError:
+        return
+    assert rebuilt.offloading

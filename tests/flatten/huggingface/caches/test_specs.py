@@ -1,0 +1,107 @@
+"""A spec states what the configuration fixes and nothing about the data, and survives storage."""
+
+import copy
+import functools
+import operator
+import pickle
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+from transformers import cache_utils
+
+from tests.flatten.huggingface.caches.cache_cases import LAYOUTS, PAST, cache_differences, made, states
+from tests.models import WINDOW, start
+from yobx_flatten import register_flattening_functions
+from yobx_flatten.huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
+from yobx_flatten.huggingface.caches.functions import flatten_with_keys_dynamic_cache
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data(), st.sampled_from(LAYOUTS))
+def test_a_spec_says_nothing_about_the_data(data, layout):
+    """Other batch sizes, lengths, dtypes, devices and numbers of tokens: the same spec, so one program serves all."""
+    # 0 and 1 tokens included; static caches have room for 16, and encoder-decoder ones ask a tensor for its value
+    one = functools.partial(
+        st.fixed_dictionaries,
+        {
+            "length": st.integers(0, 16),
+            "batch": st.integers(1, 3),  # transformers takes a cache of no rows for an empty one
+            "dtype": st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
+            "device": st.sampled_from(["cpu", "cpu" if layout == "SS|S" else "meta"]),
+        },
+    )
+    first, second = (made(layout, **data.draw(one())) for _ in range(2))
+    with register_flattening_functions(patch_transformers=True):
+        assert pytree.tree_structure(first) == pytree.tree_structure(second)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "mistral", "t5", "bart"])
+def test_real_caches_of_one_model_have_one_spec(block, name, static):
+    """Whatever the model was run over."""
+    cases = [(2, 2), (1, WINDOW - 1), (3, WINDOW), (2, PAST)]
+    specs = [pytree.tree_structure(start(name, static=static, batch=batch, past=past).cache) for batch, past in cases]
+    assert all(spec == specs[0] for spec in specs)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own copying of leaf specs warns
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_spec_survives_storage(block, layout):
+    """In JSON as `torch.export.save` writes it, and by pickle and deepcopy."""
+    cache = made(layout)
+    leaves, spec = pytree.tree_flatten(cache)
+    stored = pytree.treespec_loads(pytree.treespec_dumps(spec))
+    assert stored == spec
+    assert copy.deepcopy(spec) == spec
+    assert pickle.loads(pickle.dumps(spec)) == spec
+    assert cache_differences(pytree.tree_unflatten(leaves, stored), cache) == []
+
+
+def test_layouts_have_different_specs(block):
+    """What the configuration fixes tells caches apart, its windows and maximal lengths included."""
+    caches = [made(layout) for layout in LAYOUTS]
+    caches.append(make_dynamic_cache([states()], "DynamicSlidingWindowLayer", {"sliding_window": 5}))
+    caches.append(make_dynamic_cache([states()], "DynamicSlidingWindowLayer", {"sliding_window": 6}))
+    caches.append(make_static_cache([states()], 17))
+    specs = [pytree.tree_structure(cache) for cache in caches]
+    assert [specs.index(spec) for spec in specs] == list(range(len(specs)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_keyed_flatten_agrees_with_the_plain_one(block, layout):
+    """The same leaves in the same order, each with its name."""
+    cache = made(layout, length=12)
+    leaves, spec = pytree.tree_flatten(cache)
+    keyed, keyed_spec = pytree.tree_flatten_with_path(cache)
+    assert keyed_spec == spec
+    assert all(a is b for (_, a), b in zip(keyed, leaves, strict=True))
+    assert len({pytree.keystr(path) for path, _ in keyed}) == len(leaves)
+
+
+def test_a_key_path_is_the_name_of_the_leaf(block):
+    """`[key_W8_1]`; behind an encoder-decoder cache, the name of the half first. Empty layers have no leaf."""
+    cache = made("WDW")
+    cache.layers[0] = cache_utils.DynamicSlidingWindowLayer(WINDOW)
+    both = make_encoder_decoder_cache(cache, made("D"))
+    found = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(both)[0]]
+    assert found == [
+        *("['self_attention_cache']['key_D_1']", "['self_attention_cache']['value_D_1']"),
+        *("['self_attention_cache']['key_W8_2']", "['self_attention_cache']['value_W8_2']"),
+        *("['cross_attention_cache']['key_0']", "['cross_attention_cache']['value_0']"),
+    ]
+    assert [str(key) for key, _ in flatten_with_keys_dynamic_cache(made("D"))[0]] == ["['key_0']", "['value_0']"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_cpp_pytree_sees_the_same_leaves(block, layout):
+    """`torch.compile` takes inputs apart with it."""
+    pytest.importorskip("optree")
+    cxx = pytest.importorskip("torch.utils._cxx_pytree")
+    cache = made(layout, length=12)
+    leaves = pytree.tree_leaves(cache)
+    found, spec = cxx.tree_flatten(cache)
+    assert all(map(operator.is_, found, leaves))
+    assert cache_differences(cxx.tree_unflatten(found, spec), cache) == []

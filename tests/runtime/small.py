@@ -78,6 +78,11 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return (found.double() - expected.double()).norm().item() / max(scale, 1e-12)
 
 
+def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors differ by the rounding of float32 alone."""
+    return relative_error(found, expected) < 1e-6
+
+
 def same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     """Whether two lists of tensors are equal to the last bit."""
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

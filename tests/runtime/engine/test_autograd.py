@@ -7,15 +7,9 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError
-from tests.runtime.small import batch, checked_devices, relative_error, small_model
+from tests.runtime.small import batch, near, small_model
 
 F = nn.functional
-
-
-@pytest.fixture(scope="module")
-def devices():
-    with checked_devices(2) as made:
-        yield made
 
 
 @pytest.fixture
@@ -24,10 +18,6 @@ def pair(devices):
     model = small_model(tied=True)
     plain = copy.deepcopy(model)
     return RoundPipe(model, devices=devices), plain
-
-
-def near(found, expected):
-    return relative_error(found, expected) < 1e-6
 
 
 def test_gradients_can_be_asked_for(pair):

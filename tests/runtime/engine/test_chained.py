@@ -22,7 +22,6 @@ from roundpipe_runtime import (
     TensorChunkSpec,
     WeightedLoss,
 )
-from tests.runtime.small import checked_devices
 
 F = nn.functional
 WIDTH, CONSTANTS = 11, 9  # no number of rows here: what looks like rows is taken for rows, as the guide says
@@ -61,12 +60,6 @@ class Second(nn.Module):
         if constant is not None:
             out = out * constant.sum()
         return out
-
-
-@pytest.fixture(scope="module")
-def devices():
-    with checked_devices(2) as made:
-        yield made
 
 
 @st.composite

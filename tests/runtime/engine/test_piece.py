@@ -8,16 +8,10 @@ from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError
 from roundpipe_runtime.device.transfer import take_apart
 from roundpipe_runtime.engine.layer_traits import traits_of
 from roundpipe_runtime.engine.piece import Piece, Values, enter, is_refused_write
-from tests.runtime.small import batch, checked_devices, gradients, relative_error
+from tests.runtime.small import batch, gradients, relative_error
 
 F = nn.functional
 MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
-
-
-@pytest.fixture(scope="module")
-def devices():
-    with checked_devices(2) as made:
-        yield made
 
 
 class Late(nn.Linear):

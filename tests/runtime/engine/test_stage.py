@@ -7,26 +7,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError, WeightedLoss
-from tests.runtime.small import batch, checked_devices, relative_error, small_model
+from roundpipe_runtime import RoundPipeRunConfig, StageError, WeightedLoss
+from tests.runtime.small import batch, near, small_model
 
 F = nn.functional
 MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
-
-
-@pytest.fixture(scope="module")
-def devices():
-    with checked_devices(2) as made:
-        yield made
-
-
-@pytest.fixture
-def wrap(devices):
-    return lambda model, *args, **options: RoundPipe(model, *args, **{"devices": devices, **options})
-
-
-def near(found, expected):
-    return relative_error(found, expected) < 1e-6
 
 
 class Criterion(nn.Module):

@@ -1,0 +1,186 @@
+"""What RoundPipe wraps, and how the wrapped model looks from outside."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import ConfigError, OptimizerCtx, RoundPipe, RoundPipeRunConfig, StageError
+from tests.runtime.small import batch, small_model
+
+F = nn.functional
+MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
+
+
+class Reversed(nn.Sequential):
+    """A Sequential that does not run like one."""
+
+    def forward(self, x):
+        for layer in reversed(list(self)):
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+        lambda: [nn.Linear(4, 4), nn.Tanh()],
+        lambda: nn.ModuleList([nn.Linear(4, 4), nn.Tanh()]),
+        lambda: nn.Linear(4, 4),
+        lambda: Reversed(nn.Linear(4, 4), nn.Tanh()),
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
+    ],
+)
+def test_what_can_be_wrapped(wrap, make):
+    """A Sequential, a list, any other module, a Sequential with a forward of its own: the outputs are plain."""
+    torch.manual_seed(0)
+    model = make()
+    plain = nn.Sequential(*model) if isinstance(model, (list, nn.ModuleList)) else model
+    inputs, _ = batch(6)
+    inputs = inputs.reshape(6, 1, 4)
+    plain.eval()
+    with torch.no_grad():
+        assert torch.allclose(wrap(model)(inputs), plain(inputs), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3,), "wraps an nn.Module"),
+        (([],), "wraps an nn.Module"),
+        ((nn.Linear(2, 2), torch.int8), "optim_dtype"),
+        ((nn.Linear(2, 2), None, None, {"num_microbatch": 2}), "model_run_config"),
+        ((nn.Linear(2, 2), None, None, None, "sometimes"), "pin_model"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    """Each error names the argument."""
+    with pytest.raises(ConfigError, match=message):
+        RoundPipe(*arguments, devices="virtual:1")
+
+
+def test_keyword_arguments_reach_the_first_layer(wrap):
+    """Nested inputs by keyword are split with the others."""
+
+    class Scaled(nn.Module):
+        def forward(self, x, *, options):
+            return x * options["scale"] + options["shift"]
+
+    inputs, _ = batch(6)
+    options = {"scale": torch.arange(6.0).reshape(6, 1), "shift": 2.0}
+    with torch.no_grad():
+        found = wrap(nn.Sequential(Scaled(), nn.Identity()).__getitem__(0))(inputs, options=options)
+    assert torch.equal(found, inputs * options["scale"] + 2.0)
+
+
+def test_lazy_layers_are_refused_with_the_remedy(wrap):
+    """A parameter without a shape cannot travel."""
+    with pytest.raises(StageError, match="Run the model once"):
+        wrap(nn.Sequential(nn.LazyLinear(3)))(torch.zeros(4, 4))
+
+
+def test_attributes_are_those_of_the_model(wrap):
+    """Read, written and deleted on the model, or on the original one that was set."""
+    model = nn.Linear(3, 2)
+    pipe = wrap(model)
+    assert pipe.in_features == 3
+    pipe.note = "here"
+    assert model.note == "here"
+    del pipe.note
+    assert not hasattr(model, "note")
+    original = nn.Module()
+    original.config = {"vocab_size": 7}
+    pipe.set_original_model(original)
+    assert pipe.config == {"vocab_size": 7}
+    pipe.flag = 1
+    assert original.flag == 1
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = pipe.nothing
+
+
+def test_it_is_a_module_inside_another_one(wrap):
+    """Names, state dict, dtype and mode go through a parent as if the model stood there."""
+    model = small_model(norm=True)
+    parent, plain = nn.ModuleDict({"net": wrap(model)}), nn.ModuleDict({"net": model})
+    assert [n for n, _ in parent.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert list(parent.state_dict()) == list(plain.state_dict())
+    parent.load_state_dict(nn.ModuleDict({"net": small_model(norm=True, seed=4)}).state_dict())
+    assert torch.equal(model[0].weight, small_model(norm=True, seed=4)[0].weight)
+    parent.eval()
+    assert not model.training
+    parent.double()
+    assert model[0].weight.dtype == torch.float64
+    assert [n for n, _ in wrap(model).named_buffers()] == [n for n, _ in model.named_buffers()]
+
+
+def test_the_name_is_the_call_site_or_given(wrap):
+    """file:line, for errors and timelines."""
+    assert RoundPipe(nn.Linear(2, 2), devices="virtual:1").name.startswith("test_wrapping.py:")
+    assert wrap(nn.Linear(2, 2), name="mine").name == "mine"
+
+
+def test_parameters_inside_the_optimizer_context(wrap):
+    """parameters() are the model's; inside the block, and with optim_dtype, the copies that hold the gradients."""
+    model = small_model().to(torch.bfloat16)
+    pipe = wrap(model, optim_dtype=torch.float32)
+    assert next(pipe.parameters()) is model[0].weight
+    with OptimizerCtx():
+        inside = dict(pipe.named_parameters())
+    assert inside.keys() == dict(model.named_parameters()).keys()
+    assert {p.dtype for p in inside.values()} == {torch.float32}
+    assert inside["0.weight"] is next(pipe.optim_parameters())
+    plain = wrap(copy.deepcopy(model))
+    assert next(plain.optim_parameters()) is next(plain.parameters())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pipe: pipe.append(nn.Tanh()),
+        lambda pipe: setattr(pipe.model, "1", nn.Tanh()),
+        lambda pipe: pipe.model.__delitem__(0),
+    ],
+)
+def test_layers_that_were_changed_after_wrapping_are_refused(wrap, change):
+    """The pipeline would have gone on with the old ones."""
+    pipe = wrap(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    change(pipe)
+    for call in (
+        lambda: pipe(torch.ones(2, 4)),
+        lambda: pipe.forward_backward((torch.ones(2, 4),), label=torch.ones(2, 4), loss_fn=F.mse_loss),
+    ):
+        with pytest.raises(StageError, match=r"was made of 2 layers; .*\n.*RoundPipe\(pipeline\.model"):
+            call()
+    again = wrap(pipe.model)
+    assert again(torch.ones(2, 4)).shape == (2, 4)
+
+
+def test_a_parent_module_finds_the_optimizers_parameters(wrap):
+    """With optim_dtype, an optimizer over the parent's parameters() trains the pipeline inside of it."""
+    parent = nn.ModuleDict({"net": wrap(small_model().bfloat16(), torch.float32), "head": nn.Linear(3, 3)})
+    outside = list(parent.named_parameters())
+    with OptimizerCtx():
+        inside = dict(parent.named_parameters())
+        optimizer = torch.optim.SGD(parent.parameters(), lr=0.5)
+    assert list(inside) == [name for name, _ in outside]
+    assert [p.dtype for n, p in outside if n.startswith("net")] == [torch.bfloat16] * (len(inside) - 2)
+    assert all(parameter.dtype == torch.float32 for parameter in inside.values())
+    before = parent["net"][0].weight.detach().clone()
+    parent["head"](parent["net"](batch(6)[0].bfloat16()).float()).sum().backward()
+    parent["net"].step(lambda: (optimizer.step(), parent.zero_grad()))
+    assert not torch.equal(before, parent["net"][0].weight)
+    assert all(parameter.grad is None for parameter in inside.values())
+
+
+@pytest.mark.parametrize("config", [{"num_microbatch": 2}, 3])
+def test_a_run_configuration_is_of_its_class(wrap, config):
+    """A dict is refused by name, in both calls and as the default of the model."""
+    pipe = wrap(small_model())
+    with pytest.raises(ConfigError, match="must be a RoundPipeRunConfig"):
+        pipe(batch(6)[0], roundpipe_run_config=config)
+    with pytest.raises(ConfigError, match="must be a RoundPipeRunConfig"):
+        pipe.forward_backward((batch(6)[0],), label=batch(6)[1], loss_fn=F.mse_loss, run_config=config)
+    with pytest.raises(ConfigError, match="must be a RoundPipeRunConfig"):
+        wrap(small_model(), model_run_config={})

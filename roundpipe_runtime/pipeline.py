@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .batch.arguments import checked_call, refuse_loss, refuse_trained_labels
+from .batch.arguments import check_call, check_labels, check_loss_fn
 from .device.accelerator import AcceleratorDevice
 from .device.pinning import pin_parameters
 from .device.virtual import Device, DeviceSpec, parse_devices
@@ -137,7 +137,7 @@ class RoundPipe(nn.Module):
             SplitError: inputs cannot be split into microbatches.
             JoinError: the outputs of the microbatches cannot be joined.
         """
-        self._rp_refuse_other_layers()
+        self._rp_check_layers()
         return self._rp_engine.forward(args, kwargs, self._rp_config(roundpipe_run_config))
 
     def forward_backward(
@@ -171,10 +171,10 @@ class RoundPipe(nn.Module):
             SplitError: inputs or labels cannot be split into microbatches.
             LossError: ``loss_fn`` returned something that is not a loss.
         """
-        args, kwargs = checked_call(input_args, input_kwargs)
-        refuse_loss(loss_fn)
-        refuse_trained_labels(label)
-        self._rp_refuse_other_layers()
+        args, kwargs = check_call(input_args, input_kwargs)
+        check_loss_fn(loss_fn)
+        check_labels(label)
+        self._rp_check_layers()
         config = self._rp_config(run_config)
         return self._rp_engine.forward_backward(args, kwargs, label, loss_fn, return_outputs, config)
 
@@ -188,7 +188,7 @@ class RoundPipe(nn.Module):
         defaults: RoundPipeRunConfig = self._rp_options["model_run_config"]
         return (config or RoundPipeRunConfig()).over(defaults).resolved(self.num_devices)
 
-    def _rp_refuse_other_layers(self) -> None:
+    def _rp_check_layers(self) -> None:
         """Refuse to run the layers that were wrapped when the model has others by now."""
         before, now = self._rp_engine.layers, self._rp_layers(self._rp_model)
         if len(before) != len(now) or any(one is not other for one, other in zip(before, now, strict=True)):

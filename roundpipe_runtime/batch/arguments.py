@@ -12,10 +12,10 @@ from yobx_flatten import leaves
 from ..errors import ConfigError
 from .packed import RoundPipePackedData
 
-__all__ = ["checked_call", "refuse_loss", "refuse_trained_labels"]
+__all__ = ["check_call", "check_labels", "check_loss_fn"]
 
 
-def checked_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def check_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Check the arguments of ``forward_backward`` and return them as positional and keyword arguments of the model.
 
     Args:
@@ -28,7 +28,7 @@ def checked_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], d
     Raises:
         ConfigError: it is something else. Above all, a tensor is not taken for a tuple of its rows.
 
-    >>> checked_call([1, 2], None)
+    >>> check_call([1, 2], None)
     ((1, 2), {})
     """
     if not isinstance(input_args, (tuple, list)) or isinstance(input_args, RoundPipePackedData):
@@ -45,7 +45,7 @@ def checked_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], d
     return tuple(input_args), dict(input_kwargs or {})
 
 
-def refuse_loss(loss_fn: Any) -> None:
+def check_loss_fn(loss_fn: Any) -> None:
     """Refuse a loss function that cannot be called.
 
     Raises:
@@ -58,7 +58,7 @@ def refuse_loss(loss_fn: Any) -> None:
         )
 
 
-def refuse_trained_labels(label: Any) -> None:
+def check_labels(label: Any) -> None:
     """Refuse labels that require a gradient: devices have copies, so no gradient reaches the labels.
 
     Raises:

@@ -20,7 +20,7 @@ import torch
 from ..errors import SplitError
 from .entries import Entry
 from .packed import RoundPipePackedData
-from .spec import Rules, is_below, spell
+from .spec import Rules, format_value, is_below
 
 __all__ = ["BatchAxes", "batch_axes"]
 
@@ -58,7 +58,7 @@ def batch_axes(inputs: Sequence[Entry], labels: Sequence[Entry], rules: Rules) -
         SplitError: when several sizes could be the batch, when two leaves contradict each other, or when a leaf has the
             batch size on another axis than 0.
     """
-    _refuse_unknown_paths([*inputs, *labels], rules)
+    _check_paths([*inputs, *labels], rules)
     if _are_apart([*inputs, *labels]):
         rows = set(_sizes(_cut_by_rule(labels)))
         return BatchAxes(
@@ -170,7 +170,7 @@ def _axis(entry: Entry, batch: int | None) -> int | None:
         return None
     if entry.is_known:
         if not shape and batch > 1:
-            _refuse_array(entry, batch)
+            _check_not_array(entry, batch)
         # size 1 beside a larger batch broadcasts
         return entry.axis if entry.axis is not None and shape[entry.axis] == batch else None
     if shape[0] == batch:
@@ -186,7 +186,7 @@ def _axis(entry: Entry, batch: int | None) -> int | None:
     return None
 
 
-def _refuse_array(entry: Entry, batch: int) -> None:
+def _check_not_array(entry: Entry, batch: int) -> None:
     shape = getattr(entry.value, "shape", None)
     if isinstance(shape, tuple) and shape and shape[0] == batch and not isinstance(entry.value, torch.Tensor):
         if entry.rule is not None and entry.rule.dim is None:
@@ -198,7 +198,7 @@ def _refuse_array(entry: Entry, batch: int) -> None:
         )
 
 
-def _refuse_unknown_paths(entries: Sequence[Entry], rules: Rules) -> None:
+def _check_paths(entries: Sequence[Entry], rules: Rules) -> None:
     for path, rule in rules.items():
         below = [entry for entry in entries if is_below(entry.path, path)]
         if not below:
@@ -211,14 +211,14 @@ def _refuse_unknown_paths(entries: Sequence[Entry], rules: Rules) -> None:
         if rule.dim is not None and below[0].path == path and not _has_rows(below[0]):
             raise SplitError(
                 f"{path}: the rule says TensorChunkSpec({rule.dim}), but there is no axis to cut in "
-                f"{spell(below[0].value)}."
+                f"{format_value(below[0].value)}."
             )
 
 
 def _contradicting(found: dict[int, list[str]], entries: Sequence[Entry]) -> SplitError:
     without = [entry.path for entry in entries if _has_rows(entry) and entry.rule is None]
     return SplitError(
-        f"These have a batch axis, but not the same number of rows: {_spell(found)}. Cut or repeat them to the same "
+        f"These have a batch axis, but not the same number of rows: {_format_sizes(found)}. Cut or repeat them to the same "
         "number before the call; or, to cut each for itself, give a rule to each of the others, too: "
         f"{', '.join(without)}."
     )
@@ -228,7 +228,7 @@ def _ambiguous(found: dict[int, list[str]]) -> SplitError:
     largest = max(found)
     other = next(paths[0] for size, paths in found.items() if size != largest)
     return SplitError(
-        f"It is not clear how many rows the batch has: axis 0 has {_spell(found)}. Say which of them go whole to every "
+        f"It is not clear how many rows the batch has: axis 0 has {_format_sizes(found)}. Say which of them go whole to every "
         "microbatch:\n"
         f"    RoundPipeRunConfig(split_input={{{other!r}: Replicate}})"
     )
@@ -237,11 +237,11 @@ def _ambiguous(found: dict[int, list[str]]) -> SplitError:
 def _unlike(of_inputs: dict[int, list[str]], of_labels: dict[int, list[str]]) -> SplitError:
     path = next(iter(of_labels.values()))[0]
     return SplitError(
-        f"The labels have other rows than the inputs: axis 0 has {_spell(of_inputs)}; {_spell(of_labels)}. Labels are "
+        f"The labels have other rows than the inputs: axis 0 has {_format_sizes(of_inputs)}; {_format_sizes(of_labels)}. Labels are "
         "cut along with the inputs, row by row: give them as many. If they go whole to every microbatch:\n"
         f"    RoundPipeRunConfig(split_input={{{path!r}: Replicate}})"
     )
 
 
-def _spell(found: dict[int, list[str]]) -> str:
+def _format_sizes(found: dict[int, list[str]]) -> str:
     return "; ".join(f"{size} in {', '.join(found[size])}" for size in sorted(found))

@@ -17,7 +17,7 @@ from ..errors import SplitError, UnregisteredObjectError
 from .packed import RoundPipePackedData, counted_rows, known_rows
 from .spec import Rule, is_below, rule_for
 
-__all__ = ["Entry", "entries_of", "refuse_unregistered"]
+__all__ = ["Entry", "check_registered", "entries_of"]
 
 # Arguments of transformers whose axis 0 is not the batch, or not always: {number of axes: axis}. The positions of
 # models with several kinds of tokens are (3, batch, length); `cache_position` counts along the length; `cu_seq_lens_*`
@@ -82,7 +82,7 @@ def entries_of(tree: Any, name: str, rules: Mapping[str, Rule]) -> list[Entry]:
     return [_entry(leaf.path, leaf.value, leaf.axes, rule_for(leaf.path, rules)) for leaf in found]
 
 
-def refuse_unregistered(tree: Any, name: str, rules: Mapping[str, Rule]) -> None:
+def check_registered(tree: Any, name: str, rules: Mapping[str, Rule]) -> None:
     """Refuse objects that hold tensors but are not flattened, unless a rule passes them on whole.
 
     Args:

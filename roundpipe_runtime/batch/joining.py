@@ -62,7 +62,7 @@ def join(
         return outputs[0]
     spec = common_spec(outputs)
     columns = list(zip(*(leaves(output, name="outputs") for output in outputs), strict=True))
-    _refuse_unknown_paths([column[0].path for column in columns], rules)
+    _check_paths([column[0].path for column in columns], rules)
     parts = _Parts(
         weights=[None if weight is None else float(weight) for weight in weights],
         rows=list(weights if rows is None else rows),
@@ -102,7 +102,7 @@ def common_spec(outputs: Sequence[Any]) -> pytree.TreeSpec:
     return specs[0]
 
 
-def _refuse_unknown_paths(paths: Sequence[str], rules: Rules) -> None:
+def _check_paths(paths: Sequence[str], rules: Rules) -> None:
     for written in rules:
         if not any(is_below(path, written) for path in paths):
             raise JoinError(f"merge_output: {written!r} is not among the outputs. Their key paths are:\n    {paths}")

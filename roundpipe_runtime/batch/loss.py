@@ -162,7 +162,7 @@ class LossContract:
             for other, before in self._values.items():
                 if (before.kind, len(before.tensors)) != (read.kind, len(read.tensors)):
                     raise LossError(
-                        f"loss_fn returned {_spell(read)} for microbatch {index}, and {_spell(before)} for microbatch "
+                        f"loss_fn returned {_format_kind(read)} for microbatch {index}, and {_format_kind(before)} for microbatch "
                         f"{other}. It must return the same for all."
                     )
             if not self._values:
@@ -326,7 +326,7 @@ def _scalar(tensor: torch.Tensor, what: str) -> torch.Tensor:
     return tensor.reshape(())
 
 
-def _spell(value: LossValue) -> str:
+def _format_kind(value: LossValue) -> str:
     return {"tensor": "a tensor", "sequence": f"{len(value.tensors)} tensors", "pair": "a pair (sum, weight)"}[
         value.kind
     ]

@@ -18,12 +18,12 @@ from .entries import Entry, entries_of
 from .packed import RoundPipePackedData
 from .spec import sizes
 
-__all__ = ["refuse_other_rows", "refuse_unlike_packed", "rows_beside_packed", "rows_of_parts"]
+__all__ = ["check_packed_counts", "check_packed_rows", "rows_beside_packed", "rows_of_parts"]
 
 Rows = tuple[int, ...]
 
 
-def refuse_unlike_packed(entries: Sequence[Entry]) -> None:
+def check_packed_counts(entries: Sequence[Entry]) -> None:
     """Refuse packed data of different numbers of microbatches.
 
     Raises:
@@ -31,8 +31,8 @@ def refuse_unlike_packed(entries: Sequence[Entry]) -> None:
     """
     counts = {entry.path: len(entry.value) for entry in entries if isinstance(entry.value, RoundPipePackedData)}
     if len(set(counts.values())) > 1:
-        spelled = ", ".join(f"{path} into {count}" for path, count in counts.items())
-        raise SplitError(f"These were cut into different numbers of microbatches: {spelled}.")
+        counted = ", ".join(f"{path} into {count}" for path, count in counts.items())
+        raise SplitError(f"These were cut into different numbers of microbatches: {counted}.")
 
 
 def rows_beside_packed(
@@ -76,7 +76,7 @@ def rows_beside_packed(
     )
 
 
-def refuse_other_rows(entries: Sequence[Entry], rows: Sequence[int | None], whose: str) -> None:
+def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whose: str) -> None:
     """Refuse packed data whose microbatches are not those that a function of the user made of the other side.
 
     Args:

@@ -10,7 +10,17 @@ from yobx_flatten import leaves, string_type
 
 from ..errors import ConfigError, RoundPipeError, SplitError
 
-__all__ = ["Replicate", "Rule", "Rules", "TensorChunkSpec", "is_below", "read_rules", "rule_for", "sizes", "spell"]
+__all__ = [
+    "Replicate",
+    "Rule",
+    "Rules",
+    "TensorChunkSpec",
+    "format_value",
+    "is_below",
+    "read_rules",
+    "rule_for",
+    "sizes",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,11 +142,11 @@ def is_below(path: str, above: str) -> bool:
     return path == above or (path.startswith(above) and path[len(above)] in ".[")
 
 
-def spell(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a wrong argument for an error: data by its type and shape, without its numbers.
 
     >>> import torch
-    >>> spell(5), spell([torch.zeros(2, 3)])
+    >>> format_value(5), format_value([torch.zeros(2, 3)])
     ('5', '#1[T1s2x3]')
     """
     return repr(value) if isinstance(value, int | float | str | type | None) else string_type(value, with_shape=True)
@@ -152,7 +162,7 @@ def _rule(mark: Any, path: str, error: type[RoundPipeError]) -> Rule:
     if _is_torchs(kind, "_CustomReducer"):
         return Rule(None, mark.reduce_fn, mark.init_value)
     raise error(
-        f"{path}: expected TensorChunkSpec(dim), Replicate or None, found {spell(mark)}. A rule looks like "
+        f"{path}: expected TensorChunkSpec(dim), Replicate or None, found {format_value(mark)}. A rule looks like "
         "this:\n"
         f"    {{{path!r}: TensorChunkSpec(0)}}"
     )

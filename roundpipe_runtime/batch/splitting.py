@@ -12,11 +12,11 @@ import torch.utils._pytree as pytree
 from ..device.block_masks import HeldMask, cut_mask, held
 from ..errors import SplitError
 from .axes import BatchAxes, batch_axes
-from .entries import Entry, entries_of, refuse_unregistered
+from .entries import Entry, check_registered, entries_of
 from .joining import join
 from .packed import RoundPipePackedData
-from .part_rows import refuse_other_rows, refuse_unlike_packed, rows_beside_packed, rows_of_parts
-from .spec import Replicate, Rules, TensorChunkSpec, read_rules, sizes, spell
+from .part_rows import check_packed_counts, check_packed_rows, rows_beside_packed, rows_of_parts
+from .spec import Replicate, Rules, TensorChunkSpec, format_value, read_rules, sizes
 
 __all__ = [
     "Microbatch",
@@ -109,12 +109,12 @@ def split(
     sizes(1, num_microbatch)  # refuses a wrong number
     rules = _input_rules(split_input) | ({} if _is_function(split_label) else read_rules(split_label, "label"))
     for tree, name in ((args, "args"), (kwargs, "kwargs"), (label, "label")):
-        refuse_unregistered(tree, name, rules)
+        check_registered(tree, name, rules)
     if _is_function(split_input) or _is_function(split_label):
         return _split_by_functions(args, kwargs, label, num_microbatch, split_input, split_label, rules)
     inputs = [*entries_of(args, "args", rules), *entries_of(kwargs, "kwargs", rules)]
     labels = entries_of(label, "label", rules)
-    refuse_unlike_packed([*inputs, *labels])
+    check_packed_counts([*inputs, *labels])
     decided = batch_axes(inputs, labels, rules)
     rows = _rows(inputs, labels, decided, num_microbatch)
     call = _cut((args, kwargs), decided.axes, rows)
@@ -135,7 +135,7 @@ def _input_rules(split_input: Any) -> Rules:
         return read_rules(split_input[0], "args") | read_rules(split_input[1], "kwargs")
     raise SplitError(
         f"split_input must be (spec of args, spec of kwargs), a mapping from key paths or a function, found "
-        f"{spell(split_input)}. For one argument, cut along axis 0:\n"
+        f"{format_value(split_input)}. For one argument, cut along axis 0:\n"
         "    RoundPipeRunConfig(split_input=((TensorChunkSpec(0),), None))"
     )
 
@@ -239,7 +239,7 @@ def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whos
     told = next((entry.told for entry in entries if entry.told is not None), None)
     if None in rows and told is not None and len(told) == len(rows):
         rows[:] = told
-    refuse_other_rows(entries, rows, whose)
+    check_packed_rows(entries, rows, whose)
     decided = batch_axes(entries, [], {path: rule for path, rule in rules.items() if path.startswith(tuple(trees))})
     axes = decided.axes
     if decided.batch in (None, 1) and not decided.apart:
@@ -288,6 +288,6 @@ def _checked_calls(made: Any) -> list[tuple[Any, Any]]:
 def _checked_labels(made: Any) -> list[Any]:
     if not isinstance(made, (list, tuple)) or not made:
         raise SplitError(
-            f"split_label: the function must return a list with the labels of each microbatch, found {spell(made)}."
+            f"split_label: the function must return a list with the labels of each microbatch, found {format_value(made)}."
         )
     return list(made)

@@ -16,8 +16,8 @@ from .model_state import check_masters, check_model, optimizer_targets, restore_
 from .optimizer_state import check_optimizer, restore_optimizer
 from .rng import restore_random_state
 from .save import finish_writing, parts_of
-from .snapshot import TRAINING, Parts, read_training
 from .tensor_files import need_safetensors, open_tensors
+from .training_state import TRAINING, Parts, read_training
 
 __all__ = ["load_checkpoint"]
 
@@ -54,7 +54,7 @@ def load_checkpoint(
     home = pathlib.Path(folder).absolute()
     finish_writing(home)
     if is_checkpoint(home):
-        _refuse_others(home)
+        _check_writer(home)
         verify(home)
         path = home
     else:
@@ -79,7 +79,7 @@ def _newest(there: list[pathlib.Path]) -> pathlib.Path:
     raise DamagedCheckpointError("All checkpoints are damaged:\n    " + "\n    ".join(errors))
 
 
-def _refuse_others(path: pathlib.Path) -> None:
+def _check_writer(path: pathlib.Path) -> None:
     """A Trainer's checkpoint has the same manifest."""
     if not (path / TRAINING).exists() and (path / "trainer_state.json").exists():
         raise CheckpointError(

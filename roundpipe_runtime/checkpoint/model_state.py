@@ -68,7 +68,7 @@ def check_model(
     missing, unknown = sorted(set(expected) - found), sorted(found - set(expected))
     if missing or unknown:
         raise CheckpointError(
-            f"The checkpoint is of another model. {_spell('It has no', missing)}{_spell('The model has no', unknown)}"
+            f"The checkpoint is of another model. {_format_names('It has no', missing)}{_format_names('The model has no', unknown)}"
             "Parameters are found by name."
         )
     for name, value in expected.items():
@@ -211,7 +211,7 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
 
 
-def _spell(what: str, names: list[str]) -> str:
+def _format_names(what: str, names: list[str]) -> str:
     if not names:
         return ""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

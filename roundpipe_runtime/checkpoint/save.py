@@ -17,8 +17,8 @@ from ..device.interrupts import Uninterrupted, wait_for
 from ..device.worker import Worker, add_note_once
 from ..errors import ConfigError
 from .folder import appearing, checkpoints_in, make_folder, next_path, remove_leftovers, remove_old
-from .snapshot import Parts, Snapshot, read_training, take
 from .tensor_files import need_safetensors
+from .training_state import Parts, TrainingState, collect_state, read_training
 
 __all__ = ["Checkpoint", "finish_writing", "list_checkpoints", "parts_of", "save_checkpoint"]
 
@@ -121,16 +121,16 @@ def save_checkpoint(
         raise ConfigError(f"save_checkpoint: data must be a dictionary, found {type(data).__qualname__}.")
     home = pathlib.Path(folder).absolute()
     finish_writing(home)
-    snapshot = take(model, parts_of(optimizer, scheduler, scaler), data or {}, copy=is_async)
+    state = collect_state(model, parts_of(optimizer, scheduler, scaler), data or {}, copy=is_async)
     with _WRITING:
         finish_writing(home)
         make_folder(home)
         path = next_path(home)
         if not is_async:
-            _write(snapshot, path, keep, max_shard_bytes)
+            _write(state, path, keep, max_shard_bytes)
             return Checkpoint(path)
         with Uninterrupted():  # the next call waits for what this one has begun
-            writing = _PENDING[home] = _WRITER.submit(_write_logged, snapshot, path, keep, max_shard_bytes)
+            writing = _PENDING[home] = _WRITER.submit(_write_logged, state, path, keep, max_shard_bytes)
         return Checkpoint(path, writing)
 
 
@@ -173,20 +173,20 @@ def _as_list(value: Any) -> Sequence[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _write(snapshot: Snapshot, path: pathlib.Path, keep: int | None, shard_bytes: int) -> None:
+def _write(state: TrainingState, path: pathlib.Path, keep: int | None, shard_bytes: int) -> None:
     try:
         remove_leftovers(path.parent)
         with appearing(path) as half:
-            snapshot.write(half, shard_bytes)
+            state.write(half, shard_bytes)
         remove_old(path.parent, keep)
     except BaseException as error:
         add_note_once(error, f"While {path} was written. The checkpoints before it are as they were.")
         raise
 
 
-def _write_logged(snapshot: Snapshot, path: pathlib.Path, keep: int | None, shard_bytes: int) -> None:
+def _write_logged(state: TrainingState, path: pathlib.Path, keep: int | None, shard_bytes: int) -> None:
     try:
-        _write(snapshot, path, keep, shard_bytes)
+        _write(state, path, keep, shard_bytes)
     except BaseException as error:
         _LOG.error("%s was not written: %s", path, error)  # the process may end before anybody asks
         raise

@@ -107,13 +107,13 @@ def take_apart(value: Any, *, what: str = "value") -> tuple[TreeStructure, list[
             constants.append(together)
         else:
             if not isinstance(leaf, _PLAIN):
-                _refuse_opaque(leaf, what)
+                _check_opaque(leaf, what)
             numbers.append(None)
             constants.append(leaf)
     return TreeStructure(spec, tuple(numbers), tuple(constants)), tensors
 
 
-def _refuse_opaque(leaf: Any, what: str) -> None:
+def _check_opaque(leaf: Any, what: str) -> None:
     found = find_unregistered(leaf)
     if found:
         raise UnregisteredObjectError(f"{what}: " + "\n".join(str(problem) for problem in found))

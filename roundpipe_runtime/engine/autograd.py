@@ -113,7 +113,7 @@ class _Pipeline(torch.autograd.Function):
                 "again; retain_graph has no effect on it."
             )
         ctx.run = None
-        run.refuse_changed()
+        run.check_unchanged()
         run.version = engine.version()
         copies = iter([None if gradient is None else (gradient, NOW) for gradient in gradients])
         for number, size in enumerate(ctx.sizes):

@@ -103,7 +103,7 @@ class Engine:
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
         """Run the layers forward; with gradients, the outputs are part of the caller's graph."""
-        self._refuse_call()
+        self._check_can_run()
         with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
             microbatches = self.split(args, kwargs, None, config)
             run, stages = self.prepare("train" if config.requires_grad else "infer", config, len(microbatches))
@@ -132,7 +132,7 @@ class Engine:
         """Run forward, loss and backward; return the loss of the batch, with the outputs if they are asked for."""
         if not config.requires_grad:
             raise ConfigError("forward_backward computes gradients, but they are switched off. Use forward.")
-        self._refuse_call()
+        self._check_can_run()
         with self.lock:
             microbatches = self.split(args, kwargs, label, config)
             run, stages = self.prepare("fused", config, len(microbatches))
@@ -206,7 +206,7 @@ class Engine:
         Raises:
             BaseException: the first error of any of them, when all have ended.
         """
-        self._refuse_call()
+        self._check_can_run()
         with Uninterrupted(stop=run.mailbox.fail):
             self._execute(run, stages)
 
@@ -302,7 +302,7 @@ class Engine:
         users.discard(self)
         return not users
 
-    def _refuse_call(self) -> None:
+    def _check_can_run(self) -> None:
         if self._closed:
             raise DeviceError(
                 f"{self.devices[0].name} was closed, by this pipeline. Make a new pipeline:\n"

@@ -77,7 +77,7 @@ def call_layer(
     except RuntimeError as error:
         if not as_leaves or not is_refused_write(error):
             raise
-        call.refuse_repeat("write its input in place")
+        call.check_repeatable("write its input in place")
         mutates_inputs[module.training] = True
         return call.attempt(as_leaves=False)
 
@@ -104,7 +104,7 @@ class _Call:
         """The version counters of every input and buffer, which count in-place writes."""
         return [tensor._version for tensor in [*self.values.tensors, *self.resident.buffers()]]
 
-    def refuse_repeat(self, what: str) -> None:
+    def check_repeatable(self, what: str) -> None:
         if self.versions != self._versions():
             raise StageError(
                 f"{self.contents.title} began to {what}, which it never did before, and wrote an input or a buffer in "
@@ -133,7 +133,7 @@ class _Call:
             return call()
 
         def again() -> Any:
-            self.refuse_repeat("draw random numbers")
+            self.check_repeatable("draw random numbers")
             return call()
 
         run = self.run

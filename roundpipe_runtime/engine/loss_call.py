@@ -15,7 +15,7 @@ from ..device.virtual import Device
 from .nested_checkpoint import run_backward
 from .piece import Values, enter, leaves_beside
 from .recompute import call_seed, run_seeded
-from .resident import refuse_kept
+from .resident import check_not_kept
 from .run import Run
 
 __all__ = ["MicrobatchLoss"]
@@ -61,7 +61,7 @@ class MicrobatchLoss:
             torch.autograd.backward(losses, seeds)
             return
         for leaf in outside:
-            refuse_kept(leaf)
+            check_not_kept(leaf)
         wanted = [entry for entry in self._entries if entry is not None]
         found = torch.autograd.grad(losses, [*wanted, *outside], seeds, allow_unused=True)
         for entry, gradient in zip(wanted, found, strict=False):

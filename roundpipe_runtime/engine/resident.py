@@ -14,7 +14,7 @@ from ..device.virtual import Device
 from ..errors import StageError
 from ..optim.parameters import LayerContents
 
-__all__ = ["Buffers", "Gradients", "LayerOnDevice", "refuse_kept"]
+__all__ = ["Buffers", "Gradients", "LayerOnDevice", "check_not_kept"]
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ Buffers: TypeAlias = dict[int, tuple[torch.Tensor, Event]]
 _LAYER = "_roundpipe_layer"
 
 
-def refuse_kept(leaf: torch.Tensor) -> None:
+def check_not_kept(leaf: torch.Tensor) -> None:
     """Refuse a loss that goes back into a layer past its outputs.
 
     Raises:

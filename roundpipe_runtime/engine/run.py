@@ -245,12 +245,12 @@ class Run:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def remember_versions(self) -> None:
-        """Note the versions of the parameters, for :meth:`refuse_changed`."""
+        """Note the versions of the parameters, for :meth:`check_unchanged`."""
         self._versions = {
             c.index: [self.source(parameter)._version for parameter in c.parameters()] for c in self.contents
         }
 
-    def refuse_changed(self) -> None:
+    def check_unchanged(self) -> None:
         """Refuse to go back through layers whose parameters changed since their forward."""
         for contents in self.contents:
             now = [self.source(parameter)._version for parameter in contents.parameters()]

@@ -76,7 +76,7 @@ def partition(
     if min_stages < 1:
         raise PlanError(f"min_stages must be at least 1, found {min_stages!r}.")
     limit = float("inf") if bytes_per_stage is None else bytes_per_stage
-    _refuse_large_layers(run_type, models, limit)
+    _check_layer_sizes(run_type, models, limit)
     types = ["train" if run_type == "fused" else run_type] * (len(models) - 1) + [run_type]
     found = [
         [_stages(kind, costs, cap, limit) for kind, costs in zip(types, models, strict=True)]
@@ -206,7 +206,7 @@ def _fits(types: Sequence[str], models: Sequence[Sequence[LayerCost]], plan: Seq
     return True
 
 
-def _refuse_large_layers(run_type: str, models: Sequence[Sequence[LayerCost]], limit: float) -> None:
+def _check_layer_sizes(run_type: str, models: Sequence[Sequence[LayerCost]], limit: float) -> None:
     for number, costs in enumerate(models):
         for index, cost in enumerate(costs):
             needed = cost.param_bytes + (cost.grad_bytes if run_type != "infer" else 0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roundpipe_runtime import ConfigError, list_checkpoints, load_checkpoint, save_checkpoint
-from roundpipe_runtime.checkpoint import snapshot
+from roundpipe_runtime.checkpoint import training_state
 from tests.runtime.small import same_bits, small_model
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
@@ -67,14 +67,14 @@ class Gate:
 
     def __init__(self, monkeypatch):
         self.open, self.reached = threading.Event(), threading.Event()
-        real = snapshot.Snapshot.write
+        real = training_state.TrainingState.write
 
         def write(this, folder, shard_bytes):
             self.reached.set()
             assert self.open.wait(60)
             real(this, folder, shard_bytes)
 
-        monkeypatch.setattr(snapshot.Snapshot, "write", write)
+        monkeypatch.setattr(training_state.TrainingState, "write", write)
 
 
 def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
@@ -178,7 +178,7 @@ print(torch.equal(model.weight, expected))
 def test_an_error_in_the_background_comes_out_of_the_next_call(tmp_path, monkeypatch, caplog):
     """Once; and it is logged, should there be no next call."""
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot.Snapshot, "write", lambda *args: 1 / 0)
+        patch.setattr(training_state.TrainingState, "write", lambda *args: 1 / 0)
         save_checkpoint(tmp_path, small_model(), is_async=True)
         with pytest.raises(ZeroDivisionError):
             save_checkpoint(tmp_path, small_model())
@@ -190,7 +190,7 @@ def test_an_error_in_the_background_comes_out_of_the_next_call(tmp_path, monkeyp
 def test_an_error_that_was_told_is_not_told_again(tmp_path, monkeypatch):
     """`wait` has raised it."""
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot.Snapshot, "write", lambda *args: 1 / 0)
+        patch.setattr(training_state.TrainingState, "write", lambda *args: 1 / 0)
         saved = save_checkpoint(tmp_path, small_model(), is_async=True)
         with pytest.raises(ZeroDivisionError):
             saved.wait()
@@ -200,7 +200,7 @@ def test_an_error_that_was_told_is_not_told_again(tmp_path, monkeypatch):
 def test_another_folder_hears_nothing_of_it(tmp_path, monkeypatch):
     """Errors belong to their folder."""
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot.Snapshot, "write", lambda *args: 1 / 0)
+        patch.setattr(training_state.TrainingState, "write", lambda *args: 1 / 0)
         saved = save_checkpoint(tmp_path / "one", small_model(), is_async=True)
         with pytest.raises(ZeroDivisionError):
             saved._writing.result()

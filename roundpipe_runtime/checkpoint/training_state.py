@@ -1,4 +1,4 @@
-"""Snapshots: the contents of a checkpoint, taken at one moment, written to files and read back.
+"""The state of a training at one moment: collected, written to the files of a checkpoint, and read back.
 
 ::
 
@@ -26,7 +26,7 @@ from .optimizer_state import named_state
 from .rng import random_state
 from .tensor_files import open_tensors, write_tensors
 
-__all__ = ["TRAINING", "Parts", "Snapshot", "read_training", "take"]
+__all__ = ["TRAINING", "Parts", "TrainingState", "collect_state", "read_training"]
 
 TRAINING = "training.json"
 
@@ -47,8 +47,8 @@ class Parts:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The state of a training, which later steps do not change unless it was taken without copies.
+class TrainingState:
+    """The state of a training, which later steps do not change unless it was collected without copies.
 
     Attributes:
         texts: contents of text files, by name.
@@ -78,17 +78,17 @@ class Snapshot:
             shutil.copymode(folder / TRAINING, path)  # safetensors writes files that nobody else may read
 
 
-def take(model: nn.Module, parts: Parts, data: Mapping[str, Any], *, copy: bool) -> Snapshot:
-    """Take a snapshot of a training.
+def collect_state(model: nn.Module, parts: Parts, data: Mapping[str, Any], *, copy: bool) -> TrainingState:
+    """Collect the state of a training.
 
     Args:
         model: pipeline, module that holds pipelines, or any other module.
         parts: the other parts of the training.
         data: place in the data.
-        copy: whether training may go on before the snapshot is written.
+        copy: whether training may go on before the state is written.
 
     Returns:
-        The snapshot.
+        The state.
     """
     weights: dict[str, torch.Tensor] = {}
     state = {
@@ -103,11 +103,11 @@ def take(model: nn.Module, parts: Parts, data: Mapping[str, Any], *, copy: bool)
     rest: dict[str, torch.Tensor] = {}
     encoded = {key: encode(value, key, rest) for key, value in state.items()}
     texts = {TRAINING: json.dumps(encoded, allow_nan=False), **config_files(model)}
-    return Snapshot(texts, _on_host(weights, copy=copy), _on_host(rest, copy=copy))
+    return TrainingState(texts, _on_host(weights, copy=copy), _on_host(rest, copy=copy))
 
 
 def read_training(folder: pathlib.Path, only: Sequence[str] | None = None) -> dict[str, Any]:
-    """Read what :func:`take` took, except for the tensors of the model; all of it, or some keys.
+    """Read what :func:`collect_state` collected, except for the tensors of the model; all of it, or some keys.
 
     Args:
         folder: folder of the checkpoint.

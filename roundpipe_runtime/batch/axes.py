@@ -218,8 +218,8 @@ def _check_paths(entries: Sequence[Entry], rules: Rules) -> None:
 def _contradicting(found: dict[int, list[str]], entries: Sequence[Entry]) -> SplitError:
     without = [entry.path for entry in entries if _has_rows(entry) and entry.rule is None]
     return SplitError(
-        f"These have a batch axis, but not the same number of rows: {_format_sizes(found)}. Cut or repeat them to the same "
-        "number before the call; or, to cut each for itself, give a rule to each of the others, too: "
+        f"These have a batch axis, but not the same number of rows: {_format_sizes(found)}. Cut or repeat them to "
+        "the same number before the call; or, to cut each for itself, give a rule to each of the others, too: "
         f"{', '.join(without)}."
     )
 
@@ -228,8 +228,8 @@ def _ambiguous(found: dict[int, list[str]]) -> SplitError:
     largest = max(found)
     other = next(paths[0] for size, paths in found.items() if size != largest)
     return SplitError(
-        f"It is not clear how many rows the batch has: axis 0 has {_format_sizes(found)}. Say which of them go whole to every "
-        "microbatch:\n"
+        f"It is not clear how many rows the batch has: axis 0 has {_format_sizes(found)}. Say which of them go whole "
+        "to every microbatch:\n"
         f"    RoundPipeRunConfig(split_input={{{other!r}: Replicate}})"
     )
 
@@ -237,8 +237,9 @@ def _ambiguous(found: dict[int, list[str]]) -> SplitError:
 def _unlike(of_inputs: dict[int, list[str]], of_labels: dict[int, list[str]]) -> SplitError:
     path = next(iter(of_labels.values()))[0]
     return SplitError(
-        f"The labels have other rows than the inputs: axis 0 has {_format_sizes(of_inputs)}; {_format_sizes(of_labels)}. Labels are "
-        "cut along with the inputs, row by row: give them as many. If they go whole to every microbatch:\n"
+        f"The labels have other rows than the inputs: axis 0 has {_format_sizes(of_inputs)}; "
+        f"{_format_sizes(of_labels)}. Labels are cut along with the inputs, row by row: give them as many. If they go "
+        "whole to every microbatch:\n"
         f"    RoundPipeRunConfig(split_input={{{path!r}: Replicate}})"
     )
 

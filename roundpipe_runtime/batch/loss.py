@@ -162,8 +162,8 @@ class LossContract:
             for other, before in self._values.items():
                 if (before.kind, len(before.tensors)) != (read.kind, len(read.tensors)):
                     raise LossError(
-                        f"loss_fn returned {_format_kind(read)} for microbatch {index}, and {_format_kind(before)} for microbatch "
-                        f"{other}. It must return the same for all."
+                        f"loss_fn returned {_format_kind(read)} for microbatch {index}, and {_format_kind(before)} for "
+                        f"microbatch {other}. It must return the same for all."
                     )
             if not self._values:
                 is_short = read.tensors[0].dtype in (torch.float16, torch.bfloat16)

@@ -288,6 +288,7 @@ def _checked_calls(made: Any) -> list[tuple[Any, Any]]:
 def _checked_labels(made: Any) -> list[Any]:
     if not isinstance(made, (list, tuple)) or not made:
         raise SplitError(
-            f"split_label: the function must return a list with the labels of each microbatch, found {format_value(made)}."
+            "split_label: the function must return a list with the labels of each microbatch, found "
+            f"{format_value(made)}."
         )
     return list(made)

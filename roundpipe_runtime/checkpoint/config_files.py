@@ -7,7 +7,7 @@ import sys
 
 from torch import nn
 
-from ..pipeline import RoundPipe
+from ..pipeline import wrapped_model
 
 __all__ = ["config_files"]
 
@@ -18,7 +18,7 @@ def config_files(model: nn.Module) -> dict[str, str]:
     Args:
         model: model, or a pipeline around one.
     """
-    inner = model._rp_model if isinstance(model, RoundPipe) else model
+    inner = wrapped_model(model)
     library = sys.modules.get("transformers.modeling_utils")  # imported by whoever made a model of it
     if library is None or not isinstance(inner, library.PreTrainedModel):
         return {}

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..pipeline import RoundPipe
+from ..engine.progress import PipelineProgress
+from ..pipeline import RoundPipe, wrapped_model
 from .codec import encode
 from .errors import CheckpointError
 
@@ -68,8 +69,8 @@ def check_model(
     missing, unknown = sorted(set(expected) - found), sorted(found - set(expected))
     if missing or unknown:
         raise CheckpointError(
-            f"The checkpoint is of another model. {_format_names('It has no', missing)}{_format_names('The model has no', unknown)}"
-            "Parameters are found by name."
+            f"The checkpoint is of another model. {_format_names('It has no', missing)}"
+            f"{_format_names('The model has no', unknown)}Parameters are found by name."
         )
     for name, value in expected.items():
         tensor = tensors.get(stored["aliases"].get(name, name))
@@ -113,11 +114,7 @@ def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Map
     state: dict[str, Any] = dict(tensors)
     state.update({name: tensors[known] for name, known in stored["aliases"].items()})
     state.update(stored["extra"])
-    for _, pipeline in _pipelines(model):
-        pipeline._rp_engine.steps.synchronize()
     model.load_state_dict(state)
-    for _, pipeline in _pipelines(model):
-        pipeline._rp_engine.store.publish()
 
 
 def collect_progress(model: nn.Module) -> dict[str, Any]:
@@ -128,11 +125,9 @@ def collect_progress(model: nn.Module) -> dict[str, Any]:
     """
     pipelines, masters = {}, {}
     for prefix, pipeline in _pipelines(model):
-        engine = pipeline._rp_engine
-        engine.steps.synchronize()
-        engine.store.publish()
-        pipelines[prefix] = {"runs": engine.step}
-        masters.update({_join(prefix, name): master for name, master in engine.store.masters().items()})
+        progress = pipeline.progress()
+        pipelines[prefix] = {"runs": progress.runs}
+        masters.update({_join(prefix, name): master for name, master in progress.masters.items()})
     persistent = set(model.state_dict(keep_vars=True))
     targets = optimizer_targets(model)
     return {
@@ -155,12 +150,15 @@ def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
         target.grad = None
     gradients = dict(stored["gradients"])
     for prefix, pipeline in _pipelines(model):
-        engine = pipeline._rp_engine
-        masters = {name: stored["masters"].get(_join(prefix, name)) for name in _names_with_master(pipeline)}
-        engine.store.load_masters({name: master for name, master in masters.items() if master is not None})
-        engine.step = stored["pipelines"].get(prefix, {"runs": engine.step})["runs"]
-        own = {p: gradients.pop(_join(prefix, name), None) for name, p in pipeline._rp_model.named_parameters()}
-        engine.store.add_gradients([{p: gradient for p, gradient in own.items() if gradient is not None}])
+        names = {_join(prefix, name): name for name, _ in pipeline.optim_named_parameters()}
+        known = stored["pipelines"].get(prefix)
+        pipeline.load_progress(
+            PipelineProgress(
+                pipeline.progress().runs if known is None else known["runs"],
+                {names[name]: master for name, master in stored["masters"].items() if name in names},
+                {own: gradients.pop(name) for name, own in names.items() if name in gradients},
+            )
+        )
     for name, parameter in nn.Module.named_parameters(model):
         if name in gradients:
             parameter.grad = gradients[name]
@@ -192,7 +190,7 @@ def _restore_buffers(model: nn.Module, stored: Mapping[str, torch.Tensor]) -> No
 
 
 def _names_with_master(pipeline: RoundPipe) -> list[str]:
-    own = {id(parameter) for parameter in pipeline._rp_model.parameters()}
+    own = {id(parameter) for parameter in wrapped_model(pipeline).parameters()}
     return [name for name, target in pipeline.optim_named_parameters() if id(target) not in own]
 
 

@@ -35,6 +35,7 @@ from ..schedule.round_robin import RoundRobin, Stage
 from ..timeline.record import current_timeline
 from .autograd import call
 from .config import RoundPipeRunConfig
+from .progress import PipelineProgress
 from .run import Run, Timer, captured_autocast
 from .stage import run_stage
 
@@ -270,6 +271,34 @@ class Engine:
         except BaseException:
             run.discard()
             raise
+
+    # -- state between runs ------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait for a background step; afterwards parameters and masters agree."""
+        self.steps.synchronize()
+        self.store.publish()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear all gradients; a background step reads them, so it ends first, unless it asks itself."""
+        if not self.steps.is_here():
+            self.steps.wait_update()
+        self.store.zero_grad(set_to_none)
+
+    def progress(self) -> PipelineProgress:
+        """Return what is to be saved in addition to parameters and buffers, after the last step."""
+        self.synchronize()
+        masters = self.store.masters()  # before `named`, which makes those that no optimizer has asked for
+        gradients = {name: target.grad for name, target in self.store.named() if target.grad is not None}
+        return PipelineProgress(self.step, masters, gradients)
+
+    def load_progress(self, progress: PipelineProgress) -> None:
+        """Load what :meth:`progress` returned, after the parameters."""
+        self.synchronize()
+        self.store.zero_grad()
+        self.store.load_masters(progress.masters)
+        self.step = progress.runs
+        self.store.load_gradients(progress.gradients)
 
     def version(self) -> int:
         """Return the version of the parameters that a run reads now."""

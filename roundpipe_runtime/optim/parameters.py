@@ -216,11 +216,15 @@ class ParameterStore:
         return {name: master.tensor.detach() for name, master in self._masters.items() if master.is_filled}
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Load masters that :meth:`masters` returned."""
+        """Load masters that :meth:`masters` returned, except for parameters whose dtype the optimizer works in."""
         for name, parameter in self.model.named_parameters():
-            if name in masters:
+            if name in masters and self._dtype(parameter) != parameter.dtype:
                 self._target(name, parameter)
                 self._masters[name].set(parameter, masters[name])
+
+    def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Add gradients to the buffers, by the name of the parameter."""
+        self.add_gradients([{p: gradients[name] for name, p in self.model.named_parameters() if name in gradients}])
 
     # -- what stages read while an asynchronous step is under way ----------------------------------------------------
 

@@ -10,38 +10,27 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .batch.arguments import check_call, check_labels, check_loss_fn
-from .device.accelerator import AcceleratorDevice
-from .device.pinning import pin_parameters
-from .device.virtual import Device, DeviceSpec, parse_devices
-from .engine.config import RoundPipeRunConfig
-from .engine.driver import Engine
-from .errors import ConfigError, StageError
-from .optim.parameters import scan
-from .optim.step import in_optimizer_ctx
-from .schedule.costs import LayerCost
+from ..batch.arguments import check_call, check_labels, check_loss_fn
+from ..device.accelerator import AcceleratorDevice
+from ..device.pinning import pin_parameters
+from ..device.virtual import Device, DeviceSpec, parse_devices
+from ..engine.config import RoundPipeRunConfig
+from ..engine.driver import Engine
+from ..engine.progress import PipelineProgress
+from ..errors import ConfigError, StageError
+from ..optim.parameters import scan
+from ..optim.step import in_optimizer_ctx
+from ..schedule.costs import LayerCost
+from .model_proxy import ModelProxy
 
-__all__ = ["RoundPipe"]
-
-# What nn.Module keeps in these dictionaries is the wrapped model's own, so that names, hooks and state dicts are too.
-_SHARED = (
-    "_parameters",
-    "_buffers",
-    "_non_persistent_buffers_set",
-    "_modules",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-_OWN = frozenset({"_rp_model", "_rp_original", "_rp_engine", "_rp_options", "training", *_SHARED})
+__all__ = ["RoundPipe", "layers_of"]
 
 
 def _identity(outputs: Any, labels: Any) -> Any:
     return outputs
 
 
-class RoundPipe(nn.Module):
+class RoundPipe(ModelProxy):
     """Train a model larger than device memory: layers travel through devices, the interface is unchanged.
 
     Parameters, buffers, names, ``state_dict``, ``train``, ``eval`` are those of the model; attributes that a pipeline
@@ -69,8 +58,6 @@ class RoundPipe(nn.Module):
     >>> model.close()
     """
 
-    _rp_model: nn.Module
-    _rp_original: nn.Module | None
     _rp_engine: Engine
     _rp_options: dict[str, Any]
 
@@ -106,12 +93,9 @@ class RoundPipe(nn.Module):
         scan(layers)  # refuses what cannot travel
         pin_parameters(model, options["pin_model"], found)
         tag = f"{options['name'] or ''}|{len(layers)}|{sum(p.numel() for p in model.parameters())}"
-        own = self.__dict__
-        for shared in _SHARED:
-            own[shared] = model.__dict__[shared]
-        own["training"] = model.training
-        own["_rp_model"], own["_rp_original"], own["_rp_options"] = model, original, options
-        own["_rp_engine"] = Engine(model, layers, found, dtype, tag)
+        self._rp_stand_for(model, original)
+        self._rp_options = options
+        self._rp_engine = Engine(model, layers, found, dtype, tag)
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
         """The layers that the engine runs."""
@@ -287,15 +271,12 @@ class RoundPipe(nn.Module):
 
     def synchronize(self) -> None:
         """Wait for a background step; afterwards the model's parameters and their gradients are up to date."""
-        self._rp_engine.steps.synchronize()
-        self._rp_engine.store.publish()
+        self._rp_engine.synchronize()
         self._rp_engine.store.show_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, including those of the optimizer's parameters."""
-        if not self._rp_engine.steps.is_here():
-            self._rp_engine.steps.wait_update()
-        self._rp_engine.store.zero_grad(set_to_none)
+        self._rp_engine.zero_grad(set_to_none)
 
     # -- what belongs to the pipeline --------------------------------------------------------------------------------
 
@@ -330,19 +311,30 @@ class RoundPipe(nn.Module):
 
     def set_original_model(self, original_model: nn.Module) -> None:
         """Read, write and delete attributes on this model, from which the wrapped one was made."""
-        self.__dict__["_rp_original"] = original_model
+        self._rp_original = original_model
 
     def close(self) -> None:
         """Wait for a background step and end the threads; the pipeline cannot run afterwards."""
         self._rp_engine.close()
 
-    # -- being the model ---------------------------------------------------------------------------------------------
+    # -- what is saved -----------------------------------------------------------------------------------------------
 
-    def train(self, mode: bool = True) -> RoundPipe:
-        """Set the model's training mode."""
-        self._rp_model.train(mode)
-        self.__dict__["training"] = self._rp_model.training
-        return self
+    def progress(self) -> PipelineProgress:
+        """Return the training state that the state dict does not hold, after the last step.
+
+        Returns:
+            The number of runs, the optimizer's copies of parameters, and gradients; the tensors are not copied.
+        """
+        return self._rp_engine.progress()
+
+    def load_progress(self, progress: PipelineProgress) -> None:
+        """Load what :meth:`progress` returned, after the parameters; gradients that are there now are forgotten.
+
+        Args:
+            progress: progress of a pipeline whose parameters have the same names. Copies of the optimizer are left
+                out where this pipeline has none.
+        """
+        self._rp_engine.load_progress(progress)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict of the model, with its own names, after the last step.
@@ -354,8 +346,7 @@ class RoundPipe(nn.Module):
         Returns:
             The state dict.
         """
-        self._rp_engine.steps.synchronize()
-        self._rp_engine.store.publish()
+        self._rp_engine.synchronize()
         return self._rp_model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -372,55 +363,23 @@ class RoundPipe(nn.Module):
         Raises:
             RuntimeError: names or shapes do not fit.
         """
-        self._rp_engine.steps.synchronize()
-        self._rp_engine.store.publish()
+        self._rp_engine.synchronize()
         result = self._rp_model.load_state_dict(state_dict, strict, assign)
         self._rp_engine.store.publish()
         return result
 
-    def __getattr__(self, name: str) -> Any:
-        own = self.__dict__
-        if "_rp_model" not in own:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        for model in (own["_rp_original"], own["_rp_model"]):
-            if model is not None and hasattr(model, name):
-                return getattr(model, name)
-        kind = type(own["_rp_original"] or own["_rp_model"]).__name__
-        raise AttributeError(f"neither 'RoundPipe' nor the wrapped {kind!r} has an attribute {name!r}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if "_rp_model" not in self.__dict__:
-            super().__setattr__(name, value)
-        elif name in _OWN:
-            self.__dict__[name] = value
-        else:
-            setattr(self._rp_original or self._rp_model, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._rp_original or self._rp_model, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*object.__dir__(self), *dir(self._rp_original or self._rp_model)})
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # torch calls this in place of `load_state_dict` where another module holds the pipeline. A step that ended
+        # later would overwrite what is loaded.
+        self._rp_engine.synchronize()
+        super()._load_from_state_dict(*args, **kwargs)
 
     def __repr__(self) -> str:
         devices = ", ".join(device.name for device in self.devices)
         return f"RoundPipe on {devices}:\n{self._rp_model!r}"
 
-    def __len__(self) -> int:
-        return len(self._rp_model)  # type: ignore[arg-type] # a TypeError of its own where the model has no length
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._rp_model[index]  # type: ignore[index] # a TypeError of its own where the model has no items
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._rp_model)  # type: ignore[call-overload,no-any-return] # as above
-
-    def __bool__(self) -> bool:
-        return True
-
     def __getstate__(self) -> dict[str, Any]:
-        self._rp_engine.steps.synchronize()
-        self._rp_engine.store.publish()
+        self._rp_engine.synchronize()
         options = dict(self._rp_options)
         if not isinstance(options["devices"], (str, type(None))):
             options["devices"] = _described(self._rp_engine.devices)

@@ -1,0 +1,25 @@
+"""The training state of a pipeline that is in no state dict."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+__all__ = ["PipelineProgress"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PipelineProgress:
+    """How far a pipeline has come, in addition to its parameters and buffers.
+
+    Attributes:
+        runs: Number of completed runs, from which the seeds of random layers follow.
+        masters: Copies of parameters in the dtype of the optimizer, by the name of the parameter. Default: none.
+        gradients: Gradients of an optimizer step that is still to come, by the name of the parameter. Default: none.
+    """
+
+    runs: int
+    masters: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    gradients: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)

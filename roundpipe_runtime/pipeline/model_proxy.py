@@ -1,0 +1,97 @@
+"""A module that stands for another one: the same parameters, buffers, names, hooks and attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+from torch import nn
+
+__all__ = ["ModelProxy", "wrapped_model"]
+
+# What nn.Module keeps in these dictionaries is the wrapped model's own, so that names, hooks and state dicts are too.
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_modules",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+class ModelProxy(nn.Module):
+    """Base of modules that stand for another one. Attributes that begin with ``_rp_`` are their own.
+
+    All other attributes are read from the wrapped model, written to it and deleted from it.
+    """
+
+    _rp_model: nn.Module
+    _rp_original: nn.Module | None
+
+    def _rp_stand_for(self, model: nn.Module, original: nn.Module | None) -> None:
+        """Take the place of a model.
+
+        Args:
+            model: wrapped model.
+            original: model that it was made from, which has the attributes; ``None`` where that is the model itself.
+        """
+        own = self.__dict__
+        for shared in _SHARED:
+            own[shared] = model.__dict__[shared]
+        own["training"] = model.training
+        own["_rp_model"], own["_rp_original"] = model, original
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the model's training mode."""
+        self._rp_model.train(mode)
+        self.__dict__["training"] = self._rp_model.training
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__
+        if "_rp_model" not in own:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        for model in (own["_rp_original"], own["_rp_model"]):
+            if model is not None and hasattr(model, name):
+                return getattr(model, name)
+        kind = type(own["_rp_original"] or own["_rp_model"]).__name__
+        raise AttributeError(f"neither 'RoundPipe' nor the wrapped {kind!r} has an attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_rp_model" not in self.__dict__:
+            super().__setattr__(name, value)
+        elif name.startswith("_rp_") or name == "training" or name in _SHARED:
+            self.__dict__[name] = value
+        else:
+            setattr(self._rp_original or self._rp_model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._rp_original or self._rp_model, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._rp_original or self._rp_model)})
+
+    def __len__(self) -> int:
+        return len(self._rp_model)  # type: ignore[arg-type] # a TypeError of its own where the model has no length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rp_model[index]  # type: ignore[index] # a TypeError of its own where the model has no items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._rp_model)  # type: ignore[call-overload,no-any-return] # as above
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def wrapped_model(module: nn.Module) -> nn.Module:
+    """Return the model in a pipeline; any other module is returned as it is.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> wrapped_model(layer) is layer
+    True
+    """
+    return module._rp_model if isinstance(module, ModelProxy) else module

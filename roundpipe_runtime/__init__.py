@@ -15,10 +15,9 @@ Importing the package starts no thread and touches no accelerator.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from yobx_flatten.errors import MissingDependencyError
+from yobx_flatten.dependencies import require
 
 from . import optim
 
@@ -164,22 +163,10 @@ _TRAINERS = ("RoundPipeSeq2SeqTrainer", "RoundPipeTrainer")
 def __getattr__(name: str) -> Any:
     if name not in _TRAINERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    missing = " and ".join(library for library in ("transformers", "accelerate") if not _is_installed(library))
-    if missing:
-        raise MissingDependencyError(
-            f"{name} is a Trainer of transformers, which needs {missing}, and that is not installed:\n"
-            "    pip install 'yobx-flatten[transformers,train]'"
-        )
+    require("transformers", "accelerate", purpose=name, extra="transformers,train")
     from .huggingface.trainer import classes as trainer
 
     return getattr(trainer, name)
-
-
-def _is_installed(library: str) -> bool:
-    try:
-        return importlib.util.find_spec(library) is not None
-    except ImportError:  # from somebody's import hook
-        return False
 
 
 def __dir__() -> list[str]:

@@ -19,7 +19,6 @@ __all__ = [
     "UnevenSplitWarning",
     "UnregisteredObjectError",
     "UseAfterReleaseError",
-    "spell_bytes",
     "warn",
 ]
 
@@ -74,19 +73,6 @@ class RoundPipeWarning(UserWarning):
 
 class UnevenSplitWarning(RoundPipeWarning):
     """Microbatches have different sizes, and a loss that is divided by their number is not the mean of the batch."""
-
-
-def spell_bytes(count: float) -> str:
-    """Format a number of bytes for a message.
-
-    >>> spell_bytes(2300), spell_bytes(8e9), spell_bytes(1.38e12)
-    ('2.3 kB', '8 GB', '1.38 TB')
-    """
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def warn(message: str, category: type[Warning]) -> None:

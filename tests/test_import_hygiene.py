@@ -76,9 +76,10 @@ def test_a_trainer_says_what_it_needs(missing, named, found):
     """Without transformers or accelerate, the error is ours and has the line to type."""
     program = WITHOUT.format(missing=missing, found=found)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    are = "is" if len(missing) == 1 else "are"
     assert done.stdout.splitlines() == [
-        f"RoundPipeTrainer is a Trainer of transformers, which needs {named}, and that is not installed:",
+        f"RoundPipeTrainer needs {named}, which {are} not installed:",
         "    pip install 'yobx-flatten[transformers,train]'",
-        f"RoundPipeSeq2SeqTrainer is a Trainer of transformers, which needs {named}, and that is not installed:",
+        f"RoundPipeSeq2SeqTrainer needs {named}, which {are} not installed:",
         "    pip install 'yobx-flatten[transformers,train]'",
     ]

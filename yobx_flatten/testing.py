@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .dependencies import require
 from .diagnose.conformance import check_recipe, recipe_of
-from .errors import MissingDependencyError
 from .recipe.roundtrip import CHECKS
 
 __all__ = ["check_recipe", "recipe_tests"]
@@ -35,10 +35,8 @@ def recipe_tests(*samples: Any) -> Callable[..., None]:
     Raises:
         MissingDependencyError: when pytest is not installed.
     """
-    try:
-        import pytest
-    except ImportError:
-        raise MissingDependencyError("recipe_tests needs pytest:\n    pip install pytest") from None
+    require("pytest", purpose="recipe_tests")
+    import pytest
 
     def test_recipe(sample: Any, check: str) -> None:
         CHECKS[check](recipe_of(type(sample)), sample)

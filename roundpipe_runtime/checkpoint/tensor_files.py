@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import pathlib
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from yobx_flatten.errors import MissingDependencyError
+from yobx_flatten.dependencies import require
 
 __all__ = ["need_safetensors", "open_tensors", "write_tensors"]
 
@@ -29,8 +28,7 @@ def need_safetensors() -> None:
     Raises:
         MissingDependencyError: it is not.
     """
-    if importlib.util.find_spec("safetensors") is None:
-        raise MissingDependencyError("Checkpoints need safetensors:\n    pip install 'yobx-flatten[train]'")
+    require("safetensors", purpose="a checkpoint", extra="train")
 
 
 def write_tensors(folder: pathlib.Path, stem: str, tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> None:

@@ -14,7 +14,6 @@ What a device holds at most is counted before, in steps of their own, as countin
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import statistics
 import time
@@ -24,11 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.errors import MissingDependencyError
+from yobx_flatten.messages import format_bytes
 
 from ..device.virtual import VirtualDevice
 from ..engine.config import RoundPipeRunConfig
-from ..errors import spell_bytes
 from ..optim.adam import Adam
 from ..optim.step import OptimizerCtx
 from ..pipeline import RoundPipe
@@ -81,12 +79,7 @@ def run_demo(steps: int = STEPS, *, as_json: Callable[[dict[str, Any]], None] | 
 
     Returns:
         0, or 1 when the losses differ by more than rounding.
-
-    Raises:
-        MissingDependencyError: when rich is not installed.
     """
-    if importlib.util.find_spec("rich") is None:
-        raise MissingDependencyError("the demo needs rich: pip install 'yobx-flatten[cli]' (or '.[cli]' in a clone)")
     console = _console(stderr=as_json is not None)
     with _one_thread(), contextlib.closing(_pipeline()) as pipeline:
         plain = _build()
@@ -222,17 +215,17 @@ def _introduce(console: Any, model: nn.Module) -> None:
     console.print(
         f"Text: the help pages of Python, a token per byte. Model: a transformer of {BLOCKS} blocks, {count:,} "
         f"parameters, random weights, {ROWS} rows a step. There are {DEVICES} devices, made of the CPU, with memory "
-        f"for {spell_bytes(LIMIT)} each."
+        f"for {format_bytes(LIMIT)} each."
     )
 
 
 def _compare(console: Any, needs: Needs) -> None:
-    console.print(f"\n{'':<20}{'weights':>9}{'most on a device':>19}  device of {spell_bytes(LIMIT)}", style="bold")
+    console.print(f"\n{'':<20}{'weights':>9}{'most on a device':>19}  device of {format_bytes(LIMIT)}", style="bold")
     for name, most, verdict in (
         ("plain PyTorch", needs.plain, "too small"),
         ("through a pipeline", needs.pipeline, "large enough"),
     ):
-        console.print(f"{name:<20}{spell_bytes(needs.weights):>9}{spell_bytes(most):>19}  {verdict}")
+        console.print(f"{name:<20}{format_bytes(needs.weights):>9}{format_bytes(most):>19}  {verdict}")
     console.print(
         "\nPlain PyTorch has weights, gradients, what Adam remembers and all activations on the device, which refuses: "
         f"{needs.refusal} The pipeline has them on the host, and brings a few layers at a time.\n\n"

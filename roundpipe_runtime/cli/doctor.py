@@ -13,11 +13,14 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from torch import nn
+
+from yobx_flatten.messages import first_line, format_bytes
 
 from ..device.virtual import DeviceSpec
 from ..engine.config import RoundPipeRunConfig
-from ..errors import spell_bytes
 from ..estimate.hardware import copy_rate, cores, host_memory_available, host_memory_rate
 from ..optim.step import OptimizerCtx
 from ..pipeline import RoundPipe
@@ -81,12 +84,8 @@ def examine() -> list[Finding]:
         try:
             found += check()
         except Exception as error:  # whatever is broken here is what the user wants to know
-            found.append(Finding(name, "fail", f"{type(error).__name__}: {_first_line(error)}", "Report this."))
+            found.append(Finding(name, "fail", f"{type(error).__name__}: {first_line(error)}", "Report this."))
     return found
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
 
 
 # -- what is installed -----------------------------------------------------------------------------------------------
@@ -95,61 +94,27 @@ def _first_line(error: BaseException) -> str:
 def _versions() -> list[Finding]:
     ranges = _declared()
     found = [Finding("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.machine()}")]
-    return found + [_version(name, lost, ranges.get(name, "")) for name, lost in _LIBRARIES.items()]
+    return found + [_version(name, lost, ranges.get(name, SpecifierSet())) for name, lost in _LIBRARIES.items()]
 
 
-def _version(name: str, lost: str, wanted: str) -> Finding:
+def _version(name: str, lost: str, wanted: SpecifierSet) -> Finding:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         line = f"pip install '{name}{wanted}'"
         return Finding(name, "fail" if name == "torch" else "warning", f"not installed, so {lost}", line)
-    if wanted and not _is_within(version, wanted):
+    if not wanted.contains(version, prereleases=True):
         return Finding(name, "fail", f"{version}, and {wanted} is needed", f"pip install '{name}{wanted}'")
     return Finding(name, "ok", version)
 
 
-def _declared() -> dict[str, str]:
-    """The versions that this package asks for."""
+def _declared() -> dict[str, SpecifierSet]:
+    """The versions that this package asks for, of every library that some extra installs."""
     try:
         lines = importlib.metadata.requires(_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:  # a clone that is on the path and not installed
         return {}
-    found = {}
-    for line in lines:
-        requirement = line.partition(";")[0].strip()
-        name = next((name for name in _LIBRARIES if requirement.startswith(name)), None)
-        rest = "" if name is None else requirement[len(name) :].strip()
-        if name is not None and (not rest or rest[0] in "<>=!~"):
-            found[name] = rest
-    return found
-
-
-def _is_within(version: str, wanted: str) -> bool:
-    """Compare the numbers of a version with bounds such as ``>=4.56,<6``.
-
-    >>> _is_within("5.23.0", ">=4.56,<6"), _is_within("6.0", ">=4.56,<6"), _is_within("2.13.0+cpu", ">=2.11")
-    (True, False, True)
-    """
-    tests: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
-        ">=": lambda one, other: one >= other,
-        "<=": lambda one, other: one <= other,
-        "==": lambda one, other: one == other,
-        "<": lambda one, other: one < other,
-        ">": lambda one, other: one > other,
-    }
-    have = _numbers(version)
-    for bound in wanted.split(","):
-        sign = next((sign for sign in tests if bound.strip().startswith(sign)), None)
-        if sign is not None and not tests[sign](have, _numbers(bound.strip()[len(sign) :])):
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    parts = version.strip().partition("+")[0].split(".")
-    numbers = [int("".join(c for c in part if c.isdecimal()) or 0) for part in parts[:3]]
-    return (*numbers, *([0] * (3 - len(numbers))))
+    return {found.name: found.specifier for found in map(Requirement, lines) if found.specifier}
 
 
 # -- the machine -----------------------------------------------------------------------------------------------------
@@ -184,17 +149,15 @@ def _described(device: torch.device) -> str:
     if not hasattr(library, "mem_get_info"):
         return str(name)
     free, total = library.mem_get_info(device)
-    return f"{name}, {spell_bytes(free)} of {spell_bytes(total)} free"
+    return f"{name}, {format_bytes(free)} of {format_bytes(total)} free"
 
 
 def _memory() -> list[Finding]:
     free = host_memory_available()
-    rate = f"moves {spell_bytes(host_memory_rate())}/s"
-    if free is None:
-        return [Finding("host memory", "ok", f"the system does not say how much is free; it {rate}")]
+    rate = f"moves {format_bytes(host_memory_rate())}/s"
     remedy = "The host holds the model, its gradients and the optimizer: see roundpipe plan." if free < 4e9 else ""
     status: Status = "warning" if free < _LITTLE_MEMORY else "ok"
-    return [Finding("host memory", status, f"{spell_bytes(free)} free; it {rate}", remedy)]
+    return [Finding("host memory", status, f"{format_bytes(free)} free; it {rate}", remedy)]
 
 
 def _pinned() -> list[Finding]:
@@ -204,7 +167,7 @@ def _pinned() -> list[Finding]:
         torch.empty(64 * 2**20, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         line = "Raise the limit of locked memory (ulimit -l unlimited), or train with pin_model='off', which is slower."
-        return [Finding("pinned memory", "fail", _first_line(error), line)]
+        return [Finding("pinned memory", "fail", first_line(error), line)]
     return [Finding("pinned memory", "ok", "64 MB were pinned")]
 
 
@@ -229,7 +192,7 @@ def _disk() -> list[Finding]:
     free = shutil.disk_usage(pathlib.Path.cwd()).free
     status: Status = "fail" if free < _NO_DISK else "warning" if free < _LITTLE_DISK else "ok"
     remedy = "" if status == "ok" else "Checkpoints take 12 bytes and more per parameter: choose another --checkpoint."
-    return [Finding("disk", status, f"{spell_bytes(free)} free in the current folder", remedy)]
+    return [Finding("disk", status, f"{format_bytes(free)} free in the current folder", remedy)]
 
 
 def _links() -> list[Finding]:
@@ -238,7 +201,7 @@ def _links() -> list[Finding]:
         rate = copy_rate(device)
         slow = rate < _SLOW_LINK
         line = "Transfers will not hide. Is the card in a slot with all lanes?" if slow else ""
-        found.append(Finding(f"link of {device}", "warning" if slow else "ok", f"{spell_bytes(rate)}/s", line))
+        found.append(Finding(f"link of {device}", "warning" if slow else "ok", f"{format_bytes(rate)}/s", line))
     return found
 
 

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import spell_bytes
+from yobx_flatten.messages import format_bytes
+
 from ..estimate.report import PlanReport
 from .quantities import spell_count, spell_seconds
 
@@ -95,7 +96,7 @@ def _model(training: PlannedTraining, report: PlanReport) -> list[str]:
     some = "" if learning == count else f", of which {spell_count(learning)} learn"
     hardware = report.hardware
     devices = ", ".join(hardware.names[:4]) + (f" ... {hardware.names[-1]}" if len(hardware.names) > 4 else "")
-    memory = "unknown, give it with --memory" if hardware.memory is None else spell_bytes(hardware.memory)
+    memory = "unknown, give it with --memory" if hardware.memory is None else format_bytes(hardware.memory)
     origin = hardware.origin
     lines = [
         f"{training.cut.report.model}, {spell_count(count)} parameters{some}",
@@ -103,7 +104,7 @@ def _model(training: PlannedTraining, report: PlanReport) -> list[str]:
         "",
         f"Devices: {devices}",
         f"  memory   {memory:<14}{origin['memory'] if hardware.memory else ''}".rstrip(),
-        f"  link     {spell_bytes(hardware.link) + '/s':<14}{origin['link']}",
+        f"  link     {format_bytes(hardware.link) + '/s':<14}{origin['link']}",
         f"  compute  {_operations(hardware.flops) + '/s':<14}{origin['flops']}",
     ]
     if "assumed" in origin.values():
@@ -123,8 +124,8 @@ def _layers(report: PlanReport) -> list[str]:
         rows.append(
             (
                 name(lambda layer: str(layer.name)),
-                spell_bytes(one.param_bytes),
-                "-" if one is report.layers[-1] else spell_bytes(one.outputs),
+                format_bytes(one.param_bytes),
+                "-" if one is report.layers[-1] else format_bytes(one.outputs),
                 _size(one.held - one.outputs),
                 _operations(one.forward_flops),
                 _operations(one.backward_flops),
@@ -134,7 +135,7 @@ def _layers(report: PlanReport) -> list[str]:
 
 
 def _size(count: int) -> str:
-    return spell_bytes(count) if count > 0 else "-"
+    return format_bytes(count) if count > 0 else "-"
 
 
 def _operations(flops: float) -> str:
@@ -165,7 +166,7 @@ def _stages(report: PlanReport) -> list[str]:
         times = report.num_microbatch * seconds
         count = f"{len(same)} {kind}" if len(same) > 1 else kind
         share = f"{100 * len(same) * seconds / total:.1f} %"
-        rows.append((count, str(layers), spell_bytes(up), _size(down), spell_seconds(times) if times else "-", share))
+        rows.append((count, str(layers), format_bytes(up), _size(down), spell_seconds(times) if times else "-", share))
     return _table(headings, rows)
 
 
@@ -183,11 +184,11 @@ def _memory(report: PlanReport) -> list[str]:
     stage = report.stages[worst.stage]
     host = report.host_memory
     return [
-        f"Memory of a device: {spell_bytes(worst.total)} at most, in a {stage.kind} stage on {device}",
-        *(f"  {name:<26}{spell_bytes(size):>10}" for name, size in rows if size),
-        f"Memory of the host: {spell_bytes(host.total)}",
+        f"Memory of a device: {format_bytes(worst.total)} at most, in a {stage.kind} stage on {device}",
+        *(f"  {name:<26}{format_bytes(size):>10}" for name, size in rows if size),
+        f"Memory of the host: {format_bytes(host.total)}",
         *(
-            f"  {name:<26}{spell_bytes(size):>10}"
+            f"  {name:<26}{format_bytes(size):>10}"
             for name, size in (
                 ("weights", host.parameters),
                 ("gradients", host.gradients),
@@ -241,7 +242,7 @@ def _time(report: PlanReport) -> list[str]:
         f"bubble {100 * run.bubble:.0f} %",
         f"  of that, transfers add {spell_seconds(adds) if adds > 1e-3 * run.time else 'nothing'}",
         f"  AdamW then takes about {spell_seconds(report.optimizer_seconds)} on this host, "
-        f"which moves {spell_bytes(report.hardware.host_rate)}/s",
+        f"which moves {format_bytes(report.hardware.host_rate)}/s",
         f"Transfers hide behind computing from {needed:,.0f} tokens a step on; there are {report.tokens:,}",
         f"  ({report.tokens_forward:,.0f} in forward stages, {report.tokens_backward:,.0f} in backward stages)",
     ]
@@ -253,26 +254,26 @@ def _verdict(report: PlanReport, remedy: Remedy | None) -> list[str]:
     lines = []
     if report.too_large:
         lines.append(f"Devices: DOES NOT FIT. {report.too_large.partition('. ')[0]}.")
-        lines.append(f"  A device needs {spell_bytes(report.least_memory)} for this model")
+        lines.append(f"  A device needs {format_bytes(report.least_memory)} for this model")
     elif report.fits_devices is None:
-        lines.append(f"Devices: unknown; they need {spell_bytes(needed)} each")
+        lines.append(f"Devices: unknown; they need {format_bytes(needed)} each")
     elif report.fits_devices:
-        lines.append(f"Devices: fits, {spell_bytes(needed)} of {spell_bytes(hardware.memory or 0)}")
+        lines.append(f"Devices: fits, {format_bytes(needed)} of {format_bytes(hardware.memory or 0)}")
     else:
-        lines.append(f"Devices: DOES NOT FIT, {spell_bytes(needed)} needed of {spell_bytes(hardware.memory or 0)}")
+        lines.append(f"Devices: DOES NOT FIT, {format_bytes(needed)} needed of {format_bytes(hardware.memory or 0)}")
     if remedy is not None:
-        then = f"{remedy.what}: {spell_bytes(remedy.device_bytes)} of a device"
+        then = f"{remedy.what}: {format_bytes(remedy.device_bytes)} of a device"
         lines.append(f"  It fits with {then}" if remedy.fits else f"  Not even with {then}")
     if hardware.host is None:
-        lines.append(f"Host: unknown; it needs {spell_bytes(host.total)}")
+        lines.append(f"Host: unknown; it needs {format_bytes(host.total)}")
     elif report.fits_host:
-        lines.append(f"Host: fits, {spell_bytes(host.total)} of {spell_bytes(hardware.host)} that are free")
+        lines.append(f"Host: fits, {format_bytes(host.total)} of {format_bytes(hardware.host)} that are free")
     else:
-        lines.append(f"Host: DOES NOT FIT, {spell_bytes(host.total)} needed, {spell_bytes(hardware.host)} are free")
+        lines.append(f"Host: DOES NOT FIT, {format_bytes(host.total)} needed, {format_bytes(hardware.host)} are free")
         frozen = host.parameters + host.activations
         if host.gradients > 0.1 * host.parameters:
-            lines.append(f"  With adapters, --lora 8, it needs little more than {spell_bytes(frozen)}")
+            lines.append(f"  With adapters, --lora 8, it needs little more than {format_bytes(frozen)}")
         if host.masters:
             narrow = host.total - host.masters - (host.gradients + host.optimizer) // 2
-            lines.append(f"  With --optim-dtype same it needs {spell_bytes(narrow)}, and rounds more")
+            lines.append(f"  With --optim-dtype same it needs {format_bytes(narrow)}, and rounds more")
     return lines

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from yobx_flatten.messages import format_bytes
 from yobx_flatten.terminal.output import console, say
 
-from ..errors import spell_bytes
 from ..fine_tune import Blocks, EvalRecord, ModelSource, StepRecord, Tokenizer, Training
 
 __all__ = ["Display", "spell_model", "spell_step", "spell_text", "spell_training"]
@@ -70,8 +70,8 @@ class Display:
 
 def spell_step(record: StepRecord) -> list[str]:
     """Return what is known of a step in words, the most important first."""
-    memory = "" if record.process_bytes is None else spell_bytes(record.process_bytes)
-    device = "" if record.device_bytes is None else f"device {spell_bytes(record.device_bytes)}"
+    memory = "" if record.process_bytes is None else format_bytes(record.process_bytes)
+    device = "" if record.device_bytes is None else f"device {format_bytes(record.device_bytes)}"
     return [
         f"loss {record.loss:.4f}",
         f"{record.tokens_per_s:,.0f} tokens/s",

@@ -209,23 +209,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def host_memory_available() -> int | None:
-    """Return the bytes of memory that processes may still take, limits of containers included; ``None`` if unknown."""
-    found = [value for value in (_mem_available(), _left_in_container()) if value is not None]
-    return min(found, default=None)
+def host_memory_available() -> int:
+    """Return the bytes of memory that processes can still take, limits of containers included."""
+    import psutil
 
-
-def _mem_available() -> int | None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # all of it: others may hold some
-    except (ValueError, OSError, AttributeError):
-        return None
+    available = int(psutil.virtual_memory().available)
+    left = _left_in_container()
+    return available if left is None else min(available, left)
 
 
 def _left_in_container() -> int | None:

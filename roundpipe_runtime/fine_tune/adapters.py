@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import warnings
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from yobx_flatten.errors import MissingDependencyError
+from yobx_flatten.dependencies import require
 
 from .errors import FineTuneError
 
@@ -69,8 +68,7 @@ def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
         MissingDependencyError: PEFT is not installed.
         FineTuneError: no module has the name of a target.
     """
-    if importlib.util.find_spec("peft") is None:
-        raise MissingDependencyError("Adapters need PEFT: pip install 'yobx-flatten[lora]'")
+    require("peft", purpose="add_lora", extra="lora")
     import peft
 
     modules = dict(model.named_modules())

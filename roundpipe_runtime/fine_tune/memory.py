@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterable
 
 import torch
@@ -13,22 +11,11 @@ from ..device.virtual import AcceleratorDevice, Device
 __all__ = ["device_peak", "process_memory"]
 
 
-def process_memory() -> int | None:
-    """Return the bytes of memory that the process holds now; the peak, where the system reports only that.
+def process_memory() -> int:
+    """Return the bytes of memory that the process holds now (resident set size)."""
+    import psutil
 
-    ``None`` where the system reports neither.
-    """
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        pass
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    return int(psutil.Process().memory_info().rss)
 
 
 def device_peak(devices: Iterable[Device]) -> int | None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.errors import MissingDependencyError
+from yobx_flatten.dependencies import require
+from yobx_flatten.messages import first_line
 
 from .errors import FineTuneError
 
@@ -92,7 +93,7 @@ class ModelSource:
                 output_loading_info=True,
             )
         except Exception as error:  # transformers, safetensors and JSON each raise their own
-            raise FineTuneError(f"The model in {self.name} cannot be loaded: {_first_line(error)}") from error
+            raise FineTuneError(f"The model in {self.name} cannot be loaded: {first_line(error)}") from error
         if missing := sorted(found["missing_keys"]):
             raise FineTuneError(
                 f"{self.name} holds the weights of another model: {len(missing)} of {type(loaded).__name__} are "
@@ -131,7 +132,9 @@ def _read_config(file: pathlib.Path, name: str) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(file, local_files_only=True)
     except Exception as error:  # as above
-        raise FineTuneError(f"{name} is no configuration of transformers: {_first_line(error)}. {_FIX}") from error
+        raise FineTuneError(
+            f"{name} is no configuration of transformers: {first_line(error).rstrip('.')}. {_FIX}"
+        ) from error
 
 
 def _causal(config: Any, name: str) -> Any:
@@ -156,15 +159,7 @@ def _module(model: Any) -> nn.Module:
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise MissingDependencyError(
-            "A training on text needs transformers: pip install 'yobx-flatten[transformers,train]'"
-        ) from None
+    require("transformers", purpose="a training on text", extra="transformers,train")
+    import transformers
+
     return transformers
-
-
-def _first_line(error: BaseException) -> str:
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return first.rstrip(".")

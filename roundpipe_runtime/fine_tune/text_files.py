@@ -11,14 +11,13 @@
 from __future__ import annotations
 
 import glob
-import importlib.util
 import json
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from yobx_flatten.errors import MissingDependencyError
+from yobx_flatten.dependencies import require
 
 from .errors import FineTuneError
 
@@ -170,10 +169,7 @@ def _saved_folder(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _saved(folder: pathlib.Path, field: str) -> Iterator[str | None]:
-    if importlib.util.find_spec("datasets") is None:
-        raise MissingDependencyError(
-            f"{folder} was written by the library datasets, which is not installed: pip install 'yobx-flatten[data]'"
-        )
+    require("datasets", purpose=f"{folder}, which datasets wrote,", extra="data")
     import datasets
 
     try:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.messages import first_line
+
 from ..errors import ConfigError
 from ..estimate.hardware import Hardware
 from ..estimate.layer_footprint import LayerFootprint, measure_layers
@@ -182,7 +184,7 @@ def _cut(model: nn.Module, kind: str) -> Cut:
         raise CutError(
             error.reason,
             f"{type(model).__name__} cannot be planned: on meta, where tensors have no values, its forward ends with "
-            f"{error.__cause__ or error}".splitlines()[0],
+            f"{first_line(error.__cause__ or error)}",
         ) from error
 
 

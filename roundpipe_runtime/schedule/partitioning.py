@@ -19,7 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from ..errors import PlanError, spell_bytes
+from yobx_flatten.messages import format_bytes
+
+from ..errors import PlanError
 from .costs import LayerCost
 from .simulation import makespan
 
@@ -213,8 +215,8 @@ def _check_layer_sizes(run_type: str, models: Sequence[Sequence[LayerCost]], lim
             if needed > limit:
                 where = f"layer {index}" if len(models) == 1 else f"layer {index} of model {number}"
                 raise PlanError(
-                    f"{where} has {spell_bytes(needed)} of parameters and gradients, and a stage may have "
-                    f"{spell_bytes(limit)} (half of model_memory_limit, as the next stage is loaded meanwhile). Cut "
+                    f"{where} has {format_bytes(needed)} of parameters and gradients, and a stage may have "
+                    f"{format_bytes(limit)} (half of model_memory_limit, as the next stage is loaded meanwhile). Cut "
                     "the layer in two, or raise the limit:\n"
                     f"    ModelExecutePlan.auto({run_type!r}, model, model_memory_limit={2.2 * needed / 1e9:.3g})"
                 )

@@ -7,7 +7,9 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from ..errors import ConfigError, spell_bytes
+from yobx_flatten.messages import format_bytes
+
+from ..errors import ConfigError
 from .round_robin import RoundRobin, Step
 
 __all__ = ["Machine", "Simulation", "StageLoad", "TimedStep", "makespan", "simulate"]
@@ -135,7 +137,7 @@ def simulate(
     peak = state.peak_memory()
     if peak > machine.memory:
         raise ConfigError(
-            f"A device must hold {spell_bytes(peak)} and has {spell_bytes(machine.memory)}. Use smaller stages, or "
+            f"A device must hold {format_bytes(peak)} and has {format_bytes(machine.memory)}. Use smaller stages, or "
             "more microbatches:\n"
             f"    RoundPipeRunConfig(num_microbatch={num_microbatch * 2})"
         )

@@ -6,7 +6,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from yobx_flatten.errors import MissingDependencyError
+from yobx_flatten.dependencies import require
 
 from .file import TimelineFileError
 from .record import Record
@@ -34,12 +34,11 @@ def save_picture(records: Sequence[Record], path: str | os.PathLike[str]) -> Non
         MissingDependencyError: matplotlib is not installed.
         TimelineFileError: matplotlib does not write files with this suffix.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise MissingDependencyError("A picture needs matplotlib: pip install matplotlib") from None
+    require("matplotlib", purpose="a picture")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     devices = sorted({record.device for record in records})
     first = min(record.start for record in records)
     figure = Figure(figsize=(12, 1.2 + 0.5 * len(devices)), layout="constrained")

@@ -15,7 +15,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import dataclasses
-import importlib.util
 import io
 import logging
 import os
@@ -26,7 +25,8 @@ from typing import Any
 
 import torch
 
-from ..errors import MissingDependencyError, ReplayError
+from ..dependencies import require
+from ..errors import ReplayError
 from ..export.onnx_export import export_onnx
 from ..export.replay import Case
 from ..export.report import ExportReport
@@ -39,7 +39,6 @@ __all__ = ["MODELS", "run_demo"]
 WINDOW = 8
 STEPS = 6
 
-_NEEDED = {"transformers": "transformers", "onnx": "onnx", "onnxscript": "onnx", "onnxruntime": "onnx", "rich": "cli"}
 
 # ByT5's vocabulary: three special tokens, then one per byte.
 _TOKENS = {"vocab_size": 259, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
@@ -107,12 +106,7 @@ def run_demo(
         OSError: when ``output`` cannot be made or written.
         KeyboardInterrupt: after Ctrl-C; its text names the files that are there.
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        extras = ",".join(dict.fromkeys(_NEEDED[name] for name in missing))
-        raise MissingDependencyError(
-            f"the demo needs {', '.join(missing)}: pip install 'yobx-flatten[{extras}]' (or '.[{extras}]' in a clone)"
-        )
+    require("transformers", "onnx", "onnxscript", "onnxruntime", purpose="the demo", extra="transformers,onnx")
     check_writable(output)
     is_new = not output.exists()
     output.mkdir(parents=True, exist_ok=True)

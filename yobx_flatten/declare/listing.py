@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 from collections.abc import Iterator
 from typing import Any
+
+from ..dependencies import is_installed
 
 __all__ = ["FlatteningRow", "flattening_list"]
 
@@ -55,7 +57,7 @@ def flattening_list() -> list[FlatteningRow]:
     >>> [(row.code, row.leaves) for row in flattening_list() if row.cls.endswith(".DynamicLayer")]
     [('D', 'key, value')]
     """
-    if importlib.util.find_spec("transformers") is None:
+    if not is_installed("transformers"):
         return []
     return [*_layers(), *_nodes()]
 

@@ -7,14 +7,14 @@ writes.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.utils._pytree as pytree
 
-from ..errors import InvalidArgumentError, MissingDependencyError, NotRegisteredError, describe_class
+from ..dependencies import require
+from ..errors import InvalidArgumentError, NotRegisteredError, describe_class
 from ..recipe.contract import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_node
 from ..recipe.keys import torch_key
 from ..recipe.roundtrip import check_round_trip
@@ -97,8 +97,7 @@ def _targets(source: str, to: str | Iterable[str]) -> tuple[str, ...]:
                 f"mirror: expected a library out of {known}, found {describe_class(name)}.\n"
                 '    mirror(MyClass, source="jax", to=("torch",))'
             )
-        if importlib.util.find_spec(name) is None:
-            raise MissingDependencyError(f"mirror: {name} is not installed:\n    pip install {name}")
+        require(name, purpose="mirror")
     if source in names or not names:
         raise InvalidArgumentError(
             f"mirror: source={source!r} and to={names!r}; name a library, and another one.\n"

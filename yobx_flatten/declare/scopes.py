@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from ..errors import InvalidRegistrationError, MissingDependencyError, RoundTripError, describe_class
+from ..dependencies import require
+from ..errors import InvalidRegistrationError, RoundTripError, describe_class
 from ..log import say, verbosity
 from ..recipe.contract import (
     Flatten,
@@ -397,7 +398,6 @@ def _is_model_module(name: str) -> bool:
 
 
 def _require_library(name: str, option: str) -> None:
-    if importlib.util.find_spec(name) is None:
-        raise MissingDependencyError(f"{option}=True needs {name}, which is not installed:\n    pip install {name}")
+    require(name, purpose=f"{option}=True")
     if name == "diffusers":
         importlib.import_module("diffusers.utils.outputs")

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from ..messages import format_bytes
 from ..trees.walk import children_of, class_name, spell_entry
 from .contents import Layouts
-from .opaque import Unregistered, find_unregistered, spell_bytes, spell_count
+from .opaque import Unregistered, find_unregistered, spell_count
 
 __all__ = ["Drawing", "DrawingRow", "explain"]
 
@@ -135,7 +136,7 @@ class _Reader:
     def _leaf(self, label: str, path: str, obj: Any) -> _Part:
         if path in self._opaque:
             found = self._opaque[path]
-            holds = f"{spell_count(found.tensors)}, {spell_bytes(found.nbytes)}"
+            holds = f"{spell_count(found.tensors)}, {format_bytes(found.nbytes)}"
             return _Part(label, f"✗ {_short_name(found.cls)}, not registered: {holds}", "opaque")
         if self._layouts(type(obj)).is_tensor:
             return _Part(label, _tensor_text(obj), "tensor")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ..messages import format_bytes
 from ..trees.walk import class_name, torch_leaves
 from .contents import Layouts
 from .inside import Holder, holders_in
@@ -22,7 +23,6 @@ from .remedies import Remedy, registers_what_is_inside, remedy_for
 __all__ = [
     "Unregistered",
     "find_unregistered",
-    "spell_bytes",
     "spell_count",
 ]
 
@@ -57,7 +57,7 @@ class Unregistered:
         where = "" if self.inside is None else f" (inside {self.inside})"
         return (
             f"{self.path}{where} is a {class_name(self.cls)}, which torch does not know how to flatten. It holds "
-            f"{spell_count(self.tensors)}, {spell_bytes(self.nbytes)}. {self.advice}:\n    {remedy}"
+            f"{spell_count(self.tensors)}, {format_bytes(self.nbytes)}. {self.advice}:\n    {remedy}"
         )
 
 
@@ -113,17 +113,3 @@ def find_unregistered(tree: Any, *, name: str = "tree") -> list[Unregistered]:
 def spell_count(tensors: int) -> str:
     """Spell a number of tensors."""
     return f"{tensors} tensor{'' if tensors == 1 else 's'}"
-
-
-def spell_bytes(nbytes: int) -> str:
-    """Spell a size.
-
-    >>> spell_bytes(40), spell_bytes(1536), spell_bytes(3 * 2**20)
-    ('40 bytes', '1.5 kB', '3.0 MB')
-    """
-    size, unit = float(nbytes), "bytes"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{nbytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"

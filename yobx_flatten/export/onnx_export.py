@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import logging
 import os
@@ -15,12 +14,13 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, OutputKind
 
+from ..dependencies import require
 from ..diagnose.compare import largest_difference
-from ..errors import InvalidArgumentError, MissingDependencyError
+from ..errors import InvalidArgumentError
 from ..huggingface.cases import CACHE_NAMES
 from ..huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
 from ..log import STEP
-from ..storage.ort_values import first_line
+from ..messages import first_line
 from ..trees.arguments import check_arguments
 from .onnx_file import UnprovenFile, convert, unproven_file
 from .onnx_replay import OnnxSteps
@@ -79,9 +79,7 @@ def export_onnx(
         MissingDependencyError: when onnx, onnxscript or onnxruntime is not installed.
         ReplayError: when a case fails or differs by more than ``tolerance``, or onnxruntime cannot load the file.
     """
-    for library in ("onnx", "onnxscript", "onnxruntime"):
-        if importlib.util.find_spec(library) is None:
-            raise MissingDependencyError(f"export_onnx needs {library}:\n    pip install 'yobx-flatten[onnx]'")
+    require("onnx", "onnxscript", "onnxruntime", purpose="export_onnx", extra="onnx")
     check_arguments(module, args, kwargs)
     cases = cases if cases is None else check_cases(cases)
     target = pathlib.Path(path)

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from ..errors import GenerationError, MissingDependencyError
+from ..dependencies import require
+from ..errors import GenerationError
+from ..messages import first_line
 from .slots import CacheSlot, Port, cache_slots, empty_cache, is_present
 
 __all__ = ["OnnxRunner", "open_session"]
@@ -41,10 +43,9 @@ def open_session(path: str | os.PathLike[str], *, threads: int | None = None) ->
         MissingDependencyError: when onnxruntime is not installed.
         GenerationError: when the file cannot be loaded.
     """
-    try:
-        import onnxruntime
-    except ImportError:
-        raise MissingDependencyError("OnnxGenerator needs onnxruntime:\n    pip install 'yobx-flatten[onnx]'") from None
+    require("onnxruntime", purpose="OnnxGenerator", extra="onnx")
+    import onnxruntime
+
     if not os.path.isfile(path):
         raise GenerationError(f"There is no file {os.fspath(path)}.")
     options = onnxruntime.SessionOptions()
@@ -53,7 +54,7 @@ def open_session(path: str | os.PathLike[str], *, threads: int | None = None) ->
     try:
         return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has no base class for its errors
-        raise GenerationError(f"onnxruntime cannot load {os.fspath(path)}: {_first_line(error)}") from error
+        raise GenerationError(f"onnxruntime cannot load {os.fspath(path)}: {first_line(error)}") from error
 
 
 class OnnxRunner:
@@ -99,7 +100,7 @@ class OnnxRunner:
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # onnxruntime has no base class for its errors
-            raise GenerationError(f"{self.name} stopped: {_first_line(error)}") from error
+            raise GenerationError(f"{self.name} stopped: {first_line(error)}") from error
         found = dict(zip(self.outputs, binding.get_outputs(), strict=True))
         following = {slot.port.name: found.get(slot.present, cache[slot.port.name]) for slot in self.slots}
         if not self.slots:  # the file of a first call: its outputs are the cache of another file
@@ -121,7 +122,3 @@ def _to_value(tensor: torch.Tensor) -> Any:
 
 def _to_tensor(value: Any) -> torch.Tensor:
     return torch.from_numpy(value.numpy())
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -7,7 +7,9 @@ import pathlib
 import re
 from typing import Any
 
-from ..errors import MissingDependencyError, ModelSourceError
+from ..dependencies import require
+from ..errors import ModelSourceError
+from ..messages import first_line
 from .classes import class_for
 from .tiny_models import small_config
 
@@ -31,10 +33,9 @@ def require_transformers(what: str) -> Any:
     Raises:
         MissingDependencyError: when it is not installed.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise MissingDependencyError(f"{what} needs transformers: pip install 'yobx-flatten[transformers]'") from None
+    require("transformers", purpose=what, extra="transformers")
+    import transformers
+
     return transformers
 
 
@@ -80,7 +81,7 @@ class FoundModel:
         try:
             loaded = class_for(self.config).from_pretrained(self.folder, dtype=wanted, local_files_only=True)
         except Exception as error:  # transformers, safetensors and JSON each raise their own
-            raise ModelSourceError(f"The model in {self.name} cannot be loaded: {_first_line(error)}") from error
+            raise ModelSourceError(f"The model in {self.name} cannot be loaded: {first_line(error)}") from error
         return loaded.eval()
 
 
@@ -135,7 +136,7 @@ def _read_config(file: pathlib.Path, source: str) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(file, local_files_only=True)
     except Exception as error:  # as above
-        raise ModelSourceError(f"The model in {source} cannot be loaded: {_first_line(error)}") from error
+        raise ModelSourceError(f"The model in {source} cannot be loaded: {first_line(error)}") from error
 
 
 def _download(source: str, patterns: list[str]) -> pathlib.Path:
@@ -157,12 +158,7 @@ def _why_not(error: BaseException) -> str:
     names = {base.__name__ for found in chain for base in type(found).__mro__}
     if names & {"OfflineModeIsEnabled", "ConnectError", "ConnectionError", "ConnectTimeout", "LocalEntryNotFoundError"}:
         return (
-            f"the hub cannot be reached ({_first_line(chain[-1])[:120]}). Name a folder that save_pretrained wrote, or "
+            f"the hub cannot be reached ({first_line(chain[-1])[:120]}). Name a folder that save_pretrained wrote, or "
             "try again with a connection"
         )
-    return f"the hub does not give it: {_first_line(error)[:200]}"
-
-
-def _first_line(error: BaseException) -> str:
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return first.rstrip(".")
+    return f"the hub does not give it: {first_line(error)[:200]}"

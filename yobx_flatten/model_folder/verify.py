@@ -18,6 +18,7 @@ from ..generate.onnx_generator import OnnxGenerator
 from ..generate.onnx_runner import open_session
 from ..generate.program_generator import ProgramGenerator
 from ..generate.program_runner import ProgramRunner, open_program
+from ..messages import first_line
 from ..storage.cases import StoredCase, load_case
 from ..storage.replay import replay_case
 from .manifest import FolderManifest, read_manifest
@@ -111,7 +112,7 @@ def verify_folder(folder: str | os.PathLike[str], *, on_check: Callable[[str], N
             ok = difference <= manifest.tolerance if name else difference == 0
             error = None
         except (FlattenError, OSError) as failed:
-            difference, ok, error = float("inf"), False, str(failed).splitlines()[0]
+            difference, ok, error = float("inf"), False, first_line(failed)
         seconds = time.perf_counter() - start
         checks.append(FolderCheck(name or "generate", case.name, difference, ok, seconds, error))
     return FolderReport(path, manifest, tuple(checks))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
-import importlib.util
 import logging
 import os
 import pathlib
@@ -19,7 +18,8 @@ import shutil
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from ..errors import FolderExistsError, InvalidArgumentError, MissingDependencyError, ReplayError
+from ..dependencies import is_installed, require
+from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
 from ..export.onnx_export import export_onnx
 from ..export.program import ExportedModel, export_program
 from ..export.report import TOLERANCES, ExportReport
@@ -105,9 +105,7 @@ def export_folder(
     if to not in _SUFFIXES:
         raise InvalidArgumentError(f'to must be "onnx" or "program", found {to!r}.')
     if to == "onnx":
-        for library in ("onnx", "onnxscript", "onnxruntime"):
-            if importlib.util.find_spec(library) is None:
-                raise MissingDependencyError(f"export_folder needs {library}: pip install 'yobx-flatten[onnx]'")
+        require("onnx", "onnxscript", "onnxruntime", purpose="export_folder", extra="onnx")
     dtype = str(model.dtype).removeprefix("torch.")
     if dtype not in TOLERANCES or (dtype == "bfloat16" and to == "onnx"):
         raise InvalidArgumentError(
@@ -130,7 +128,7 @@ def export_folder(
             contents = genai_config(model, reports["model.onnx"].input_names)
             if contents is not None:
                 write_genai_config(work, contents)
-        versions = {name: importlib.metadata.version(name) for name in _LIBRARIES if importlib.util.find_spec(name)}
+        versions = {name: importlib.metadata.version(name) for name in _LIBRARIES if is_installed(name)}
         names = [piece.stem + _SUFFIXES[to] for piece in pieces]
         write_manifest(
             work, FolderManifest(type(model).__qualname__, task, to, dtype, TOLERANCES[dtype], names, cases, versions)

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -20,7 +19,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from ..errors import MissingDependencyError, RecordError
+from ..dependencies import require
+from ..errors import RecordError
 from ..recipe.static_codec import dump_static, load_static
 from .snapshot import Fact, Snapshot, libraries_in_use
 
@@ -36,8 +36,7 @@ def prepare_folder(folder: str | os.PathLike[str]) -> pathlib.Path:
         MissingDependencyError: when safetensors is not installed.
         RecordError: when the folder holds recorded calls already.
     """
-    if importlib.util.find_spec("safetensors") is None:
-        raise MissingDependencyError("record_calls(..., to=...) needs safetensors:\n    pip install safetensors")
+    require("safetensors", purpose="record_calls(..., to=...)")
     path = pathlib.Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     if call_files(path):

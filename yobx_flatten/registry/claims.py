@@ -15,15 +15,14 @@ the last claim to go restores *found*. Claims may go in any order.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..dependencies import require
 from ..errors import (
     AlreadyRegisteredError,
     InvalidArgumentError,
-    MissingDependencyError,
     NotRegisteredError,
     describe_class,
 )
@@ -117,10 +116,8 @@ class Registry:
                 f"    {function}(..., backends=({', '.join(map(repr, TORCH))},))"
             )
         for name in names:
-            if name != "all" and importlib.util.find_spec(name) is None:
-                raise MissingDependencyError(
-                    f"{function}: backends names {name}, which is not installed:\n    pip install {name}"
-                )
+            if name != "all":
+                require(name, purpose=f"{function}(..., backends={name!r})")
         return tuple(name for name in self._libraries if name in names or "all" in names)
 
     def claim(self, recipe: Recipe) -> Claim | None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
-from ..errors import FlattenError, MissingDependencyError
+from ..dependencies import require
+from ..errors import FlattenError
 
 __all__ = ["BOOL", "DOUBLE", "ELEMENTS", "INT64", "STRING", "UINT8", "Element", "pack", "require_onnx", "unpack"]
 
@@ -112,10 +113,9 @@ def require_onnx(function: str) -> Any:
     Raises:
         MissingDependencyError: when onnx is not installed.
     """
-    try:
-        import onnx
-    except ImportError:
-        raise MissingDependencyError(f"{function} needs onnx:\n    pip install 'yobx-flatten[onnx]'") from None
+    require("onnx", purpose=function, extra="onnx")
+    import onnx
+
     if sys.byteorder != "little":  # ONNX stores the low byte first, and here bytes are stored as they are in memory
         raise FlattenError(f"{function} works on machines that store the low byte first; this one does not.")
     return onnx

@@ -10,9 +10,10 @@ import torch
 
 from ..diagnose.compare import is_text
 from ..errors import ReplayError
+from ..messages import first_line
 from .elements import ELEMENTS
 
-__all__ = ["first_line", "run_session", "to_onnxruntime"]
+__all__ = ["run_session", "to_onnxruntime"]
 
 # what onnxruntime calls types of elements, where torch has another name
 _TORCH_NAMES = {"float": "float32", "double": "float64", "string": "str"}
@@ -84,8 +85,3 @@ def _from_onnxruntime(value: Any) -> Any:
 def _tensor(array: Any) -> Any:
     # onnxruntime's uint64 is a type of C of the same size, which torch does not take
     return array if is_text(array) else torch.tensor(array.view(array.dtype.str))
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of what a library says."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

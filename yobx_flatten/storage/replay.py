@@ -12,10 +12,11 @@ import torch
 
 from ..diagnose.compare import largest_difference
 from ..errors import InvalidArgumentError, ReplayError, describe_class
+from ..messages import first_line
 from ..trees.naming import leaf_names, output_names
 from .cases import StoredCase
 from .matching import leaves_of, match, plain_names
-from .ort_values import first_line, run_session, to_onnxruntime
+from .ort_values import run_session, to_onnxruntime
 from .run import require_onnxruntime
 
 __all__ = ["CaseReport", "OutputDifference", "replay_case"]

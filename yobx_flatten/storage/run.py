@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..errors import DamagedFileError, InvalidArgumentError, MissingDependencyError, describe_class
+from ..dependencies import require
+from ..errors import DamagedFileError, InvalidArgumentError, describe_class
 from .elements import ELEMENTS, Element, pack
 
 __all__ = ["RunOutputs", "require_onnxruntime"]
@@ -21,10 +22,9 @@ def require_onnxruntime(function: str) -> Any:
     Raises:
         MissingDependencyError: when it is not installed.
     """
-    try:
-        import onnxruntime
-    except ImportError:
-        raise MissingDependencyError(f"{function} needs onnxruntime:\n    pip install 'yobx-flatten[onnx]'") from None
+    require("onnxruntime", purpose=function, extra="onnx")
+    import onnxruntime
+
     return onnxruntime
 
 

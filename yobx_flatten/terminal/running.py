@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ..dependencies import is_installed
 from ..errors import FlattenError
 from .failures import explain_failure
 
@@ -19,7 +19,7 @@ def has_libraries(program: str) -> bool:
     Args:
         program: what the command is called.
     """
-    missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("typer", "rich") if not is_installed(name)]
     if missing:
         wanted = " and ".join(missing)
         sys.stderr.write(f"{program}: the command line needs {wanted}: pip install 'yobx-flatten[cli]'\n")

@@ -1,5 +1,7 @@
 """The demo as a user meets it: one run of it, and every way to ask for what is not there."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -66,10 +68,11 @@ def test_the_version_is_that_of_the_package(capsys):
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(tmp_path, capsys, monkeypatch):
     """Without an extra: exit status 2, one line, nothing written."""
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else name)
     assert main(["demo", "--output", str(tmp_path / "made")]) == 2
     shown = capsys.readouterr().err
-    assert "the demo needs onnx, onnxscript, onnxruntime: pip install 'yobx-flatten[onnx]'" in shown
+    line = "pip install 'yobx-flatten[transformers,onnx]'"
+    assert f"the demo needs onnx, onnxscript and onnxruntime, which are not installed: {line}" in shown
     assert shown.count("\n") == 1
     assert not (tmp_path / "made").exists()
 

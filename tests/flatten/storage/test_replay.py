@@ -168,7 +168,7 @@ def test_without_onnxruntime_the_message_says_what_to_install(adder, monkeypatch
     import sys
 
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(MissingDependencyError, match=r"replay_case needs onnxruntime:\n    pip install"):
+    with pytest.raises(MissingDependencyError, match=r"replay_case needs onnxruntime, .*\n    pip install"):
         replay_case(StoredCase({"x": ONES, "y": ONES}, ONES), adder)
 
 

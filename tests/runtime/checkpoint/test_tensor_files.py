@@ -1,11 +1,11 @@
 """Tests of roundpipe_runtime.checkpoint.tensor_files: safetensors files as transformers names them."""
 
+import importlib.util
 import json
 
 import pytest
 import torch
 
-from roundpipe_runtime.checkpoint import tensor_files
 from roundpipe_runtime.checkpoint.tensor_files import need_safetensors, open_tensors, write_tensors
 from yobx_flatten import MissingDependencyError
 
@@ -50,6 +50,6 @@ def test_no_tensors_at_all(tmp_path):
 
 def test_without_safetensors_the_error_says_what_to_install(monkeypatch):
     """It is an extra."""
-    monkeypatch.setattr(tensor_files.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'yobx-flatten\[train\]'"):
         need_safetensors()

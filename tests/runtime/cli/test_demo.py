@@ -8,7 +8,6 @@ import torch
 from roundpipe_runtime.__main__ import main
 from roundpipe_runtime.cli import demo
 from roundpipe_runtime.cli.demo_memory import Needs
-from yobx_flatten import MissingDependencyError
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -92,11 +91,3 @@ def test_a_number_of_steps_that_cannot_be_is_refused(steps, capsys):
     """Exit status 2, and the reason on stderr."""
     assert main(["demo", "--steps", steps]) == 2
     assert capsys.readouterr().err.startswith("roundpipe: Invalid value for '--steps'")
-
-
-def test_a_missing_library_is_named_with_the_command_that_installs_it(capsys, monkeypatch):
-    """Called from Python without rich: one line."""
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError) as caught:
-        demo.run_demo(1)
-    assert str(caught.value) == "the demo needs rich: pip install 'yobx-flatten[cli]' (or '.[cli]' in a clone)"

@@ -1,5 +1,8 @@
 """Devices and host, as a plan sees them."""
 
+from types import SimpleNamespace
+
+import psutil
 import pytest
 import torch
 
@@ -54,15 +57,13 @@ def test_a_device_is_named_once():
 
 def test_limits_of_a_container_count(monkeypatch):
     """The host has what the system says or what the container may take, whichever is less."""
-    monkeypatch.setattr(hardware, "_mem_available", lambda: 10)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10))
     monkeypatch.setattr(hardware, "_left_in_container", lambda: 7)
     assert host_memory_available() == 7
     monkeypatch.setattr(hardware, "_left_in_container", lambda: None)
     assert host_memory_available() == 10
-    monkeypatch.setattr(hardware, "_mem_available", lambda: None)
-    assert host_memory_available() is None
 
 
 def test_memory_of_this_host_is_known():
-    """Where there is /proc, it says what is free."""
-    assert (host_memory_available() or 0) > 10e6
+    """More than this test takes."""
+    assert host_memory_available() > 10e6

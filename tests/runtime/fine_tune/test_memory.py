@@ -3,30 +3,15 @@
 import pytest
 import torch
 
-from roundpipe_runtime.fine_tune import memory
 from roundpipe_runtime.fine_tune.memory import device_peak, process_memory
 
 
 def test_memory_that_is_taken_is_seen():
     """Within a tenth of what was taken."""
     before = process_memory()
-    if before is None:
-        pytest.skip("this system does not say")
     taken = torch.ones(2**25)
     grown = process_memory() - before
     assert grown == pytest.approx(taken.nbytes, rel=0.1)
-
-
-def test_where_there_is_no_proc_the_most_is_told(monkeypatch):
-    """In bytes, which Linux counts in kilobytes."""
-    pytest.importorskip("resource")
-    now = process_memory()
-
-    def refuse(*args, **kwargs):
-        raise FileNotFoundError
-
-    monkeypatch.setattr(memory, "open", refuse, raising=False)
-    assert process_memory() >= now * 0.5
 
 
 def test_virtual_devices_have_no_memory_of_their_own():

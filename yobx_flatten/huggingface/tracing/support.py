@@ -12,7 +12,6 @@ what they do not cover.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from ...dependencies import is_installed
 from ...registry.locking import LOCK
 from ...registry.patches import AttributePatch, TracePatch, tracing_here
 from ...trace.onnx_operators import Translation
@@ -120,7 +120,7 @@ class TransformersTracing:
         transformers' own exporters (5.17 and later) bring them; there are none for versions without.
         """
         fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
-        if fallback is not None and importlib.util.find_spec("transformers.exporters") is not None:
+        if fallback is not None and is_installed("transformers.exporters"):
             for operator in (fallback.default, torch.ops.aten._grouped_mm.default):
                 yield Translation(operator, _grouped_products(operator))
 

@@ -226,7 +226,7 @@ def too_large() -> dict[str, Any]:
 
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(64)])
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    size = sum(p.nbytes for p in model.parameters())
     devices = [VirtualDevice(f"virtual:{number}", memory_limit=size // 4) for number in range(2)]
     wrapped = RoundPipe(model, devices=devices, model_run_config=RoundPipeRunConfig(loss_reduction="mean"))
     for _ in range(2):

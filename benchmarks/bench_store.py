@@ -81,7 +81,7 @@ def child(row: str, path: str, gigabytes: float) -> dict[str, Any]:
         values = torch.load(path, weights_only=False)
     seconds, peak = time.perf_counter() - before, memory("VmHWM")
     tensors = [leaf.value for leaf in leaves(values) if isinstance(leaf.value, torch.Tensor)]
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    sizes = [tensor.nbytes for tensor in tensors]
     return {
         "seconds": seconds,
         "inputs": sum(sizes),

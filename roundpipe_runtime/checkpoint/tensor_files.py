@@ -57,7 +57,7 @@ def write_tensors(folder: pathlib.Path, stem: str, tensors: Mapping[str, torch.T
             raise _system_error(folder / file, str(error)) from error
         where.update(dict.fromkeys(names, file))
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(map(_nbytes, tensors.values()))}, "weight_map": where}
+        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": where}
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
@@ -95,13 +95,9 @@ def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
-        if shards[-1] and size + _nbytes(tensor) > limit:
+        if shards[-1] and size + tensor.nbytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += _nbytes(tensor)
+        size += tensor.nbytes
     return shards
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

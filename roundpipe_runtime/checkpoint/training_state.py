@@ -128,12 +128,8 @@ def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, to
         memory = tensor.untyped_storage().data_ptr()
         plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
         is_own = plain.untyped_storage().data_ptr() != memory
-        if not is_own and (copy or memory in seen or plain.untyped_storage().nbytes() != _nbytes(plain)):
+        if not is_own and (copy or memory in seen or plain.untyped_storage().nbytes() != plain.nbytes):
             plain = plain.clone()
         seen.add(memory)
         found[name] = plain
     return found
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

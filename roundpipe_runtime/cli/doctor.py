@@ -25,7 +25,7 @@ from ..estimate.hardware import copy_rate, cores, host_memory_available, host_me
 from ..optim.step import OptimizerCtx
 from ..pipeline import RoundPipe
 
-__all__ = ["Finding", "Status", "accelerators", "examine", "train_difference"]
+__all__ = ["Check", "Status", "accelerators", "examine", "train_difference"]
 
 Status = Literal["ok", "warning", "fail"]
 
@@ -48,8 +48,8 @@ _ROUNDING = 1e-4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
-    """What was found out about one thing.
+class Check:
+    """Result of one check of the installation.
 
     Attributes:
         name: what was looked at.
@@ -64,12 +64,12 @@ class Finding:
     remedy: str = ""
 
 
-def examine() -> list[Finding]:
+def examine() -> list[Check]:
     """Return what was found, in the order of the checks; a check that breaks is also a finding.
 
     Two steps of a small training run on every kind of device that is here; it takes seconds.
     """
-    checks: list[tuple[str, Callable[[], list[Finding]]]] = [
+    checks: list[tuple[str, Callable[[], list[Check]]]] = [
         ("versions", _versions),
         ("accelerators", _accelerators),
         ("memory", _memory),
@@ -84,28 +84,28 @@ def examine() -> list[Finding]:
         try:
             found += check()
         except Exception as error:  # whatever is broken here is what the user wants to know
-            found.append(Finding(name, "fail", f"{type(error).__name__}: {first_line(error)}", "Report this."))
+            found.append(Check(name, "fail", f"{type(error).__name__}: {first_line(error)}", "Report this."))
     return found
 
 
 # -- what is installed -----------------------------------------------------------------------------------------------
 
 
-def _versions() -> list[Finding]:
+def _versions() -> list[Check]:
     ranges = _declared()
-    found = [Finding("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.machine()}")]
+    found = [Check("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.machine()}")]
     return found + [_version(name, lost, ranges.get(name, SpecifierSet())) for name, lost in _LIBRARIES.items()]
 
 
-def _version(name: str, lost: str, wanted: SpecifierSet) -> Finding:
+def _version(name: str, lost: str, wanted: SpecifierSet) -> Check:
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         line = f"pip install '{name}{wanted}'"
-        return Finding(name, "fail" if name == "torch" else "warning", f"not installed, so {lost}", line)
+        return Check(name, "fail" if name == "torch" else "warning", f"not installed, so {lost}", line)
     if not wanted.contains(version, prereleases=True):
-        return Finding(name, "fail", f"{version}, and {wanted} is needed", f"pip install '{name}{wanted}'")
-    return Finding(name, "ok", version)
+        return Check(name, "fail", f"{version}, and {wanted} is needed", f"pip install '{name}{wanted}'")
+    return Check(name, "ok", version)
 
 
 def _declared() -> dict[str, SpecifierSet]:
@@ -126,21 +126,21 @@ def accelerators() -> list[torch.device]:
     return [] if kind is None else [torch.device(kind.type, i) for i in range(torch.accelerator.device_count())]
 
 
-def _accelerators() -> list[Finding]:
+def _accelerators() -> list[Check]:
     found = accelerators()
     if found:
-        return [Finding(str(device), "ok", _described(device)) for device in found]
+        return [Check(str(device), "ok", _described(device)) for device in found]
     driver = pathlib.Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
     if driver:
         return [
-            Finding(
+            Check(
                 "accelerators",
                 "fail",
                 f"there is a driver of NVIDIA, and torch {torch.__version__} finds no device",
                 "Install a torch with CUDA (pytorch.org/get-started), and look at nvidia-smi and CUDA_VISIBLE_DEVICES.",
             )
         ]
-    return [Finding("accelerators", "warning", "none, so training runs on virtual devices, made of the CPU")]
+    return [Check("accelerators", "warning", "none, so training runs on virtual devices, made of the CPU")]
 
 
 def _described(device: torch.device) -> str:
@@ -152,76 +152,74 @@ def _described(device: torch.device) -> str:
     return f"{name}, {format_bytes(free)} of {format_bytes(total)} free"
 
 
-def _memory() -> list[Finding]:
+def _memory() -> list[Check]:
     free = host_memory_available()
     rate = f"moves {format_bytes(host_memory_rate())}/s"
     remedy = "The host holds the model, its gradients and the optimizer: see roundpipe plan." if free < 4e9 else ""
     status: Status = "warning" if free < _LITTLE_MEMORY else "ok"
-    return [Finding("host memory", status, f"{format_bytes(free)} free; it {rate}", remedy)]
+    return [Check("host memory", status, f"{format_bytes(free)} free; it {rate}", remedy)]
 
 
-def _pinned() -> list[Finding]:
+def _pinned() -> list[Check]:
     if not accelerators():
-        return [Finding("pinned memory", "ok", "not needed without an accelerator")]
+        return [Check("pinned memory", "ok", "not needed without an accelerator")]
     try:
         torch.empty(64 * 2**20, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         line = "Raise the limit of locked memory (ulimit -l unlimited), or train with pin_model='off', which is slower."
-        return [Finding("pinned memory", "fail", first_line(error), line)]
-    return [Finding("pinned memory", "ok", "64 MB were pinned")]
+        return [Check("pinned memory", "fail", first_line(error), line)]
+    return [Check("pinned memory", "ok", "64 MB were pinned")]
 
 
-def _threads() -> list[Finding]:
+def _threads() -> list[Check]:
     have, used = cores(), torch.get_num_threads()
     setting = os.environ.get("OMP_NUM_THREADS")
     said = f"{have} cores, of which torch uses {used} at a time" + (f", OMP_NUM_THREADS={setting}" if setting else "")
     devices = 0 if accelerators() else 2
     if used > have:
         return [
-            Finding("threads", "warning", said, f"More threads than cores wait for each other: OMP_NUM_THREADS={have}")
+            Check("threads", "warning", said, f"More threads than cores wait for each other: OMP_NUM_THREADS={have}")
         ]
     if devices and used * devices > have and have > 1:
         line = f"{devices} virtual devices compute at the same time: OMP_NUM_THREADS={max(1, have // devices)}"
-        return [Finding("threads", "warning", said, line)]
+        return [Check("threads", "warning", said, line)]
     if not devices and 2 * used < have:
-        return [Finding("threads", "warning", said, "AdamW runs on the host, slowly so: unset OMP_NUM_THREADS")]
-    return [Finding("threads", "ok", said)]
+        return [Check("threads", "warning", said, "AdamW runs on the host, slowly so: unset OMP_NUM_THREADS")]
+    return [Check("threads", "ok", said)]
 
 
-def _disk() -> list[Finding]:
+def _disk() -> list[Check]:
     free = shutil.disk_usage(pathlib.Path.cwd()).free
     status: Status = "fail" if free < _NO_DISK else "warning" if free < _LITTLE_DISK else "ok"
     remedy = "" if status == "ok" else "Checkpoints take 12 bytes and more per parameter: choose another --checkpoint."
-    return [Finding("disk", status, f"{format_bytes(free)} free in the current folder", remedy)]
+    return [Check("disk", status, f"{format_bytes(free)} free in the current folder", remedy)]
 
 
-def _links() -> list[Finding]:
+def _links() -> list[Check]:
     found = []
     for device in accelerators():
         rate = copy_rate(device)
         slow = rate < _SLOW_LINK
         line = "Transfers will not hide. Is the card in a slot with all lanes?" if slow else ""
-        found.append(Finding(f"link of {device}", "warning" if slow else "ok", f"{format_bytes(rate)}/s", line))
+        found.append(Check(f"link of {device}", "warning" if slow else "ok", f"{format_bytes(rate)}/s", line))
     return found
 
 
 # -- does it compute the right thing ---------------------------------------------------------------------------------
 
 
-def _training() -> list[Finding]:
+def _training() -> list[Check]:
     found = [_trained("virtual:2", "2 virtual devices")]
     here = accelerators()
     return found + ([_trained([str(device) for device in here], ", ".join(map(str, here)))] if here else [])
 
 
-def _trained(devices: DeviceSpec, name: str) -> Finding:
+def _trained(devices: DeviceSpec, name: str) -> Check:
     title = f"training on {name}"
     difference = train_difference(devices)
     if not difference < _ROUNDING:  # NaN is a difference, too
-        return Finding(
-            title, "fail", f"differs from plain PyTorch by {difference:.1e}", "Report this, with these lines."
-        )
-    return Finding(title, "ok", f"two steps, as plain PyTorch does them but for {difference:.0e}")
+        return Check(title, "fail", f"differs from plain PyTorch by {difference:.1e}", "Report this, with these lines.")
+    return Check(title, "ok", f"two steps, as plain PyTorch does them but for {difference:.0e}")
 
 
 def train_difference(devices: DeviceSpec) -> float:

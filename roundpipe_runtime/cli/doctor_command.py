@@ -11,7 +11,7 @@ import typer
 from yobx_flatten.terminal.failures import CHECK_FAILED
 from yobx_flatten.terminal.output import console, progress, say, say_json
 
-from .doctor import Finding, examine
+from .doctor import Check, examine
 
 __all__ = ["doctor"]
 
@@ -32,7 +32,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
     return CHECK_FAILED if failed else 0
 
 
-def _lines(findings: list[Finding], width: int) -> list[str]:
+def _lines(findings: list[Check], width: int) -> list[str]:
     lines = []
     for finding in findings:
         text = f"{finding.status:<8} {finding.name}: {finding.found}"

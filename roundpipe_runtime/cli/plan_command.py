@@ -96,14 +96,14 @@ def plan(
         size = {"batch": batch, "length": length or min(512, longest or 512), "num_microbatch": count}
         show("measuring the layers")
         report = training.report(**size)
-        remedy = None
+        change = None
         if report.fits_devices is False and not report.too_large:
             show("looking for what fits")
-            remedy = training.remedy(**size)
+            change = training.remedy(**size)
     if json:
-        say_json(as_dict(training, report, remedy))
+        say_json(as_dict(training, report, change))
     else:
-        say(write_plan(training, report, remedy, rows=batch, length=size["length"]))
+        say(write_plan(training, report, change, rows=batch, length=size["length"]))
     return CHECK_FAILED if False in (report.fits_devices, report.fits_host) else 0
 
 

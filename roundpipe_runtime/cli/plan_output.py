@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from yobx_flatten.messages import format_bytes
 
 from ..estimate.report import PlanReport
-from .quantities import spell_count, spell_seconds
+from .quantities import format_count, format_seconds
 
 if TYPE_CHECKING:
-    from ..huggingface.plan_training import PlannedTraining, Remedy
+    from ..huggingface.plan_training import PlannedTraining, SettingsChange
 
 __all__ = ["as_dict", "write_plan"]
 
 
-def as_dict(training: PlannedTraining, report: PlanReport, remedy: Remedy | None) -> dict[str, Any]:
+def as_dict(training: PlannedTraining, report: PlanReport, change: SettingsChange | None) -> dict[str, Any]:
     """Return everything for JSON: sizes in bytes, times in seconds, rates per second."""
     return {
         "model": training.cut.report.model,
@@ -48,17 +48,19 @@ def as_dict(training: PlannedTraining, report: PlanReport, remedy: Remedy | None
         },
         "fits": {"devices": report.fits_devices, "host": report.fits_host},
         "too_large": report.too_large or None,
-        "remedy": None if remedy is None else dataclasses.asdict(remedy),
+        "remedy": None if change is None else dataclasses.asdict(change),
     }
 
 
-def write_plan(training: PlannedTraining, report: PlanReport, remedy: Remedy | None, *, rows: int, length: int) -> str:
+def write_plan(
+    training: PlannedTraining, report: PlanReport, change: SettingsChange | None, *, rows: int, length: int
+) -> str:
     """Return the plan as text.
 
     Args:
         training: what was planned.
         report: the plan.
-        remedy: what to change where it does not fit.
+        change: what to change where it does not fit.
         rows: of a step.
         length: tokens of a row.
     """
@@ -77,7 +79,7 @@ def write_plan(training: PlannedTraining, report: PlanReport, remedy: Remedy | N
         "",
         *_time(report),
         "",
-        *_verdict(report, remedy),
+        *_verdict(report, change),
     ]
     return "\n".join(parts)
 
@@ -93,13 +95,13 @@ def _model(training: PlannedTraining, report: PlanReport) -> list[str]:
     count, learning = _parameters(training), _parameters(training, learning=True)
     dtype = str(next(p.dtype for p in training.model.parameters() if p.is_floating_point())).removeprefix("torch.")
     optim = str(training.optim_dtype or dtype).removeprefix("torch.")
-    some = "" if learning == count else f", of which {spell_count(learning)} learn"
+    some = "" if learning == count else f", of which {format_count(learning)} learn"
     hardware = report.hardware
     devices = ", ".join(hardware.names[:4]) + (f" ... {hardware.names[-1]}" if len(hardware.names) > 4 else "")
     memory = "unknown, give it with --memory" if hardware.memory is None else format_bytes(hardware.memory)
     origin = hardware.origin
     lines = [
-        f"{training.cut.report.model}, {spell_count(count)} parameters{some}",
+        f"{training.cut.report.model}, {format_count(count)} parameters{some}",
         f"{dtype}, gradients and AdamW in {optim}",
         "",
         f"Devices: {devices}",
@@ -166,7 +168,7 @@ def _stages(report: PlanReport) -> list[str]:
         times = report.num_microbatch * seconds
         count = f"{len(same)} {kind}" if len(same) > 1 else kind
         share = f"{100 * len(same) * seconds / total:.1f} %"
-        rows.append((count, str(layers), format_bytes(up), _size(down), spell_seconds(times) if times else "-", share))
+        rows.append((count, str(layers), format_bytes(up), _size(down), format_seconds(times) if times else "-", share))
     return _table(headings, rows)
 
 
@@ -238,17 +240,17 @@ def _time(report: PlanReport) -> list[str]:
     adds = run.time - report.unhindered.time
     needed = max(report.tokens_forward, report.tokens_backward)
     return [
-        f"A step takes {spell_seconds(run.time)} at these rates; devices compute {100 * run.utilisation:.0f} % of it, "
+        f"A step takes {format_seconds(run.time)} at these rates; devices compute {100 * run.utilisation:.0f} % of it, "
         f"bubble {100 * run.bubble:.0f} %",
-        f"  of that, transfers add {spell_seconds(adds) if adds > 1e-3 * run.time else 'nothing'}",
-        f"  AdamW then takes about {spell_seconds(report.optimizer_seconds)} on this host, "
+        f"  of that, transfers add {format_seconds(adds) if adds > 1e-3 * run.time else 'nothing'}",
+        f"  AdamW then takes about {format_seconds(report.optimizer_seconds)} on this host, "
         f"which moves {format_bytes(report.hardware.host_rate)}/s",
         f"Transfers hide behind computing from {needed:,.0f} tokens a step on; there are {report.tokens:,}",
         f"  ({report.tokens_forward:,.0f} in forward stages, {report.tokens_backward:,.0f} in backward stages)",
     ]
 
 
-def _verdict(report: PlanReport, remedy: Remedy | None) -> list[str]:
+def _verdict(report: PlanReport, change: SettingsChange | None) -> list[str]:
     needed = max(memory.total for memory in report.device_memory)
     host, hardware = report.host_memory, report.hardware
     lines = []
@@ -261,9 +263,9 @@ def _verdict(report: PlanReport, remedy: Remedy | None) -> list[str]:
         lines.append(f"Devices: fits, {format_bytes(needed)} of {format_bytes(hardware.memory or 0)}")
     else:
         lines.append(f"Devices: DOES NOT FIT, {format_bytes(needed)} needed of {format_bytes(hardware.memory or 0)}")
-    if remedy is not None:
-        then = f"{remedy.what}: {format_bytes(remedy.device_bytes)} of a device"
-        lines.append(f"  It fits with {then}" if remedy.fits else f"  Not even with {then}")
+    if change is not None:
+        then = f"{change.what}: {format_bytes(change.device_bytes)} of a device"
+        lines.append(f"  It fits with {then}" if change.fits else f"  Not even with {then}")
     if hardware.host is None:
         lines.append(f"Host: unknown; it needs {format_bytes(host.total)}")
     elif report.fits_host:

@@ -6,7 +6,7 @@ import re
 
 from yobx_flatten.terminal.failures import UserError
 
-__all__ = ["parse_bytes", "spell_count", "spell_seconds"]
+__all__ = ["format_count", "format_seconds", "parse_bytes"]
 
 _UNITS = {
     **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))},
@@ -35,10 +35,10 @@ def parse_bytes(text: str, option: str) -> int:
     return count
 
 
-def spell_count(count: float) -> str:
+def format_count(count: float) -> str:
     """Write a large number for people.
 
-    >>> spell_count(70_553_706_496), spell_count(1_500_000), spell_count(320)
+    >>> format_count(70_553_706_496), format_count(1_500_000), format_count(320)
     ('70.6 billion', '1.5 million', '320')
     """
     for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
@@ -47,10 +47,10 @@ def spell_count(count: float) -> str:
     return f"{count:.0f}"
 
 
-def spell_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Write a time for people.
 
-    >>> spell_seconds(0.00042), spell_seconds(0.25), spell_seconds(126.76), spell_seconds(4000)
+    >>> format_seconds(0.00042), format_seconds(0.25), format_seconds(126.76), format_seconds(4000)
     ('420 µs', '250 ms', '127 s', '67 min')
     """
     if 0 < seconds < 1e-3:

@@ -14,7 +14,7 @@ from ..timeline.drawing import draw_on
 from ..timeline.file import load_timeline
 from ..timeline.picture import save_picture
 from ..timeline.totals import DeviceTotals, StageTotals, device_totals, stage_totals
-from .quantities import spell_seconds
+from .quantities import format_seconds
 
 __all__ = ["timeline"]
 
@@ -64,7 +64,7 @@ def _devices(devices: list[DeviceTotals]) -> list[str]:
     width = max(6, *(len(totals.device) for totals in devices))
     lines = [f"{'device':<{width}}  {'computed':>16}  {'only copied':>16}  {'waited':>16}"]
     for totals in devices:
-        cells = (f"{spell_seconds(t)} {100 * t / whole:>4.0f} %" for t in (totals.busy, totals.transfers, totals.idle))
+        cells = (f"{format_seconds(t)} {100 * t / whole:>4.0f} %" for t in (totals.busy, totals.transfers, totals.idle))
         lines.append(f"{totals.device:<{width}}" + "".join(f"  {cell:>16}" for cell in cells))
     return lines
 
@@ -77,7 +77,7 @@ def _stages(slowest: list[StageTotals], count: int) -> list[str]:
         first, last = totals.layers
         layers = "-" if first < 0 else str(first) if first == last else f"{first} to {last}"
         lines.append(
-            f"  {totals.stage:>5}  {totals.device:<{width}}  {layers:<10}  {spell_seconds(totals.seconds):>9}  "
-            f"{spell_seconds(totals.copies):>9}  {', '.join(totals.kinds)}"
+            f"  {totals.stage:>5}  {totals.device:<{width}}  {layers:<10}  {format_seconds(totals.seconds):>9}  "
+            f"{format_seconds(totals.copies):>9}  {', '.join(totals.kinds)}"
         )
     return lines

@@ -22,7 +22,7 @@ from ..device.virtual import Device, parse_devices
 from ..errors import ConfigError, DeviceError
 from . import train_options as given
 from .models import source_of
-from .train_display import Display, spell_model, spell_text, spell_training
+from .train_display import Display, format_model, format_text, format_training
 
 __all__ = ["train"]
 
@@ -110,15 +110,15 @@ def train(
         seed=seed,
         vocab_size=source.vocab_size,
     )
-    say(spell_text(blocks, reader))
+    say(format_text(blocks, reader))
     context.with_resource(_quiet_transformers())
     learner = _learner(source, adapters, dtype=_dtype(dtype), seed=seed)
-    say(spell_model(learner, source))
+    say(format_model(learner, source))
     with tuning.Training(learner, blocks, settings) as training:
         if resume:
             is_there = training.restore(checkpoints)
             say(f"going on after step {training.step}" if is_there else f"no checkpoint in {checkpoints} yet")
-        say(spell_training(training))
+        say(format_training(training))
         with Display(training.steps, first=training.step, log_every=log_every) as display:
             seen: dict[type, tuning.StepRecord | tuning.EvalRecord] = {}
 

@@ -13,7 +13,7 @@ from yobx_flatten.terminal.output import console, say
 
 from ..fine_tune import Blocks, EvalRecord, ModelSource, StepRecord, Tokenizer, Training
 
-__all__ = ["Display", "spell_model", "spell_step", "spell_text", "spell_training"]
+__all__ = ["Display", "format_model", "format_step", "format_text", "format_training"]
 
 
 class Display:
@@ -56,7 +56,7 @@ class Display:
         if isinstance(record, EvalRecord):
             self._line(f"step {record.step}/{self.steps}  held-out loss {record.eval_loss:.4f}")
             return
-        words = spell_step(record)
+        words = format_step(record)
         self._bar.update(self._task, completed=record.step, description="  ".join(words[:3]))
         if self._shows_lines and (record.step in (self.first + 1, self.steps) or record.step % self.log_every == 0):
             say("  ".join([f"step {record.step}/{self.steps}", *words]))
@@ -68,7 +68,7 @@ class Display:
             self._bar.console.print(text)
 
 
-def spell_step(record: StepRecord) -> list[str]:
+def format_step(record: StepRecord) -> list[str]:
     """Return what is known of a step in words, the most important first."""
     memory = "" if record.process_bytes is None else format_bytes(record.process_bytes)
     device = "" if record.device_bytes is None else f"device {format_bytes(record.device_bytes)}"
@@ -81,7 +81,7 @@ def spell_step(record: StepRecord) -> list[str]:
     ]
 
 
-def spell_text(blocks: Blocks, tokenizer: Tokenizer) -> str:
+def format_text(blocks: Blocks, tokenizer: Tokenizer) -> str:
     """Return how much text there is."""
     rows, held_out = len(blocks.tokens), len(blocks.held_out)
     read = "bytes" if tokenizer.name == "bytes" else f"tokens of {tokenizer.name}"
@@ -91,7 +91,7 @@ def spell_text(blocks: Blocks, tokenizer: Tokenizer) -> str:
     )
 
 
-def spell_model(model: nn.Module, source: ModelSource) -> str:
+def format_model(model: nn.Module, source: ModelSource) -> str:
     """Return what learns."""
     parameters = list(model.parameters())
     learning = sum(p.numel() for p in parameters if p.requires_grad)
@@ -102,7 +102,7 @@ def spell_model(model: nn.Module, source: ModelSource) -> str:
     return f"model: {source.name}{weights}, {total:,} parameters in {dtype}{some}"
 
 
-def spell_training(training: Training) -> str:
+def format_training(training: Training) -> str:
     """Return how it goes."""
     report = training.pipeline.cut.report
     exact = report.equivalence

@@ -42,7 +42,7 @@ def pin_parameters(model: nn.Module, how: str, devices: Sequence[Device]) -> Non
 def _register(parameter: nn.Parameter, device: Device) -> None:
     if device.torch_device.type != "cuda":
         raise ConfigError(f'pin_model="register" needs CUDA, found {device.name}. Use pin_model="alloc".')
-    size = parameter.numel() * parameter.element_size()
+    size = parameter.nbytes
     status = torch.cuda.cudart().cudaHostRegister(parameter.data_ptr(), size, 0)
     if int(status) != 0:
         raise DeviceError(f'pin_model="register": CUDA error {int(status)} for a parameter of {size} bytes.')

@@ -203,5 +203,5 @@ def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, link: float) -> f
 
 def _bytes_of_adam(host: HostMemory, parameters: Sequence[nn.Parameter]) -> int:
     """What AdamW reads and writes: parameter, gradient and two moments, and three of them again; then the model's."""
-    rounded = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad) if host.masters else 0
+    rounded = sum(p.nbytes for p in parameters if p.requires_grad) if host.masters else 0
     return 7 * host.gradients + host.masters + rounded

@@ -22,11 +22,11 @@ from .cutting.pieces import Phase, Whole
 from .errors import CutError
 from .loss.lazy_logits import loss_only
 
-__all__ = ["PlannedTraining", "Remedy", "model_on_meta"]
+__all__ = ["PlannedTraining", "SettingsChange", "model_on_meta"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Remedy:
+class SettingsChange:
     """A change of settings with which a training fits into memory, or the closest one.
 
     Attributes:
@@ -96,7 +96,7 @@ class PlannedTraining:
             optim_dtype=self.optim_dtype,
         )
 
-    def remedy(self, *, batch: int, length: int, num_microbatch: int) -> Remedy:
+    def remedy(self, *, batch: int, length: int, num_microbatch: int) -> SettingsChange:
         """Return a change for a batch that takes more memory than a device has: smaller microbatches, or shorter rows.
 
         Args:
@@ -122,7 +122,7 @@ class PlannedTraining:
             if report.fits_devices:
                 break
         what = f"--microbatches {number}" + (f" --length {shorter}" if shorter < length else "")
-        return Remedy(what, max(memory.total for memory in report.device_memory), bool(report.fits_devices))
+        return SettingsChange(what, max(memory.total for memory in report.device_memory), bool(report.fits_devices))
 
     def _layers(self, rows: int, length: int) -> list[LayerFootprint]:
         """Those of a microbatch of this size."""

@@ -368,7 +368,7 @@ def wrap_model_to_roundpipe(
             "    wrap_model_to_roundpipe(AutoModelForCausalLM.from_pretrained(...))"
         )
     config = _config(model, override_config or {}, model_run_config)
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    size = sum(p.nbytes for p in model.parameters())
     if use_sequential_preset is False or size < lower_threshold or size <= (upper_threshold or 0):
         made = whole(model)
         if size < lower_threshold:

@@ -100,7 +100,7 @@ def analytic_cost(layer: nn.Module) -> LayerCost:
         # forward again, and a gradient for inputs and one for weights
         backward=work * (3.0 if trained else 2.0),
         param_bytes=sum(t.numel() * t.element_size() for t in [*params, *layer.buffers()]),
-        grad_bytes=sum(p.numel() * p.element_size() for p in trained),
+        grad_bytes=sum(p.nbytes for p in trained),
     )
 
 

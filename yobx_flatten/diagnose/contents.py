@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..trees.walk import NUMBERS, spell_key
+from ..trees.walk import NUMBERS, format_key
 
 __all__ = ["Layout", "Layouts", "is_known_base", "size_in_bytes"]
 
@@ -74,7 +74,7 @@ def _of_a_set(cls: Any) -> _Items:
 
 
 def _by_key(obj: Any) -> Iterator[tuple[str, Any]]:
-    return ((f"[{spell_key(key)}]", value) for key, value in dict.items(obj))
+    return ((f"[{format_key(key)}]", value) for key, value in dict.items(obj))
 
 
 _ITEMS: dict[type, _Items] = {
@@ -174,7 +174,7 @@ def is_known_base(cls: type, names: Iterable[str]) -> bool:
 
 
 def _spell_attribute(name: Any) -> str:
-    return f".{name}" if type(name) is str and name.isidentifier() else f".__dict__[{spell_key(name)}]"
+    return f".{name}" if type(name) is str and name.isidentifier() else f".__dict__[{format_key(name)}]"
 
 
 def _loaded(module: str, name: str) -> Any:

@@ -10,9 +10,9 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..messages import format_bytes
-from ..trees.walk import children_of, class_name, spell_entry
+from ..trees.walk import children_of, class_name, format_entry
 from .contents import Layouts
-from .opaque import Unregistered, find_unregistered, spell_count
+from .opaque import Unregistered, find_unregistered, format_count
 
 __all__ = ["Drawing", "DrawingRow", "explain"]
 
@@ -129,14 +129,14 @@ class _Reader:
             return _Part(label, "… (the same object again)" if depth <= _DEEPEST else "…", "value")
         children = children_of(node, obj, path)
         self._inside.append(id(obj))
-        below = [self.part(spell_entry(key), path + spell_entry(key), child, depth + 1) for key, child in children]
+        below = [self.part(format_entry(key), path + format_entry(key), child, depth + 1) for key, child in children]
         self._inside.pop()
         return _Part(label, _node_text(node, obj, [key for key, _ in children]), "node", tuple(_merged(below)))
 
     def _leaf(self, label: str, path: str, obj: Any) -> _Part:
         if path in self._opaque:
             found = self._opaque[path]
-            holds = f"{spell_count(found.tensors)}, {format_bytes(found.nbytes)}"
+            holds = f"{format_count(found.tensors)}, {format_bytes(found.nbytes)}"
             return _Part(label, f"✗ {_short_name(found.cls)}, not registered: {holds}", "opaque")
         if self._layouts(type(obj)).is_tensor:
             return _Part(label, _tensor_text(obj), "tensor")

@@ -14,7 +14,7 @@ from torch.export import Dim
 from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
 from ..trace.hook import EXPORT_HOOK
 from ..trees.arguments import check_arguments, did_you_mean, inputs_by_name, shapes_by_name
-from ..trees.node import find_cycle, spell_cycle
+from ..trees.node import find_cycle, format_cycle
 from ..trees.shapes import check_dynamic_shapes
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
 from ..trees.walk import class_name, torch_leaves
@@ -146,7 +146,7 @@ def check_inputs(
 
 def _endless(inputs: Mapping[str, Any]) -> Findings:
     cycles = [cycle for name, value in inputs.items() if (cycle := find_cycle(value, name)) is not None]
-    return Findings(Finding("error", inner, spell_cycle(inner, outer), f"{inner} = None") for inner, outer in cycles)
+    return Findings(Finding("error", inner, format_cycle(inner, outer), f"{inner} = None") for inner, outer in cycles)
 
 
 def _can_be_walked(args: Any, kwargs: Any) -> bool:

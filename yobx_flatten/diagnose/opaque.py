@@ -23,7 +23,7 @@ from .remedies import Remedy, registers_what_is_inside, remedy_for
 __all__ = [
     "Unregistered",
     "find_unregistered",
-    "spell_count",
+    "format_count",
 ]
 
 
@@ -57,7 +57,7 @@ class Unregistered:
         where = "" if self.inside is None else f" (inside {self.inside})"
         return (
             f"{self.path}{where} is a {class_name(self.cls)}, which torch does not know how to flatten. It holds "
-            f"{spell_count(self.tensors)}, {format_bytes(self.nbytes)}. {self.advice}:\n    {remedy}"
+            f"{format_count(self.tensors)}, {format_bytes(self.nbytes)}. {self.advice}:\n    {remedy}"
         )
 
 
@@ -110,6 +110,6 @@ def find_unregistered(tree: Any, *, name: str = "tree") -> list[Unregistered]:
     return found
 
 
-def spell_count(tensors: int) -> str:
+def format_count(tensors: int) -> str:
     """Spell a number of tensors."""
     return f"{tensors} tensor{'' if tensors == 1 else 's'}"

@@ -9,7 +9,7 @@ import torch
 from torch.export import Dim
 
 from ..trees.node import node_of
-from ..trees.walk import spell_entry
+from ..trees.walk import format_entry
 
 __all__ = ["Axis", "varying_axes"]
 
@@ -43,7 +43,7 @@ def _axes(obj: Any, shapes: Any, path: str) -> Iterator[Axis]:
         if type(obj) is dict:
             below = [shapes[key] for key in obj]
         for key, child, spec in zip(node.keys, node.children, below, strict=True):
-            yield from _axes(child, spec, path + spell_entry(key))
+            yield from _axes(child, spec, path + format_entry(key))
     elif isinstance(obj, torch.Tensor) and not obj.is_nested:
         for number, dim in dict(shapes if isinstance(shapes, Mapping) else enumerate(shapes)).items():
             if dim is not None and type(dim) is not int and dim is not Dim.STATIC:

@@ -109,7 +109,7 @@ def _write_tensor(leaf: torch.Tensor, name: str, where: str) -> tuple[Record, Pa
 
     record = {"leaf": "torch", "name": name, "dtype": dtype, "shape": list(leaf.shape)}
     element = ELEMENTS[dtype]
-    return record, Payload(record, element, _dims(element, leaf.shape), leaf.numel() * leaf.element_size(), data)
+    return record, Payload(record, element, _dims(element, leaf.shape), leaf.nbytes, data)
 
 
 def _write_array(leaf: Any, name: str, where: str) -> tuple[Record, Payload]:

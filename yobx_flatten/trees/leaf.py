@@ -10,8 +10,8 @@ import torch.utils._pytree as pytree
 from ..errors import InvalidArgumentError
 from ..recipe.contract import Recipe
 from ..registry.claims import REGISTRY
-from .node import key_name, spell_cycle
-from .walk import children_of, spell_entry
+from .node import format_cycle, key_name
+from .walk import children_of, format_entry
 
 __all__ = ["Leaf", "leaves"]
 
@@ -57,13 +57,13 @@ def _leaves(obj: Any, path: str, axes: dict[int, str] | None, above: dict[int, s
         yield Leaf(path, obj, axes)
         return
     if id(obj) in above:
-        raise InvalidArgumentError(f"{spell_cycle(path, above[id(obj)])}\n    {path} = None")
+        raise InvalidArgumentError(f"{format_cycle(path, above[id(obj)])}\n    {path} = None")
     recipe = REGISTRY.recipe_in_force(type(obj))
     children = children_of(node, obj, path)
     if children:
         above[id(obj)] = path
         for key, child in children:
-            yield from _leaves(child, path + spell_entry(key), _axes(recipe, key), above)
+            yield from _leaves(child, path + format_entry(key), _axes(recipe, key), above)
         del above[id(obj)]
 
 

@@ -12,7 +12,7 @@ from ..errors import InvalidArgumentError
 from ..recipe.contract import Recipe
 from ..registry.claims import REGISTRY
 
-__all__ = ["Node", "find_cycle", "key_name", "node_of", "refuse_cycles", "spell_cycle"]
+__all__ = ["Node", "find_cycle", "format_cycle", "key_name", "node_of", "refuse_cycles"]
 
 
 class Node(NamedTuple):
@@ -108,10 +108,10 @@ def refuse_cycles(tree: Any, name: str, *, caller: str = "") -> None:
     """
     cycle = find_cycle(tree, name)
     if cycle is not None:
-        raise InvalidArgumentError(f"{f'{caller}: ' if caller else ''}{spell_cycle(*cycle)}\n    {cycle[0]} = None")
+        raise InvalidArgumentError(f"{f'{caller}: ' if caller else ''}{format_cycle(*cycle)}\n    {cycle[0]} = None")
 
 
-def spell_cycle(inner: str, outer: str) -> str:
+def format_cycle(inner: str, outer: str) -> str:
     """Say what is the matter with an object that holds itself, and what to do."""
     return (
         f"{inner} is {outer} itself, so it has no end: torch takes an object apart down to its leaves. Leave this "

@@ -9,7 +9,7 @@ import torch.utils._pytree as pytree
 
 from ..errors import describe_class
 
-__all__ = ["NUMBERS", "children_of", "class_name", "spell_entry", "spell_key", "torch_leaves"]
+__all__ = ["NUMBERS", "children_of", "class_name", "format_entry", "format_key", "torch_leaves"]
 
 # Built-in types whose ``repr`` runs no code of a user.
 NUMBERS = (bool, int, float, complex, str, bytes, bytearray, type(None), type(...), range)
@@ -34,7 +34,7 @@ def torch_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
         elif id(obj) not in inside:
             inside.add(id(obj))
             stack.append((None, obj))
-            stack += [(path + spell_entry(key), child) for key, child in reversed(children_of(node, obj, path))]
+            stack += [(path + format_entry(key), child) for key, child in reversed(children_of(node, obj, path))]
 
 
 def children_of(node: Any, obj: Any, path: str) -> list[tuple[Any, Any]]:
@@ -48,28 +48,28 @@ def children_of(node: Any, obj: Any, path: str) -> list[tuple[Any, Any]]:
         raise
 
 
-def spell_entry(key: Any) -> str:
+def format_entry(key: Any) -> str:
     """Spell one step of a key path as Python.
 
-    >>> spell_entry(pytree.MappingKey("a")), spell_entry(pytree.SequenceKey(2)), spell_entry(pytree.GetAttrKey("x"))
+    >>> format_entry(pytree.MappingKey("a")), format_entry(pytree.SequenceKey(2)), format_entry(pytree.GetAttrKey("x"))
     ("['a']", '[2]', '.x')
     """
     if isinstance(key, pytree.MappingKey):
-        return f"[{spell_key(key.key)}]"
+        return f"[{format_key(key.key)}]"
     return str(key)
 
 
-def spell_key(key: Any) -> str:
+def format_key(key: Any) -> str:
     """Spell the key of a dict; an object whose ``__repr__`` is its own business by its class.
 
     >>> from collections import OrderedDict
-    >>> spell_key("a"), spell_key((1, "b")), spell_key(OrderedDict())
+    >>> format_key("a"), format_key((1, "b")), format_key(OrderedDict())
     ("'a'", "(1, 'b')", '<OrderedDict>')
     """
     if any(type(key) is kind for kind in NUMBERS):
         return repr(key)
     if type(key) is tuple:
-        inner = [spell_key(item) for item in key]
+        inner = [format_key(item) for item in key]
         return f"({', '.join(inner)}{',' if len(inner) == 1 else ''})"
     return f"<{_QUALNAME(type(key)) if not issubclass(type(key), type) else _QUALNAME(key)}>"
 

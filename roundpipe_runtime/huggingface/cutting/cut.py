@@ -221,7 +221,7 @@ def _report(
     sizes = []
     for piece in pieces:
         held = [named[n] for n in used[piece.number]] if isinstance(piece, Phase) else list(piece.parameters())
-        sizes.append(sum(p.numel() * p.element_size() for p in {id(p): p for p in held}.values()))
+        sizes.append(sum(p.nbytes for p in {id(p): p for p in held}.values()))
     return CutReport(
         type(model).__name__,
         tuple(one.path for one in chosen),
@@ -233,4 +233,4 @@ def _report(
 
 
 def _bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+    return sum(p.nbytes for p in module.parameters())

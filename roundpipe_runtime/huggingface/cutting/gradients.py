@@ -33,7 +33,7 @@ class Gradients:
 
     def __init__(self, model: nn.Module) -> None:
         self.digests: dict[str, Digest] = {}
-        self.is_small = sum(p.numel() * p.element_size() for p in model.parameters()) <= _SMALL
+        self.is_small = sum(p.nbytes for p in model.parameters()) <= _SMALL
         self.watched = {id(parameter) for parameter in model.parameters() if is_watched(parameter)}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 

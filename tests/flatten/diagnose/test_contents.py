@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from yobx_flatten.diagnose.contents import Layouts, size_in_bytes
-from yobx_flatten.trees.walk import class_name, spell_key
+from yobx_flatten.trees.walk import class_name, format_key
 
 X = torch.zeros(2, 3)
 
@@ -123,7 +123,7 @@ def test_an_attribute_called_dict_is_not_asked():
 )
 def test_keys_are_spelled_without_asking_them(key, spelled):
     """What could have a `__repr__` of its own is spelled by its class."""
-    assert spell_key(key) == spelled
+    assert format_key(key) == spelled
 
 
 def test_sizes_are_those_of_the_elements():

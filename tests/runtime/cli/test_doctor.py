@@ -6,7 +6,7 @@ import pytest
 
 from roundpipe_runtime.cli import doctor_command
 from roundpipe_runtime.cli.app import run
-from roundpipe_runtime.cli.doctor import Finding
+from roundpipe_runtime.cli.doctor import Check
 
 
 def test_every_line_says_how_it_is(capsys, monkeypatch):
@@ -23,11 +23,14 @@ def test_every_line_says_how_it_is(capsys, monkeypatch):
 
 def test_a_failure_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
     """Warnings alone do not."""
-    findings = [Finding("disk", "ok", "1 GB free"), Finding("peft", "warning", "not installed", "pip install peft")]
+    findings = [
+        Check("disk", "ok", "1 GB free"),
+        Check("peft", "warning", "not installed", "pip install peft"),
+    ]
     monkeypatch.setattr(doctor_command, "examine", lambda: findings)
     assert run(["doctor"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 warning"
-    monkeypatch.setattr(doctor_command, "examine", lambda: [*findings, Finding("torch", "fail", "old", "pip install")])
+    monkeypatch.setattr(doctor_command, "examine", lambda: [*findings, Check("torch", "fail", "old", "pip install")])
     assert run(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "fail     torch: old\n         -> pip install\n" in out
@@ -36,7 +39,7 @@ def test_a_failure_ends_with_1_and_says_what_to_do(capsys, monkeypatch):
 
 def test_json_has_the_same(capsys, monkeypatch):
     """For a script."""
-    monkeypatch.setattr(doctor_command, "examine", lambda: [Finding("torch", "fail", "old", "pip install")])
+    monkeypatch.setattr(doctor_command, "examine", lambda: [Check("torch", "fail", "old", "pip install")])
     assert run(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {
         "ok": False,
@@ -48,6 +51,6 @@ def test_json_has_the_same(capsys, monkeypatch):
 def test_long_lines_are_wrapped(capsys, monkeypatch, columns):
     """In the width of the terminal."""
     monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setattr(doctor_command, "examine", lambda: [Finding("a", "warning", "long " * 30, "do " * 60)])
+    monkeypatch.setattr(doctor_command, "examine", lambda: [Check("a", "warning", "long " * 30, "do " * 60)])
     assert run(["doctor"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= int(columns)

@@ -8,7 +8,7 @@ import torch
 
 from matrix.models import make_config
 from roundpipe_runtime.cli.app import run
-from roundpipe_runtime.cli.quantities import parse_bytes, spell_count, spell_seconds
+from roundpipe_runtime.cli.quantities import format_count, format_seconds, parse_bytes
 from yobx_flatten.terminal.failures import UserError
 
 CARDS = ["--devices", "cuda:0,cuda:1", "--bandwidth", "25", "--flops", "150"]
@@ -209,5 +209,5 @@ def test_what_is_no_size_is_refused(text):
 
 def test_numbers_are_spelled_for_people():
     """Three digits, and a unit."""
-    assert [spell_count(n) for n in (12, 1_234, 1.3e12)] == ["12", "1.23 thousand", "1.3 trillion"]
-    assert [spell_seconds(s) for s in (0.0, 999.4, 1000)] == ["0 ms", "999 s", "17 min"]
+    assert [format_count(n) for n in (12, 1_234, 1.3e12)] == ["12", "1.23 thousand", "1.3 trillion"]
+    assert [format_seconds(s) for s in (0.0, 999.4, 1000)] == ["0 ms", "999 s", "17 min"]

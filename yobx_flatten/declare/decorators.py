@@ -140,6 +140,21 @@ def register_pytree_with_keys(
 
     Raises:
         FlattenError: see :func:`register_pytree_node`, which raises the same.
+
+    >>> import torch, yobx_flatten
+    >>> class Pair:
+    ...     def __init__(self, left, right):
+    ...         self.left, self.right = left, right
+    >>> key = torch.utils._pytree.GetAttrKey
+    >>> register_pytree_with_keys(
+    ...     Pair,
+    ...     lambda pair: ([(key("left"), pair.left), (key("right"), pair.right)], None),
+    ...     lambda static, children: Pair(*children),
+    ... )
+    True
+    >>> [torch.utils._pytree.keystr(path) for path, _ in torch.utils._pytree.tree_flatten_with_path(Pair(1, 2))[0]]
+    ['.left', '.right']
+    >>> yobx_flatten.unregister_class_flattening(Pair)
     """
     return _register_functions(cls, flatten, unflatten, flatten_with_keys, "register_pytree_with_keys", backends)
 
@@ -201,6 +216,22 @@ def register_pytree_with_keys_class(cls: C | None = None, *, backends: Backends 
     Raises:
         InvalidRegistrationError: when a method is missing, or ``tree_unflatten`` is not a class method.
         AlreadyRegisteredError: when this package registered the class before, with other functions.
+
+    >>> import torch, yobx_flatten
+    >>> @register_pytree_with_keys_class
+    ... class Scaled:
+    ...     def __init__(self, weight, power):
+    ...         self.weight, self.power = weight, power
+    ...
+    ...     def tree_flatten_with_keys(self):
+    ...         return [(torch.utils._pytree.GetAttrKey("weight"), self.weight)], self.power
+    ...
+    ...     @classmethod
+    ...     def tree_unflatten(cls, static, children):
+    ...         return cls(*children, static)
+    >>> torch.utils._pytree.tree_map(lambda weight: weight + 1, Scaled(3, power=2)).weight
+    4
+    >>> yobx_flatten.unregister_class_flattening(Scaled)
     """
     if cls is None:
         return functools.partial(register_pytree_with_keys_class, backends=backends)
@@ -219,6 +250,15 @@ def static_field(**options: Any) -> Any:
 
     Returns:
         The field, to be assigned in the body of the class.
+
+    >>> import torch, yobx_flatten
+    >>> @pytree_dataclass
+    ... class Norm:
+    ...     weight: object
+    ...     eps: float = static_field(default=1e-5)
+    >>> torch.utils._pytree.tree_leaves(Norm(1))
+    [1]
+    >>> yobx_flatten.unregister_class_flattening(Norm)
     """
     return dataclasses.field(**{**options, "metadata": {**(options.get("metadata") or {}), "static": True}})
 

@@ -66,6 +66,19 @@ def mirror(
 
     JAX flattens in C++, which ``torch.export.export(..., strict=True)`` and ``torch.compile`` cannot look into. Where
     the fields say it all, as here, :func:`~yobx_flatten.register` reads them instead, and both can trace it.
+
+    >>> import optree, torch, yobx_flatten
+    >>> class Pair:
+    ...     def __init__(self, left, right):
+    ...         self.left, self.right = left, right
+    >>> flatten = lambda pair: ((pair.left, pair.right), None)
+    >>> cls = optree.register_pytree_node(Pair, flatten, lambda _, values: Pair(*values), namespace="pairs")
+    >>> mirror(Pair, source="optree", namespace="pairs")
+    True
+    >>> torch.utils._pytree.tree_leaves(Pair(1, 2))
+    [1, 2]
+    >>> yobx_flatten.unregister_class_flattening(Pair)
+    >>> cls = optree.unregister_pytree_node(Pair, namespace="pairs")
     """
     require_node(cls, "mirror")
     targets = _targets(source, to)

@@ -136,6 +136,17 @@ def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class.
         NotRegisteredError: when it was not registered with :func:`register_class_flattening`. Nothing changes then.
+
+    >>> import torch
+    >>> class Box(dict): ...
+    >>> flatten, flatten_with_keys, unflatten = make_flattening_function_for_dataclass(Box, set())
+    >>> register_class_flattening(Box, flatten, unflatten, flatten_with_keys)
+    True
+    >>> torch.utils._pytree.tree_leaves(Box(x=1))
+    [1]
+    >>> unregister_class_flattening(Box)
+    >>> torch.utils._pytree.tree_leaves(Box(x=1))  # a leaf again
+    [{'x': 1}]
     """
     require_class(cls, "unregister_class_flattening")
     with verbosity(verbose):
@@ -236,6 +247,12 @@ def register_cache_flattening(
 
     Raises:
         MissingDependencyError: when the library is not installed.
+
+    >>> from transformers import DynamicCache
+    >>> undo = register_cache_flattening(patch_transformers=True)
+    >>> undo[DynamicCache]
+    True
+    >>> unregister_cache_flattening(undo)
     """
     undo = Undo()
     try:
@@ -281,6 +298,13 @@ def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> Non
 
     Raises:
         InvalidRegistrationError: when ``undo`` is something else.
+
+    >>> import torch
+    >>> undo = register_cache_flattening(patch_transformers=True)
+    >>> unregister_cache_flattening(undo)
+    >>> from transformers import DynamicCache
+    >>> torch.utils._pytree.tree_flatten(DynamicCache())[1].is_leaf()
+    True
     """
     if not isinstance(undo, Undo):
         raise InvalidRegistrationError(

@@ -78,6 +78,13 @@ def export_onnx(
         DynamicShapesError: when ``dynamic_shapes`` does not fit the inputs.
         MissingDependencyError: when onnx, onnxscript or onnxruntime is not installed.
         ReplayError: when a case fails or differs by more than ``tolerance``, or onnxruntime cannot load the file.
+
+    >>> import tempfile
+    >>> linear = torch.nn.Linear(3, 2).eval()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     exported = export_onnx(linear, (torch.zeros(4, 3),), path=f"{folder}/linear.onnx")
+    >>> exported.report.input_names, exported.report.ok
+    (['input'], True)
     """
     require("onnx", "onnxscript", "onnxruntime", purpose="export_onnx", extra="onnx")
     check_arguments(module, args, kwargs)

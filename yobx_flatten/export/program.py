@@ -58,6 +58,12 @@ class ExportedModel:
         program: the ``torch.export.ExportedProgram``.
         report: the record of the export and of every replay.
         path: the ONNX file, ``None`` without one.
+
+    >>> exported = export_program(torch.nn.Linear(3, 2), (torch.zeros(4, 3),))
+    >>> exported(torch.ones(7, 3)).shape
+    torch.Size([7, 2])
+    >>> exported.report.input_names, exported.path
+    (['input'], None)
     """
 
     program: ExportedProgram
@@ -125,6 +131,15 @@ def export_program(
         NotRegisteredError: when an input holds an object of a class that is not registered.
         DynamicShapesError: when ``dynamic_shapes`` does not fit the inputs.
         ReplayError: when a case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
+
+    >>> class Scale(torch.nn.Module):
+    ...     def forward(self, pair):
+    ...         return {"sum": pair[0] + pair[1]}
+    >>> pair = (torch.ones(2, 3), torch.ones(2, 3))
+    >>> larger = Case("batch 5", ((torch.ones(5, 3), torch.ones(5, 3)),))
+    >>> exported = export_program(Scale(), (pair,), cases=[larger])
+    >>> [(result.case, result.differences) for result in exported.report.cases]
+    [('the example', {'sum': 0.0}), ('batch 5', {'sum': 0.0})]
     """
     check_arguments(module, args, kwargs)
     cases = cases if cases is None else check_cases(cases)

@@ -31,6 +31,13 @@ class Case:
         args: positional arguments; none by default.
         kwargs: keyword arguments; none by default.
         steps: number of calls, 1 by default; after the first, each gets the cache that the call before returned.
+
+    >>> import torch
+    >>> from yobx_flatten import export_program
+    >>> case = Case("one row", (torch.ones(1, 3),))
+    >>> exported = export_program(torch.nn.Linear(3, 2), (torch.zeros(4, 3),), cases=[case])
+    >>> [result.case for result in exported.report.cases]
+    ['the example', 'one row']
     """
 
     name: str

@@ -39,6 +39,12 @@ class ExportReport:
         cases: one result per case and runtime.
         tolerance: largest absolute difference allowed; 1e-4 by default.
         remarks: notes on what was not checked, and why.
+
+    >>> import torch
+    >>> from yobx_flatten import export_program
+    >>> report = export_program(torch.nn.Linear(3, 2), (torch.zeros(4, 3),)).report
+    >>> report.module, report.output_names, report.ok
+    ('Linear', ['output'], True)
     """
 
     module: str

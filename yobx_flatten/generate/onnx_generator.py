@@ -32,6 +32,20 @@ class OnnxGenerator(Generator):
     Raises:
         GenerationError: when a file is missing, cannot be loaded, or is not made for generation.
         MissingDependencyError: when onnxruntime is not installed.
+
+    >>> import tempfile
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from yobx_flatten import export_folder
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    ...                      vocab_size=64, eos_token_id=None)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> prompt = torch.tensor([[5, 6, 7]])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     exported = export_folder(model, f"{folder}/llama")
+    ...     found = OnnxGenerator(f"{folder}/llama").generate(prompt, max_new_tokens=4)
+    >>> torch.equal(found, model.generate(prompt, max_new_tokens=4, do_sample=False))
+    True
     """
 
     def __init__(

@@ -31,6 +31,18 @@ class ProgramGenerator(Generator):
     Raises:
         GenerationError: when a file is missing, cannot be loaded, or is not made for generation.
         InvalidArgumentError: when ``model`` is something else.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from yobx_flatten import DecodeSizes, GenerationSettings, decode_inputs, export_program
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    ...                      vocab_size=64, eos_token_id=None)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> exported = export_program(model, kwargs=decode_inputs(model, DecodeSizes()), cases=[])
+    >>> prompt = torch.tensor([[5, 6, 7]])
+    >>> found = ProgramGenerator(exported, settings=GenerationSettings()).generate(prompt, max_new_tokens=4)
+    >>> torch.equal(found, model.generate(prompt, max_new_tokens=4, do_sample=False))
+    True
     """
 
     def __init__(

@@ -26,6 +26,9 @@ class Sampling:
 
     Raises:
         InvalidArgumentError: when a value is out of its range.
+
+    >>> Sampling(do_sample=True, temperature=0.8, top_k=20, seed=0).top_k
+    20
     """
 
     do_sample: bool = False

@@ -82,6 +82,11 @@ def make_static_cache(
 
     Raises:
         CacheStructureError: when the arguments do not fit each other.
+
+    >>> import torch
+    >>> cache = make_static_cache([(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))], max_cache_len=8)
+    >>> cache.layers[0].keys.shape, int(cache.get_seq_length())
+    (torch.Size([1, 2, 8, 4]), 3)
     """
     from transformers.cache_utils import StaticCache, StaticLayer
 
@@ -122,6 +127,12 @@ def make_encoder_decoder_cache(self_attention_cache: Any, cross_attention_cache:
 
     Returns:
         The cache; layers whose cross-attention is filled count as updated.
+
+    >>> import torch
+    >>> keys = torch.ones(1, 2, 3, 4)
+    >>> cache = make_encoder_decoder_cache(make_dynamic_cache([keys, keys]), make_dynamic_cache([keys, keys]))
+    >>> type(cache).__name__, cache.is_updated
+    ('EncoderDecoderCache', {0: True})
     """
     from transformers.cache_utils import EncoderDecoderCache
 

@@ -51,6 +51,9 @@ class DecodeSizes:
 
     Raises:
         InvalidArgumentError: when a size is not an int, or too small.
+
+    >>> DecodeSizes(batch=1, past=16, new=1)
+    DecodeSizes(batch=1, past=16, new=1, padding=0, source=7)
     """
 
     batch: int = 2
@@ -183,6 +186,15 @@ def decode_inputs(
     Raises:
         InvalidArgumentError: when ``model`` is not a model of transformers, or its encoder reads no tokens.
         FlattenError: when ``tokens`` or ``source`` does not have the shape that ``sizes`` states.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    ...                      vocab_size=64)
+    >>> inputs = decode_inputs(LlamaForCausalLM(config), DecodeSizes(batch=2, past=5, new=1))
+    >>> {name: tuple(inputs[name].shape) for name in ("input_ids", "attention_mask")}
+    {'input_ids': (2, 1), 'attention_mask': (2, 6)}
+    >>> inputs["past_key_values"].get_seq_length()
+    5
     """
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
         raise InvalidArgumentError(

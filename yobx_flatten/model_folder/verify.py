@@ -95,6 +95,17 @@ def verify_folder(folder: str | os.PathLike[str], *, on_check: Callable[[str], N
         DamagedFileError: when a case, or the list of them, cannot be read.
         GenerationError: when a file cannot be loaded.
         MissingDependencyError: when a library that runs the files is not installed.
+
+    >>> import tempfile
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from yobx_flatten import export_folder
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    ...                      vocab_size=64, eos_token_id=None)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     exported = export_folder(LlamaForCausalLM(config).eval(), f"{folder}/llama", to="program")
+    ...     report = verify_folder(f"{folder}/llama")
+    >>> report.ok, report.checks[-1].file
+    (True, 'generate')
     """
     path = pathlib.Path(folder)
     if not path.is_dir():

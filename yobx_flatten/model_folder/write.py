@@ -100,6 +100,16 @@ def export_folder(
         ReplayError: when a file does not return what the model returns; nothing is written then.
         GenerationError: when the model cannot be cut into files that generate.
         MissingDependencyError: when an optional library is not installed.
+
+    >>> import tempfile
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    ...                      vocab_size=64, eos_token_id=None)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     exported = export_folder(model, f"{folder}/llama", to="program")
+    >>> exported.verified.ok
+    True
     """
     require_transformers("export_folder")
     if to not in _SUFFIXES:

@@ -29,6 +29,13 @@ class RecordedCalls(Sequence[Call]):
     """The calls that :func:`~yobx_flatten.record_calls` saw, in order: all of them, or those of one phase.
 
     ``calls[0]`` is a call, ``calls["decode"]`` the calls of a phase, ``print(calls)`` shows what varies.
+
+    >>> from yobx_flatten import record_calls
+    >>> linear = torch.nn.Linear(3, 2)
+    >>> with record_calls(linear) as calls:
+    ...     _ = linear(torch.zeros(4, 3)), linear(torch.zeros(5, 3))
+    >>> len(calls), calls[0], list(calls.phases())
+    (2, <call 0 of Linear.forward, forward>, ['forward'])
     """
 
     def __init__(self, callee: Callee, calls: Sequence[Call] = (), *, of: RecordedCalls | None = None) -> None:

@@ -184,6 +184,13 @@ def create_input_tensors_from_onnx_model(
         StoredFileError: see :func:`load_nested`.
         NotRegisteredError: when a class is not registered.
         InvalidArgumentError: when the engine is not known.
+
+    >>> import torch
+    >>> model = create_onnx_model_from_input_tensors([torch.arange(3), {"y": torch.ones(1)}])
+    >>> create_input_tensors_from_onnx_model(model)
+    [tensor([0, 1, 2]), {'y': tensor([1.])}]
+    >>> create_input_tensors_from_onnx_model(model, engine="ReferenceEvaluator")
+    [tensor([0, 1, 2]), {'y': tensor([1.])}]
     """
     function = "create_input_tensors_from_onnx_model"
     if engine == "onnx":

@@ -46,6 +46,15 @@ def save_case(
 
     Raises:
         FlattenError: see :func:`save_nested`.
+
+    >>> import tempfile
+    >>> import torch
+    >>> linear = torch.nn.Linear(3, 2)
+    >>> x = torch.ones(4, 3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     nbytes = save_case(f"{folder}/case.onnx", {"input": x}, linear(x).detach(), name="four rows")
+    ...     load_case(f"{folder}/case.onnx").name
+    'four rows'
     """
     case = {"inputs": inputs, "outputs": outputs, "name": name}
     return save(path, take_apart(case), function="save_case", content="case", external_data=external_data)
@@ -63,6 +72,14 @@ def load_case(path: str | os.PathLike[str], *, device: Any = "cpu") -> StoredCas
 
     Raises:
         FlattenError: see :func:`load_nested`.
+
+    >>> import tempfile
+    >>> import torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     nbytes = save_case(f"{folder}/case.onnx", {"x": torch.arange(3)}, torch.arange(3) * 2, name="doubled")
+    ...     case = load_case(f"{folder}/case.onnx")
+    >>> case.inputs, case.outputs
+    ({'x': tensor([0, 1, 2])}, tensor([0, 2, 4]))
     """
     found = read(path, "load_case", device=device, content="case")
     if not isinstance(found, dict) or set(found) != {"inputs", "outputs", "name"}:

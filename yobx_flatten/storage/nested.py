@@ -66,6 +66,13 @@ def load_nested(path: str | os.PathLike[str], *, device: Any = "cpu") -> Any:
         ForeignFileError: when another program wrote the file, or a newer version of this package.
         DamagedFileError: when it is truncated, or its contents do not fit together.
         MissingDependencyError: when onnx is not installed.
+
+    >>> import tempfile
+    >>> import torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     nbytes = save_nested(f"{folder}/inputs.onnx", {"ids": torch.arange(3), "names": ["a", None]})
+    ...     load_nested(f"{folder}/inputs.onnx")
+    {'ids': tensor([0, 1, 2]), 'names': ['a', None]}
     """
     return read(path, "load_nested", device=device, content="values")
 

@@ -108,6 +108,17 @@ def replay_case(
         ReplayError: when the model wants an input that the case does not have, or has with another type, or when it
             fails.
         MissingDependencyError: when onnxruntime is not installed.
+
+    >>> import tempfile
+    >>> import torch
+    >>> from yobx_flatten import export_onnx
+    >>> linear = torch.nn.Linear(3, 2).eval()
+    >>> x = torch.ones(5, 3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     exported = export_onnx(linear, (torch.zeros(4, 3),), path=f"{folder}/linear.onnx")
+    ...     report = replay_case(StoredCase({"input": x}, linear(x).detach()), f"{folder}/linear.onnx")
+    >>> report.ok
+    True
     """
     if not isinstance(case, StoredCase):
         raise InvalidArgumentError(

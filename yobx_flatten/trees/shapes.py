@@ -72,6 +72,11 @@ def make_dynamic_shapes_kv_cache(cache: Any, shape_of_one: Any) -> list[Any]:
 
     Raises:
         DynamicShapesError: when ``cache`` is not a cache.
+
+    >>> from yobx_flatten import make_dynamic_cache
+    >>> cache = make_dynamic_cache([(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))])
+    >>> make_dynamic_shapes_kv_cache(cache, {0: "batch", 2: "length"})
+    [{0: 'batch', 2: 'length'}, {0: 'batch', 2: 'length'}]
     """
     node = node_of(cache)
     if node is None or node.recipe is None or node.recipe.axes is None:

@@ -42,6 +42,12 @@ class WeightedLoss(NamedTuple):
     Attributes:
         sum: sum of the losses, a tensor without axes.
         weight: number of tokens, rows or other items in the sum. It must not require grad.
+
+    >>> def loss_fn(logits, labels):  # the mean over the tokens that count, however they are spread over microbatches
+    ...     summed = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    ...     return WeightedLoss(summed, (labels != -100).sum())
+    >>> loss_fn(torch.zeros(3, 2), torch.tensor([0, 1, -100])).weight
+    tensor(2)
     """
 
     sum: torch.Tensor | float

@@ -20,6 +20,15 @@ class RoundPipePackedData(list[Any]):
         values: one entry per microbatch.
         rows: number of rows of each microbatch, as far as it is known.
         wait: called once by :meth:`synchronize`; returns when all entries can be read on the host.
+
+    >>> import torch
+    >>> from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
+    >>> model = RoundPipe(torch.nn.Linear(3, 2), devices="virtual:2")
+    >>> config = RoundPipeRunConfig(num_microbatch=2, merge_output=False)
+    >>> outputs = model(torch.ones(4, 3), roundpipe_run_config=config)
+    >>> [entry.shape for entry in outputs.synchronize()]
+    [torch.Size([2, 2]), torch.Size([2, 2])]
+    >>> model.close()
     """
 
     def __init__(

@@ -29,6 +29,12 @@ class TensorChunkSpec:
 
     Attributes:
         dim: axis. A negative number counts from the end.
+
+    >>> import torch
+    >>> from roundpipe_runtime.batch import split
+    >>> parts = split((torch.zeros(3, 4),), num_microbatch=2, spec=(TensorChunkSpec(1),))
+    >>> [part.args[0].shape for part in parts]
+    [torch.Size([3, 2]), torch.Size([3, 2])]
     """
 
     dim: int
@@ -43,6 +49,12 @@ class Replicate:
     """Pass a leaf whole to every microbatch; an output must be the same in all of them.
 
     The class itself is the mark: ``(TensorChunkSpec(0), Replicate)``. An instance means the same.
+
+    >>> import torch
+    >>> from roundpipe_runtime.batch import split
+    >>> parts = split((torch.zeros(4, 3), torch.ones(4)), num_microbatch=2, spec=(TensorChunkSpec(0), Replicate))
+    >>> [tuple(argument.shape for argument in part.args) for part in parts]
+    [(torch.Size([2, 3]), torch.Size([4])), (torch.Size([2, 3]), torch.Size([4]))]
     """
 
 

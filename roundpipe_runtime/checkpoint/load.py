@@ -49,6 +49,17 @@ def load_checkpoint(
         CheckpointError: the checkpoint does not fit these objects, and nothing was changed.
         DamagedCheckpointError: there are checkpoints, and none can be used.
         MissingDependencyError: safetensors is not installed.
+
+    >>> import tempfile
+    >>> import torch
+    >>> from roundpipe_runtime import save_checkpoint
+    >>> model, resumed = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoint = save_checkpoint(folder, model, data={"epoch": 3})
+    ...     load_checkpoint(folder, resumed)
+    {'epoch': 3}
+    >>> torch.equal(resumed.weight, model.weight)
+    True
     """
     need_safetensors()
     home = pathlib.Path(folder).absolute()

@@ -35,6 +35,13 @@ class Checkpoint:
 
     Attributes:
         path: folder of the checkpoint.
+
+    >>> import os, tempfile
+    >>> import torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoint = save_checkpoint(folder, torch.nn.Linear(2, 1))
+    ...     os.path.samefile(checkpoint, checkpoint.path)
+    True
     """
 
     def __init__(self, path: pathlib.Path, writing: Future[None] | None = None) -> None:
@@ -113,6 +120,14 @@ def save_checkpoint(
         ConfigError: an argument has a value that it cannot have.
         OSError: the checkpoint could not be written; what was there before is unchanged.
         MissingDependencyError: safetensors is not installed.
+
+    >>> import tempfile
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoint = save_checkpoint(folder, model, data={"epoch": 3})
+    ...     (checkpoint.path / "model.safetensors").is_file()
+    True
     """
     need_safetensors()
     if keep is not None and (type(keep) is not int or keep < 1):
@@ -142,6 +157,14 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
 
     Returns:
         The checkpoints.
+
+    >>> import tempfile
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = [save_checkpoint(folder, model, keep=2) for _ in range(3)]
+    ...     len(list_checkpoints(folder))
+    2
     """
     return [Checkpoint(path) for path in checkpoints_in(pathlib.Path(folder).absolute())]
 

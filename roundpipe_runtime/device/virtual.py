@@ -31,7 +31,13 @@ __all__ = ["AcceleratorDevice", "Device", "DeviceSpec", "VirtualDevice", "parse_
 
 @runtime_checkable
 class Device(Protocol):
-    """The interface of a device for the scheduler. Tensors from ``copy_in`` and ``allocate`` belong to the device."""
+    """The interface of a device for the scheduler. Tensors from ``copy_in`` and ``allocate`` belong to the device.
+
+    >>> device = VirtualDevice()
+    >>> isinstance(device, Device), device.name
+    (True, 'virtual:0')
+    >>> device.close()
+    """
 
     name: str
     torch_device: torch.device

@@ -35,6 +35,13 @@ class RoundPipeRunConfig:
 
     Raises:
         ConfigError: when a field has a value that it cannot have.
+
+    >>> RoundPipeRunConfig(num_microbatch=4, loss_reduction="mean").num_microbatch
+    4
+    >>> RoundPipeRunConfig(num_microbatch=0)
+    Traceback (most recent call last):
+        ...
+    roundpipe_runtime.errors.ConfigError: ...
     """
 
     requires_grad: bool | None = None

@@ -182,6 +182,21 @@ def save_for_recompute(*data: Any) -> None:
 
     Raises:
         StageError: it was called before in this layer call, or a tensor requires a gradient.
+
+    >>> from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
+    >>> class Noise(torch.nn.Module):  # draws once; the recomputed forward reads what was drawn
+    ...     def forward(self, x):
+    ...         if doing_recompute():
+    ...             (noise,) = get_recompute_data()
+    ...         else:
+    ...             noise = torch.rand(x.shape)
+    ...             save_for_recompute(noise)
+    ...         return x + noise
+    >>> model = RoundPipe(torch.nn.Sequential(torch.nn.Linear(2, 2), Noise()), devices="virtual:2")
+    >>> model(torch.ones(4, 2)).sum().backward()
+    >>> model[0].weight.grad.shape
+    torch.Size([2, 2])
+    >>> model.close()
     """
     if CALL.kind != "forward" or not torch.is_grad_enabled():
         return
@@ -197,7 +212,11 @@ def save_for_recompute(*data: Any) -> None:
 
 
 def doing_recompute() -> bool:
-    """Report whether this code is being recomputed, in a backward stage."""
+    """Report whether this code is being recomputed, in a backward stage.
+
+    >>> doing_recompute()  # outside of a pipeline
+    False
+    """
     return CALL.kind == "recompute"
 
 
@@ -209,6 +228,11 @@ def get_recompute_data() -> tuple[Any, ...]:
 
     Raises:
         StageError: there is no recomputation under way, or the layer saved nothing.
+
+    >>> get_recompute_data()  # outside of a pipeline; :func:`save_for_recompute` has an example of a layer
+    Traceback (most recent call last):
+        ...
+    roundpipe_runtime.errors.StageError: ...
     """
     if CALL.kind != "recompute":
         raise StageError(

@@ -44,6 +44,14 @@ class WrappedModel(RoundPipe):
 
     Parameters, names, ``config``, ``generate``, ``save_pretrained`` and all other attributes are the model's own.
     ``forward`` and ``forward_backward`` take the arguments of its forward.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    ...                      vocab_size=64)
+    >>> model = wrap_model_to_roundpipe(LlamaForCausalLM(config), lower_threshold=0, devices="virtual:2")
+    >>> isinstance(model, RoundPipe), model.config.hidden_size, model.model.layers[0].mlp.up_proj.weight.shape
+    (True, 16, torch.Size([32, 16]))
+    >>> model.close()
     """
 
     def __init__(self, made: Cut, **options: Any) -> None:
@@ -358,6 +366,15 @@ def wrap_model_to_roundpipe(
     Raises:
         CutError: the model does not run on the example; or cannot be cut, with ``use_sequential_preset=True``.
         ConfigError: an argument has a value that it cannot have.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    ...                      vocab_size=64)
+    >>> model = wrap_model_to_roundpipe(LlamaForCausalLM(config), lower_threshold=0, devices="virtual:2")
+    >>> tokens = torch.arange(12).reshape(4, 3)
+    >>> model.forward_backward(input_kwargs={"input_ids": tokens, "labels": tokens}).shape
+    torch.Size([])
+    >>> model.close()
     """
     if isinstance(model, RoundPipe):
         raise ConfigError("The model is a RoundPipe already: use it as it is.")

@@ -40,6 +40,15 @@ class OptimizerCtx:
 
         with OptimizerCtx():
             optimizer = torch.optim.AdamW(model.parameters())
+
+    >>> import torch
+    >>> from roundpipe_runtime import RoundPipe
+    >>> model = RoundPipe(torch.nn.Linear(2, 1, bias=False), optim_dtype=torch.float64, devices="virtual:1")
+    >>> with OptimizerCtx():
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> [parameter.dtype for parameter in optimizer.param_groups[0]["params"]], next(model.parameters()).dtype
+    ([torch.float64], torch.float32)
+    >>> model.close()
     """
 
     def __enter__(self) -> OptimizerCtx:

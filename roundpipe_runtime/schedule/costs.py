@@ -33,6 +33,9 @@ class LayerCost:
         backward: time of a backward with its recomputed forward, in the same unit.
         param_bytes: bytes of the parameters and buffers, on the device while the layer runs.
         grad_bytes: bytes of the gradients of the parameters, on the device during backward.
+
+    >>> LayerCost(forward=0.5, param_bytes=400) + LayerCost(forward=0.25, param_bytes=100)
+    LayerCost(forward=0.75, backward=0.0, param_bytes=500, grad_bytes=0)
     """
 
     forward: float = 0.0

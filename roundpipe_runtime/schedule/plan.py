@@ -37,6 +37,12 @@ class ModelExecutePlan:
     Attributes:
         fwd_plan: layers of each forward stage, as ranges or lists of ascending indices.
         bwd_plan: layers of each backward stage.
+
+    >>> from torch import nn
+    >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    >>> plan = ModelExecutePlan([range(0, 3)], [range(3, 4), range(1, 3), range(0, 1)])
+    >>> [list(layers) for layers in plan.bwd_plan]
+    [[3], [1, 2], [0]]
     """
 
     fwd_plan: Sequence[Sequence[int]] = dataclasses.field(default_factory=list)

@@ -33,6 +33,10 @@ class Record:
         start: time in seconds, on the clock of :func:`time.perf_counter`.
         end: time in seconds, on the same clock.
         layer: index of the layer, ``-1`` where there is none.
+
+    >>> record = Record(stage=0, microbatch=1, device="virtual:0", kind="forward", start=0.5, end=0.75)
+    >>> record.end - record.start
+    0.25
     """
 
     stage: int
@@ -56,6 +60,15 @@ class Timeline:
 
     Attributes:
         records: records so far, in the order in which the work ended.
+
+    >>> import torch
+    >>> from roundpipe_runtime import RoundPipe
+    >>> model = RoundPipe(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), devices="virtual:2")
+    >>> with Timeline() as timeline, torch.no_grad():
+    ...     outputs = model(torch.ones(6, 2))
+    >>> sorted({record.kind for record in timeline.records})
+    ['download', 'forward', 'upload']
+    >>> model.close()
     """
 
     def __init__(self) -> None:

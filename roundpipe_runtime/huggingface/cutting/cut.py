@@ -34,6 +34,12 @@ class Cut:
         program: plan of the cut; ``None`` for a model in one piece.
         report: result of the cut in words and numbers.
         layers: modules that were cut out, by name.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    ...                      vocab_size=64)
+    >>> list(cut(LlamaForCausalLM(config), check=False).layers)
+    ['model.layers.0', 'model.layers.1']
     """
 
     model: nn.Module

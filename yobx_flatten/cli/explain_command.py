@@ -9,11 +9,11 @@ import typer
 
 from ..declare.scopes import register_flattening_functions
 from ..diagnose.drawing import explain as draw
-from ..errors import ForeignFileError
-from ..generate.onnx_runner import open_session
-from ..generate.program_runner import ProgramRunner, open_program
+from ..errors import ForeignFileError, GenerationError
 from ..record.calls import RecordedCalls
 from ..record.files import call_files
+from ..runners.onnx_session import open_session
+from ..runners.program_runner import ProgramRunner, open_program
 from ..storage.cases import load_case
 from ..storage.nested import load_nested
 from ..terminal.failures import UserError
@@ -81,7 +81,7 @@ def _file(path: pathlib.Path) -> tuple[str, str]:
         return name, str(draw({"inputs": case.inputs, "outputs": case.outputs}, name=case.name, width=120))
     except ForeignFileError:
         pass
-    session = open_session(path)
+    session = open_session(path, caller="yobx-flatten explain", failure=GenerationError)
     return name, _ports([_onnx_port(node) for node in session.get_inputs()], map(_onnx_port, session.get_outputs()))
 
 

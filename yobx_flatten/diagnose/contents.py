@@ -110,7 +110,7 @@ class Layout(NamedTuple):
 
     def children(self, obj: Any) -> list[tuple[str, Any]]:
         """What an instance holds: the Python to append to the way to it, and the object."""
-        found = [(_spell_attribute(name), value) for name, value in self.names(obj)]
+        found = [(_format_attribute(name), value) for name, value in self.names(obj)]
         return found if self.items is None else [*found, *self.items(obj)]
 
 
@@ -173,7 +173,7 @@ def is_known_base(cls: type, names: Iterable[str]) -> bool:
     return any(str(_MODULE(base)).partition(".")[0] in names for base in _mro(cls))
 
 
-def _spell_attribute(name: Any) -> str:
+def _format_attribute(name: Any) -> str:
     return f".{name}" if type(name) is str and name.isidentifier() else f".__dict__[{format_key(name)}]"
 
 

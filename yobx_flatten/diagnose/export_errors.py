@@ -194,27 +194,27 @@ def _constraints(failure: _Failure, found: re.Match[str]) -> Explanation | None:
     narrower = re.findall(r"Not all values of (.+?) in the specified range satisfy the generated guard (.+)", message)
     sentences, paths = [], []
     for name, size in fixed:
-        paths.append(_spell_size(name))
+        paths.append(_format_size(name))
         if int(size) < 2:
             sentences.append(
-                f"{_spell_size(name)} was to vary, but has size {size} in the example, which torch.export takes for "
+                f"{_format_size(name)} was to vary, but has size {size} in the example, which torch.export takes for "
                 "fixed. Pass an example of size 2 or more, or let it be fixed:"
             )
         else:
             sentences.append(
-                f"{_spell_size(name)} was to vary, but the code works for size {size} only. Either take out what "
+                f"{_format_size(name)} was to vary, but the code works for size {size} only. Either take out what "
                 "fixes it, or let it be fixed:"
             )
     for pair in equal + related:
-        sides = [_spell_size(side) for side in pair]
+        sides = [_format_size(side) for side in pair]
         paths += sides
         kind = "are equal" if pair in equal else "vary together"
         sentences.append(f"The code works only where {' and '.join(sides)} {kind}. Say so:")
     for name, guard in narrower:
-        paths.append(_spell_size(name))
+        paths.append(_format_size(name))
         sentences.append(
-            f"The code takes another way for some sizes of {_spell_size(name)}: the trace holds where "
-            f"{_spell_size(guard)}. Let the range say so, or take the branch out:"
+            f"The code takes another way for some sizes of {_format_size(name)}: the trace holds where "
+            f"{_format_size(guard)}. Let the range say so, or take the branch out:"
         )
     if not sentences:
         return None
@@ -223,10 +223,10 @@ def _constraints(failure: _Failure, found: re.Match[str]) -> Explanation | None:
     return Explanation("\n".join(dict.fromkeys(sentences)), tuple(dict.fromkeys(paths)), remedy)
 
 
-def _spell_size(text: str) -> str:
+def _format_size(text: str) -> str:
     """Spell ``L['x'].size()[0]`` as a user would.
 
-    >>> _spell_size("batch"), _spell_size("L['x']['a'].size()[1]"), _spell_size("b = L['y'].size()[0]")
+    >>> _format_size("batch"), _format_size("L['x']['a'].size()[1]"), _format_size("b = L['y'].size()[0]")
     ('batch', "x['a'].shape[1]", 'b (y.shape[0])')
     """
     text = re.sub(r"L\['(\w+)'\]", r"\1", text).replace(".size()[", ".shape[")
@@ -346,7 +346,7 @@ def _guard(failure: _Failure, found: re.Match[str]) -> Explanation:
             f"dynamic_shapes={{{_root(path)!r}: {{{axis}: Dim.AUTO}}, ...}}  # with an example of size 2 or more",
         )
     return Explanation(
-        f"The program holds only for {_spell_size(guard)}: the code branches on it and the example took one way, "
+        f"The program holds only for {_format_size(guard)}: the code branches on it and the example took one way, "
         "or a Dim sets the range. Take the branch out, or export one program for each way and choose before the call.",
         (path,),
         "",

@@ -18,7 +18,7 @@ from ..trees.node import find_cycle, format_cycle
 from ..trees.shapes import check_dynamic_shapes
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
 from ..trees.walk import class_name, torch_leaves
-from ..trees.weights import about_devices, on_other_devices, refuse_offloaded
+from ..trees.weights import about_devices, check_not_offloaded, on_other_devices
 from .contents import Layouts
 from .opaque import find_unregistered
 from .remedies import remedy_for
@@ -226,7 +226,7 @@ _CLASS = NotRegisteredError
 def _devices(module: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
     """Inputs that are not where the weights are, and weights that are not there yet."""
     try:
-        refuse_offloaded(module)
+        check_not_offloaded(module)
     except InvalidArgumentError as error:
         message, _, remedy = str(error).partition("\n    ")
         yield Finding("error", "module", message, remedy)

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import logging
 import os
 import pathlib
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, OutputKind
 
+from ..declare.scopes import options_in_use, register_flattening_functions
 from ..dependencies import require
 from ..diagnose.compare import largest_difference
 from ..errors import InvalidArgumentError
-from ..huggingface.cases import CACHE_NAMES
 from ..huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
 from ..log import STEP
-from ..messages import first_line
+from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
-from .onnx_file import UnprovenFile, convert, unproven_file
-from .onnx_replay import OnnxSteps
-from .program import Export, ExportedModel, following
-from .replay import Case, CaseResult, check_cases, clone, replay
-from .report import tolerance_of
+from .example import Example, make_example
+from .onnx_file import convert, unproven_file
+from .onnx_replay import replay_file
+from .program import ExportedModel, cases_of, finish, replay_program, traced_example
+from .replay import Case, check_cases, clone
+from .report import ExportReport, tolerance_of
+from .traced import Traced
 from .undisturbed import seeded, undisturbed
 
-__all__ = ["OnnxExport", "export_onnx"]
+__all__ = ["export_onnx"]
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -97,153 +96,56 @@ def export_onnx(
             "replace one that did not. Name another folder."
         )
     tolerance = tolerance_of(module) if tolerance is None else tolerance
-    export = OnnxExport(module, args, dict(kwargs or {}), dynamic_shapes, steps, tolerance)
-    if export.no_data:
-        raise InvalidArgumentError(
-            f"export_onnx writes the weights, and {export.no_data}. Load them first; export_program works without."
-        )
-    with unproven_file(target) as file:
-        with export.block():
-            program = export.to_program(strict=False)
-            cases = export.replay_program(program, cases)
-            export.write(program, file, cases, opset_version, counter_input)
-        if export.report.ok:
-            file.publish()
-            return export.finish(program, target)
-        if folder is None:
-            otherwise = f'Nothing was written to {target}. To look at the file, pass keep_failed="a folder".'
-        else:
-            otherwise = f"Nothing was written to {target}. The file that failed is {file.keep(folder)}."
-        return export.finish(program, target, f"\n{otherwise}")
+    report = ExportReport(type(module).__qualname__, tolerance=tolerance)
+    with register_flattening_functions(**options_in_use()):
+        example = make_example(module, args, dict(kwargs or {}), dynamic_shapes)
+        if example.no_data:
+            raise InvalidArgumentError(
+                f"export_onnx writes the weights, and {example.no_data}. Load them first; export_program works without."
+            )
+        with unproven_file(target) as file:
+            traced = program = traced_example(example, report)
+            with report.timed("replay"):
+                chosen = cases_of(example, cases, steps, report)
+                report.cases += replay_program(ProgramRunner(traced.program), example, traced, chosen)
+            fed = None if counter_input else _without_counter(example, traced, report)
+            if fed is not None:
+                decoder: Any = fed.module
+                example, chosen = fed, [Case(c.name, (), decoder.inputs(c.kwargs), c.steps) for c in chosen]
+                program = traced_example(example, report)
+            names = program.input_names, program.output_names
+            logger.info("converting %s to ONNX", type(example.module).__qualname__, extra=STEP)
+            with report.timed("convert"):
+                converted = convert(program.program, *names, opset_version, example.axis_names)
+                report.onnx_bytes = file.save(converted)
+            replay_file(file.path, example, program, chosen, report)
+            if report.ok:
+                file.publish()
+                return finish(traced, report, target)
+            if folder is None:
+                otherwise = f'Nothing was written to {target}. To look at the file, pass keep_failed="a folder".'
+            else:
+                otherwise = f"Nothing was written to {target}. The file that failed is {file.keep(folder)}."
+            return finish(traced, report, target, f"\n{otherwise}")
 
 
-class OnnxExport(Export):
-    """An export that goes on to a file."""
-
-    def write(
-        self,
-        program: ExportedProgram,
-        file: UnprovenFile,
-        cases: Sequence[Case],
-        opset_version: int | None,
-        counter_input: bool,
-    ) -> None:
-        """Convert and replay: the program, or one with the inputs that tools feed."""
-        fed = None if counter_input else self.without_counter()
-        if fed is None:
-            self.to_onnx(program, file, opset_version)
-            self.replay_onnx(program, file.path, cases)
-            return
-        decoder: Any = fed.module
-        program = fed.to_program(strict=False)
-        fed.to_onnx(program, file, opset_version)
-        fed.replay_onnx(
-            program, file.path, [Case(case.name, (), decoder.inputs(case.kwargs), case.steps) for case in cases]
-        )
-        found = fed.report
-        self.report.cases += found.cases
-        self.report.input_names, self.report.output_names = found.input_names, found.output_names
-        self.report.onnx_bytes, self.report.onnx_seconds = found.onnx_bytes, found.onnx_seconds
-        self.report.remarks += [remark for remark in found.remarks if remark not in self.report.remarks]
-
-    def without_counter(self) -> OnnxExport | None:
-        """The export of a model whose layers all slide, without the counter that no tool feeds; ``None`` for others."""
-        if not counts_by_itself(self.kwargs.get("past_key_values")):
-            return None
-        why_not = "there are positional arguments" if self.args else why_not_sliding(self.module, self.kwargs)
-        if why_not is None:
-            decoder = SlidingDecoder(self.module, self.kwargs)
-            inputs = decoder.inputs(self.kwargs)
-            with torch.no_grad(), undisturbed(self.module, self.written), seeded(0):
-                expected = self.module(**clone(self.kwargs))
-                found = decoder(**clone(inputs))
-            if largest_difference(expected.logits, found["logits"]) <= self.report.tolerance:
-                shapes, tolerance = decoder.shapes(self.shapes), self.report.tolerance
-                fed = OnnxExport(decoder, (), inputs, shapes, self.steps, tolerance)
-                fed.axis_names = self.axis_names
-                return fed
-            why_not = "the model computes something else from the length of the mask"
-        self.report.remarks.append(
-            f"past_key_values.length, how many tokens were seen, is an input that other tools do not feed: {why_not}."
-        )
+def _without_counter(example: Example, traced: Traced, report: ExportReport) -> Example | None:
+    """The example of a model whose layers all slide, without the counter that no tool feeds; ``None`` for others."""
+    module, kwargs = example.module, example.kwargs
+    if not counts_by_itself(kwargs.get("past_key_values")):
         return None
-
-    def to_onnx(self, program: ExportedProgram, file: UnprovenFile, opset_version: int | None) -> None:
-        """Convert the program."""
-        logger.info("converting %s to ONNX", self.report.module, extra=STEP)
-        start = time.perf_counter()
-        names = self.report.input_names, self.report.output_names
-        self.report.onnx_bytes = file.save(convert(program, *names, opset_version, self.axis_names))
-        self.report.onnx_seconds = time.perf_counter() - start
-
-    def replay_onnx(self, program: ExportedProgram, path: pathlib.Path, cases: Sequence[Case]) -> None:
-        """Replay the cases with the file."""
-        self.remark_on_file()
-        types = zip(self.report.output_names, _output_types(program), strict=True)
-        pairs = [name for name, dtype in types if dtype is not None and dtype.is_complex]
-        try:
-            steps = OnnxSteps(path, self.input_leaves, self.cache_is, pairs)
-        except Exception as error:  # onnxruntime has no base class for its errors
-            self.report.cases.append(CaseResult("(loading)", "onnxruntime", 0, {}, 0.0, self.why_not_loaded(error)))
-            return
-        after = self.module.next_inputs if isinstance(self.module, SlidingDecoder) else following()
-        for case in cases:
-            logger.info("replaying %s with onnxruntime", case.name, extra=STEP)
-            self.report.cases.append(
-                replay(
-                    "onnxruntime",
-                    steps.run,
-                    self.module,
-                    case,
-                    after,
-                    steps.feed_back,
-                    taken=self.input_leaves,
-                    written=self.written,
-                )
-            )
-
-    def remark_on_file(self) -> None:
-        """Remark what the file cannot do although the module can."""
-        if self.written:
-            self.report.remarks.append(
-                f"an ONNX file keeps nothing from call to call: {', '.join(self.written)} is at every call what it was "
-                "at the export."
-            )
-        if self.drawing:
-            self.report.remarks.append(
-                "onnxruntime draws random numbers of its own, so that differences to it mean nothing: export what "
-                "draws none (module.eval()), or pass them as an input."
-            )
-        takes = set(inspect.signature(self.module.forward).parameters) & set(CACHE_NAMES)
-        can_generate: Any = getattr(self.module, "can_generate", None)
-        generates = callable(can_generate) and can_generate()
-        fed = tuple(f"{name}." for name in takes)
-        if generates and takes and not any(name.startswith(fed) for name in self.report.input_names):
-            self.report.remarks.append(
-                "this file takes no cache: each call reads all tokens from the first on. For one that goes on from a "
-                "cache: export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...), or "
-                "export_folder(model, folder)."
-            )
-
-    def why_not_loaded(self, error: Exception) -> str:
-        """What onnxruntime says of a file that it does not load, and what to do about it."""
-        said = f"{type(error).__name__}: {first_line(error)[:300]}"
-        weights = {str(tensor.dtype).removeprefix("torch.") for tensor in self.module.parameters()}
-        half = sorted(weights & {"bfloat16", "float16"})
-        if "NOT_IMPLEMENTED" in said and half:
-            said += (
-                f"\n    onnxruntime lacks kernels for {half[0]} on the CPU, so nothing can be proven there. Export "
-                'in float32 (or float16), or keep it for another provider: keep_failed="a folder"'
-            )
-        return said
-
-
-def _output_types(program: ExportedProgram) -> list[torch.dtype | None]:
-    """The type of the elements of every output of the graph."""
-    names = [
-        spec.arg.name
-        for spec in program.graph_signature.output_specs
-        if spec.kind is OutputKind.USER_OUTPUT and not isinstance(spec.arg, ConstantArgument)
-    ]
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
-    return [getattr(values.get(name), "dtype", None) for name in names]
+    why_not = "there are positional arguments" if example.args else why_not_sliding(module, kwargs)
+    if why_not is None:
+        decoder = SlidingDecoder(module, kwargs)
+        inputs = decoder.inputs(kwargs)
+        with torch.no_grad(), undisturbed(module, traced.written), seeded(0):
+            expected = module(**clone(dict(kwargs)))
+            found = decoder(**clone(inputs))
+        if largest_difference(expected.logits, found["logits"]) <= report.tolerance:
+            fed = make_example(decoder, (), inputs, decoder.shapes(example.shapes))
+            return dataclasses.replace(fed, axis_names=example.axis_names)
+        why_not = "the model computes something else from the length of the mask"
+    report.remark(
+        f"past_key_values.length, how many tokens were seen, is an input that other tools do not feed: {why_not}."
+    )
+    return None

@@ -1,73 +1,100 @@
-"""Run an ONNX file in onnxruntime as one side of a replay: inputs by name, its own cache fed back."""
+"""Replay cases with an ONNX file in onnxruntime, and say what the file cannot do although the module can."""
 
 from __future__ import annotations
 
+import inspect
+import logging
 import pathlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
-from ..storage.ort_values import run_session, to_onnxruntime
-from ..trees.naming import leaf_names
+from ..errors import ReplayError
+from ..huggingface.cases import CACHE_NAMES
+from ..huggingface.sliding_decoder import SlidingDecoder
+from ..log import STEP
+from ..messages import first_line
+from ..runners.onnx_runner import OnnxRunner
+from ..runners.onnx_session import open_session
+from .example import Example
+from .program import following
+from .replay import Case, CaseResult, replay
+from .report import ExportReport
+from .sides import ByName
+from .traced import Traced
 
-__all__ = ["OnnxSteps"]
+__all__ = ["replay_file"]
+
+logger = logging.getLogger("yobx_flatten")
 
 
-class OnnxSteps:
-    """What :func:`.replay.replay` asks of a runtime.
-
-    Complex numbers, which onnxruntime does not have, are pairs of real ones in a file: one more axis of size 2.
+def replay_file(
+    path: pathlib.Path, example: Example, traced: Traced, cases: Sequence[Case], report: ExportReport
+) -> None:
+    """Replay cases with a file. The block must be open.
 
     Args:
-        path: the file.
-        input_leaves: the names of all leaves of the module's inputs, in order.
-        cache_is: the input that is the cache; ``""`` without one.
-        pairs: outputs that are complex numbers in the module.
+        path: the ONNX file.
+        example: what the program was traced from.
+        traced: the program that was converted.
+        cases: what to replay.
+        report: gets one result per case, times and notes; where the file cannot be loaded, one result that states why.
     """
-
-    def __init__(
-        self, path: pathlib.Path, input_leaves: Sequence[str], cache_is: str, pairs: Collection[str] = ()
-    ) -> None:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4  # what goes wrong is raised; it is not for the terminal, too
-        self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        self._wanted = {given.name: given.type for given in self._session.get_inputs()}
-        self._input_leaves, self._cache_is, self._pairs = input_leaves, cache_is, pairs
-
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one step; return its outputs by name."""
-        import onnxruntime
-
-        leaves = pytree.tree_leaves((args, dict(kwargs)))
-        feeds = dict(zip(self._input_leaves, leaves, strict=True))
-        values = {
-            name: to_onnxruntime(onnxruntime, name, kind, _as_pairs(feeds[name])) for name, kind in self._wanted.items()
-        }
-        found = run_session(self._session, values)
-        return {name: torch.view_as_complex(value) if name in self._pairs else value for name, value in found.items()}
-
-    def feed_back(self, kwargs: Mapping[str, Any], outputs: dict[str, Any]) -> Mapping[str, Any]:
-        """Put the file's own cache in place of the eager one."""
-        leaves, spec = pytree.tree_flatten(dict(kwargs))
-        own = [
-            _like(leaf, outputs.get("present" + name.removeprefix(self._cache_is), leaf))
-            if name.startswith(f"{self._cache_is}.")
-            else leaf
-            for name, leaf in zip(leaf_names(dict(kwargs)), leaves, strict=True)
-        ]
-        return pytree.tree_unflatten(own, spec)  # type: ignore[no-any-return] # a dict, as it was
+    report.remark(*_remarks(example, traced))
+    module = example.module
+    try:
+        with report.timed("load"):
+            runner = OnnxRunner(open_session(path, caller="export_onnx"), path.name)
+    except ReplayError as error:
+        reason = _why_not_loaded(module, error.__cause__ or error)
+        report.cases.append(CaseResult("(loading)", OnnxRunner.runtime, 0, {}, 0.0, reason))
+        return
+    types = zip(traced.output_names, traced.output_types, strict=True)
+    pairs = [name for name, dtype in types if dtype is not None and dtype.is_complex]
+    side = ByName(runner, example.names, example.cache_is, pairs)
+    after = module.next_inputs if isinstance(module, SlidingDecoder) else following()
+    for case in cases:
+        logger.info("replaying %s with onnxruntime", case.name, extra=STEP)
+        with report.timed("replay"):
+            result = replay(side, module, case, after, taken=example.names, written=traced.written)
+        report.cases.append(result)
 
 
-def _as_pairs(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and leaf.is_complex():
-        return torch.view_as_real(leaf.detach().resolve_conj())
-    return leaf
+def _remarks(example: Example, traced: Traced) -> list[str]:
+    """What the file cannot do although the module can."""
+    remarks = []
+    if traced.written:
+        remarks.append(
+            f"an ONNX file keeps nothing from call to call: {', '.join(traced.written)} is at every call what it was "
+            "at the export."
+        )
+    if traced.drawing:
+        remarks.append(
+            "onnxruntime draws random numbers of its own, so that differences to it mean nothing: export what "
+            "draws none (module.eval()), or pass them as an input."
+        )
+    takes = set(inspect.signature(example.module.forward).parameters) & set(CACHE_NAMES)
+    can_generate: Any = getattr(example.module, "can_generate", None)
+    generates = callable(can_generate) and can_generate()
+    fed = tuple(f"{name}." for name in takes)
+    if generates and takes and not any(name.startswith(fed) for name in traced.input_names):
+        remarks.append(
+            "this file takes no cache: each call reads all tokens from the first on. For one that goes on from a "
+            "cache: export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...), or "
+            "export_folder(model, folder)."
+        )
+    return remarks
 
 
-def _like(given: Any, found: Any) -> Any:
-    """What came out of a graph in place of an input: a counter is a number again, not a tensor without axes."""
-    return int(found) if type(given) is int else found
+def _why_not_loaded(module: torch.nn.Module, error: BaseException) -> str:
+    """What onnxruntime reports about a file that it does not load, and what to do about it."""
+    reported = f"{type(error).__name__}: {first_line(error)[:300]}"
+    weights = {str(tensor.dtype).removeprefix("torch.") for tensor in module.parameters()}
+    half = sorted(weights & {"bfloat16", "float16"})
+    if "NOT_IMPLEMENTED" in reported and half:
+        reported += (
+            f"\n    onnxruntime lacks kernels for {half[0]} on the CPU, so nothing can be proven there. Export "
+            'in float32 (or float16), or keep it for another provider: keep_failed="a folder"'
+        )
+    return reported

@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
 
-from ..diagnose.compare import compare_outputs, largest_difference
 from ..errors import InvalidArgumentError, ReplayError, describe_class
 from ..trees.naming import output_names
 from .padding import Padding
 from .undisturbed import seeded, undisturbed
 
-__all__ = ["Case", "CaseResult", "check_cases", "clone", "replay"]
+__all__ = ["Case", "CaseResult", "Side", "check_cases", "clone", "replay"]
 
 Next = Callable[[Mapping[str, Any], Any, int], dict[str, Any] | None]
 
@@ -73,6 +72,12 @@ class CaseResult:
         """The largest difference of all outputs; infinite when the case stopped."""
         return max(self.differences.values(), default=0.0) if self.error is None else float("inf")
 
+    def cells(self) -> list[str]:
+        """Return the last cells of its row in a table: the largest difference and its output, or the reason."""
+        if self.error is not None:
+            return [self.error]
+        return [f"{self.max_difference:.1e}", max(self.differences, key=self.differences.__getitem__, default="-")]
+
 
 def clone(tree: Any) -> Any:
     """Copy every tensor of nested inputs: static caches are written to in place."""
@@ -100,80 +105,79 @@ def eager_steps(
     return steps
 
 
+class Side(Protocol):
+    """One side of a replay: something exported that is called step after step. See :mod:`.sides`.
+
+    Attributes:
+        runtime: name of the library that runs it.
+    """
+
+    runtime: str
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one step; return its outputs as the two other methods take them."""
+        ...
+
+    def compare(self, eager: Any, outputs: Any, names: Sequence[str], padding: Padding) -> dict[str, float]:
+        """Return the largest difference of every output by name.
+
+        Raises:
+            ReplayError: when something is incomparable.
+        """
+        ...
+
+    def feed_back(self, kwargs: Mapping[str, Any], outputs: Any) -> Mapping[str, Any]:
+        """Return the inputs of the next step with the cache of ``outputs`` in place of the eager one."""
+        ...
+
+
 def replay(
-    runtime: str,
-    run: Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]],
+    side: Side,
     module: torch.nn.Module,
     case: Case,
     following: Next,
-    feed_back: Callable[[Mapping[str, Any], dict[str, Any]], Mapping[str, Any]],
     *,
     taken: Collection[str] = (),
-    returned: Callable[[], Any] | None = None,
     written: Collection[str] = (),
 ) -> CaseResult:
-    """Run one case eagerly and by the program, and compare every output of every step.
+    """Run one case eagerly and by what was exported, and compare every output of every step.
 
     Args:
-        runtime: its name, for the result.
-        run: calls the program; returns its outputs by name.
+        side: what was exported.
         module: the eager model.
         case: the inputs.
         following: makes the next step's inputs from the eager outputs.
-        feed_back: puts the program's own outputs in place of the eager cache in the next step's inputs.
-        taken: names of inputs, see :func:`.naming.output_names`.
-        returned: what the program's last call returned, nested as the model's own outputs; ``None`` for a graph, which
-            returns tensors only.
-        written: parameters that the module writes to, see :func:`.undisturbed.undisturbed`.
+        taken: names of inputs, see :func:`.naming.output_names`; none by default.
+        written: parameters that the module writes to, see :func:`.undisturbed.undisturbed`; none by default.
 
     Returns:
         The differences, or why the case stopped.
     """
     expected = eager_steps(module, case, following, written)
     differences: dict[str, float] = {}
-    outputs: dict[str, Any] = {}
+    outputs: Any = None
     seconds = 0.0
     padding = Padding()
     positional = inspect.signature(module.forward).bind_partial(*case.args).arguments
     for index, (kwargs, eager) in enumerate(expected):
-        fed = kwargs if index == 0 else feed_back(kwargs, outputs)
+        fed = kwargs if index == 0 else side.feed_back(kwargs, outputs)
         padding.next_call({**positional, **kwargs})
         start = time.perf_counter()
         try:
             with seeded(index):
-                outputs = run(clone(case.args), fed)
+                outputs = side.run(clone(case.args), fed)
         except Exception as error:  # whatever the runtime raises is the result of this case
             reason = f"step {index}: {type(error).__name__}: {str(error).strip()[:500]}"
-            return CaseResult(case.name, runtime, index, differences, seconds, reason)
+            return CaseResult(case.name, side.runtime, index, differences, seconds, reason)
         seconds += time.perf_counter() - start
         names = output_names(eager, taken)
-        wanted = padding.blank_leaves(eager, names)
         try:
-            if returned is None:
-                shown = {name: padding.blank(name, value) for name, value in outputs.items()}
-                found = _tensors(wanted, shown, names)
-            else:
-                found = compare_outputs(wanted, padding.blank_leaves(returned(), names), names)
+            found = side.compare(padding.blank_leaves(eager, names), outputs, names, padding)
         except ReplayError as error:
-            return CaseResult(case.name, runtime, index, differences, seconds, f"step {index}, {error}")
+            return CaseResult(case.name, side.runtime, index, differences, seconds, f"step {index}, {error}")
         for name, difference in found.items():
             differences[name] = max(differences.get(name, 0.0), difference)
-    return CaseResult(case.name, runtime, len(expected), differences, seconds, left_out=tuple(padding.left_out))
-
-
-def _tensors(eager: Any, outputs: Mapping[str, Any], names: Collection[str]) -> dict[str, float]:
-    """Compare with the outputs of a graph: what is not a tensor is part of it, and not an output."""
-    differences = {}
-    for name, value in zip(names, pytree.tree_leaves(eager), strict=True):
-        if name not in outputs:
-            if isinstance(value, torch.Tensor):
-                raise ReplayError(f"output {name!r}: it is missing")
-            continue
-        try:
-            differences[name] = largest_difference(value, outputs[name])
-        except ReplayError as error:
-            raise ReplayError(f"output {name!r}: {error}") from None
-    return differences
+    return CaseResult(case.name, side.runtime, len(expected), differences, seconds, left_out=tuple(padding.left_out))
 
 
 def check_cases(cases: Iterable[Any]) -> list[Case]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
+from collections.abc import Iterator
 
 import torch
 
+from ..diagnose.report import Report, table
 from .replay import CaseResult
 
 __all__ = ["TOLERANCES", "ExportReport", "tolerance_of"]
@@ -26,15 +30,15 @@ def tolerance_of(module: torch.nn.Module) -> float:
 
 
 @dataclasses.dataclass
-class ExportReport:
+class ExportReport(Report):
     """Times, sizes and replay results of one export. ``print(report)`` shows them as a table.
 
     Attributes:
         module: name of the exported class.
         input_names: names of the program's inputs, in order.
         output_names: names of its outputs, in order.
-        export_seconds: duration of ``torch.export``, in seconds.
-        onnx_seconds: duration of the conversion to ONNX, in seconds; ``None`` without one.
+        seconds: duration of each step, in seconds, by its name: ``"trace"`` (``torch.export``), ``"replay"`` (all calls
+            of the module, the program and the file), and for an ONNX file ``"convert"`` and ``"load"``.
         onnx_bytes: size of the ONNX file and its external data, in bytes; ``None`` without one.
         cases: one result per case and runtime.
         tolerance: largest absolute difference allowed; 1e-4 by default.
@@ -48,34 +52,57 @@ class ExportReport:
     """
 
     module: str
-    input_names: list[str]
-    output_names: list[str]
-    export_seconds: float
-    onnx_seconds: float | None = None
+    input_names: list[str] = dataclasses.field(default_factory=list)
+    output_names: list[str] = dataclasses.field(default_factory=list)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     onnx_bytes: int | None = None
     cases: list[CaseResult] = dataclasses.field(default_factory=list)
     tolerance: float = 1e-4
     remarks: list[str] = dataclasses.field(default_factory=list)
 
     @property
-    def max_difference(self) -> float:
-        """The largest difference of all cases and outputs, infinite when one of them stopped."""
-        return max((case.max_difference for case in self.cases), default=0.0)
+    def export_seconds(self) -> float:
+        """Duration of ``torch.export``, in seconds."""
+        return self.seconds.get("trace", 0.0)
 
     @property
-    def ok(self) -> bool:
-        """Whether every case is within the tolerance."""
-        return self.max_difference <= self.tolerance
+    def onnx_seconds(self) -> float | None:
+        """Duration of the conversion to ONNX, in seconds; ``None`` without one."""
+        return self.seconds.get("convert")
+
+    def differences(self) -> Iterator[float]:
+        """Yield the largest difference of every case, infinite for one that stopped."""
+        return (case.max_difference for case in self.cases)
+
+    @contextlib.contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Add the time spent inside to the seconds of a step.
+
+        Args:
+            step: its name.
+        """
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[step] = self.seconds.get(step, 0.0) + time.perf_counter() - start
+
+    def remark(self, *texts: str) -> None:
+        """Add notes that are not there yet.
+
+        Args:
+            *texts: the notes.
+        """
+        self.remarks += [text for text in texts if text not in self.remarks]
 
     def __str__(self) -> str:
         sizes = f", ONNX in {self.onnx_seconds:.1f} s, {self.onnx_bytes / 1e6:.2f} MB" if self.onnx_bytes else ""
         lines = [f"{self.module}: exported in {self.export_seconds:.1f} s{sizes}"]
-        width = max((len(case.case) for case in self.cases), default=4)
-        lines += [f"  {'case':{width}}  {'runtime':12}  steps  max difference  worst output"] if self.cases else []
-        for case in self.cases:
-            worst = max(case.differences, key=case.differences.__getitem__, default="-")
-            shown = case.error if case.error is not None else f"{case.max_difference:<14.1e}  {worst}"
-            lines.append(f"  {case.case:{width}}  {case.runtime:12}  {case.steps:<5}  {shown}")
+        if self.cases:
+            header = ["case", "runtime".ljust(12), "steps", "max difference", "worst output"]
+            lines += table(
+                [header, *([case.case, case.runtime, str(case.steps), *case.cells()] for case in self.cases)]
+            )
         lines += [f"  note: {remark}" for remark in (*self.remarks, *_of_padding(self.cases))]
         return "\n".join(lines)
 

@@ -11,10 +11,10 @@ from torch.export import ExportedProgram
 
 from ..errors import StaticDataError
 
-__all__ = ["refuse_sizes_in_static_parts"]
+__all__ = ["check_static_parts"]
 
 
-def refuse_sizes_in_static_parts(program: ExportedProgram) -> None:
+def check_static_parts(program: ExportedProgram) -> None:
     """Refuse a program whose outputs hold a size of the trace as static data.
 
     Raises:

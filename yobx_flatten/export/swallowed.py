@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 
 from ..errors import InvalidArgumentError
 
-__all__ = ["named_in_forward", "refuse_misspelt", "refuse_unread", "swallowed_names"]
+__all__ = ["check_all_read", "check_spelling", "named_in_forward", "swallowed_names"]
 
 
 def swallowed_names(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
@@ -54,7 +54,7 @@ def named_in_forward(module: torch.nn.Module, names: Sequence[str]) -> Iterator[
         held.update(before)
 
 
-def refuse_misspelt(module: torch.nn.Module, names: Sequence[str]) -> None:
+def check_spelling(module: torch.nn.Module, names: Sequence[str]) -> None:
     """Refuse names that are all but those of a parameter: they would end in ``**kwargs`` without a word.
 
     Raises:
@@ -70,7 +70,7 @@ def refuse_misspelt(module: torch.nn.Module, names: Sequence[str]) -> None:
             )
 
 
-def refuse_unread(
+def check_all_read(
     module: torch.nn.Module, names: Sequence[str], program: ExportedProgram, inputs: Mapping[str, Sequence[str]]
 ) -> None:
     """Refuse tensors that ``forward`` took in its ``**kwargs`` and did not read.

@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from ..errors import GenerationError, InvalidArgumentError, describe_class
+from ..runners.runner import Runner
 from .sampling import Sampling, TokenChooser
 from .score_rules import GenerationCall
 from .settings import GenerationSettings
-from .slots import CacheSlot, Port, check_ports
+from .slots import check_ports, empty_cache
 
-__all__ = ["Generator", "Parts", "Runner"]
+__all__ = ["Generator", "Parts"]
 
 _LOOP = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 _FROM_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
 # what an encoder may be given: text, sound
 _SOURCES = ("input_ids", "input_features", "attention_mask")
-
-
-class Runner(Protocol):
-    """One file of a model: :class:`.onnx_runner.OnnxRunner` or :class:`.program_runner.ProgramRunner`."""
-
-    name: str
-    ports: Mapping[str, Port]
-    outputs: Sequence[str]
-    slots: Sequence[CacheSlot]
-
-    def start(self, batch: int) -> dict[str, Any]: ...  # noqa: D102 # see the classes
-
-    def step(  # noqa: D102 # see the classes
-        self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +174,7 @@ class Generator:
             _check_mask(mask, tokens)
             images = self._see(tokens, pixel_values)
         reader = self.parts.prefill or self.parts.decoder
-        cache = {} if self.parts.prefill is not None else reader.start(len(tokens))
+        cache = {} if self.parts.prefill is not None else reader.cache(empty_cache(reader.slots, len(tokens)))
         source = input_ids if self.parts.encoder is not None and input_features is None else None
         return _Sequence(tokens, mask, tokens, cache, context, images, source)
 
@@ -221,7 +207,7 @@ class Generator:
                     f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(source.shape)}. Pass the same."
                 )
             feeds["attention_mask"] = mask
-        outputs, _ = encoder.step({name: feeds[name] for name in encoder.ports}, {})
+        outputs, _ = encoder.step(_typed(encoder, feeds), {})
         context = {"encoder_hidden_states": outputs["last_hidden_state"]}
         if mask is not None:
             context["encoder_attention_mask"] = mask
@@ -234,7 +220,8 @@ class Generator:
         if self.parts.vision is None:
             raise InvalidArgumentError(f"{self.parts.decoder.name} belongs to a model without eyes: no pixel_values.")
         # the file takes one image at a time
-        found = [self.parts.vision.step({"pixel_values": image[None]}, {})[0] for image in pixel_values]
+        vision = self.parts.vision
+        found = [vision.step(_typed(vision, {"pixel_values": image[None]}), {})[0] for image in pixel_values]
         features = torch.cat([outputs["image_features"].flatten(0, -2) for outputs in found])
         places = int(torch.eq(tokens, self.settings.image_token_id or 0).sum())
         if places != len(features):
@@ -295,18 +282,23 @@ class Generator:
             made["position_ids"] = (sequence.mask.cumsum(-1) - 1).clamp(min=0)[:, -sequence.new.shape[1] :]
         if "inputs_embeds" in runner.ports:
             made["inputs_embeds"] = self._embed(sequence)
-        return {name: made[name] for name in runner.ports if name in made}
+        return _typed(runner, made)
 
     def _embed(self, sequence: _Sequence) -> torch.Tensor:
         if self.parts.embed is None:
             raise GenerationError(f"{self.parts.decoder.name} takes inputs_embeds, and no file makes them.")
-        outputs, _ = self.parts.embed.step({"input_ids": sequence.new}, {})
+        outputs, _ = self.parts.embed.step(_typed(self.parts.embed, {"input_ids": sequence.new}), {})
         embeds = outputs["inputs_embeds"]
         if sequence.images is not None:
             embeds = embeds.clone()
             embeds[sequence.new == self.settings.image_token_id] = sequence.images.to(embeds.dtype)
             sequence.images = None
         return embeds
+
+
+def _typed(runner: Runner, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a file takes of what there is, with elements of the type that it takes."""
+    return {name: made[name].to(port.dtype) for name, port in runner.ports.items() if name in made}
 
 
 def _integers(name: str, value: Any) -> torch.Tensor:

@@ -7,9 +7,11 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import GenerationError
+from ..runners.onnx_runner import OnnxRunner
+from ..runners.onnx_session import open_session, require_onnxruntime, session_options
 from .generator import Generator, Parts
 from .layout import find_parts
-from .onnx_runner import OnnxRunner, open_session
 from .settings import GenerationSettings, read_settings
 
 __all__ = ["OnnxGenerator"]
@@ -58,9 +60,12 @@ class OnnxGenerator(Generator):
     ) -> None:
         path = pathlib.Path(model)
         found = find_parts(path, ".onnx", prefill)
+        require_onnxruntime("OnnxGenerator")
+        options = session_options(threads=threads)
 
         def runner(file: pathlib.Path) -> OnnxRunner:
-            return OnnxRunner(open_session(file, threads=threads), file.name)
+            session = open_session(file, caller="OnnxGenerator", options=options, failure=GenerationError)
+            return OnnxRunner(session, file.name)
 
         parts: Mapping[str, Any] = {part: runner(file) for part, file in found.items()}
         super().__init__(Parts(**parts), settings or read_settings(found["decoder"].parent))

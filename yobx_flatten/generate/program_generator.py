@@ -10,9 +10,9 @@ from torch.export import ExportedProgram
 
 from ..errors import InvalidArgumentError, describe_class
 from ..export.program import ExportedModel
+from ..runners.program_runner import ProgramRunner, open_program
 from .generator import Generator, Parts
 from .layout import find_parts
-from .program_runner import ProgramRunner, open_program
 from .settings import GenerationSettings, read_settings
 
 __all__ = ["ProgramGenerator"]

@@ -1,74 +1,19 @@
-"""What a generation file takes and returns, by name: which inputs are the cache, and which output each becomes.
-
-.. code-block:: text
-
-    past_key_values.0.key          <-- next time --   present.0.key
-    past_key_values.length         <-- next time --   present.length
-    past_key_values.0.encoder.key      stays as the first call returned it, where no output has its name
-"""
+"""What a generation loop asks of the inputs of a file, and the cache that has seen no token."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import torch
 
 from ..errors import GenerationError
-from ..huggingface.cases import CACHE_NAMES
+from ..runners.ports import CacheSlot, Port
 
-__all__ = ["CacheSlot", "Port", "cache_slots", "check_ports", "empty_cache", "is_present"]
+__all__ = ["check_ports", "empty_cache"]
 
 # Leaves of which nothing, or zeros, is what a cache holds before the first token; others (the states of linear
 # attention) have no such value.
 _EMPTY_AT_FIRST = {"key", "value", "length", "position"}
-
-
-class Port(NamedTuple):
-    """One input of a program.
-
-    Attributes:
-        name: of the input.
-        shape: ``None`` for a size that varies.
-        dtype: of its elements.
-    """
-
-    name: str
-    shape: tuple[int | None, ...]
-    dtype: torch.dtype
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheSlot:
-    """One leaf of the cache.
-
-    Attributes:
-        port: the input.
-        present: the output that takes its place in the next call; where there is none of that name, the leaf stays.
-    """
-
-    port: Port
-    present: str
-
-
-def cache_slots(ports: Iterable[Port]) -> list[CacheSlot]:
-    """Find the inputs that are the cache.
-
-    >>> cache_slots([Port("input_ids", (None, None), torch.int64), Port("past_key_values.length", (), torch.int64)])
-    [CacheSlot(port=Port(name='past_key_values.length', shape=(), dtype=torch.int64), present='present.length')]
-    """
-    slots = []
-    for port in ports:
-        prefix = next((name for name in CACHE_NAMES if port.name.startswith(f"{name}.")), None)
-        if prefix is not None:
-            slots.append(CacheSlot(port, "present" + port.name.removeprefix(prefix)))
-    return slots
-
-
-def is_present(name: str) -> bool:
-    """Return whether an output is part of the cache."""
-    return name.startswith("present.")
 
 
 def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tensor]:
@@ -99,10 +44,15 @@ def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tenso
 
 
 def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> None:
-    """Refuse a program that takes something no generation loop has.
+    """Check that a generation loop has everything that a file takes.
+
+    Args:
+        ports: the inputs that are not the cache, by name.
+        known: names of what the loop has.
+        where: name of the file.
 
     Raises:
-        GenerationError: naming the inputs.
+        GenerationError: naming the inputs that the loop does not have, or has in another form.
     """
     unknown = [name for name in ports if name not in set(known)]
     if unknown:
@@ -110,3 +60,6 @@ def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> 
             f"{where} takes {', '.join(unknown)}, which a generation loop does not know. It knows "
             f"{', '.join(sorted(known))}, and past_key_values.*."
         )
+    text = [name for name, port in ports.items() if port.dtype is None]
+    if text:
+        raise GenerationError(f"{where} takes {', '.join(text)} as something other than numbers: text, or a sequence.")

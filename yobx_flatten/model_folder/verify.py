@@ -7,20 +7,19 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
-from ..diagnose.compare import largest_difference
+from ..diagnose.report import Report, table
 from ..errors import FlattenError, ForeignFileError
 from ..generate.generator import Generator
 from ..generate.onnx_generator import OnnxGenerator
-from ..generate.onnx_runner import open_session
 from ..generate.program_generator import ProgramGenerator
-from ..generate.program_runner import ProgramRunner, open_program
 from ..messages import first_line
+from ..runners.open import open_runner
+from ..runners.runner import Runner
 from ..storage.cases import StoredCase, load_case
-from ..storage.replay import replay_case
+from ..storage.replay import run_case
 from .manifest import FolderManifest, read_manifest
 
 __all__ = ["FolderCheck", "FolderReport", "open_generator", "verify_folder"]
@@ -46,9 +45,16 @@ class FolderCheck:
     seconds: float
     error: str | None = None
 
+    def cells(self) -> list[str]:
+        """Return the row of a table: mark and file, case, and what was found."""
+        shown = f"{self.difference:.0f} tokens differ"
+        if self.file != "generate":
+            shown = f"{self.difference:.1e} max difference"
+        return [f"{'ok  ' if self.ok else 'FAIL'} {self.file}", self.case, self.error or shown]
+
 
 @dataclasses.dataclass(frozen=True)
-class FolderReport:
+class FolderReport(Report):
     """The results of all cases. ``print(report)`` shows them as a table; it is true if every case passes.
 
     Attributes:
@@ -62,6 +68,15 @@ class FolderReport:
     checks: tuple[FolderCheck, ...]
 
     @property
+    def tolerance(self) -> float:  # type: ignore[override] # the folder's own
+        """Largest absolute difference allowed; of tokens none may differ."""
+        return self.manifest.tolerance
+
+    def differences(self) -> Iterator[float]:
+        """Yield the largest difference of every call; tokens are counted and not among them."""
+        return (check.difference for check in self.checks if check.file != "generate")
+
+    @property
     def ok(self) -> bool:
         """Whether every case does what the eager model did."""
         return all(check.ok for check in self.checks)
@@ -70,14 +85,8 @@ class FolderReport:
         return self.ok
 
     def __str__(self) -> str:
-        widths = [max(len(getattr(check, part)) for check in self.checks) for part in ("file", "case")]
-        lines = [f"{self.path}: {self.manifest.model}, {self.manifest.task}, {self.manifest.dtype}"]
-        for check in self.checks:
-            unit = "tokens differ" if check.file == "generate" else "max difference"
-            shown = f"{check.difference:.0f} {unit}" if check.file == "generate" else f"{check.difference:.1e} {unit}"
-            mark = "ok  " if check.ok else "FAIL"
-            lines.append(f"  {mark} {check.file:{widths[0]}}  {check.case:{widths[1]}}  {check.error or shown}")
-        return "\n".join(lines)
+        title = f"{self.path}: {self.manifest.model}, {self.manifest.task}, {self.manifest.dtype}"
+        return "\n".join([title, *table(check.cells() for check in self.checks)])
 
 
 def verify_folder(folder: str | os.PathLike[str], *, on_check: Callable[[str], None] | None = None) -> FolderReport:
@@ -119,7 +128,10 @@ def verify_folder(folder: str | os.PathLike[str], *, on_check: Callable[[str], N
         file = opened(name) if name else None  # one that cannot be opened is no check that fails, but no folder of ours
         start = time.perf_counter()
         try:
-            difference = _check_call(file, case) if name else _check_tokens(path, case, manifest.tolerance)
+            if file is None:
+                difference = _check_tokens(path, case, manifest.tolerance)
+            else:
+                difference = run_case(case, file, tolerance=manifest.tolerance).max_difference
             ok = difference <= manifest.tolerance if name else difference == 0
             error = None
         except (FlattenError, OSError) as failed:
@@ -155,26 +167,13 @@ class _Opened:
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder, self._name = folder, ""
-        self._file: Any = None
+        self._runner: Runner | None = None
 
-    def __call__(self, name: str) -> Any:
-        if name != self._name:
-            self._name, self._file = "", None  # a large file is closed before the next is opened
-            path = self._folder / name
-            self._file = open_session(path) if path.suffix == ".onnx" else ProgramRunner(open_program(path), name)
-            self._name = name
-        return self._file
-
-
-def _check_call(file: Any, case: StoredCase) -> float:
-    if not isinstance(file, ProgramRunner):
-        return replay_case(case, file).max_difference
-    slots = {slot.port.name for slot in file.slots}
-    feeds = {name: value for name, value in case.inputs.items() if name not in slots}
-    outputs, following = file.step(feeds, {name: case.inputs[name] for name in slots})
-    presents = {slot.present: following[slot.port.name] for slot in file.slots}
-    found: dict[str, Any] = {**following, **presents, **outputs}
-    return max(largest_difference(expected, found[name]) for name, expected in case.outputs.items())
+    def __call__(self, name: str) -> Runner:
+        if self._runner is None or name != self._name:
+            self._name, self._runner = name, None  # a large file is closed before the next is opened
+            self._runner = open_runner(self._folder / name, caller="verify_folder")
+        return self._runner
 
 
 def _check_tokens(folder: pathlib.Path, case: StoredCase, tolerance: float) -> float:

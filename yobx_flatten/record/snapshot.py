@@ -14,7 +14,7 @@ from ..declare.scopes import options_in_use, register_flattening_functions
 from ..diagnose.contents import Layouts
 from ..diagnose.opaque import find_unregistered
 from ..errors import NotRegisteredError
-from ..trees.node import key_name, node_of, refuse_cycles
+from ..trees.node import check_no_cycles, key_name, node_of
 
 __all__ = ["Fact", "Snapshot", "libraries_in_use", "same_value"]
 
@@ -63,9 +63,9 @@ class Snapshot:
             InvalidArgumentError: when an object holds itself.
             NotRegisteredError: when it holds tensors inside an object of a class that is not registered.
         """
-        refuse_cycles(tree, name)
+        check_no_cycles(tree, name)
         leaves, spec = pytree.tree_flatten(tree)
-        _refuse_hidden_tensors(leaves, tree, name)
+        _check_no_hidden_tensors(leaves, tree, name)
         facts = tuple(map(_fact, _walk(tree, "", None)))
         kept = tuple(_copy(leaf, device) for leaf in leaves)
         return cls(facts, spec, lambda: kept)
@@ -133,7 +133,7 @@ def _give_out(leaf: Any, fact: Fact) -> Any:
 _PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def _refuse_hidden_tensors(leaves: Sequence[Any], tree: Any, name: str) -> None:
+def _check_no_hidden_tensors(leaves: Sequence[Any], tree: Any, name: str) -> None:
     layouts = Layouts()
     if all(isinstance(leaf, _PLAIN) or layouts(type(leaf)).is_tensor for leaf in leaves):
         return

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import InvalidArgumentError, describe_class
 from ..recipe.static_codec import is_array
-from .elements import ELEMENTS, STRING
+from ..runners.elements import ELEMENTS, STRING
 from .nested import read
 from .onnx_read import open_model, structure_of
 from .onnx_write import OnnxWriter, check_size

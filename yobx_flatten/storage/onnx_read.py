@@ -10,7 +10,7 @@ import zlib
 from typing import Any, BinaryIO
 
 from ..errors import DamagedFileError, ForeignFileError, InvalidArgumentError, describe_class
-from .elements import Element, require_onnx
+from ..runners.elements import Element, require_onnx
 from .onnx_write import CHECKSUM, CONTENT, FORMAT, STRUCTURE, VERSION, crc_of_strings
 
 __all__ = ["Initializers", "open_model", "structure_of"]

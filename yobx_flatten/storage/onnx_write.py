@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from ..errors import InvalidArgumentError
-from .elements import UINT8, require_onnx
+from ..runners.elements import UINT8, require_onnx
 from .structure import Structure, unique
 from .values import Payload
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .elements import ELEMENTS
+from ..runners.elements import ELEMENTS
 
 __all__ = ["Obstacle", "obstacle_of"]
 

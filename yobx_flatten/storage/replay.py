@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..diagnose.compare import largest_difference
+from ..diagnose.report import Report, table
 from ..errors import InvalidArgumentError, ReplayError, describe_class
-from ..messages import first_line
+from ..runners.onnx_runner import OnnxRunner
+from ..runners.onnx_session import open_session, require_onnxruntime
+from ..runners.runner import Runner
 from ..trees.naming import leaf_names, output_names
 from .cases import StoredCase
 from .matching import leaves_of, match, plain_names
-from .ort_values import run_session, to_onnxruntime
-from .run import require_onnxruntime
 
-__all__ = ["CaseReport", "OutputDifference", "replay_case"]
+__all__ = ["CaseReport", "OutputDifference", "replay_case", "run_case"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class OutputDifference:
 
 
 @dataclasses.dataclass(frozen=True)
-class CaseReport:
+class CaseReport(Report):
     """The result of a replay. ``print(report)`` shows it as a table.
 
     Attributes:
@@ -63,21 +64,14 @@ class CaseReport:
     seconds: float
     tolerance: float
 
-    @property
-    def max_difference(self) -> float:
-        """The largest difference of all outputs."""
-        return max((output.difference for output in self.outputs), default=0.0)
-
-    @property
-    def ok(self) -> bool:
-        """Whether every output is within the tolerance."""
-        return self.max_difference <= self.tolerance
+    def differences(self) -> Iterator[float]:
+        """Yield the difference of every output."""
+        return (output.difference for output in self.outputs)
 
     def __str__(self) -> str:
         verdict = "as expected" if self.ok else "NOT as expected"
         lines = [f"{self.case or 'case'} in {self.model}: {verdict}, {self.seconds:.3f} s"]
-        width = max((len(str(output)) for output in self.outputs), default=0)
-        lines += [f"  {output!s:{width}}  {output.error or f'{output.difference:.1e}'}" for output in self.outputs]
+        lines += table([[str(output), output.error or f"{output.difference:.1e}"] for output in self.outputs])
         if self.unused:
             lines.append(f"  note: the model takes no {', '.join(self.unused)}")
         return "\n".join(lines)
@@ -125,43 +119,53 @@ def replay_case(
             f"replay_case takes what load_case returns, found {describe_class(case)}.\n"
             "    replay_case(load_case(path), model)"
         )
-    runtime = require_onnxruntime("replay_case")
     if isinstance(model, (str, os.PathLike)):
-        session, shown = _open(runtime, model, providers), os.fspath(model)
+        require_onnxruntime("replay_case")
+        if not os.path.isfile(model):
+            raise FileNotFoundError(f"replay_case: there is no file {os.fspath(model)}")
+        shown = os.fspath(model)
+        session = open_session(model, caller="replay_case", providers=providers)
     else:
-        session, shown = model, "the session"
-    feeds, unused = _feeds(runtime, session, case.inputs)
+        shown, session = "the session", model
+    return run_case(case, OnnxRunner(session, shown), tolerance=tolerance)
+
+
+def run_case(case: StoredCase, runner: Runner, *, tolerance: float) -> CaseReport:
+    """Run an open file or program on the inputs of a case, and compare what it returns with the outputs of the case.
+
+    Args:
+        case: inputs and expected outputs.
+        runner: what is run.
+        tolerance: largest absolute difference allowed.
+
+    Returns:
+        The difference of every output; see :func:`replay_case`.
+
+    Raises:
+        ReplayError: when an input is missing, or has another type, or the runner fails.
+    """
+    inputs, unused = _inputs(runner, case.inputs)
     start = time.perf_counter()
-    results = run_session(session, feeds)
+    results = runner.run(inputs)
     seconds = time.perf_counter() - start
-    outputs = _compare(case, results)
-    return CaseReport(case.name, shown, outputs, unused, seconds, tolerance)
+    return CaseReport(case.name, runner.name, _compare(case, results), unused, seconds, tolerance)
 
 
-def _open(runtime: Any, path: Any, providers: Sequence[str]) -> Any:
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"replay_case: there is no file {os.fspath(path)}")
-    try:
-        return runtime.InferenceSession(os.fspath(path), providers=list(providers))
-    except Exception as error:  # onnxruntime has no base class for its errors
-        raise ReplayError(f"onnxruntime cannot load {os.fspath(path)}: {first_line(error)}") from error
-
-
-def _feeds(runtime: Any, session: Any, inputs: Any) -> tuple[dict[str, Any], list[str]]:
-    """What onnxruntime is given, and the names of what it is not given."""
+def _inputs(runner: Runner, inputs: Any) -> tuple[dict[str, Any], list[str]]:
+    """What the runner is given, and the names of what it is not given."""
     named = zip(leaf_names(inputs), plain_names(inputs), leaves_of(inputs), strict=True)
     given = [row for row in named if _is_data(row[2])]
-    wanted = {node.name: node.type for node in session.get_inputs()}
-    places = match(list(wanted), [(name, plain) for name, plain, _ in given])
+    wanted = list(runner.ports)
+    places = match(wanted, [(name, plain) for name, plain, _ in given])
     missing = [name for name in wanted if name not in places]
     if missing:
         raise ReplayError(
             f"The model takes {', '.join(missing)}, which the case does not have. The case has "
             f"{', '.join(name for name, _, _ in given) or 'nothing'}; the model takes {', '.join(wanted)}."
         )
-    feeds = {name: to_onnxruntime(runtime, name, kind, given[places[name]][2]) for name, kind in wanted.items()}
     used = set(places.values())
-    return feeds, [name for place, (name, _, _) in enumerate(given) if place not in used]
+    unused = [name for place, (name, _, _) in enumerate(given) if place not in used]
+    return {name: given[places[name]][2] for name in wanted}, unused
 
 
 def _is_data(leaf: Any) -> bool:

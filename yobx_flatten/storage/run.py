@@ -7,25 +7,13 @@ from typing import Any
 
 import torch
 
-from ..dependencies import require
-from ..errors import DamagedFileError, InvalidArgumentError, describe_class
-from .elements import ELEMENTS, Element, pack
+from ..errors import DamagedFileError, InvalidArgumentError, StoredFileError, describe_class
+from ..runners.elements import ELEMENTS, Element, pack
+from ..runners.onnx_session import open_session
 
-__all__ = ["RunOutputs", "require_onnxruntime"]
+__all__ = ["RunOutputs"]
 
 _ENGINES = ("onnx", "onnxruntime", "ReferenceEvaluator")
-
-
-def require_onnxruntime(function: str) -> Any:
-    """Import onnxruntime, or say what to install.
-
-    Raises:
-        MissingDependencyError: when it is not installed.
-    """
-    require("onnxruntime", purpose=function, extra="onnx")
-    import onnxruntime
-
-    return onnxruntime
 
 
 class RunOutputs:
@@ -40,6 +28,7 @@ class RunOutputs:
     Raises:
         InvalidArgumentError: when the engine is another one.
         MissingDependencyError: when it is not installed.
+        StoredFileError: when onnxruntime cannot load the model.
     """
 
     def __init__(self, model: Any, path: str | os.PathLike[str] | None, engine: str, sep: str) -> None:
@@ -50,9 +39,8 @@ class RunOutputs:
                 f"{describe_class(engine)}."
             )
         if engine == "onnxruntime":
-            runtime = require_onnxruntime("engine='onnxruntime'")
-            given = model.SerializeToString() if path is None else os.fspath(path)
-            session: Any = runtime.InferenceSession(given, providers=["CPUExecutionProvider"])
+            given = model.SerializeToString() if path is None else path
+            session: Any = open_session(given, caller="engine='onnxruntime'", failure=StoredFileError)
             names = [output.name for output in session.get_outputs()]
         else:
             from onnx.reference import ReferenceEvaluator

@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from ..errors import DamagedFileError, FlattenError, NotRegisteredError, StaticDataError
 from ..recipe.static_codec import dump_static
 from ..trees.naming import leaf_names
-from ..trees.node import recipe_for, refuse_cycles
+from ..trees.node import check_no_cycles, recipe_for
 from .safe_static import import_served, load_trusted
 from .values import Payload, Source, read_leaf, write_leaf
 
@@ -48,7 +48,7 @@ def take_apart(tree: Any) -> Structure:
     Raises:
         FlattenError: see :func:`.values.write_leaf`.
     """
-    refuse_cycles(tree, "values")
+    check_no_cycles(tree, "values")
     taken: set[str] = set()
     names = iter([unique(name or "value", taken) for name in leaf_names(tree)])
     payloads: list[Payload] = []

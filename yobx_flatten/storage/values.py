@@ -18,7 +18,7 @@ import torch
 from ..diagnose.opaque import find_unregistered
 from ..errors import DamagedFileError, InvalidArgumentError, NotRegisteredError, StaticDataError
 from ..recipe.static_codec import dump_static
-from .elements import BOOL, DOUBLE, ELEMENTS, INT64, STRING, UINT8, Element, pack, unpack
+from ..runners.elements import BOOL, DOUBLE, ELEMENTS, INT64, STRING, UINT8, Element, pack, unpack
 from .plain import obstacle_of
 from .safe_static import load_trusted
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from ..errors import DynamicShapesError, InvalidArgumentError, NotRegisteredError, describe_class
-from .node import refuse_cycles
+from .node import check_no_cycles
 from .walk import class_name, torch_leaves
 
 __all__ = [
     "check_arguments",
+    "check_no_modules",
     "did_you_mean",
     "inputs_by_name",
-    "refuse_modules",
     "shapes_by_name",
 ]
 
@@ -46,8 +46,8 @@ def check_arguments(module: Any, args: Any, kwargs: Any) -> None:
             f"kwargs: expected a dict of keyword arguments, found {describe_class(kwargs)}.{_EXAMPLE}"
         )
     for name, value in inputs_by_name(module, args, kwargs).items():
-        refuse_cycles(value, name)
-        _refuse_nested_tensors(value, name)
+        check_no_cycles(value, name)
+        _check_no_nested_tensors(value, name)
     try:
         signature = inspect.signature(module.forward)
     except (TypeError, ValueError):  # a scripted module has no signature to check
@@ -62,7 +62,7 @@ def check_arguments(module: Any, args: Any, kwargs: Any) -> None:
         ) from None
 
 
-def _refuse_nested_tensors(tree: Any, name: str) -> None:
+def _check_no_nested_tensors(tree: Any, name: str) -> None:
     for path, leaf in torch_leaves(tree, name):
         if issubclass(type(leaf), torch.Tensor) and leaf.is_nested:
             error = InvalidArgumentError(
@@ -129,7 +129,7 @@ def shapes_by_name(inputs: Mapping[str, Any], shapes: Any) -> dict[str, Any]:
     return {**dict.fromkeys(inputs), **shapes}
 
 
-def refuse_modules(inputs: Mapping[str, Any]) -> None:
+def check_no_modules(inputs: Mapping[str, Any]) -> None:
     """Refuse modules among the inputs, which torch does not flatten: it ends in "expected 0 shapes, got 1".
 
     Raises:

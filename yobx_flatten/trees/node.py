@@ -12,7 +12,7 @@ from ..errors import InvalidArgumentError
 from ..recipe.contract import Recipe
 from ..registry.claims import REGISTRY
 
-__all__ = ["Node", "find_cycle", "format_cycle", "key_name", "node_of", "refuse_cycles"]
+__all__ = ["Node", "check_no_cycles", "find_cycle", "format_cycle", "key_name", "node_of"]
 
 
 class Node(NamedTuple):
@@ -95,7 +95,7 @@ def find_cycle(tree: Any, name: str = "tree") -> tuple[str, str] | None:
     return None
 
 
-def refuse_cycles(tree: Any, name: str, *, caller: str = "") -> None:
+def check_no_cycles(tree: Any, name: str, *, caller: str = "") -> None:
     """Refuse an object that holds itself.
 
     Args:

@@ -17,7 +17,7 @@ from torch.export import Dim
 
 from ..errors import DynamicShapesError, describe_class
 from ..recipe.contract import Recipe
-from .node import Node, key_name, node_of, refuse_cycles
+from .node import Node, check_no_cycles, key_name, node_of
 
 __all__ = ["check_dynamic_shapes", "dynamic_shapes", "make_dynamic_shapes_kv_cache"]
 
@@ -46,7 +46,7 @@ def dynamic_shapes(inputs: Any, overrides: Mapping[str, Any] | None = None) -> A
     >>> shapes == {"x": {0: Dim.DYNAMIC}, "y": {0: Dim.AUTO}, "flag": None}
     True
     """
-    refuse_cycles(inputs, "inputs", caller="dynamic_shapes")
+    check_no_cycles(inputs, "inputs", caller="dynamic_shapes")
     left = dict(overrides or {})
     written = _write(inputs, (), None, left)
     if left:
@@ -111,7 +111,7 @@ def check_dynamic_shapes(inputs: Any, shapes: Any) -> None:
     yobx_flatten.errors.DynamicShapesError: x: the specification speaks of axis 5, but this tensor has shape (2, 3), \
 with axes [0, 1].
     """
-    refuse_cycles(inputs, "inputs", caller="check_dynamic_shapes")
+    check_no_cycles(inputs, "inputs", caller="check_dynamic_shapes")
     _check(inputs, shapes, ())
 
 

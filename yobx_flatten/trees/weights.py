@@ -10,7 +10,7 @@ import torch
 
 from ..errors import InvalidArgumentError
 
-__all__ = ["about_devices", "has_no_data", "on_other_devices", "refuse_offloaded"]
+__all__ = ["about_devices", "check_not_offloaded", "has_no_data", "on_other_devices"]
 
 
 def has_no_data(module: torch.nn.Module, leaves: Iterable[Any]) -> str:
@@ -25,7 +25,7 @@ def has_no_data(module: torch.nn.Module, leaves: Iterable[Any]) -> str:
     return ""
 
 
-def refuse_offloaded(module: torch.nn.Module) -> None:
+def check_not_offloaded(module: torch.nn.Module) -> None:
     """Refuse a module whose weights accelerate brings when a layer is called: a trace has none of them.
 
     Raises:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from yobx_flatten import GenerationError
-from yobx_flatten.generate.slots import Port, cache_slots, check_ports, empty_cache
+from yobx_flatten.generate.slots import check_ports, empty_cache
+from yobx_flatten.runners.ports import Port, cache_slots
 
 KEY = Port("past_key_values.0.key", (None, 2, None, 8), torch.float16)
 LENGTH = Port("past_key_values.length", (), torch.int64)

@@ -1,0 +1,134 @@
+"""Everything that runs exported files does the same: inputs by name in, outputs by name out, the cache fed back."""
+
+import pytest
+import torch
+
+from yobx_flatten import (
+    DecodeSizes,
+    GenerationError,
+    InvalidArgumentError,
+    ReplayError,
+    decode_inputs,
+    export_onnx,
+    export_program,
+)
+from yobx_flatten.runners.open import RUNNERS, open_runner
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from tests.models import make_model
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model, the inputs of a call, and one file for each suffix."""
+    model = make_model("llama")
+    inputs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
+    folder = tmp_path_factory.mktemp("runners")
+    export_onnx(model, kwargs=inputs, path=folder / "model.onnx", cases=[], steps=1)
+    export_program(model, kwargs=inputs, cases=[], steps=1).save(folder / "model.pt2")
+    return model, folder
+
+
+def _by_name(model):
+    """A call of three rows, leaf by leaf, and what the model returns for it."""
+    inputs = decode_inputs(model, DecodeSizes(batch=3, past=4, new=1), seed=1)
+    layers = inputs["past_key_values"].layers
+    named = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+    for number, layer in enumerate(layers):
+        named |= {f"past_key_values.{number}.key": layer.keys, f"past_key_values.{number}.value": layer.values}
+    named = {name: tensor.clone() for name, tensor in named.items()}
+    with torch.no_grad():
+        found = model(**inputs)
+    expected = {"logits": found.logits}
+    for number, layer in enumerate(found.past_key_values.layers):
+        expected |= {f"present.{number}.key": layer.keys, f"present.{number}.value": layer.values}
+    return named, expected
+
+
+@pytest.mark.parametrize("suffix", RUNNERS)
+def test_one_call_returns_what_the_model_returns(files, suffix):
+    """All of it by name, the cache among it; entries that the file does not take are left out."""
+    model, folder = files
+    named, expected = _by_name(model)
+    runner = open_runner(folder / f"model{suffix}")
+    assert list(runner.ports) == list(named)
+    assert list(runner.outputs) == list(expected)
+    torch.testing.assert_close(runner.run({**named, "other": None}), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("suffix", RUNNERS)
+def test_a_step_hands_its_cache_to_the_next(files, suffix):
+    """Two tokens after each other are the model's own two calls."""
+    model, folder = files
+    named, expected = _by_name(model)
+    runner = open_runner(folder / f"model{suffix}")
+    slots = {slot.port.name for slot in runner.slots}
+    assert slots == {name for name in named if name.startswith("past_key_values.")}
+    feeds = {name: value for name, value in named.items() if name not in slots}
+    outputs, cache = runner.step(feeds, runner.cache({name: named[name] for name in slots}))
+    torch.testing.assert_close(outputs, {"logits": expected["logits"]}, atol=1e-4, rtol=0)
+    token = torch.tensor([[5], [6], [7]])
+    feeds = {"input_ids": token, "attention_mask": torch.cat([feeds["attention_mask"], torch.ones_like(token)], dim=1)}
+    again, _ = runner.step(feeds, cache)
+    inputs = decode_inputs(model, DecodeSizes(batch=3, past=4, new=1), seed=1)
+    with torch.no_grad():
+        past = model(**inputs).past_key_values
+        wanted = model(**feeds, past_key_values=past).logits
+    torch.testing.assert_close(again["logits"], wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("suffix", RUNNERS)
+def test_what_a_file_refuses_is_an_error_of_ours(files, suffix):
+    """A token that is not in the vocabulary; of a run and of a step."""
+    model, folder = files
+    named, _ = _by_name(model)
+    runner = open_runner(folder / f"model{suffix}")
+    slots = {slot.port.name for slot in runner.slots}
+    wrong = {**named, "input_ids": torch.full((3, 1), 1000)}
+    with pytest.raises(ReplayError, match="fails on the inputs of the case"):
+        runner.run(wrong)
+    feeds = {name: value for name, value in wrong.items() if name not in slots}
+    with pytest.raises(GenerationError, match=f"model{suffix} stopped"):
+        runner.step(feeds, runner.cache({name: named[name] for name in slots}))
+
+
+@pytest.mark.parametrize("suffix", RUNNERS)
+def test_a_file_that_cannot_be_opened_is_named(tmp_path, suffix):
+    """One that is not there, one that is damaged, one of another kind; with the error that the caller asks for."""
+    with pytest.raises(GenerationError, match=f"There is no file .*none{suffix}"):
+        open_runner(tmp_path / f"none{suffix}")
+    (tmp_path / f"bad{suffix}").write_bytes(b"no model")
+    with pytest.raises(ReplayError, match=f"cannot load .*bad{suffix}"):
+        open_runner(tmp_path / f"bad{suffix}", failure=ReplayError)
+    with pytest.raises(InvalidArgumentError, match=r"none of the suffixes \.onnx, \.pt2"):
+        open_runner(tmp_path / "model.bin")
+
+
+def test_a_session_gets_the_caller_s_options_and_providers(files):
+    """One thread, one provider."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    model, folder = files
+    named, expected = _by_name(model)
+    runner = open_runner(folder / "model.onnx", options=options, providers=["CPUExecutionProvider"])
+    assert runner._session.get_session_options().intra_op_num_threads == 1
+    assert runner._session.get_providers() == ["CPUExecutionProvider"]
+    torch.testing.assert_close(runner.run(named)["logits"], expected["logits"], atol=1e-4, rtol=0)
+
+
+def test_a_report_states_the_seconds_of_each_step(tmp_path):
+    """Of a file: trace, convert, load and replay. None of them is nothing, and what is added up is one entry."""
+    report = export_onnx(torch.nn.Linear(3, 2), (torch.ones(2, 3),), path=tmp_path / "a.onnx", cases=[]).report
+    assert sorted(report.seconds) == ["convert", "load", "replay", "trace"]
+    assert min(report.seconds.values()) > 0
+    assert report.export_seconds == report.seconds["trace"]
+    assert report.onnx_seconds == report.seconds["convert"]
+    assert sorted(export_program(torch.nn.Linear(3, 2), (torch.ones(2, 3),), cases=[]).report.seconds) == [
+        "replay",
+        "trace",
+    ]

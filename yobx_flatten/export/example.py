@@ -1,0 +1,254 @@
+"""The example of an export: its arguments and their names, which sizes vary, and cases of other sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from ..declare.scopes import options_in_use
+from ..errors import DynamicShapesError
+from ..huggingface.cases import cache_name
+from ..storage.matching import leaves_of
+from ..trees.arguments import check_no_modules, shapes_by_name
+from ..trees.naming import leaf_names
+from ..trees.node import node_of
+from ..trees.shapes import check_dynamic_shapes, without_names
+from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
+from ..trees.weights import check_not_offloaded, has_no_data
+from .replay import Case, clone
+from .swallowed import check_spelling, swallowed_names
+from .undisturbed import undisturbed
+
+__all__ = ["Example", "make_example", "resized"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A module with the arguments it is exported with.
+
+    Attributes:
+        module: the module.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        shapes: the dynamic shapes of every input by parameter name; ``None`` where every size is fixed.
+        axis_names: names that the caller gave to axes, by input and axis.
+        cache_is: name of the keyword argument that is the cache; ``""`` without one.
+        no_data: reason why nothing can be run; empty where it can.
+        why_not: reason why inputs of other sizes cannot be made; empty where they can.
+        remarks: notes for the report.
+    """
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    shapes: Any
+    axis_names: Mapping[tuple[str, int], str] = dataclasses.field(default_factory=dict)
+    cache_is: str = ""
+    no_data: str = ""
+    why_not: str = ""
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """All inputs by parameter name."""
+        return _by_name(self.module, self.args, self.kwargs)
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The names of all leaves of the inputs, in order."""
+        return leaf_names(self.inputs)
+
+    def case(self, steps: int) -> Case:
+        """Return the example itself as a case.
+
+        Args:
+            steps: number of calls.
+        """
+        return Case("the example", self.args, self.kwargs, steps)
+
+    def other_cases(self, steps: int) -> tuple[list[Case], list[str]]:
+        """Make cases of other sizes.
+
+        Args:
+            steps: number of calls of each.
+
+        Returns:
+            The cases, and notes on those that are missing.
+        """
+        if self.shapes is None:
+            return [], []
+        if self.why_not:
+            missing = f"other sizes were not replayed, since {self.why_not}"
+            return [], [f"{missing}: pass cases=[Case(name, args, kwargs), ...]."]
+        from ..huggingface.cases import default_sizes
+
+        sizes, remark = default_sizes(self.module)
+        cases = [Case(str(s), (), resized(self.module, self.kwargs, s, seed), steps) for seed, s in enumerate(sizes)]
+        return cases, [remark] if remark else []
+
+
+def make_example(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Any) -> Example:
+    """Check the arguments of an export and complete them. The block must be open.
+
+    Args:
+        module: the module.
+        args: example positional arguments.
+        kwargs: example keyword arguments.
+        shapes: dynamic shapes; ``"auto"`` writes them, ``None`` keeps every size fixed.
+
+    Returns:
+        The example. For a transformers model, one that ``torch.export`` would fix at a size of 0 or 1 is replaced by a
+        larger one.
+
+    Raises:
+        InvalidArgumentError: when weights are offloaded, or a name is misspelt.
+        NotRegisteredError: when an input is a module.
+        DynamicShapesError: when ``shapes`` does not fit the inputs.
+    """
+    check_not_offloaded(module)
+    inputs = _by_name(module, args, kwargs)
+    check_no_modules(inputs)
+    no_data = has_no_data(module, pytree.tree_leaves(inputs))
+    why_not, remarks = _sizes_of(module, args, kwargs)
+    given = not (shapes is None or (isinstance(shapes, str) and shapes == "auto"))
+    specs, axis_names = _complete(module, inputs, kwargs, shapes)
+    cache_is = cache_name(kwargs) or ""
+    example = Example(module, args, kwargs, specs, axis_names, cache_is, no_data, no_data or why_not, tuple(remarks))
+    fixed = _fixed_axes(example, given)
+    if fixed and not example.why_not:
+        example = _replaced(example, shapes, fixed)
+    if fixed and example.why_not:
+        remark = f"sizes of 0 and 1 in the example stay fixed ({', '.join(fixed)}): pass an example of size 2 or more."
+        example = dataclasses.replace(example, remarks=(*example.remarks, remark))
+    return example
+
+
+def resized(module: torch.nn.Module, kwargs: Mapping[str, Any], sizes: Any, seed: int) -> dict[str, Any]:
+    """Make the inputs of an example in other sizes, for a transformers model; a cache only where the example has one.
+
+    Args:
+        module: the model.
+        kwargs: example keyword arguments.
+        sizes: a :class:`~yobx_flatten.DecodeSizes`.
+        seed: seed of the random tokens.
+
+    Returns:
+        Keyword arguments.
+    """
+    from ..huggingface.cases import decode_inputs
+
+    like = {name: value for name, value in kwargs.items() if value is not None}
+    with undisturbed(module):
+        return {**kwargs, **decode_inputs(module, sizes, like, seed)}
+
+
+def _by_name(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
+
+
+def _sizes_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Why inputs of other sizes cannot be made, empty where they can; what results may depend on."""
+    if not options_in_use()["patch_transformers"]:
+        return "there are positional arguments" if args else "transformers is not imported", []
+    from ..huggingface.cases import ambiguous_without, why_not_resizable
+
+    missing = ambiguous_without(module, kwargs)
+    why_not = "there are positional arguments" if args else why_not_resizable(module, kwargs) or ""
+    return why_not, [missing] if missing else []
+
+
+def _replaced(example: Example, shapes: Any, fixed: list[str]) -> Example:
+    """The example in sizes that torch does not fix, if the model takes it; else with the reason why not."""
+    from ..huggingface.cases import DecodeSizes
+
+    module = example.module
+    try:
+        larger = resized(module, example.kwargs, DecodeSizes(), 0)
+        with torch.no_grad(), undisturbed(module):
+            module(**clone(larger))
+    except Exception as error:  # some take one token at a time (ProphetNet)
+        lines = str(error).splitlines() or [""]
+        return dataclasses.replace(
+            example, why_not=f"the model refuses {DecodeSizes()} ({type(error).__name__}: {lines[0]})"
+        )
+    specs, axis_names = _complete(module, _by_name(module, example.args, larger), larger, shapes)
+    remark = (
+        f"the example was replaced by one of {DecodeSizes()}: torch.export fixes sizes of 0 and 1 ({', '.join(fixed)})."
+    )
+    remarks = (*example.remarks, remark)
+    return dataclasses.replace(example, kwargs=larger, shapes=specs, axis_names=axis_names, remarks=remarks)
+
+
+# -- dynamic shapes ----------------------------------------------------------------------------------------------------
+
+
+def _complete(
+    module: torch.nn.Module, inputs: Mapping[str, Any], kwargs: Mapping[str, Any], shapes: Any
+) -> tuple[Any, dict[tuple[str, int], str]]:
+    """Dynamic shapes for all inputs, in the form torch wants them: by parameter name; and the names in them."""
+    if shapes is None:
+        return None, {}
+    check_spelling(module, swallowed_names(module, kwargs))
+    if isinstance(shapes, str) and shapes == "auto":
+        return write_dynamic_shapes(inputs), {}
+    shapes = shapes_by_name(inputs, shapes)
+    check_dynamic_shapes(inputs, shapes)
+    return without_names(shapes), _named_axes(inputs, shapes)
+
+
+def _fixed_axes(example: Example, given: bool) -> list[str]:
+    """Axes that may vary, but that torch takes for fixed, since the example has size 0 or 1 there."""
+    if example.shapes is None:
+        return []
+    cache = example.kwargs.get(example.cache_is)
+    # who writes shapes for an empty cache means a program for the prefill
+    if cache is not None and not leaf_names(cache) and not given:
+        return [f"{example.cache_is} is empty"]
+    inputs = example.inputs
+    leaves = zip(example.names, pytree.tree_leaves(inputs), _leaf_shapes(inputs, example.shapes), strict=True)
+    return [
+        f"{name} axis {axis}"
+        for name, leaf, shape in leaves
+        for axis, dim in (shape or {}).items()
+        if dim is not None and isinstance(leaf, torch.Tensor) and leaf.shape[axis] in (0, 1)
+    ]
+
+
+def _leaf_shapes(inputs: Any, shapes: Any) -> list[dict[int, Any] | None]:
+    """The entry of ``shapes`` for every leaf of the inputs; ``None`` above a leaf stands for all below it."""
+    node = node_of(inputs)
+    if node is None:
+        return [dict(enumerate(shapes)) if isinstance(shapes, (list, tuple)) else _mapping(shapes)]
+    below: Iterable[Any] = [None] * len(node.children) if shapes is None else shapes
+    below = [below[key] for key in inputs] if isinstance(below, Mapping) else below
+    return [leaf for child, spec in zip(node.children, below, strict=True) for leaf in _leaf_shapes(child, spec)]
+
+
+def _named_axes(inputs: Any, shapes: Any) -> dict[tuple[str, int], str]:
+    """The names that a specification gives to axes, by input and axis: those of ``Dim`` objects, or texts."""
+    names: dict[tuple[str, int], str] = {}
+    sizes: dict[str, tuple[str, int]] = {}
+    rows = zip(leaf_names(inputs), leaves_of(inputs), _leaf_shapes(inputs, shapes), strict=True)
+    for name, leaf, entries in rows:
+        for axis, dim in (entries or {}).items():
+            chosen = dim if isinstance(dim, str) else getattr(dim, "__name__", None)
+            if chosen is None or not isinstance(leaf, torch.Tensor):
+                continue
+            first, size = sizes.setdefault(chosen, (name, leaf.shape[axis]))
+            if leaf.shape[axis] != size:
+                raise DynamicShapesError(
+                    f"{name}: axis {axis} is called {chosen!r} and has size {leaf.shape[axis]}, but {first} has size "
+                    f"{size} under that name. Axes of one name are equal: give it a name of its own."
+                )
+            names[name, axis] = chosen
+    return names
+
+
+def _mapping(shapes: Any) -> dict[int, Any] | None:
+    return dict(shapes) if isinstance(shapes, Mapping) else None

@@ -1,0 +1,148 @@
+"""The trace of an example: a program whose inputs and outputs have names, and what it does to its state."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+
+from ..diagnose.export_errors import explain_error
+from ..diagnose.refused import explain_leaf
+from ..errors import FlattenError, InvalidArgumentError, NotRegisteredError
+from ..log import STEP
+from ..trees.naming import output_names
+from ..trees.walk import torch_leaves
+from ..trees.weights import about_devices, on_other_devices
+from .example import Example
+from .replay import clone
+from .sizes_in_specs import check_static_parts
+from .swallowed import check_all_read, named_in_forward, swallowed_names
+from .undisturbed import draws_random_numbers, own_written_state, seeded, undisturbed, written_state
+
+__all__ = ["Traced", "trace"]
+
+logger = logging.getLogger("yobx_flatten")
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A program.
+
+    Attributes:
+        program: the ``torch.export.ExportedProgram``.
+        input_names: names of the inputs of its graph, in order.
+        output_names: names of the outputs of its graph, in order.
+        output_types: types of their elements; ``None`` for what is not a tensor.
+        written: buffers and parameters that it writes to, of which it has its own.
+        drawing: operators that draw random numbers.
+    """
+
+    program: ExportedProgram
+    input_names: list[str]
+    output_names: list[str]
+    output_types: list[torch.dtype | None]
+    written: Sequence[str]
+    drawing: Sequence[str]
+
+    def remarks(self) -> list[str]:
+        """Return notes for the report on what it does to its state."""
+        found = []
+        if self.written:
+            found.append(
+                f"forward writes to {', '.join(self.written)}: the program has its own, which it keeps from call to "
+                "call; the module's are as they were."
+            )
+        if self.drawing:
+            found.append(f"random numbers are drawn ({', '.join(self.drawing)}): model and program had the same seed.")
+        return found
+
+
+def trace(example: Example, *, strict: bool = False) -> Traced:
+    """Trace the module of an example with ``torch.export``. The block must be open.
+
+    Args:
+        example: what to trace.
+        strict: as for ``torch.export.export``; ``False`` by default.
+
+    Returns:
+        The program, with its own copies of the state that it writes to.
+
+    Raises:
+        InvalidArgumentError: when an input is on another device than the weights, or ``forward`` does not read it.
+        NotRegisteredError: when an input or output holds an object of a class that is not registered.
+        StaticDataError: when a size of the trace is part of an output's static data.
+    """
+    module = example.module
+    logger.info("tracing %s", type(module).__qualname__, extra=STEP)
+    swallowed = [] if example.shapes is None else swallowed_names(module, example.kwargs)
+    try:
+        with torch.no_grad(), named_in_forward(module, swallowed):
+            program = torch.export.export(
+                module,
+                clone(example.args),
+                clone(dict(example.kwargs)),
+                dynamic_shapes=example.shapes,
+                strict=strict,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+    except Exception as error:
+        explained = _explain(example, error)
+        if explained is None:
+            raise
+        raise explained from error
+    check_static_parts(program)
+    signature = program.graph_signature
+    inputs = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    check_all_read(module, swallowed, program, _by_argument(example.names, inputs))
+    written, drawing = written_state(program), draws_random_numbers(program)
+    own_written_state(program, written)
+    with torch.no_grad(), undisturbed(module, written), seeded(0):
+        returned = module(*clone(example.args), **clone(dict(example.kwargs)))
+    outputs = [spec for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    names = _in_graph(output_names(returned, example.names), outputs)
+    return Traced(program, _in_graph(example.names, inputs), names, _types(program, outputs), written, drawing)
+
+
+def _explain(example: Example, error: Exception) -> FlattenError | None:
+    """An error of the trace in our words, where it is one of those that name neither place nor remedy."""
+    module, inputs, message = example.module, example.inputs, str(error)
+    if "Unsupported input type" in message:
+        return explain_leaf(inputs, message)
+    if "in output, which is not a known type" in message:
+        with undisturbed(module):
+            args, kwargs = clone(example.args), clone(dict(example.kwargs))
+            return NotRegisteredError(str(explain_error(error, module, args, kwargs)))
+    if "to be on the same device" in message:
+        leaves = [item for name, value in inputs.items() for item in torch_leaves(value, name)]
+        tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for path, device, weights in on_other_devices(module, tensors):
+            return InvalidArgumentError(f"{about_devices(path, device, weights)}\n    {path}.to({weights!r})")
+    return None
+
+
+def _in_graph(names: Sequence[str], specs: Sequence[Any]) -> list[str]:
+    """The names of the leaves that are inputs or outputs of the graph; numbers and None are part of the program."""
+    if len(names) != len(specs):
+        raise FlattenError(f"{len(names)} leaves {names} for {len(specs)} arguments of the program.")
+    return [name for name, spec in zip(names, specs, strict=True) if not isinstance(spec.arg, ConstantArgument)]
+
+
+def _by_argument(names: Sequence[str], specs: Sequence[Any]) -> dict[str, list[str]]:
+    """For each argument, the inputs of the graph that its leaves are."""
+    found: dict[str, list[str]] = {}
+    for name, spec in zip(names, specs, strict=True):
+        if not isinstance(spec.arg, ConstantArgument):
+            found.setdefault(name.split(".")[0], []).append(spec.arg.name)
+    return found
+
+
+def _types(program: ExportedProgram, specs: Sequence[Any]) -> list[torch.dtype | None]:
+    """The type of the elements of every output of the graph."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    names = [spec.arg.name for spec in specs if not isinstance(spec.arg, ConstantArgument)]
+    return [getattr(values.get(name), "dtype", None) for name in names]

@@ -1,0 +1,89 @@
+"""An ONNX file in onnxruntime: called by name, or as a step of a loop that hands memory on without a copy.
+
+.. code-block:: text
+
+    step 1   past (empty)  ──> session ──> present ──┐ an OrtValue: memory that onnxruntime owns
+    step 2   past  <── the same OrtValue ────────────┘ ──> session ──> present ── ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import GenerationError, ReplayError
+from ..messages import first_line
+from .onnx_values import from_value, to_value, value_type
+from .ports import CacheSlot, Port, cache_slots, split_cache
+
+__all__ = ["OnnxRunner"]
+
+
+class OnnxRunner:
+    """One ONNX file, open; a :class:`.runner.Runner`.
+
+    Args:
+        session: an ``onnxruntime.InferenceSession``; see :func:`.onnx_session.open_session`.
+        name: of the file, for messages.
+    """
+
+    runtime: ClassVar[str] = "onnxruntime"
+
+    def __init__(self, session: Any, name: str) -> None:
+        self.name = name
+        self._session = session
+        nodes = session.get_inputs()
+        self._kinds = {node.name: value_type(node.type) for node in nodes}
+        self.ports: Mapping[str, Port] = {
+            node.name: Port(node.name, tuple(map(_size, node.shape)), self._kinds[node.name].dtype) for node in nodes
+        }
+        self.outputs: Sequence[str] = [node.name for node in session.get_outputs()]
+        self.slots: Sequence[CacheSlot] = cache_slots(self.ports.values())
+        self._has_text = any(node.type == "tensor(string)" for node in (*nodes, *session.get_outputs()))
+
+    def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Run one call; see :meth:`.runner.Runner.run`."""
+        values = {name: to_value(name, kind, inputs[name]) for name, kind in self._kinds.items()}
+        try:
+            found = self._call_with_text(values) if self._has_text else self._call(values)
+            return {name: from_value(value) for name, value in found.items()}
+        except Exception as error:  # onnxruntime has no base class for its errors
+            raise ReplayError(f"onnxruntime fails on the inputs of the case: {first_line(error)}") from error
+
+    def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return a cache in onnxruntime's own values; see :meth:`.runner.Runner.cache`."""
+        return {name: to_value(name, self._kinds[name], tensor) for name, tensor in tensors.items()}
+
+    def step(
+        self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Run one call of a loop; see :meth:`.runner.Runner.step`."""
+        values = {name: to_value(name, self._kinds[name], tensor) for name, tensor in feeds.items()}
+        for slot in self.slots:
+            values[slot.port.name] = cache[slot.port.name]
+        try:
+            found = self._call(values)
+        except Exception as error:  # onnxruntime has no base class for its errors
+            raise GenerationError(f"{self.name} stopped: {first_line(error)}") from error
+        outputs, following = split_cache(found, self.slots, cache)
+        return {name: from_value(value) for name, value in outputs.items()}, following
+
+    def _call(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        binding = self._session.io_binding()
+        for name, value in values.items():
+            binding.bind_ortvalue_input(name, value)
+        for name in self.outputs:
+            # without a shape: onnxruntime takes new memory for it, and never that of an input
+            binding.bind_output(name)
+        self._session.run_with_iobinding(binding)
+        return dict(zip(self.outputs, binding.get_outputs(), strict=True))
+
+    def _call_with_text(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        # no OrtValue holds text; `run` takes arrays and OrtValues and returns arrays
+        return dict(zip(self.outputs, self._session.run(self.outputs, values), strict=True))
+
+
+def _size(size: Any) -> int | None:
+    return size if isinstance(size, int) else None

@@ -1,0 +1,84 @@
+"""Open an ONNX file with onnxruntime."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ..dependencies import require
+from ..errors import FlattenError, ReplayError
+from ..messages import first_line
+
+__all__ = ["open_session", "require_onnxruntime", "session_options"]
+
+
+def require_onnxruntime(caller: str) -> Any:
+    """Import onnxruntime.
+
+    Args:
+        caller: the function that the user called, for the message.
+
+    Returns:
+        The module.
+
+    Raises:
+        MissingDependencyError: when it is not installed; the message names the line that installs it.
+    """
+    require("onnxruntime", purpose=caller, extra="onnx")
+    import onnxruntime
+
+    return onnxruntime
+
+
+def session_options(*, threads: int | None = None) -> Any:
+    """Make the options of a session.
+
+    Args:
+        threads: number of threads that one operator may use; ``None`` for onnxruntime's own choice.
+
+    Returns:
+        An ``onnxruntime.SessionOptions``.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what goes wrong is raised; it is not printed to the terminal in addition
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    return options
+
+
+def open_session(
+    model: str | os.PathLike[str] | bytes,
+    *,
+    caller: str,
+    options: Any = None,
+    providers: Sequence[Any] = ("CPUExecutionProvider",),
+    failure: type[FlattenError] = ReplayError,
+) -> Any:
+    """Open an ONNX file, or a model in memory.
+
+    Args:
+        model: the path, or the bytes of a model.
+        caller: the function that the user called, for the message where onnxruntime is missing.
+        options: an ``onnxruntime.SessionOptions``; by default those of :func:`session_options`.
+        providers: execution providers, as ``onnxruntime.InferenceSession`` takes them; the CPU by default.
+        failure: class of the error where there is no such file, or onnxruntime cannot load it.
+
+    Returns:
+        An ``onnxruntime.InferenceSession``.
+
+    Raises:
+        MissingDependencyError: when onnxruntime is not installed.
+        FlattenError: of the class ``failure``; its cause is onnxruntime's own error.
+    """
+    runtime = require_onnxruntime(caller)
+    shown = "the model" if isinstance(model, bytes) else os.fspath(model)
+    if not isinstance(model, bytes) and not os.path.isfile(model):
+        raise failure(f"There is no file {shown}.")
+    given = model if isinstance(model, bytes) else shown
+    try:
+        return runtime.InferenceSession(given, options or session_options(), providers=list(providers))
+    except Exception as error:  # onnxruntime has no base class for its errors
+        raise failure(f"onnxruntime cannot load {shown}: {first_line(error)}") from error

@@ -1,0 +1,171 @@
+"""A program of ``torch.export``: called as the module was, or with leaves by name, whatever they are nested in."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.utils._pytree as pytree
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind
+
+from ..declare.scopes import options_in_use, register_flattening_functions
+from ..dependencies import is_installed
+from ..errors import FlattenError, GenerationError, ReplayError
+from ..messages import first_line
+from ..trees.naming import leaf_names, output_names
+from .ports import CacheSlot, Port, cache_slots, split_cache
+
+__all__ = ["ProgramRunner", "open_program"]
+
+
+def open_program(path: str | os.PathLike[str], *, failure: type[FlattenError] = GenerationError) -> ExportedProgram:
+    """Load a program that ``ExportedModel.save`` stored.
+
+    Args:
+        path: the file.
+        failure: class of the error where there is no such file, or it is damaged.
+
+    Returns:
+        The program.
+
+    Raises:
+        FlattenError: of the class ``failure``; its cause is torch's own error.
+    """
+    if not os.path.isfile(path):
+        raise failure(f"There is no file {os.fspath(path)}.")
+    if is_installed("transformers"):
+        import transformers  # noqa: F401 # the block registers the caches of what is imported
+    try:
+        with register_flattening_functions(**options_in_use()):
+            return torch.export.load(os.fspath(path))
+    except Exception as error:  # torch raises whatever its reader of archives does
+        raise failure(f"torch.export cannot load {os.fspath(path)}: {first_line(error)}") from error
+
+
+class ProgramRunner:
+    """One program, open; a :class:`.runner.Runner`.
+
+    Args:
+        program: the program. Only one that was exported with keyword arguments is run by name.
+        name: of the program, for messages.
+        options: of ``register_flattening_functions``; by default for the libraries that this process has imported.
+    """
+
+    runtime: ClassVar[str] = "torch.export"
+
+    def __init__(
+        self, program: ExportedProgram, name: str = "the program", *, options: Mapping[str, bool] | None = None
+    ) -> None:
+        self.name = name
+        self._program, self._options = program, options_in_use() if options is None else options
+        with self._block():
+            self.module: torch.nn.Module = program.module()
+
+    def _block(self) -> contextlib.AbstractContextManager[Any]:
+        return register_flattening_functions(**self._options)
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the program as the module was called.
+
+        Args:
+            args: nested positional arguments.
+            kwargs: nested keyword arguments.
+
+        Returns:
+            Nested outputs.
+        """
+        with self._block():
+            return self.module(*args, **kwargs)
+
+    # -- by name -------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _leaves(self) -> list[str]:
+        """Names of all leaves of the inputs."""
+        spec = self._program.call_spec.in_spec
+        with self._block():
+            args, kwargs = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+            if args:
+                raise GenerationError(
+                    f"{self.name} takes positional arguments, which have no names. Export it with kwargs."
+                )
+            return leaf_names(kwargs)
+
+    @functools.cached_property
+    def _interface(self) -> tuple[dict[str, Port], dict[str, Any]]:
+        return _ports(self._program, self._leaves)
+
+    @property
+    def ports(self) -> Mapping[str, Port]:
+        """The inputs that are tensors or counters, by name."""
+        return self._interface[0]
+
+    @functools.cached_property
+    def outputs(self) -> Sequence[str]:
+        """Names of the outputs, in order."""
+        spec = self._program.call_spec.out_spec
+        with self._block():
+            return output_names(pytree.tree_unflatten(list(range(spec.num_leaves)), spec), self._leaves)
+
+    @functools.cached_property
+    def slots(self) -> Sequence[CacheSlot]:
+        """The inputs that are the cache."""
+        return cache_slots(self.ports.values())
+
+    def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Run one call; see :meth:`.runner.Runner.run`."""
+        try:
+            return self._call({name: inputs[name] for name in self.ports})
+        except Exception as error:  # a guard, or any operator
+            raise ReplayError(f"torch.export fails on the inputs of the case: {first_line(error)}") from error
+
+    def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return a cache for :meth:`step`: the tensors themselves."""
+        return dict(tensors)
+
+    def step(
+        self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Run one call of a loop; see :meth:`.runner.Runner.step`."""
+        try:
+            found = self._call({**cache, **feeds})
+        except (RuntimeError, AssertionError, ValueError, IndexError) as error:  # a guard, or an operator
+            raise GenerationError(f"{self.name} stopped: {first_line(error)}") from error
+        return split_cache(found, self.slots, cache)
+
+    def _call(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        ports, constants = self._interface
+        given = {**constants, **values}
+        leaves = [_as_number(ports[name], given[name]) if name in ports else given[name] for name in self._leaves]
+        with self._block(), torch.no_grad():
+            args, kwargs = pytree.tree_unflatten(leaves, self._program.call_spec.in_spec)
+            return dict(zip(self.outputs, pytree.tree_leaves(self.module(*args, **kwargs)), strict=True))
+
+
+def _as_number(port: Port, value: Any) -> Any:
+    """A counter of the cache is a number of Python."""
+    counts = not port.shape and port.name.rpartition(".")[2] in ("length", "position")
+    return int(value) if counts and isinstance(value, torch.Tensor) else value
+
+
+def _ports(program: ExportedProgram, leaves: list[str]) -> tuple[dict[str, Port], dict[str, Any]]:
+    """The inputs that are tensors or counters, and the values of those that are part of the program."""
+    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    ports, constants = {}, {}
+    for name, spec in zip(leaves, specs, strict=True):
+        if isinstance(spec.arg, ConstantArgument):
+            constants[name] = spec.arg.value
+            continue
+        value = values[spec.arg.name]
+        if isinstance(value, torch.Tensor):
+            shape = tuple(size if type(size) is int else None for size in value.shape)
+            ports[name] = Port(name, shape, value.dtype)
+        else:
+            ports[name] = Port(name, (), torch.int64)
+    return ports, constants

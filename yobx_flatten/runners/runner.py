@@ -1,0 +1,86 @@
+"""What is asked of an exported file or program once it is open: inputs by name in, outputs by name out.
+
+A library that runs exported models is one file in this folder with a class of this protocol. Replays
+(:mod:`yobx_flatten.export.sides`), stored cases (:mod:`yobx_flatten.storage.replay`) and the generation loop
+(:mod:`yobx_flatten.generate.generator`) run whatever has it.
+
+.. code-block:: text
+
+    run    {input_ids, past_key_values.0.key, ...} ──> {logits, present.0.key, ...}            tensors
+    step   {input_ids, ...}, cache ──> {logits, ...}, cache for the next step                  the library's own memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from .ports import CacheSlot, Port
+
+__all__ = ["Runner"]
+
+
+class Runner(Protocol):
+    """One exported file or program, open.
+
+    Attributes:
+        runtime: name of the library that runs it, for reports.
+        name: of the file or program, for messages.
+        ports: inputs by name, in order.
+        outputs: names of the outputs, in order.
+        slots: the inputs that are the cache, with the outputs that take their places.
+    """
+
+    runtime: ClassVar[str]
+    name: str
+
+    @property
+    def ports(self) -> Mapping[str, Port]: ...  # noqa: D102 # see the class
+
+    @property
+    def outputs(self) -> Sequence[str]: ...  # noqa: D102 # see the class
+
+    @property
+    def slots(self) -> Sequence[CacheSlot]: ...  # noqa: D102 # see the class
+
+    def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Run one call.
+
+        Args:
+            inputs: one value for every input: a tensor, an array, a number or a text. Other entries are left out.
+
+        Returns:
+            Every output, the cache among them: tensors, or arrays of text.
+
+        Raises:
+            ReplayError: when an input has elements of another type, or the library raises.
+        """
+        ...
+
+    def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return a cache for :meth:`step`.
+
+        Args:
+            tensors: by name of the input.
+        """
+        ...
+
+    def step(
+        self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Run one call of a loop.
+
+        Args:
+            feeds: the inputs that are not the cache, of the types of their ports.
+            cache: what :meth:`cache`, or the step before, returned.
+
+        Returns:
+            The outputs that are not part of the cache, and the cache for the next step. The tensors of ``cache`` that
+            have a successor are released as soon as nothing else holds them.
+
+        Raises:
+            GenerationError: when the library raises.
+        """
+        ...

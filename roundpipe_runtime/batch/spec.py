@@ -32,7 +32,7 @@ class TensorChunkSpec:
 
     >>> import torch
     >>> from roundpipe_runtime.batch import split
-    >>> parts = split((torch.zeros(3, 4),), num_microbatch=2, spec=(TensorChunkSpec(1),))
+    >>> parts = split((torch.zeros(3, 4),), {}, None, 2, split_input={"args[0]": TensorChunkSpec(1)})
     >>> [part.args[0].shape for part in parts]
     [torch.Size([3, 2]), torch.Size([3, 2])]
     """
@@ -52,7 +52,7 @@ class Replicate:
 
     >>> import torch
     >>> from roundpipe_runtime.batch import split
-    >>> parts = split((torch.zeros(4, 3), torch.ones(4)), num_microbatch=2, spec=(TensorChunkSpec(0), Replicate))
+    >>> parts = split((torch.zeros(4, 3), torch.ones(4)), {}, None, 2, split_input={"args[1]": Replicate})
     >>> [tuple(argument.shape for argument in part.args) for part in parts]
     [(torch.Size([2, 3]), torch.Size([4])), (torch.Size([2, 3]), torch.Size([4]))]
     """

@@ -188,7 +188,16 @@ class VirtualDevice:
         return tensor
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Return a copy of a host tensor. An event that has not passed is waited for, or refused in check mode."""
+        """Return a copy of a host tensor. An event that has not passed is waited for, or refused in check mode.
+
+        Args:
+            tensor: host tensor.
+            ready: event after which the host tensor is complete. Default: it is complete.
+            parameter: without effect on the CPU.
+
+        Returns:
+            The copy, on the device.
+        """
         if ready is not None and not ready.done():
             if self.check:
                 raise UseAfterReleaseError(f"{self.name}: copy_in of a {_drawn(tensor)} before its event has passed.")

@@ -42,13 +42,12 @@ class Executor(Protocol):
         """Return the version of the parameters to read now."""
 
 
-def call(engine: Executor, run: Run, stages: Sequence[Stage], parcels: Sequence[HostValue]) -> list[Any]:
+def call(engine: Executor, run: Run, parcels: Sequence[HostValue]) -> list[Any]:
     """Run forward now and, when the caller goes backward through the outputs, backward.
 
     Args:
         engine: engine that runs the stages.
         run: run of kind ``"train"``.
-        stages: all stages.
         parcels: inputs of each microbatch.
 
     Returns:
@@ -58,10 +57,10 @@ def call(engine: Executor, run: Run, stages: Sequence[Stage], parcels: Sequence[
     # A node has a backward only if an input requires a gradient, and layers may have parameters in another dtype only.
     anchor = torch.empty(0, requires_grad=True)
     learned = _learned(run)
-    results = iter(_apply(engine, run, stages, parcels, learned, anchor, *inputs, *learned))
+    results = iter(_apply(engine, run, parcels, learned, anchor, *inputs, *learned))
     outputs = []
-    for number in range(run.num_microbatch):
-        parcel = run.outputs.pop(number)
+    for number in range(run.spec.num_microbatch):
+        parcel = run.collected.outputs.pop(number)
         outputs.append(parcel.structure.rebuild([next(results) for _ in parcel.tensors]))
     return outputs
 
@@ -74,24 +73,23 @@ class _Pipeline(torch.autograd.Function):
         ctx: Any,
         engine: Executor,
         run: Run,
-        stages: Sequence[Stage],
         parcels: Sequence[HostValue],
         learned: Sequence[torch.Tensor],
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         for number, parcel in enumerate(parcels):
             run.start(number, parcel)
-        engine.execute(run, [stage for stage in stages if stage.kind == "forward"])
+        engine.execute(run, [stage for stage in run.spec.stages if stage.kind == "forward"])
         ctx.engine, ctx.run, ctx.learned = engine, run, learned
-        ctx.backward_stages = [stage for stage in stages if stage.kind == "backward"]
+        ctx.backward_stages = [stage for stage in run.spec.stages if stage.kind == "backward"]
         ctx.flags = [parcel.needs_grad for parcel in parcels]
-        ctx.sizes = [len(run.outputs[number].tensors) for number in range(run.num_microbatch)]
+        ctx.sizes = [len(run.collected.outputs[number].tensors) for number in range(run.spec.num_microbatch)]
         ctx.set_materialize_grads(False)
         run.remember_versions()
         engine.commit_forward(run)
         tensors, fixed = [], []
-        for number in range(run.num_microbatch):
-            parcel = run.outputs[number]
+        for number in range(run.spec.num_microbatch):
+            parcel = run.collected.outputs[number]
             parcel.wait()
             tensors += parcel.tensors
             fixed += [t for t, flag in zip(parcel.tensors, parcel.needs_grad, strict=True) if not flag]
@@ -117,33 +115,33 @@ class _Pipeline(torch.autograd.Function):
         run.version = engine.version()
         copies = iter([None if gradient is None else (gradient, NOW) for gradient in gradients])
         for number, size in enumerate(ctx.sizes):
-            run.mailbox.put(("gradient", len(run.contents), number), [next(copies) for _ in range(size)])
+            run.mailbox.put(("gradient", len(run.spec.contents), number), [next(copies) for _ in range(size)])
         with engine.lock:
             engine.execute(run, ctx.backward_stages)
             found_here = _take_gradients(run, ctx.learned)
             engine.commit_backward(run)
         results: list[torch.Tensor | None] = []
         for number, flags in enumerate(ctx.flags):
-            found = run.input_gradients[number]
+            found = run.collected.input_gradients[number]
             for flag, copy in zip(flags, found, strict=True):
                 if flag:
                     results.append(None if copy is None else _arrived(copy))
-        return (None, None, None, None, None, None, *results, *found_here)
+        return (None, None, None, None, None, *results, *found_here)
 
 
 def _learned(run: Run) -> list[torch.Tensor]:
     """The parameters that hold their own gradient, each once."""
-    held = [parameter for contents in run.contents for parameter in contents.parameters()]
-    own = {id(p): p for p in held if p.requires_grad and run.gradient_dtype(p) == p.dtype}
+    held = [parameter for contents in run.spec.contents for parameter in contents.parameters()]
+    own = {id(p): p for p in held if p.requires_grad and run.store.gradient_dtype(p) == p.dtype}
     return list(own.values())
 
 
 def _take_gradients(run: Run, learned: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Take the gradients of these parameters out of a run, those of layers that share one summed, last layer first."""
     totals: dict[int, torch.Tensor | None] = dict.fromkeys(map(id, learned))
-    for layer in sorted(run.gradients, reverse=True):
-        for parameter in [parameter for parameter in run.gradients[layer] if id(parameter) in totals]:
-            gradient = _arrived(run.gradients[layer].pop(parameter))
+    for layer in sorted(run.collected.gradients, reverse=True):
+        for parameter in [parameter for parameter in run.collected.gradients[layer] if id(parameter) in totals]:
+            gradient = _arrived(run.collected.gradients[layer].pop(parameter))
             before = totals[id(parameter)]
             totals[id(parameter)] = gradient if before is None else _sum(before, gradient)
     return [totals[id(parameter)] for parameter in learned]

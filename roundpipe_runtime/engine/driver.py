@@ -36,8 +36,10 @@ from ..timeline.record import current_timeline
 from .autograd import call
 from .config import RoundPipeRunConfig
 from .progress import PipelineProgress
-from .run import Run, Timer, captured_autocast
+from .run import Run
+from .run_spec import RunSpec, captured_autocast
 from .stage import run_stage
+from .timer import Timer
 
 __all__ = ["FOR_PARAMETERS", "Engine"]
 
@@ -107,17 +109,17 @@ class Engine:
         self._check_can_run()
         with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
             microbatches = self.split(args, kwargs, None, config)
-            run, stages = self.prepare("train" if config.requires_grad else "infer", config, len(microbatches))
+            rows = [microbatch.rows for microbatch in microbatches]
+            run = self.prepare("train" if config.requires_grad else "infer", config, rows)
             parcels = [self._parcel(microbatch, run) for microbatch in microbatches]
-            if run.kind == "train":
-                outputs = call(self, run, stages, parcels)
+            if run.spec.kind == "train":
+                outputs = call(self, run, parcels)
             else:
                 self._start(run, parcels)
-                self.execute(run, stages)
-                outputs = [run.outputs[number].wait() for number in range(run.num_microbatch)]
-            rows = [microbatch.rows for microbatch in microbatches]
+                self.execute(run, run.spec.stages)
+                outputs = _outputs_of(run)
             joined = self._join(outputs, rows, rows, config)
-            if run.kind == "infer":
+            if run.spec.kind == "infer":
                 self.commit(run)
             return joined
 
@@ -136,22 +138,19 @@ class Engine:
         self._check_can_run()
         with self.lock:
             microbatches = self.split(args, kwargs, label, config)
-            run, stages = self.prepare("fused", config, len(microbatches))
             rows = [microbatch.rows for microbatch in microbatches]
-            run.labels = [pytree.tree_map_only(torch.Tensor, _on_host, microbatch.label) for microbatch in microbatches]
-            run.loss_fn, run.keep_outputs = loss_fn, return_outputs
-            run.contract = LossContract(config.loss_reduction or "sum", rows)
+            labels = [pytree.tree_map_only(torch.Tensor, _on_host, microbatch.label) for microbatch in microbatches]
+            run = self.prepare("fused", config, rows, labels=labels, loss_fn=loss_fn, keep_outputs=return_outputs)
             parcels = [self._parcel(microbatch, run) for microbatch in microbatches]
             self._start(run, parcels)
-            self.execute(run, stages)
+            self.execute(run, run.spec.stages)
             outputs = None
             if return_outputs:
-                parts = [run.outputs[number].wait() for number in range(run.num_microbatch)]
                 weights = run.contract.weights if run.contract.kind == "pair" else rows
-                outputs = self._join(parts, weights, rows, config)
+                outputs = self._join(_outputs_of(run), weights, rows, config)
             total = pytree.tree_map(torch.Tensor.cpu, run.contract.total())
             self._warn(run, rows, config)
-            run.check_buffers()
+            run.collected.buffers.check()
             self._feed_inputs(run, parcels)
             self.commit(run)
             return (total, outputs) if return_outputs else total
@@ -171,23 +170,38 @@ class Engine:
             split_label=config.split_label,
         )
 
-    def prepare(self, kind: RunType, config: RoundPipeRunConfig, num_microbatch: int) -> tuple[Run, list[Stage]]:
-        """Return a run that has not started, and its stages."""
+    def prepare(self, kind: RunType, config: RoundPipeRunConfig, rows: Sequence[int | None], **of_loss: Any) -> Run:
+        """Return a run that has not started.
+
+        Args:
+            kind: ``"infer"``, ``"train"`` or ``"fused"``.
+            config: settings of the call, without gaps.
+            rows: rows of each microbatch, ``None`` where they are not known.
+            **of_loss: ``labels``, ``loss_fn`` and ``keep_outputs`` of a fused run, see :class:`RunSpec`.
+
+        Returns:
+            The run, which reads the parameters of this moment.
+
+        Raises:
+            PlanError: the plan of the configuration is not one for these layers.
+            StageError: a layer has parameters without a shape.
+        """
         plan = config.execute_plan or self._plan(kind)
-        stages = plan.stages(kind, len(self.layers))
+        # A publication that failed, for want of memory for example, is tried again before each run: the run would get
+        # its error otherwise, also after the cause is gone.
         self.steps.resume()
+        # Stages read the masters' values only after this. While a step is pending they read frozen copies, and the
+        # thread of the step writes the parameters.
         if not self.steps.pending:
             self.store.publish()
+        # Autocast belongs to the thread of the caller. Labels and losses may also stay on the CPU.
         kinds = sorted({"cpu"} | {device.torch_device.type for device in self.devices})
-        run = Run(
+        spec = RunSpec(
             kind=kind,
-            stages=stages,
+            stages=plan.stages(kind, len(self.layers)),
+            # Read again for every run: the user may have replaced a parameter, frozen it, or added an adapter.
             contents=scan(self.layers),
-            num_microbatch=num_microbatch,
-            store=self.store,
-            table=self.table,
-            version=self.version(),
-            timer=Timer(self._measured_in(kind), current_timeline()),
+            num_microbatch=len(rows),
             requires_grad=bool(config.requires_grad),
             recompute_grain=config.recompute_grain or "stage",
             preserve_rng_state=config.preserve_rng_state is not False,
@@ -195,11 +209,15 @@ class Engine:
             tag=self.tag,
             step=self.step,
             autocast=captured_autocast(kinds),
+            # In a run that goes backward later, the caller may change parameters in between.
             stays=kind == "fused" and self._fits(),
             one_thread=self._prefers_one_thread(kind),
             take_gradient=self.take_gradient,
+            **of_loss,
         )
-        return run, stages
+        timer = Timer(self._measured_in(kind), current_timeline())
+        contract = LossContract(config.loss_reduction or "sum", rows)
+        return Run(spec, self.store, self.table, self.version(), timer, contract)
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
         """Run stages to their end.
@@ -221,7 +239,7 @@ class Engine:
                 try:
                     for stage, number in zip(stages, numbers, strict=True):
                         device = self.devices[number]
-                        worker = self.devices[0].worker if run.one_thread else device.worker
+                        worker = self.devices[0].worker if run.spec.one_thread else device.worker
                         work.append(worker.submit(run_stage, run, stage, device))
                 except BaseException as refusal:  # of a device that was closed
                     run.mailbox.fail(refusal)
@@ -238,7 +256,7 @@ class Engine:
 
     def commit(self, run: Run) -> None:
         """Commit the results of a complete run to the model."""
-        if run.kind != "fused":
+        if run.spec.kind != "fused":
             self.commit_forward(run)
             return
         self._wait_step(run)
@@ -249,12 +267,12 @@ class Engine:
     def commit_forward(self, run: Run) -> None:
         """Commit the buffers that a run wrote to the model, and count the run."""
         try:
-            run.check_buffers()
+            run.collected.buffers.check()
         except BaseException:
             run.discard()
             raise
         with Uninterrupted():
-            run.commit_buffers()
+            run.collected.buffers.commit(keep_start=run.spec.kind == "train")
             self.step += 1
 
     def commit_backward(self, run: Run) -> None:
@@ -374,7 +392,7 @@ class Engine:
     def _parcel(self, microbatch: Microbatch, run: Run) -> HostValue:
         structure, tensors = take_apart((microbatch.args, microbatch.kwargs), what="inputs")
         tensors = [_on_host(tensor) for tensor in tensors]
-        flags = [run.requires_grad and tensor.requires_grad for tensor in tensors]
+        flags = [run.spec.requires_grad and tensor.requires_grad for tensor in tensors]
         return HostValue(structure, tensors, flags, [None] * len(tensors))
 
     def _start(self, run: Run, parcels: Sequence[HostValue]) -> None:
@@ -385,7 +403,7 @@ class Engine:
         """Continue backward from the inputs if they are part of a graph, such as that of another pipeline."""
         scale = run.contract.gradient_scale()
         pairs = itertools.chain.from_iterable(
-            zip(parcel.tensors, run.input_gradients.get(number, []), strict=False)
+            zip(parcel.tensors, run.collected.input_gradients.get(number, []), strict=False)
             for number, parcel in enumerate(parcels)
         )
         found = [(tensor, gradient) for tensor, gradient in _arrived(pairs) if tensor.requires_grad]
@@ -415,6 +433,10 @@ class Engine:
     def _warn(self, run: Run, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
         if not self._warned and config.loss_reduction == "sum" and run.contract.kind != "pair":
             self._warned = warn_if_uneven(rows, config.num_microbatch or 1)
+
+
+def _outputs_of(run: Run) -> list[Any]:
+    return [run.collected.outputs[number].wait() for number in range(run.spec.num_microbatch)]
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

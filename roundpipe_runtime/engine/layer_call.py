@@ -15,7 +15,7 @@ from ..device.virtual import Device
 from ..errors import StageError
 from .layer_traits import traits_of
 from .piece import Values, enter, is_refused_write
-from .recompute import CALL, call_seed, run_seeded
+from .recompute import CALL, run_seeded
 from .resident import LayerOnDevice
 from .run import Run
 
@@ -129,15 +129,14 @@ class _Call:
     def _seeded(self, entered: list[torch.Tensor]) -> Any:
         module = self.contents.module
         call = partial(_invoke, module, self.contents.index, self.values.structure, entered)
-        if not self.run.preserve_rng_state:
+        if not self.run.spec.preserve_rng_state:
             return call()
 
         def again() -> Any:
             self.check_repeatable("draw random numbers")
             return call()
 
-        run = self.run
-        seed = partial(call_seed, run.base_seed, run.tag, run.step, self.contents.index, self.microbatch)
+        seed = partial(self.run.spec.seed, self.contents.index, self.microbatch)
         return run_seeded(call, module, seed, self.device.torch_device, again)
 
 

@@ -14,7 +14,7 @@ from ..device.events import NOW
 from ..device.virtual import Device
 from .nested_checkpoint import run_backward
 from .piece import Values, enter, leaves_beside
-from .recompute import call_seed, run_seeded
+from .recompute import run_seeded
 from .resident import check_not_kept
 from .run import Run
 
@@ -39,11 +39,11 @@ class MicrobatchLoss:
 
     def compute(self, labels: Any) -> None:
         """Call the loss function with labels on the device."""
-        run = self._run
-        call = partial(run.loss_fn, self._outputs, labels)
-        if run.preserve_rng_state:
-            seed = partial(call_seed, run.base_seed, run.tag, run.step, len(run.contents), self._microbatch)
-            result = run_seeded(call, run.loss_fn, seed, self._device.torch_device, call)
+        run, spec = self._run, self._run.spec
+        call = partial(spec.loss_fn, self._outputs, labels)
+        if spec.preserve_rng_state:
+            seed = partial(spec.seed, len(spec.contents), self._microbatch)
+            result = run_seeded(call, spec.loss_fn, seed, self._device.torch_device, call)
         else:
             result = call()
         self._terms = run.contract.add(self._microbatch, result)
@@ -51,7 +51,7 @@ class MicrobatchLoss:
     def back(self) -> list[torch.Tensor | None]:
         """Go back; return the gradients of the last layer's outputs, ``None`` where none flows."""
         if self._terms:
-            run_backward(self._back, self._run.loss_fn, self._device.torch_device)
+            run_backward(self._back, self._run.spec.loss_fn, self._device.torch_device)
         return [None if entry is None else entry.grad for entry in self._entries]
 
     def _back(self) -> None:
@@ -67,7 +67,7 @@ class MicrobatchLoss:
         for entry, gradient in zip(wanted, found, strict=False):
             entry.grad = gradient
         # what the loss itself trains is collected like the gradients of a layer after the last
-        sums = self._run.gradients.setdefault(len(self._run.contents), {})
+        sums = self._run.collected.gradients.setdefault(len(self._run.spec.contents), {})
         for leaf, gradient in zip(cast(list[nn.Parameter], outside), found[len(wanted) :], strict=True):
             if gradient is not None:
                 before = sums.get(leaf)

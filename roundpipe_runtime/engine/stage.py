@@ -24,12 +24,13 @@ from ..device.transfer import HostValue, fetch, send, shapes_of, take_apart
 from ..device.virtual import Device
 from ..device.worker import StoppedRun, add_note_once
 from ..schedule.round_robin import Stage
+from .collected import Copies
 from .layer_call import CallKind, call_layer
 from .loss_call import MicrobatchLoss
 from .nested_checkpoint import run_backward
 from .piece import Piece, Values, plain
 from .resident import LayerOnDevice
-from .run import Copies, Run
+from .run import Run
 
 __all__ = ["run_stage"]
 
@@ -57,7 +58,7 @@ class _Visit:
     """A stage on its device, from the copy of its parameters to the copy of its gradients back to the host."""
 
     def __init__(self, run: Run, stage: Stage, device: Device) -> None:
-        self.run = run
+        self.run, self.spec, self.collected = run, run.spec, run.collected
         self.stage = stage
         self.device = device
         self.residents: dict[int, LayerOnDevice] = {}
@@ -70,7 +71,7 @@ class _Visit:
 
     def run_all(self) -> None:
         """Run every microbatch, in order."""
-        with torch.set_grad_enabled(self.run.requires_grad):
+        with torch.set_grad_enabled(self.spec.requires_grad):
             self._run_all()
 
     def _run_all(self) -> None:
@@ -78,7 +79,7 @@ class _Visit:
         for layer in self.stage.layers:
             self._upload(layer)
         work = {"forward": self._forward, "fused": self._fused, "backward": self._backward}[self.stage.kind]
-        for microbatch in range(self.run.num_microbatch):
+        for microbatch in range(self.spec.num_microbatch):
             self.run.mailbox.check()
             self._layer, self._microbatch, self._tensors = None, microbatch, None
             work(microbatch)
@@ -89,7 +90,7 @@ class _Visit:
         """Release the memory of the device, unless the backward of a layer can use it here and there is room."""
         self._tensors = None
         for layer, resident in self.residents.items():
-            if self.run.stays and self.stage.kind == "forward" and not resident.contents.buffers:
+            if self.spec.stays and self.stage.kind == "forward" and not resident.contents.buffers:
                 self.run.residents[self.device.name, layer] = resident
             else:
                 resident.release()
@@ -97,13 +98,14 @@ class _Visit:
 
     def _upload(self, layer: int) -> None:
         self._layer = layer
-        contents = self.run.contents[layer]
+        contents = self.spec.contents[layer]
         here = self.run.residents.pop((self.device.name, layer), None)
         if here is not None:
             self.residents[layer] = here
             return
+        store = self.run.store
         with self._measure("upload", layer=layer), self.run.reading(layer):
-            self.residents[layer] = LayerOnDevice(contents, self.device, self.run.source, self.run.gradient_dtype)
+            self.residents[layer] = LayerOnDevice(contents, self.device, store.source, store.gradient_dtype)
 
     def _download(self) -> None:
         self._doing = "the download of its gradients"
@@ -111,12 +113,12 @@ class _Visit:
             self._layer = layer
             with self._measure("download", layer=layer):
                 if self.stage.kind == "backward":
-                    self.run.gradients[layer] = resident.download_gradients()
+                    self.collected.gradients[layer] = resident.download_gradients()
                 elif self.stage.kind == "fused":
-                    self.run.gradients[layer] = resident.download_gradients()
-                    self.run.buffers[layer] = resident.download_buffers()
+                    self.collected.gradients[layer] = resident.download_gradients()
+                    self.collected.buffers.add(layer, resident.download_buffers())
                 else:
-                    self.run.buffers[layer] = resident.download_buffers()
+                    self.collected.buffers.add(layer, resident.download_buffers())
 
     # -- one microbatch ----------------------------------------------------------------------------------------------
 
@@ -124,10 +126,10 @@ class _Visit:
         parcel = self._take_input(microbatch)
         values = self._open(parcel)
         for layer in self.stage.layers:
-            if layer in self.run.restarts:
+            if layer in self.spec.restarts:
                 # What came in is kept as it is, but for the caller's own tensors: they may change before backward.
-                own = layer == self.stage.layers[0] and not (layer == 0 and self.run.kind == "train")
-                self.run.saved[layer, microbatch] = parcel if own else self._send(values)
+                own = layer == self.stage.layers[0] and not (layer == 0 and self.spec.kind == "train")
+                self.collected.saved[layer, microbatch] = parcel if own else self._send(values)
             values = self._call(layer, microbatch, values, "forward")[0]  # the graph of a layer goes away at once
         self._hand_on(microbatch, self._send(values))
 
@@ -137,15 +139,15 @@ class _Visit:
         for layer in self.stage.layers:
             values, piece = self._call(layer, microbatch, values, "fused")
             pieces.append(piece)
-        if self.run.keep_outputs:
-            self.run.outputs[microbatch] = self._send(values)
+        if self.spec.keep_outputs:
+            self.collected.outputs[microbatch] = self._send(values)
         gradients = self._loss(microbatch, values)
         self._go_back(microbatch, pieces, gradients)
 
     def _backward(self, microbatch: int) -> None:
         gradients = self._take_gradients(microbatch)
         layers = self.stage.layers
-        if self.run.recompute_grain == "layer":
+        if self.spec.recompute_grain == "layer":
             for layer in reversed(layers):
                 values = self._restart(layer, microbatch)
                 _, piece = self._call(layer, microbatch, values, "recompute")
@@ -174,14 +176,14 @@ class _Visit:
             back = partial(run_backward, code=resident.contents.module, device=self.device.torch_device)
             results = resident.call(partial(piece.backward, gradients, back))
             resident.take_gradients()
-            if self.run.take_gradient is not None:
-                resident.hand_over(self.run.take_gradient)
+            if self.spec.take_gradient is not None:
+                resident.hand_over(self.spec.take_gradient)
         return results
 
     def _loss(self, microbatch: int, values: Values) -> list[torch.Tensor | None]:
         """Compute the loss of a microbatch and go back through it, to the outputs of the last layer."""
         self._layer, self._doing, self._tensors = None, "loss", values.tensors
-        labels = self._to_device(self.run.labels[microbatch])
+        labels = self._to_device(self.spec.labels[microbatch])
         with self._measure("loss", microbatch), self.device.computing(), self._modes():
             loss = MicrobatchLoss(self.run, self.device, microbatch, values)
             loss.compute(labels)
@@ -191,32 +193,32 @@ class _Visit:
     # -- one layer ---------------------------------------------------------------------------------------------------
 
     def _call(self, layer: int, microbatch: int, values: Values, kind: CallKind) -> tuple[Values, Piece]:
-        run, resident, title = self.run, self.residents[layer], self.run.contents[layer].title
+        resident, title = self.residents[layer], self.spec.contents[layer].title
         self._layer, self._doing, self._tensors = layer, kind, values.tensors
         data = None
         if kind == "recompute":
-            resident.set_buffers(run.buffers_before(layer, microbatch))
+            resident.set_buffers(self.collected.buffers.before(layer, microbatch))
             data = self._kept(layer, microbatch)
         measured = self._measure("recompute" if kind == "recompute" else "forward", microbatch, layer)
         with measured, self.device.computing(), self._modes():
             self.device.use(values.tensors)
-            result = call_layer(run, self.device, resident, microbatch, values, kind, data)
+            result = call_layer(self.run, self.device, resident, microbatch, values, kind, data)
             structure, exits = take_apart(result.output, what=f"the output of {title}")
             results = [plain(tensor) for tensor in exits]
         if result.kept is not None:
             skeleton_kept, tensors = take_apart(result.kept, what=f"save_for_recompute in {title}")
-            run.kept[layer, microbatch] = send(self.device, skeleton_kept, tensors, [False] * len(tensors))
-        if kind == "forward" and run.has_backward:
-            run.buffer_trail.setdefault(layer, []).append(resident.changed_buffers())
+            self.collected.kept[layer, microbatch] = send(self.device, skeleton_kept, tensors, [False] * len(tensors))
+        if kind == "forward" and self.spec.has_backward:
+            self.collected.buffers.follow(layer, resident.changed_buffers())
         flags = [tensor.requires_grad for tensor in exits]
         return Values(structure, results, flags), Piece(layer, result.entries, exits)
 
     def _modes(self) -> contextlib.AbstractContextManager[Any]:
         """The caller's autocast modes, in this thread."""
-        if not self.run.autocast:
+        if not self.spec.autocast:
             return _NO_MODES
         with contextlib.ExitStack() as stack:
-            for mode in self.run.autocast:
+            for mode in self.spec.autocast:
                 stack.enter_context(torch.autocast(**mode))
             return stack.pop_all()
 
@@ -228,7 +230,7 @@ class _Visit:
         return parcel
 
     def _restart(self, layer: int, microbatch: int) -> Values:
-        return self._open(self.run.saved.pop((layer, microbatch)))
+        return self._open(self.collected.saved.pop((layer, microbatch)))
 
     def _open(self, parcel: HostValue) -> Values:
         return Values(parcel.structure, fetch(self.device, parcel), parcel.needs_grad)
@@ -238,8 +240,8 @@ class _Visit:
 
     def _hand_on(self, microbatch: int, parcel: HostValue) -> None:
         stop = self.stage.layers[-1] + 1
-        if stop == len(self.run.contents):
-            self.run.outputs[microbatch] = parcel
+        if stop == len(self.spec.contents):
+            self.collected.outputs[microbatch] = parcel
         else:
             self.run.mailbox.put(("activation", stop, microbatch), parcel)
 
@@ -253,12 +255,12 @@ class _Visit:
         copies = [None if gradient is None else self.device.copy_out(gradient) for gradient in gradients]
         first = self.stage.layers[0]
         if first == 0:
-            self.run.input_gradients[microbatch] = copies
+            self.collected.input_gradients[microbatch] = copies
         else:
             self.run.mailbox.put(("gradient", first, microbatch), copies)
 
     def _kept(self, layer: int, microbatch: int) -> tuple[Any, ...] | None:
-        parcel = self.run.kept.pop((layer, microbatch), None)
+        parcel = self.collected.kept.pop((layer, microbatch), None)
         if parcel is None:
             return None
         kept: tuple[Any, ...] = parcel.structure.rebuild(fetch(self.device, parcel))
@@ -279,16 +281,16 @@ class _Visit:
         span = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         where = [f"In stage {self.stage.index} ({self.stage.kind}, {span}) on {self.device.name}, {self._doing}"]
         if self._layer is not None:
-            where.append(self.run.contents[self._layer].title)
+            where.append(self.spec.contents[self._layer].title)
         if self._microbatch is not None:
-            where.append(f"microbatch {self._microbatch} of {self.run.num_microbatch}")
+            where.append(f"microbatch {self._microbatch} of {self.spec.num_microbatch}")
         if self._tensors is not None:
             where.append(f"tensors {shapes_of(self._tensors)}")
         return where[0] + (": " + ", ".join(where[1:]) if where[1:] else "")
 
     def advice(self) -> str:
         """Describe the size of the stage and what to change, for an out-of-memory error."""
-        size = sum(self.run.contents[layer].nbytes() for layer in self.stage.layers)
+        size = sum(self.spec.contents[layer].nbytes() for layer in self.stage.layers)
         return (
             f"The parameters of this stage take {size} bytes, its gradients as much again. Give it fewer layers "
             "(ModelExecutePlan, model_memory_limit), cut the batch into more microbatches (num_microbatch), or "

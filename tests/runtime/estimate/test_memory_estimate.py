@@ -99,15 +99,17 @@ def test_the_host_holds_what_was_saved_for_the_backward():
 
     def loss_fn(outputs, labels):
         run = runs[0]
-        saved.append(sum(t.numel() * t.element_size() for parcel in run.saved.values() for t in parcel.tensors))
+        saved.append(
+            sum(t.numel() * t.element_size() for parcel in run.collected.saved.values() for t in parcel.tensors)
+        )
         return outputs.sum()
 
     runs = []
     prepare = model._rp_engine.prepare
 
-    def prepared(*args):
-        made = prepare(*args)
-        runs.append(made[0])
+    def prepared(*args, **options):
+        made = prepare(*args, **options)
+        runs.append(made)
         return made
 
     model._rp_engine.prepare = prepared

@@ -1,0 +1,140 @@
+"""What the stages of a run put together. It reaches the model only when the whole run has succeeded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from ..device.events import NOW, Event
+from ..device.transfer import HostValue
+from ..errors import StageError
+from ..optim.parameters import LayerContents
+from .resident import Buffers, Gradients
+
+__all__ = ["Collected", "Copies", "WrittenBuffers"]
+
+# Gradients of the tensors between two stages, on the host; ``None`` where none flows.
+Copies: TypeAlias = list[tuple[torch.Tensor, Event] | None]
+
+
+@dataclasses.dataclass
+class Collected:
+    """The results of stages; each entry is written by one stage only.
+
+    Attributes:
+        outputs: Outputs of the last layer, by microbatch.
+        saved: Inputs of the layers at which a recomputation starts, by layer and microbatch.
+        kept: Data that layers saved with ``save_for_recompute``, by layer and microbatch.
+        input_gradients: Gradients of the inputs of the model, by microbatch.
+        gradients: Gradients of the parameters, by layer; those of a loss function after the last layer.
+        buffers: Buffers that layers wrote.
+    """
+
+    buffers: WrittenBuffers
+    outputs: dict[int, HostValue] = dataclasses.field(default_factory=dict)
+    saved: dict[tuple[int, int], HostValue] = dataclasses.field(default_factory=dict)
+    kept: dict[tuple[int, int], HostValue] = dataclasses.field(default_factory=dict)
+    input_gradients: dict[int, Copies] = dataclasses.field(default_factory=dict)
+    gradients: dict[int, Gradients] = dataclasses.field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Release everything."""
+        self.buffers.clear()
+        values: list[dict[Any, Any]] = [self.outputs, self.saved, self.kept, self.input_gradients, self.gradients]
+        for one in values:
+            one.clear()
+
+
+class WrittenBuffers:
+    """The buffers that layers write in a run, such as running statistics.
+
+    Args:
+        contents: layers on the host.
+    """
+
+    def __init__(self, contents: Sequence[LayerContents]) -> None:
+        self._contents = contents
+        self._final: dict[int, Buffers] = {}
+        self._trail: dict[int, list[Buffers]] = {}
+        self._at_start: dict[tuple[int, int], torch.Tensor] = {}
+
+    def add(self, layer: int, written: Buffers) -> None:
+        """Take the values that a layer leaves behind.
+
+        Args:
+            layer: index of the layer.
+            written: buffers that it wrote, as they are after the last microbatch.
+        """
+        self._final[layer] = written
+
+    def follow(self, layer: int, written: Buffers) -> None:
+        """Take the values after one microbatch, so that a recomputation of the next one can start from them.
+
+        Args:
+            layer: index of the layer.
+            written: buffers that it wrote in this microbatch.
+        """
+        self._trail.setdefault(layer, []).append(written)
+
+    def before(self, layer: int, microbatch: int) -> Buffers:
+        """Return what the buffers that a layer writes held before a microbatch, for its recomputation.
+
+        Args:
+            layer: index of the layer.
+            microbatch: index of the microbatch.
+
+        Returns:
+            The values by the number of the buffer; none for a layer that writes none.
+        """
+        trail = self._trail.get(layer)
+        if not trail:
+            return {}
+        slots = self._contents[layer].buffers
+        found: Buffers = {}
+        for number in sorted({number for written in trail for number in written}):
+            start = self._at_start.get((layer, number), slots[number].tensor)
+            found[number] = (start, NOW)
+            for written in trail[:microbatch]:
+                found[number] = written.get(number, found[number])
+        return found
+
+    def check(self) -> None:
+        """Check that no buffer was written by two layers.
+
+        Raises:
+            StageError: each would have had to see what the other wrote.
+        """
+        writers: dict[int, int] = {}
+        for layer, written in sorted(self._final.items()):
+            for number in written:
+                slot = self._contents[layer].buffers[number]
+                other = writers.setdefault(id(slot.tensor), layer)
+                if other != layer:
+                    raise StageError(
+                        f"{self._contents[other].title} and {self._contents[layer].title} are the same module, or "
+                        f"share one, and both write its buffer {slot.name!r}. Stages run one microbatch apart, so "
+                        "neither would see what the other wrote. Give each layer a module of its own."
+                    )
+
+    def commit(self, *, keep_start: bool) -> None:
+        """Write the final values to the model, after :meth:`check`.
+
+        Args:
+            keep_start: whether a backward follows, whose recomputation starts from the values that are replaced here.
+        """
+        for layer, written in self._final.items():
+            for number, (value, ready) in written.items():
+                ready.result()
+                slot = self._contents[layer].buffers[number]
+                if keep_start:
+                    self._at_start[layer, number] = slot.tensor.clone()
+                slot.store(value)
+        self._final.clear()
+
+    def clear(self) -> None:
+        """Release everything."""
+        self._final.clear()
+        self._trail.clear()

@@ -1,0 +1,102 @@
+"""What a run is asked to do. It is known before the run starts, and does not change."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ..optim.parameters import LayerContents
+from ..schedule.plan import RunType
+from ..schedule.round_robin import Stage
+from .recompute import call_seed
+
+__all__ = ["RunSpec", "captured_autocast"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSpec:
+    """What a run is asked to do.
+
+    Attributes:
+        kind: ``"infer"``, ``"train"`` (forward now, backward later) or ``"fused"``.
+        stages: Stages in the order of dispatch.
+        contents: Layers on the host.
+        num_microbatch: Number of microbatches.
+        requires_grad: Whether gradients are computed.
+        recompute_grain: Unit of recomputation in a backward stage, ``"stage"`` or ``"layer"``.
+        preserve_rng_state: Whether a recomputed forward draws the same random numbers.
+        base_seed: Base of the seeds of layer calls.
+        tag: Name that distinguishes pipelines that run in the same step.
+        step: Number of completed runs of the pipeline before this one.
+        autocast: Autocast modes of the caller, as arguments for ``torch.autocast``.
+        labels: Labels of each microbatch of a fused run. Default: none.
+        loss_fn: Loss function of a fused run. Default: the outputs are the loss.
+        keep_outputs: Whether a fused run returns the outputs of the last layer. Default: ``True``.
+        stays: Whether layers stay on a device from their forward to their backward, if they come there again.
+            Default: ``False``.
+        one_thread: Whether the thread of one device does the work of all. Default: ``False``.
+        take_gradient: Function that is offered each gradient as soon as a microbatch has gone back through a layer.
+            Default: none.
+    """
+
+    kind: RunType
+    stages: Sequence[Stage]
+    contents: Sequence[LayerContents]
+    num_microbatch: int
+    requires_grad: bool
+    recompute_grain: Literal["stage", "layer"]
+    preserve_rng_state: bool
+    base_seed: int
+    tag: str
+    step: int
+    autocast: Sequence[dict[str, Any]]
+    labels: Sequence[Any] = ()
+    loss_fn: Callable[[Any, Any], Any] = lambda outputs, labels: outputs
+    keep_outputs: bool = True
+    stays: bool = False
+    one_thread: bool = False
+    take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether some layers will be called again."""
+        return self.kind != "infer"
+
+    @functools.cached_property
+    def restarts(self) -> set[int]:
+        """Layers from which a backward stage calls the forward again, so that their input is kept."""
+        backward = [stage.layers for stage in self.stages if stage.kind == "backward"]
+        if self.recompute_grain == "layer":
+            return {layer for layers in backward for layer in layers}
+        return {layers[0] for layers in backward}
+
+    def seed(self, layer: int, microbatch: int) -> int:
+        """Return the seed of a layer call.
+
+        Args:
+            layer: index of the layer; the number of layers for the loss function.
+            microbatch: index of the microbatch.
+
+        Returns:
+            The seed, the same on any device and for any plan.
+        """
+        return call_seed(self.base_seed, self.tag, self.step, layer, microbatch)
+
+
+def captured_autocast(device_types: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the caller's autocast modes, as arguments for ``torch.autocast`` in another thread."""
+    return [
+        {
+            "device_type": kind,
+            "dtype": torch.get_autocast_dtype(kind),
+            "enabled": torch.is_autocast_enabled(kind),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        for kind in device_types
+        if torch.is_autocast_enabled(kind)
+    ]

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from yobx_flatten import leaves
-
 from ..errors import ConfigError
+from .flat import FlatTree
 from .packed import RoundPipePackedData
 
 __all__ = ["check_call", "check_labels", "check_loss_fn"]
@@ -46,7 +45,7 @@ def check_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dic
 
 
 def check_loss_fn(loss_fn: Any) -> None:
-    """Refuse a loss function that cannot be called.
+    """Check that a loss function can be called.
 
     Raises:
         ConfigError: saying what a loss function is.
@@ -58,13 +57,16 @@ def check_loss_fn(loss_fn: Any) -> None:
         )
 
 
-def check_labels(label: Any) -> None:
-    """Refuse labels that require a gradient: devices have copies, so no gradient reaches the labels.
+def check_labels(label: FlatTree) -> None:
+    """Check that no label requires a gradient: devices have copies, so no gradient reaches the labels.
+
+    Args:
+        label: labels.
 
     Raises:
         ConfigError: naming the key path.
     """
-    for leaf in leaves(label, name="label"):
+    for leaf in label.leaves:
         is_packed = isinstance(leaf.value, RoundPipePackedData)
         tensors = leaf.value if is_packed else [leaf.value]
         if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):

@@ -10,14 +10,20 @@ from typing import Any
 
 import torch
 
-from yobx_flatten import find_unregistered, leaves
+from yobx_flatten import find_unregistered
 
 from ..device.block_masks import HeldMask, held
 from ..errors import SplitError, UnregisteredObjectError
+from .flat import FlatTree
 from .packed import RoundPipePackedData, counted_rows, known_rows
 from .spec import Rule, is_below, rule_for
 
-__all__ = ["Entry", "check_registered", "entries_of"]
+__all__ = ["Entry", "check_registered", "entries_of", "entries_of_flat"]
+
+# Leaves of these types hold nothing that torch would have to flatten; a batch mostly has no others.
+_CLOSED = frozenset(
+    {torch.Tensor, torch.nn.Parameter, int, float, complex, bool, str, bytes, type(None), RoundPipePackedData, HeldMask}
+)
 
 # Arguments of transformers whose axis 0 is not the batch, or not always: {number of axes: axis}. The positions of
 # models with several kinds of tokens are (3, batch, length); `cache_position` counts along the length; `cu_seq_lens_*`
@@ -78,35 +84,47 @@ def entries_of(tree: Any, name: str, rules: Mapping[str, Rule]) -> list[Entry]:
     Returns:
         The leaves, in the order of the tree.
     """
-    found = leaves(held(tree), name=name)
-    return [_entry(leaf.path, leaf.value, leaf.axes, rule_for(leaf.path, rules)) for leaf in found]
+    return entries_of_flat(FlatTree.of(tree, name), rules)
 
 
-def check_registered(tree: Any, name: str, rules: Mapping[str, Rule]) -> None:
-    """Refuse objects that hold tensors but are not flattened, unless a rule passes them on whole.
+def entries_of_flat(flat: FlatTree, rules: Mapping[str, Rule]) -> list[Entry]:
+    """List the leaves of a flattened tree with what is known of their axes.
 
     Args:
-        tree: nested inputs or labels.
-        name: name of the tree in key paths.
+        flat: nested inputs or labels.
+        rules: rules of the user, by key path.
+
+    Returns:
+        The leaves, in the order of the tree.
+    """
+    return [_entry(leaf.path, leaf.value, leaf.axes, rule_for(leaf.path, rules)) for leaf in flat.leaves]
+
+
+def check_registered(flat: FlatTree, rules: Mapping[str, Rule]) -> None:
+    """Check that every object that holds tensors is flattened, or that a rule passes it on whole.
+
+    Args:
+        flat: nested inputs or labels.
         rules: rules of the user, by key path.
 
     Raises:
         UnregisteredObjectError: with the line to type for each of them.
     """
-    tree = held(tree)
-    ours = [leaf.path for leaf in leaves(tree, name=name) if isinstance(leaf.value, RoundPipePackedData | HeldMask)]
+    if all(type(leaf.value) in _CLOSED for leaf in flat.leaves):
+        return
+    ours = [leaf.path for leaf in flat.leaves if isinstance(leaf.value, RoundPipePackedData | HeldMask)]
     allowed = [*ours, *(path for path, rule in rules.items() if rule.dim is None)]
     # what is inside of a leaf needs a line of its own only once the leaf is registered, and is told then
     found = [
         str(one)
-        for one in find_unregistered(tree, name=name)
+        for one in find_unregistered(held(flat.tree), name=flat.name)
         if one.inside is None and not any(is_below(one.path, path) for path in allowed)
     ]
     found += [
         f"{leaf.path} is a {type(leaf.value).__qualname__} that is not registered. Every microbatch would write into "
         "the same one. Register it first:\n"
         "    with register_flattening_functions(patch_transformers=True): ..."
-        for leaf in leaves(tree, name=name)
+        for leaf in flat.leaves
         if _is_cache(leaf.value) and not any(text.startswith(f"{leaf.path} is ") for text in found)
     ]
     if found:

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 
-from ..device.block_masks import HeldMask, cut_mask, held
+from ..device.block_masks import HeldMask, cut_mask, held, leaf_test
 from ..errors import SplitError
 from .axes import BatchAxes, batch_axes
-from .entries import Entry, check_registered, entries_of
+from .entries import Entry, check_registered, entries_of, entries_of_flat
+from .flat import FlatBatch, FlatMicrobatch
 from .joining import join
 from .packed import RoundPipePackedData
 from .part_rows import check_packed_counts, check_packed_rows, rows_beside_packed, rows_of_parts
@@ -27,6 +28,7 @@ __all__ = [
     "join",
     "sizes",
     "split",
+    "split_flat",
 ]
 
 
@@ -106,24 +108,79 @@ def split(
     [([0, 1, 2], 1, {'scale': 2.0}, [0, 1, 2], 3), ([3, 4], 1, {'scale': 2.0}, [3, 4], 2)]
     """
     kwargs = dict(kwargs)
-    sizes(1, num_microbatch)  # refuses a wrong number
-    rules = _input_rules(split_input) | ({} if _is_function(split_label) else read_rules(split_label, "label"))
-    for tree, name in ((args, "args"), (kwargs, "kwargs"), (label, "label")):
-        check_registered(tree, name, rules)
+    rules = _rules(num_microbatch, split_input, split_label)
+    batch = FlatBatch.of(args, kwargs, label)
+    _check(batch, rules)
     if _is_function(split_input) or _is_function(split_label):
         return _split_by_functions(args, kwargs, label, num_microbatch, split_input, split_label, rules)
-    inputs = [*entries_of(args, "args", rules), *entries_of(kwargs, "kwargs", rules)]
-    labels = entries_of(label, "label", rules)
+    return [_unflattened(index, part) for index, part in enumerate(_split_leaves(batch, num_microbatch, rules))]
+
+
+def split_flat(
+    batch: FlatBatch, num_microbatch: int, *, split_input: Any = None, split_label: Any = None
+) -> list[FlatMicrobatch]:
+    """Split a batch like :func:`split`, and return the leaves of each microbatch: nothing is flattened again.
+
+    Args:
+        batch: arguments and labels.
+        num_microbatch: number of microbatches to make.
+        split_input: see :func:`split`.
+        split_label: see :func:`split`.
+
+    Returns:
+        The microbatches, in the order of the rows.
+
+    Raises:
+        SplitError: when it is not clear what to cut.
+        UnregisteredObjectError: when an object holds tensors but is not flattened.
+    """
+    rules = _rules(num_microbatch, split_input, split_label)
+    _check(batch, rules)
+    if _is_function(split_input) or _is_function(split_label):
+        args, kwargs, label = (flat.tree for flat in batch)
+        made = _split_by_functions(args, kwargs, label, num_microbatch, split_input, split_label, rules)
+        return [_flattened(microbatch) for microbatch in made]
+    parts = _split_leaves(batch, num_microbatch, rules)
+    if any(isinstance(leaf.value, RoundPipePackedData) for flat in batch for leaf in flat.leaves):
+        # an entry of packed data may be nested itself
+        return [_flattened(_unflattened(index, part)) for index, part in enumerate(parts)]
+    return parts
+
+
+def _rules(num_microbatch: int, split_input: Any, split_label: Any) -> Rules:
+    sizes(1, num_microbatch)  # refuses a wrong number
+    return _input_rules(split_input) | ({} if _is_function(split_label) else read_rules(split_label, "label"))
+
+
+def _check(batch: FlatBatch, rules: Rules) -> None:
+    for flat in batch:
+        check_registered(flat, rules)
+
+
+def _split_leaves(batch: FlatBatch, num_microbatch: int, rules: Rules) -> list[FlatMicrobatch]:
+    inputs = [*entries_of_flat(batch.args, rules), *entries_of_flat(batch.kwargs, rules)]
+    labels = entries_of_flat(batch.label, rules)
     check_packed_counts([*inputs, *labels])
     decided = batch_axes(inputs, labels, rules)
     rows = _rows(inputs, labels, decided, num_microbatch)
-    call = _cut((args, kwargs), decided.axes, rows)
+    spec, label_spec = batch.specs()
+    calls = _cut_leaves(inputs, decided.axes, rows)
+    cut_labels = _cut_leaves(labels, decided.label_axes, rows)
     return [
-        Microbatch(index, part[0], part[1], part_label, count)
-        for index, (part, part_label, count) in enumerate(
-            zip(call, _cut(label, decided.label_axes, rows), rows, strict=True)
-        )
+        FlatMicrobatch(call, spec, label, label_spec, count)
+        for call, label, count in zip(calls, cut_labels, rows, strict=True)
     ]
+
+
+def _unflattened(index: int, part: FlatMicrobatch) -> Microbatch:
+    args, kwargs = pytree.tree_unflatten(part.inputs, part.spec)
+    return Microbatch(index, args, kwargs, pytree.tree_unflatten(part.labels, part.label_spec), part.rows)
+
+
+def _flattened(microbatch: Microbatch) -> FlatMicrobatch:
+    inputs, spec = pytree.tree_flatten((microbatch.args, microbatch.kwargs), is_leaf=leaf_test())
+    labels, label_spec = pytree.tree_flatten(microbatch.label, is_leaf=leaf_test())
+    return FlatMicrobatch(inputs, spec, labels, label_spec, microbatch.rows)
 
 
 def _input_rules(split_input: Any) -> Rules:
@@ -161,11 +218,10 @@ def _rows(
     return rows
 
 
-def _cut(tree: Any, axes: Sequence[int | None], rows: Sequence[int | None]) -> list[Any]:
-    """One tree per microbatch: leaves with an axis are cut along it, the others are the same objects in all trees."""
-    values, spec = pytree.tree_flatten(held(tree))
-    columns = [_parts(value, axis, rows) for value, axis in zip(values, axes, strict=True)]
-    return [pytree.tree_unflatten([column[index] for column in columns], spec) for index in range(len(rows))]
+def _cut_leaves(entries: Sequence[Entry], axes: Sequence[int | None], rows: Sequence[int | None]) -> list[list[Any]]:
+    """The leaves of each microbatch: those with an axis are cut along it, the others are the same objects in all."""
+    columns = [_parts(entry.value, axis, rows) for entry, axis in zip(entries, axes, strict=True)]
+    return [[column[index] for column in columns] for index in range(len(rows))]
 
 
 def _parts(value: Any, axis: int | None, rows: Sequence[int | None]) -> Sequence[Any]:
@@ -250,7 +306,8 @@ def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whos
             "made of the other side. Give a function for both sides:\n"
             "    RoundPipeRunConfig(split_input=..., split_label=...)"
         )
-    parts = _cut(tuple(trees.values()), axes, rows)
+    spec = pytree.tree_structure(held(tuple(trees.values())))
+    parts = [pytree.tree_unflatten(leaves, spec) for leaves in _cut_leaves(entries, axes, rows)]
     return parts if len(trees) > 1 else [part[0] for part in parts]
 
 

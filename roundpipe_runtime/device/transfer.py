@@ -20,7 +20,7 @@ from .block_masks import is_block_mask, leaf_test, parts_of_mask
 from .events import Event
 from .virtual import Device
 
-__all__ = ["HostValue", "Static", "TreeStructure", "fetch", "send", "shapes_of", "take_apart"]
+__all__ = ["HostValue", "Static", "TreeStructure", "fetch", "send", "separate", "shapes_of", "take_apart"]
 
 
 class Static:
@@ -86,6 +86,23 @@ def take_apart(value: Any, *, what: str = "value") -> tuple[TreeStructure, list[
     if type(value) is torch.Tensor:
         return _ONE_TENSOR, [value]
     leaves, spec = pytree.tree_flatten(value, is_leaf=leaf_test())
+    return separate(leaves, spec, what=what)
+
+
+def separate(leaves: Sequence[Any], spec: pytree.TreeSpec, *, what: str) -> tuple[TreeStructure, list[torch.Tensor]]:
+    """Separate the tensors among leaves from the rest, each tensor once.
+
+    Args:
+        leaves: leaves of a nested value, in which a block mask is a leaf.
+        spec: structure of the value.
+        what: name of the value in an error.
+
+    Returns:
+        The structure and the tensors.
+
+    Raises:
+        UnregisteredObjectError: a leaf holds tensors, and no flattening function is registered for its class.
+    """
     numbers: list[int | tuple[int, ...] | None] = []
     constants: list[Any] = []
     tensors: list[torch.Tensor] = []

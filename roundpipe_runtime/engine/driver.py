@@ -6,25 +6,24 @@ any more. A run that fails changes no gradient, no buffer and no seed.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..batch.joining import common_spec, join
+from ..batch.arguments import check_labels
+from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..batch.loss import LossContract, warn_if_uneven
-from ..batch.packed import RoundPipePackedData
-from ..batch.splitting import Microbatch, split
+from ..batch.splitting import split_flat
 from ..device.forking import free_after_fork
 from ..device.interrupts import Uninterrupted
-from ..device.transfer import HostValue, take_apart
+from ..device.transfer import HostValue
 from ..device.virtual import Device
-from ..device.worker import add_note_once, collect
+from ..device.worker import collect
 from ..errors import ConfigError, DeviceError, StageError
 from ..optim.parameters import ParameterStore, scan
 from ..optim.readiness import ReadinessTable
@@ -35,6 +34,8 @@ from ..schedule.round_robin import RoundRobin, Stage
 from ..timeline.record import current_timeline
 from .autograd import call
 from .config import RoundPipeRunConfig
+from .inputs import feed_inputs, host_value
+from .outputs import merge_outputs, outputs_of
 from .progress import PipelineProgress
 from .run import Run
 from .run_spec import RunSpec, captured_autocast
@@ -108,17 +109,17 @@ class Engine:
         """Run the layers forward; with gradients, the outputs are part of the caller's graph."""
         self._check_can_run()
         with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
-            microbatches = self.split(args, kwargs, None, config)
+            microbatches = self.split(FlatBatch.of(args, kwargs, None), config)
             rows = [microbatch.rows for microbatch in microbatches]
             run = self.prepare("train" if config.requires_grad else "infer", config, rows)
-            parcels = [self._parcel(microbatch, run) for microbatch in microbatches]
+            parcels = _inputs_of(microbatches, run)
             if run.spec.kind == "train":
                 outputs = call(self, run, parcels)
             else:
                 self._start(run, parcels)
                 self.execute(run, run.spec.stages)
-                outputs = _outputs_of(run)
-            joined = self._join(outputs, rows, rows, config)
+                outputs = outputs_of(run)
+            joined = merge_outputs(outputs, rows, rows, config)
             if run.spec.kind == "infer":
                 self.commit(run)
             return joined
@@ -137,38 +138,43 @@ class Engine:
             raise ConfigError("forward_backward computes gradients, but they are switched off. Use forward.")
         self._check_can_run()
         with self.lock:
-            microbatches = self.split(args, kwargs, label, config)
+            batch = FlatBatch.of(args, kwargs, label)
+            check_labels(batch.label)
+            microbatches = self.split(batch, config)
             rows = [microbatch.rows for microbatch in microbatches]
-            labels = [pytree.tree_map_only(torch.Tensor, _on_host, microbatch.label) for microbatch in microbatches]
+            labels = [host_value(m.labels, m.label_spec, requires_grad=False, what="label") for m in microbatches]
             run = self.prepare("fused", config, rows, labels=labels, loss_fn=loss_fn, keep_outputs=return_outputs)
-            parcels = [self._parcel(microbatch, run) for microbatch in microbatches]
+            parcels = _inputs_of(microbatches, run)
             self._start(run, parcels)
             self.execute(run, run.spec.stages)
             outputs = None
             if return_outputs:
                 weights = run.contract.weights if run.contract.kind == "pair" else rows
-                outputs = self._join(_outputs_of(run), weights, rows, config)
+                outputs = merge_outputs(outputs_of(run), weights, rows, config)
             total = pytree.tree_map(torch.Tensor.cpu, run.contract.total())
             self._warn(run, rows, config)
             run.collected.buffers.check()
-            self._feed_inputs(run, parcels)
+            feed_inputs(run, parcels)
             self.commit(run)
             return (total, outputs) if return_outputs else total
 
     # -- the parts of a run ------------------------------------------------------------------------------------------
 
-    def split(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: RoundPipeRunConfig
-    ) -> list[Microbatch]:
-        """Split arguments and labels into microbatches."""
-        return split(
-            args,
-            kwargs,
-            label,
-            config.num_microbatch or 1,
-            split_input=config.split_input,
-            split_label=config.split_label,
-        )
+    def split(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[FlatMicrobatch]:
+        """Split arguments and labels into microbatches.
+
+        Args:
+            batch: arguments and labels.
+            config: settings of the call.
+
+        Returns:
+            The microbatches, in the order of the rows.
+
+        Raises:
+            SplitError: it is not clear what to cut.
+        """
+        number = config.num_microbatch or 1
+        return split_flat(batch, number, split_input=config.split_input, split_label=config.split_label)
 
     def prepare(self, kind: RunType, config: RoundPipeRunConfig, rows: Sequence[int | None], **of_loss: Any) -> Run:
         """Return a run that has not started.
@@ -389,71 +395,15 @@ class Engine:
         limit = self.memory_limit()
         return limit is None or sum(c.param_bytes + c.grad_bytes for c in self.layer_costs()) <= limit * 1e9
 
-    def _parcel(self, microbatch: Microbatch, run: Run) -> HostValue:
-        structure, tensors = take_apart((microbatch.args, microbatch.kwargs), what="inputs")
-        tensors = [_on_host(tensor) for tensor in tensors]
-        flags = [run.spec.requires_grad and tensor.requires_grad for tensor in tensors]
-        return HostValue(structure, tensors, flags, [None] * len(tensors))
-
     def _start(self, run: Run, parcels: Sequence[HostValue]) -> None:
         for number, parcel in enumerate(parcels):
             run.start(number, parcel)
-
-    def _feed_inputs(self, run: Run, parcels: Sequence[HostValue]) -> None:
-        """Continue backward from the inputs if they are part of a graph, such as that of another pipeline."""
-        scale = run.contract.gradient_scale()
-        pairs = itertools.chain.from_iterable(
-            zip(parcel.tensors, run.collected.input_gradients.get(number, []), strict=False)
-            for number, parcel in enumerate(parcels)
-        )
-        found = [(tensor, gradient) for tensor, gradient in _arrived(pairs) if tensor.requires_grad]
-        if found:
-            scaled = [gradient.mul_(scale) if scale != 1.0 else gradient for _, gradient in found]
-            torch.autograd.backward([tensor for tensor, _ in found], scaled)
-
-    def _join(
-        self,
-        outputs: list[Any],
-        weights: Sequence[float | None],
-        rows: Sequence[int | None],
-        config: RoundPipeRunConfig,
-    ) -> Any:
-        try:
-            if config.merge_output is False:
-                return _pack(outputs, rows)
-            joined = join(outputs, weights, rows=rows, merge=config.merge_output)
-        except BaseException as error:
-            add_note_once(error, f"While the outputs of {len(outputs)} microbatches were joined.")
-            raise
-        device = torch.device(config.output_device or "cpu")
-        if device.type == "cpu":
-            return joined
-        return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), joined)
 
     def _warn(self, run: Run, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
         if not self._warned and config.loss_reduction == "sum" and run.contract.kind != "pair":
             self._warned = warn_if_uneven(rows, config.num_microbatch or 1)
 
 
-def _outputs_of(run: Run) -> list[Any]:
-    return [run.collected.outputs[number].wait() for number in range(run.spec.num_microbatch)]
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait for what the caller computed on an accelerator, on a stream that no device of ours knows."""
-    return tensor if tensor.device.type in ("cpu", "meta") else tensor.cpu()
-
-
-def _arrived(pairs: Iterable[tuple[torch.Tensor, Any]]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    for tensor, copy in pairs:
-        if copy is not None:
-            gradient, ready = copy
-            ready.result()
-            yield tensor, gradient
-
-
-def _pack(outputs: Sequence[Any], rows: Sequence[int | None]) -> Any:
-    """Outputs as they are: the structure of one of them, with a list over the microbatches for each leaf."""
-    spec = common_spec(outputs)  # the structure of the first would name the leaves of the others otherwise
-    columns = zip(*map(pytree.tree_leaves, outputs), strict=True)
-    return pytree.tree_unflatten([RoundPipePackedData(column, rows=rows) for column in columns], spec)
+def _inputs_of(microbatches: Sequence[FlatMicrobatch], run: Run) -> list[HostValue]:
+    flows = run.spec.requires_grad
+    return [host_value(one.inputs, one.spec, requires_grad=flows, what="inputs") for one in microbatches]

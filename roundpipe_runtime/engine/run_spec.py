@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..device.transfer import HostValue
 from ..optim.parameters import LayerContents
 from ..schedule.plan import RunType
 from ..schedule.round_robin import Stage
@@ -55,7 +56,7 @@ class RunSpec:
     tag: str
     step: int
     autocast: Sequence[dict[str, Any]]
-    labels: Sequence[Any] = ()
+    labels: Sequence[HostValue] = ()
     loss_fn: Callable[[Any, Any], Any] = lambda outputs, labels: outputs
     keep_outputs: bool = True
     stays: bool = False

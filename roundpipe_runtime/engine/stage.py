@@ -183,7 +183,8 @@ class _Visit:
     def _loss(self, microbatch: int, values: Values) -> list[torch.Tensor | None]:
         """Compute the loss of a microbatch and go back through it, to the outputs of the last layer."""
         self._layer, self._doing, self._tensors = None, "loss", values.tensors
-        labels = self._to_device(self.spec.labels[microbatch])
+        parcel = self.spec.labels[microbatch]
+        labels = parcel.structure.rebuild(fetch(self.device, parcel))
         with self._measure("loss", microbatch), self.device.computing(), self._modes():
             loss = MicrobatchLoss(self.run, self.device, microbatch, values)
             loss.compute(labels)
@@ -265,10 +266,6 @@ class _Visit:
             return None
         kept: tuple[Any, ...] = parcel.structure.rebuild(fetch(self.device, parcel))
         return kept
-
-    def _to_device(self, value: Any) -> Any:
-        structure, tensors = take_apart(value, what="label")
-        return structure.rebuild([self.device.copy_in(tensor) for tensor in tensors])
 
     # -- where we are ------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..batch.arguments import check_call, check_labels, check_loss_fn
+from ..batch.arguments import check_call, check_loss_fn
 from ..device.accelerator import AcceleratorDevice
 from ..device.pinning import pin_parameters
 from ..device.virtual import Device, DeviceSpec, parse_devices
@@ -157,7 +157,6 @@ class RoundPipe(ModelProxy):
         """
         args, kwargs = check_call(input_args, input_kwargs)
         check_loss_fn(loss_fn)
-        check_labels(label)
         self._rp_check_layers()
         config = self._rp_config(run_config)
         return self._rp_engine.forward_backward(args, kwargs, label, loss_fn, return_outputs, config)

@@ -1,0 +1,115 @@
+"""A batch as its leaves: flattened once per call, for the checks, the search for the batch axis and the split.
+
+::
+
+    args, kwargs     args[0]['x']  args[0]['mask']  kwargs['scale']   and the structure of (args, kwargs)
+    label            label[0]  label[1]                               and the structure of the labels
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.utils._pytree as pytree
+
+from yobx_flatten import Leaf, leaves
+
+from ..device.block_masks import HeldMask, held, is_block_mask, leaf_test
+
+__all__ = ["FlatBatch", "FlatMicrobatch", "FlatTree"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatTree:
+    """A nested value and its leaves; a block mask is one leaf, in a :class:`HeldMask`.
+
+    Attributes:
+        name: Name of the value in key paths.
+        tree: The value.
+        leaves: Its leaves, in order.
+    """
+
+    name: str
+    tree: Any
+    leaves: list[Leaf]
+
+    @classmethod
+    def of(cls, tree: Any, name: str) -> FlatTree:
+        """Flatten a nested value.
+
+        Args:
+            tree: nested value.
+            name: name of the value in key paths.
+
+        Returns:
+            The value with its leaves.
+        """
+        found = leaves(_with_held_masks(tree), name=name)
+        return cls(name, tree, [_hold(leaf) if is_block_mask(leaf.value) else leaf for leaf in found])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatBatch:
+    """Inputs and labels of a batch.
+
+    Attributes:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        label: Labels.
+    """
+
+    args: FlatTree
+    kwargs: FlatTree
+    label: FlatTree
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any) -> FlatBatch:
+        """Flatten inputs and labels.
+
+        Args:
+            args: positional arguments.
+            kwargs: keyword arguments.
+            label: labels.
+
+        Returns:
+            The batch.
+        """
+        return cls(FlatTree.of(args, "args"), FlatTree.of(dict(kwargs), "kwargs"), FlatTree.of(label, "label"))
+
+    def __iter__(self) -> Iterator[FlatTree]:
+        return iter((self.args, self.kwargs, self.label))
+
+    def specs(self) -> tuple[pytree.TreeSpec, pytree.TreeSpec]:
+        """Return the structures of ``(args, kwargs)`` and of the labels."""
+        call = _with_held_masks((self.args.tree, self.kwargs.tree))
+        return pytree.tree_structure(call), pytree.tree_structure(_with_held_masks(self.label.tree))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatMicrobatch:
+    """The leaves of one microbatch.
+
+    Attributes:
+        inputs: Leaves of arguments and keyword arguments.
+        spec: Structure of ``(args, kwargs)``.
+        labels: Leaves of the labels.
+        label_spec: Structure of the labels.
+        rows: Number of rows, as in :class:`Microbatch`.
+    """
+
+    inputs: list[Any]
+    spec: pytree.TreeSpec
+    labels: list[Any]
+    label_spec: pytree.TreeSpec
+    rows: int | None
+
+
+def _with_held_masks(tree: Any) -> Any:
+    """The tree with masks as leaves: torch would flatten those of a registered class, whose tensors cannot be cut."""
+    return tree if leaf_test() is None else held(tree)
+
+
+def _hold(leaf: Leaf) -> Leaf:
+    return leaf._replace(value=HeldMask(leaf.value))

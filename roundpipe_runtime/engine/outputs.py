@@ -1,0 +1,59 @@
+"""What comes out of a run: the outputs of its microbatches, joined or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..batch.joining import common_spec, join
+from ..batch.packed import RoundPipePackedData
+from ..device.worker import add_note_once
+from .config import RoundPipeRunConfig
+from .run import Run
+
+__all__ = ["merge_outputs", "outputs_of"]
+
+
+def outputs_of(run: Run) -> list[Any]:
+    """Return the output of each microbatch, when its copy to the host is complete."""
+    return [run.collected.outputs[number].wait() for number in range(run.spec.num_microbatch)]
+
+
+def merge_outputs(
+    outputs: Sequence[Any], weights: Sequence[float | None], rows: Sequence[int | None], config: RoundPipeRunConfig
+) -> Any:
+    """Join the outputs of the microbatches as a configuration asks for it.
+
+    Args:
+        outputs: output of each microbatch.
+        weights: weight of each microbatch in an average.
+        rows: rows of each microbatch, ``None`` where they are not known.
+        config: settings of the call: ``merge_output`` and ``output_device``.
+
+    Returns:
+        The output of the batch.
+
+    Raises:
+        JoinError: they cannot be joined.
+    """
+    try:
+        if config.merge_output is False:
+            return _pack(outputs, rows)
+        joined = join(outputs, weights, rows=rows, merge=config.merge_output)
+    except BaseException as error:
+        add_note_once(error, f"While the outputs of {len(outputs)} microbatches were joined.")
+        raise
+    device = torch.device(config.output_device or "cpu")
+    if device.type == "cpu":
+        return joined
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), joined)
+
+
+def _pack(outputs: Sequence[Any], rows: Sequence[int | None]) -> Any:
+    """Outputs as they are: the structure of one of them, with a list over the microbatches for each leaf."""
+    spec = common_spec(outputs)  # the structure of the first would name the leaves of the others otherwise
+    columns = zip(*map(pytree.tree_leaves, outputs), strict=True)
+    return pytree.tree_unflatten([RoundPipePackedData(column, rows=rows) for column in columns], spec)

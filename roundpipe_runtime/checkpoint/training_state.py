@@ -26,7 +26,7 @@ from .optimizer_state import named_state
 from .rng import random_state
 from .tensor_files import open_tensors, write_tensors
 
-__all__ = ["TRAINING", "Parts", "TrainingState", "collect_state", "read_training"]
+__all__ = ["TRAINING", "Parts", "TrainingState", "collect_state", "read_training", "read_values", "write_values"]
 
 TRAINING = "training.json"
 
@@ -116,8 +116,41 @@ def read_training(folder: pathlib.Path, only: Sequence[str] | None = None) -> di
     Returns:
         The values by key.
     """
-    stored = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
-    with open_tensors(folder, "training") as tensors:
+    return read_values(folder, "training", only)
+
+
+def write_values(folder: pathlib.Path, stem: str, values: Mapping[str, Any], shard_bytes: int = 5 * 10**9) -> None:
+    """Write nested values to ``{stem}.json`` and their tensors to ``{stem}.safetensors``.
+
+    Args:
+        folder: folder to write to.
+        stem: start of the file names.
+        values: nested values by key, as :func:`encode` takes them.
+        shard_bytes: largest number of bytes of a file, unless one tensor is larger. Default: 5 GB.
+
+    Raises:
+        CheckpointError: a value cannot be stored.
+        OSError: a file could not be written.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    encoded = {key: encode(value, key, tensors) for key, value in values.items()}
+    (folder / f"{stem}.json").write_text(json.dumps(encoded, allow_nan=False), encoding="utf-8")
+    write_tensors(folder, stem, _on_host(tensors, copy=False), shard_bytes)
+
+
+def read_values(folder: pathlib.Path, stem: str, only: Sequence[str] | None = None) -> dict[str, Any]:
+    """Read what :func:`write_values` wrote, all of it or some keys.
+
+    Args:
+        folder: folder to read from.
+        stem: start of the file names.
+        only: keys to read. Default: all.
+
+    Returns:
+        The values by key.
+    """
+    stored = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
+    with open_tensors(folder, stem) as tensors:
         return {key: decode(stored[key], tensors) for key in (stored if only is None else only)}
 
 

@@ -71,6 +71,7 @@ def call_layer(
     call = _Call(run, device, resident, microbatch, values, kind, data)
     module = resident.contents.module
     mutates_inputs = traits_of(module).mutates_inputs
+    # By mode: a layer with in-place dropout writes its inputs in training only.
     as_leaves = mutates_inputs.get(module.training) is False
     try:
         return call.attempt(as_leaves=as_leaves)
@@ -98,6 +99,7 @@ class _Call:
         self.run, self.device, self.resident = run, device, resident
         self.microbatch, self.values, self.kind, self.data = microbatch, values, kind, data
         self.contents = resident.contents
+        # From before the first attempt: only an attempt that wrote nothing can be repeated with the same result.
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
@@ -117,9 +119,12 @@ class _Call:
         before = CALL.enter(self.kind, self.data)
         try:
             output = self.resident.call(partial(self._seeded, entered))
+            # A fused stage goes back through this very call, so what the layer saved is not needed again.
             kept = CALL.data if self.kind == "forward" else None
         finally:
+            # The layer may have been called by another layer of this thread, whose own call goes on.
             CALL.enter(*before)
+        # Leaves show nothing new: torch refuses to write them.
         if not as_leaves:
             module = self.contents.module
             written = versions != [tensor._version for tensor in entered]

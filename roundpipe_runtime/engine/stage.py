@@ -83,6 +83,7 @@ class _Visit:
             self.run.mailbox.check()
             self._layer, self._microbatch, self._tensors = None, microbatch, None
             work(microbatch)
+        # An error from here on is not one of the last microbatch.
         self._layer, self._microbatch, self._tensors = None, None, None
         self._download()
 
@@ -90,6 +91,7 @@ class _Visit:
         """Release the memory of the device, unless the backward of a layer can use it here and there is room."""
         self._tensors = None
         for layer, resident in self.residents.items():
+            # A layer with buffers is copied anew: these copies hold what its forward wrote.
             if self.spec.stays and self.stage.kind == "forward" and not resident.contents.buffers:
                 self.run.residents[self.device.name, layer] = resident
             else:
@@ -104,6 +106,7 @@ class _Visit:
             self.residents[layer] = here
             return
         store = self.run.store
+        # Waits until the publication of an asynchronous step has reached this layer, and not for all layers.
         with self._measure("upload", layer=layer), self.run.reading(layer):
             self.residents[layer] = LayerOnDevice(contents, self.device, store.source, store.gradient_dtype)
 
@@ -145,6 +148,7 @@ class _Visit:
         self._go_back(microbatch, pieces, gradients)
 
     def _backward(self, microbatch: int) -> None:
+        # Waited for before anything is recomputed, whose activations would take memory meanwhile.
         gradients = self._take_gradients(microbatch)
         layers = self.stage.layers
         if self.spec.recompute_grain == "layer":
@@ -162,7 +166,7 @@ class _Visit:
         self._go_back(microbatch, pieces, gradients)
 
     def _go_back(self, microbatch: int, pieces: list[Piece], gradients: list[torch.Tensor | None]) -> None:
-        while pieces:
+        while pieces:  # popped, so that the graph of a layer is freed as soon as it was used
             gradients = self._back_through(microbatch, pieces.pop(), gradients)
         self._hand_back(microbatch, gradients)
 
@@ -219,6 +223,7 @@ class _Visit:
         if not self.spec.autocast:
             return _NO_MODES
         with contextlib.ExitStack() as stack:
+            # A thread does not inherit the modes of the thread that started it.
             for mode in self.spec.autocast:
                 stack.enter_context(torch.autocast(**mode))
             return stack.pop_all()

@@ -9,7 +9,7 @@
 A cap is a sum of neighbouring layers between the slowest layer and 1.1 times it: only there can the outcome change.
 
 Sources: GPipe (Huang et al., 2019, arXiv 1811.06965) partitions a sequence of layers into stages of similar costs, and
-PipeDream (Narayanan et al., 2019, arXiv 1806.03377) does so with measured times. In both, forward and backward of a
+PipeDream (Harlap et al., 2018, arXiv 1806.03377) does so with measured times. In both, forward and backward of a
 layer belong to the same stage. Here the two are partitioned independently, and the last stage is fused, as in the
 execution plans of RoundPipe (Luo et al., 2026, arXiv 2604.27085).
 """
@@ -84,8 +84,10 @@ def partition(
         [_stages(kind, costs, cap, limit) for kind, costs in zip(types, models, strict=True)]
         for cap in _caps(run_type, models, upper_threshold)
     ]
+    # With fewer stages than devices some devices would have nothing to do; a short model has no more.
     enough = [plan for plan in found if _count(plan) >= min_stages] or [max(found, key=_count)]
     times = [_time(types, models, plan, min_stages) for plan in enough]
+    # Of plans that take about the same time, the one of fewest stages has the fewest copies, which `_time` leaves out.
     close = [plan for plan, time in zip(enough, times, strict=True) if time <= min(times) * (1 + _WORTH_A_STAGE)]
     best = min(close, key=_count)
     if previous is not None and _fits(types, models, previous, limit):
@@ -112,12 +114,13 @@ def _caps(run_type: str, models: Sequence[Sequence[LayerCost]], upper_threshold:
     return [*above, *below]
 
 
+# The greedy packing below changes only where one more layer fits under the cap, and that is at a sum of neighbours.
 def _windows(times: Sequence[float], largest: float) -> Iterator[float]:
     for first in range(len(times)):
         total = 0.0
         for time in times[first:]:
             total += time
-            if total > largest * (1 + 1e-9):
+            if total > largest * (1 + 1e-9):  # sums in another order differ in their last bits
                 break
             yield total
 

@@ -14,7 +14,7 @@
 Pure computations: nothing runs here, nothing waits.
 
 Sources: microbatches of one batch that fill a pipeline are those of GPipe (Huang et al., 2019, arXiv 1811.06965), as is
-the recomputed forward. In GPipe, and in the 1F1B schedule of PipeDream (Narayanan et al., 2019, arXiv 1806.03377), a
+the recomputed forward. In GPipe, and in the 1F1B schedule of PipeDream (Harlap et al., 2018, arXiv 1806.03377), a
 device keeps its stage. Here stages are not bound to devices but are assigned to them in turn, as in RoundPipe (Luo et
 al., 2026, arXiv 2604.27085).
 """

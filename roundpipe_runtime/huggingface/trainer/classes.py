@@ -14,6 +14,7 @@ import contextlib
 import functools
 import inspect
 import os
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArgum
 from transformers.trainer_pt_utils import LabelSmoother
 
 from ...checkpoint.model_state import collect_progress, restore_progress
+from ...checkpoint.training_state import read_values, write_values
 from ...device.virtual import DeviceSpec
 from ...engine.config import RoundPipeRunConfig
 from ...errors import ConfigError
@@ -37,7 +39,7 @@ from .checkpoints import CheckpointingTrainer
 __all__ = ["RoundPipeSeq2SeqTrainer", "RoundPipeTrainer"]
 
 # Beside the files of the Trainer: the runs that seeds of dropout count, and masters of ``optim_dtype``.
-_PROGRESS = "roundpipe.pt"
+_PROGRESS = "roundpipe"
 
 
 class RoundPipeTrainer(CheckpointingTrainer):
@@ -263,7 +265,7 @@ class RoundPipeTrainer(CheckpointingTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        torch.save(collect_progress(self.pipeline), os.path.join(output_dir, _PROGRESS))
+        write_values(pathlib.Path(output_dir), _PROGRESS, collect_progress(self.pipeline))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -299,9 +301,9 @@ class RoundPipeTrainer(CheckpointingTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        path = os.path.join(checkpoint or "", _PROGRESS)
-        if checkpoint is not None and os.path.isfile(path):  # it is not there in what a plain Trainer saved
-            restore_progress(self.pipeline, torch.load(path, weights_only=True))
+        if checkpoint is None or not os.path.isfile(os.path.join(checkpoint, f"{_PROGRESS}.json")):
+            return  # it is not there in what a plain Trainer saved
+        restore_progress(self.pipeline, read_values(pathlib.Path(checkpoint), _PROGRESS))
 
 
 class RoundPipeSeq2SeqTrainer(RoundPipeTrainer, Seq2SeqTrainer):  # type: ignore[misc] # as above

@@ -176,7 +176,7 @@ def test_files_are_those_of_the_trainer_and_a_manifest(trainer, tmp_path):
     plain.train()
     expected = {path.name for path in (tmp_path / "plain" / "checkpoint-1").iterdir()}
     found = {path.name for path in (tmp_path / "checkpoint-1").iterdir()}
-    assert found == expected | {MANIFEST, "roundpipe.pt"}
+    assert found == expected | {MANIFEST, "roundpipe.json", "roundpipe.safetensors"}
     assert names(tmp_path) == ["checkpoint-1", "plain"]
 
 

@@ -5,8 +5,8 @@ put back stands at the end of its table.
 
 Two changes are the right of whoever imports a module, and are no difference:
 
-* torch, transformers and diffusers register classes of their own for good while the module that defines them is
-  imported;
+* torch, transformers, diffusers and roundpipe_runtime register classes of their own for good while the module that
+  defines them is imported;
 * the first import of ``torch.utils._cxx_pytree`` moves what was pending into optree's namespace ``"torch"``, and the
   first import of optree what waited for it into our own namespace.
 
@@ -181,7 +181,7 @@ def _registered_by_its_import(cls: type, imported: frozenset[str]) -> bool:
     """Tell whether the class came with a newly imported module of a library that registers on import."""
     library = cls.__module__.partition(".")[0]
     return cls.__module__ in imported and (
-        library == "torch" or (library in _OUTPUT_BASES and _is_output(cls, library))
+        library in ("torch", "roundpipe_runtime") or (library in _OUTPUT_BASES and _is_output(cls, library))
     )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from ..checkpoint import CheckpointError, list_checkpoints, load_checkpoint, save_checkpoint
 from ..device.virtual import parse_devices
 from ..engine.config import RoundPipeRunConfig
-from ..huggingface.loss.weights import LOSS_ONLY, WEIGH
+from ..huggingface.loss.call_options import CALL_OPTIONS, CallOptions
 from ..huggingface.wrap import WrappedModel, wrap_model_to_roundpipe
 from ..timeline.record import Timeline
 from .blocks import Blocks
@@ -118,7 +118,7 @@ class Training:
         losses = []
         with torch.no_grad():
             for rows in self.blocks.held_out.split(self.settings.batch):
-                batch = {**self._batch(rows), WEIGH: LOSS_ONLY}
+                batch = {**self._batch(rows), CALL_OPTIONS: CallOptions(loss_only=True)}
                 output = self.pipeline(**batch, roundpipe_run_config=self._config())
                 losses.append(output.loss.item() * len(rows))
         self.pipeline.train(was_training)

@@ -14,14 +14,13 @@ from ..batch.loss import WeightedLoss
 from ..device.transfer import Static
 from .batches import join_outputs
 from .cutting.caches import is_held, join_held, swapped
-from .loss.label_smoothing import SMOOTHED
 from .loss.moe_aux_loss import batch_auxiliary_loss, has_auxiliary_loss, has_router_logits, without_auxiliary_loss
-from .loss.weights import loss_of, with_loss
+from .loss.weights import has_labels, loss_of, with_loss
 
-__all__ = ["as_tuple", "joined_as_wanted", "joined_with_cache", "joined_with_loss", "weighing"]
+__all__ = ["as_tuple", "joined_as_wanted", "joined_with_cache", "joined_with_loss", "loss_fn_with_weight"]
 
 
-def weighing(loss_fn: Callable[[Any, Any], Any], batch: int | None) -> Callable[[Any, Any], Any]:
+def loss_fn_with_weight(loss_fn: Callable[[Any, Any], Any], batch: int | None) -> Callable[[Any, Any], Any]:
     """Return a loss function for outputs that carry the weight of their loss.
 
     Args:
@@ -32,7 +31,7 @@ def weighing(loss_fn: Callable[[Any, Any], Any], batch: int | None) -> Callable[
         The loss function.
     """
 
-    def weighed_loss(outputs: Any, labels: Any) -> Any:
+    def weighted_loss(outputs: Any, labels: Any) -> Any:
         output, items, rows = outputs
         result = loss_fn(output, labels)
         if batch is None or not isinstance(result, torch.Tensor):
@@ -42,7 +41,7 @@ def weighing(loss_fn: Callable[[Any, Any], Any], batch: int | None) -> Callable[
             return WeightedLoss(result, rows.item() / batch)
         return WeightedLoss(result * count, count)
 
-    return weighed_loss
+    return weighted_loss
 
 
 def _joined(outputs: list[Any]) -> Any:
@@ -74,7 +73,7 @@ def joined_as_wanted(merge: Any, outputs: list[Any]) -> Any:
     return join([output for output, _, _ in outputs], [float(count) for count in rows], rows=rows, merge=merge)
 
 
-def joined_with_loss(model: nn.Module, kwargs: dict[str, Any], has_loss: bool, outputs: list[Any]) -> Any:
+def joined_with_loss(model: nn.Module, kwargs: dict[str, Any], is_smoothed: bool, outputs: list[Any]) -> Any:
     """The output of the batch, its losses those of the whole batch."""
     joined = _joined(outputs)
     parts = [output for output, _, _ in outputs]
@@ -82,12 +81,13 @@ def joined_with_loss(model: nn.Module, kwargs: dict[str, Any], has_loss: bool, o
     if aux is not None:
         joined["aux_loss"] = aux[0]
     losses = [loss for loss in map(loss_of, parts) if loss is not None]
+    has_loss = is_smoothed or has_labels(model, kwargs)
     if not has_loss or len(losses) < len(parts):
         return joined
     items = [float(count) for _, count, _ in outputs]
     total = math.fsum(items)
     shares = [1.0 if count < 0 else count / total if total else 0.0 for count in items]
-    adds_auxiliary = aux is not None and SMOOTHED not in kwargs and has_auxiliary_loss(model, kwargs)
+    adds_auxiliary = aux is not None and not is_smoothed and has_auxiliary_loss(model, kwargs)
     if adds_auxiliary:
         losses = [without_auxiliary_loss(model, part) for part in parts]
     loss = torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()

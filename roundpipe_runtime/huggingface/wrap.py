@@ -26,10 +26,11 @@ from .cutting.example import without_cache
 from .errors import REPLACED_FORWARD, CutError, CutRefusedWarning, moved_away, resized_late
 from .generate.encoders import GenerationPath, routes_of, taking
 from .generate.generation import forward_of, reason_for_host
-from .loss.label_smoothing import SMOOTHED, SmoothedLoss, smoothed_call
+from .loss.call_options import CALL_OPTIONS, CallOptions
+from .loss.label_smoothing import SmoothedLoss, smoothed_call
 from .loss.moe_aux_loss import has_auxiliary_loss, has_router_logits, wants_tuple
-from .loss.weights import LOSS_ONLY, WEIGH, has_labels, own_loss, rows_of_call
-from .merge_outputs import as_tuple, joined_as_wanted, joined_with_cache, joined_with_loss, weighing
+from .loss.weights import has_labels, own_loss, rows_of_call
+from .merge_outputs import as_tuple, joined_as_wanted, joined_with_cache, joined_with_loss, loss_fn_with_weight
 
 _LOG = logging.getLogger(__name__)
 
@@ -112,11 +113,11 @@ class WrappedModel(RoundPipe):
         config = (given or RoundPipeRunConfig()).over(self._rp_options["model_run_config"])
         if config.split_input is None and (split := split_pictures(getattr(model, "config", None), prepared)):
             config = dataclasses.replace(config, split_input=split)
-        prepared.setdefault(WEIGH, True)  # an evaluation wants the loss only
+        options: CallOptions = prepared.setdefault(CALL_OPTIONS, CallOptions())
         wanted = config.merge_output
         if wanted in (None, True):
-            has_loss = SMOOTHED in prepared or has_labels(model, prepared)
-            merge: Callable[[list[Any]], Any] = functools.partial(joined_with_loss, model, prepared, has_loss)
+            is_smoothed = options.smoothed_loss is not None
+            merge: Callable[[list[Any]], Any] = functools.partial(joined_with_loss, model, prepared, is_smoothed)
             if has_router_logits(model, prepared) and wants_tuple(model, prepared):
                 merge = functools.partial(as_tuple, merge)  # what the loss of experts is computed from has a name
                 prepared["return_dict"] = True
@@ -227,21 +228,24 @@ class WrappedModel(RoundPipe):
             SplitError: inputs or labels cannot be split into microbatches.
             LossError: ``loss_fn`` returned something that is not a loss.
         """
-        is_smoothed = isinstance(loss_fn, SmoothedLoss)
+        model, options = self.cut.model, CallOptions()
         if isinstance(loss_fn, SmoothedLoss):
-            input_kwargs = smoothed_call(self.cut.model, loss_fn, input_kwargs or {}, label)
+            input_kwargs, smoothed, labels = smoothed_call(model, loss_fn, input_kwargs or {}, label)
+            options = CallOptions(smoothed_loss=smoothed, labels=labels)
             loss_fn, label = own_loss, None
-        kwargs, config = self._rp_prepared(input_kwargs or {}, run_config)
+        input_kwargs = {**(input_kwargs or {}), CALL_OPTIONS: options}
+        kwargs, config = self._rp_prepared(input_kwargs, run_config)
         if is_cache(kwargs.get(CACHE)) or kwargs.get("use_cache"):
             raise ConfigError("forward_backward keeps no cache: leave past_key_values and use_cache out.")
-        computes_loss = is_smoothed or has_labels(self.cut.model, kwargs)
-        if computes_loss and not is_smoothed and has_auxiliary_loss(self.cut.model, kwargs):
+        is_smoothed = options.smoothed_loss is not None
+        computes_loss = is_smoothed or has_labels(model, kwargs)
+        if computes_loss and not is_smoothed and has_auxiliary_loss(model, kwargs):
             return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config)
         if loss_fn is own_loss and not return_outputs:
-            kwargs[WEIGH] = LOSS_ONLY
+            kwargs[CALL_OPTIONS] = dataclasses.replace(options, loss_only=True)
         if computes_loss:  # shares of a mean are added
             config = dataclasses.replace(config, loss_reduction="sum")
-        loss_fn = weighing(loss_fn, rows_of_call(input_args, kwargs) if computes_loss else None)
+        loss_fn = loss_fn_with_weight(loss_fn, rows_of_call(input_args, kwargs) if computes_loss else None)
         result = super().forward_backward(input_args, kwargs, label, loss_fn, return_outputs, config)
         return (result[0], result[1][0]) if return_outputs and config.merge_output is False else result
 

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .call_log import BoxUse, CallLog, CallSpec, State, Tree
+from .call_log import BoxUse, CallLog, CallSpec, Tree
 from .check import evaluating
 from .cut import Cut
 from .cut_plan import CutPlan
+from .cut_state import CutState, begin
 from .example import example_inputs, without_cache
 from .pieces import LayerCall
 from .placeholder import Key
@@ -102,25 +103,25 @@ class _Seen:
 def _followed(made: Cut, kwargs: dict[str, Any]) -> tuple[dict[Any, _Seen], CallLog]:
     """Run the pieces one after the other, all but the last one; return what passed, and the call log with all calls."""
     seen: dict[Any, _Seen] = {}
-    state: State = {"values": {}, "boxes": {}}
+    state = begin((), kwargs, made.model)
     last = len(made.pieces) - 1
     with evaluating(made.model), torch.no_grad():
         for number, piece in enumerate(made.pieces[:last]):
             before = _contents(state)
             state = piece(state) if number else piece(**kwargs)
-            for key in _taken(piece, state["call_log"], before):
+            for key in _taken(piece, state.call_log, before):
                 seen[key].read.append(number)
             for key, tensor in _contents(state).items():
                 seen.setdefault(key, _Seen(tensor, number))
     for key in _contents(state):
         seen[key].read.append(last)
-    return seen, state["call_log"]
+    return seen, state.call_log
 
 
-def _contents(state: State) -> dict[Any, torch.Tensor]:
+def _contents(state: CutState) -> dict[Any, torch.Tensor]:
     """The tensors of a state: by their keys, and those in boxes by ``(number of the box, path)``."""
-    found: dict[Any, torch.Tensor] = dict(state["values"])
-    for number, content in state["boxes"].items():
+    found: dict[Any, torch.Tensor] = dict(state.values)
+    for number, content in state.boxes.items():
         for path, leaf in pytree.tree_flatten_with_path(content)[0]:
             if isinstance(leaf, torch.Tensor):
                 found[number, pytree.keystr(path)] = leaf

@@ -17,7 +17,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -29,7 +29,7 @@ from ...batch.splitting import split
 from ...device.transfer import Static
 from ..configuration import text_config
 
-__all__ = ["CACHE", "HeldCache", "has_layers", "home", "is_held", "join_held", "split_held", "swapped"]
+__all__ = ["CACHE", "HeldCache", "has_layers", "home", "is_held", "join_held", "open_caches", "split_held", "swapped"]
 
 # The argument and the output by which models take and return caches.
 CACHE = "past_key_values"
@@ -155,9 +155,30 @@ def _moved_value(value: Any, device: torch.device) -> Any:
     return value
 
 
-def is_held(value: Any) -> bool:
+def is_held(value: Any) -> TypeGuard[HeldCache]:
     """Report whether this stands for a cache."""
     return isinstance(value, HeldCache)
+
+
+@contextlib.contextmanager
+def open_caches(
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], dict[int, Any]]]:
+    """Open the held caches among arguments in the block.
+
+    Args:
+        args: positional arguments of a layer or model.
+        kwargs: its keyword arguments.
+        device: device that it runs on.
+
+    Yields:
+        The arguments with open caches, and the held cache of each open one by the id of the open one.
+    """
+    with contextlib.ExitStack() as stack:
+        held = {id(value): value for value in (*args, *kwargs.values()) if is_held(value)}
+        opened = {key: stack.enter_context(value.opened(device)) for key, value in held.items()}
+        views = {id(view): held[key] for key, view in opened.items()}
+        yield swapped(args, opened), swapped(dict(kwargs), opened), views
 
 
 def home(model: Any) -> Any:

@@ -1,23 +1,11 @@
-"""The state of one microbatch in a cut model: its calls, their arguments, and the tensors that are still needed.
-
-The *state* is what passes from piece to piece of the pipeline, a dictionary::
-
-    call     the arguments of the model, which every phase starts from
-    values   tensors by `Key`: what phases handed to layers, what layers returned, as long as it is needed
-    boxes    dictionaries and lists that layers read and write (the shared keys and values of Gemma)
-    call_log     the plan of the calls, without tensors: this file
-    seed     of the random numbers that the model draws outside of its layers
-    weigh    rows of the microbatch, if the output is to come with the weight of its loss
-    loss_only    whether only the loss is used
-    smoothed     labels, and the loss that the last phase computes with them; ``None`` if the model computes its own
-"""
+"""The calls of layers in one microbatch of a cut model, without tensors: their arguments and results by key."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
@@ -31,15 +19,12 @@ __all__ = [
     "CallSpec",
     "Embedded",
     "EmptyCache",
-    "State",
     "Tree",
     "box_content",
     "fill_box",
     "is_box",
     "live",
 ]
-
-State: TypeAlias = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

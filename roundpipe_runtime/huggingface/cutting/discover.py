@@ -16,8 +16,9 @@ from torch import nn
 
 from ..errors import CutError, MissingEmbeddingError
 from .cut_plan import CutPlan
+from .cut_state import begin
 from .layers import observe
-from .pieces import LayerCall, MissingValueError, Phase, begin
+from .pieces import Finished, LayerCall, MissingValueError, Phase
 from .stub import copy_with_stubs
 
 __all__ = ["discover"]
@@ -80,14 +81,14 @@ def _run(
             copies.append(copy_with_stubs(model, layers, program.embeddings))
             tracks.append(_Tracks(copies[-1]))
         trial = dataclasses.replace(program, ends=[*ends, len(program.calls)], keep=frozenset(keep))
-        done, result = Phase(trial, number, copies[number]).advance(state)
-        if done:
+        result = Phase(trial, number, copies[number]).advance(state)
+        if isinstance(result, Finished):
             ends.append(len(program.calls))
             used = [track.used() for track in tracks[: len(ends)]]
             return dataclasses.replace(program, ends=ends, keep=frozenset(keep), used=_completed(used, model, layers))
-        state, needed = result
-        keep.add(needed)
-        start, end = (ends[-1] if ends else 0), max(state["call_log"].calls) + 1
+        state = result.state
+        keep.add(result.needed)
+        start, end = (ends[-1] if ends else 0), max(state.call_log.calls) + 1
         for place in range(start, end):
             trial = dataclasses.replace(trial, keep=frozenset(keep))
             state = LayerCall(trial, place, layers[program.calls[place].layer])(state)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,18 +13,42 @@ from torch.utils import _pytree as pytree
 from yobx_flatten import find_unregistered
 
 from ..errors import BatchStructureError, CutError, MissingEmbeddingError
-from ..loss.label_smoothing import SMOOTHED, with_smoothed_loss
-from ..loss.lazy_logits import loss_only
-from ..loss.weights import LOSS_ONLY, WEIGH, counting, rows_of_call, weighed
-from .caches import CACHE, is_held, swapped
-from .call_log import CallLog, State, Tree, box_content, fill_box, live
-from .capture import asked_for, collecting
+from ..loss.call_options import run_with_options, split_options
+from ..loss.weights import rows_of_call
+from .caches import CACHE, is_held, open_caches, swapped
+from .call_log import CallLog, Tree, box_content, fill_box, live
+from .capture import collecting
 from .cut_plan import CutPlan
+from .cut_state import CutState, begin, device_of, drops_layers
 from .placeholder import Key, NeedsValue, holds_placeholder
 from .session import PhaseSession
 from .stub import running
 
-__all__ = ["LayerCall", "MissingValueError", "Phase", "Whole", "begin"]
+__all__ = ["Finished", "LayerCall", "MissingValueError", "Paused", "Phase", "Whole"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finished:
+    """The result of a forward that came to its end.
+
+    Attributes:
+        output: Output of the model.
+    """
+
+    output: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Paused:
+    """The result of a forward that needs the output of a layer that has not run.
+
+    Attributes:
+        state: State for the layers, whose calls are recorded in it.
+        needed: Output without which the forward cannot continue.
+    """
+
+    state: CutState
+    needed: Key
 
 
 class Phase(nn.Module):
@@ -45,70 +67,79 @@ class Phase(nn.Module):
         self.number = number
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Take the arguments of the model, in phase 0, or the state; return the state, or what the model returns."""
-        state = begin(args, kwargs, self.copy) if self.number == 0 else args[0]
-        if state["weigh"] is not None and self.number == self.program.phases - 1:
-            run = functools.partial(self._run_with_loss, state)
-            with counting() as items:
-                result = loss_only(self.copy, run) if state["loss_only"] else run()
-            return weighed(result, items, state["weigh"])
-        return self._run(state)
+        """Run the model's own code up to the next layers.
 
-    def _run_with_loss(self, state: State) -> Any:
-        return with_smoothed_loss(self._run(state), state["smoothed"])
-
-    def _run(self, state: State) -> Any:
-        is_last = self.number == self.program.phases - 1
-        done, result = self.advance(state)
-        if done != is_last:
-            raise BatchStructureError(
-                f"This batch {'skips' if done else 'needs'} layers, or the code between them, in another way than the "
-                "example that the model was cut with. Cut it with an example of this kind:\n"
-                "    wrap_model_to_roundpipe(model, example=batch)"
-            )
-        return result if done else result[0]
-
-    def advance(self, state: State) -> tuple[bool, Any]:
-        """Run the model's forward until it needs what a layer has yet to compute.
+        Args:
+            *args: positional arguments of the model, in phase 0; else the state.
+            **kwargs: keyword arguments of the model and the options of the call, in phase 0.
 
         Returns:
-            Whether it came to its end; and then the output of the model, else the new state and the tensor that it
-            needs.
+            The state; from the last phase the output of the model, as the options ask for it.
+
+        Raises:
+            BatchStructureError: the batch takes another path through the model than the example that it was cut with.
+        """
+        state: CutState = begin(args, kwargs, self.copy) if self.number == 0 else args[0]
+        run = functools.partial(self._run, state)
+        if not self._is_last:
+            return run()
+        return run_with_options(self.copy, run, state.options, rows_of_call(*state.call))
+
+    @property
+    def _is_last(self) -> bool:
+        return self.number == self.program.phases - 1
+
+    def _run(self, state: CutState) -> Any:
+        result = self.advance(state)
+        is_finished = isinstance(result, Finished)
+        if is_finished != self._is_last:
+            raise BatchStructureError(
+                f"This batch {'skips' if is_finished else 'needs'} layers, or the code between them, in another way "
+                "than the example that the model was cut with. Cut it with an example of this kind:\n"
+                "    wrap_model_to_roundpipe(model, example=batch)"
+            )
+        return result.output if isinstance(result, Finished) else result.state
+
+    def advance(self, state: CutState) -> Finished | Paused:
+        """Run the model's forward until it needs what a layer has yet to compute.
+
+        Args:
+            state: state of the microbatch.
+
+        Returns:
+            The output of the model, or the new state with the output that the forward needs.
+
+        Raises:
+            MissingValueError: the forward needs an output of an earlier layer that was not kept.
+            MissingEmbeddingError: the forward needs an embedding that only phase 0 computes.
         """
         session = PhaseSession(self.program, state, self.number)
-        args, kwargs = state["call"]
+        args, kwargs = state.call
         held = kwargs.get(CACHE)
         if is_held(held):
             kwargs = {**kwargs, CACHE: session.hand_out(held)}
+        # The code runs again from the start of the forward: it must draw the numbers that it drew in earlier phases. In
+        # evaluation, and where phase 1 alone repeats phase 0 with nothing drawn between, there is nothing to repeat.
+        if self.number and self.training and (self.program.phases > 2 or drops_layers(self.copy)):
+            state.restart_noise()
         try:
-            with running(session), self._same_noise(state):
+            with running(session):
                 output = self.copy(*args, **kwargs)
         except NeedsValue as needs:
             needed = needs.key
         else:
             waiting = holds_placeholder(pytree.tree_leaves(output))
             if waiting is None:
-                return True, session.held_again(output)
+                return Finished(session.held_again(output))
             needed = waiting.key
         if needed.call not in session.calls:
             raise _missing(needed, session.call_log)
         call_log = session.call_log.record(session.calls, needed)
         if self.number == 0:
             call_log = dataclasses.replace(call_log, embedded=session.embedded)
-        values = live(
-            session.values,
-            call_log,
-            self.last_made(call_log),
-            self.program.keep | _kept_outputs(call_log, self.program),
-        )
-        return False, ({**state, "values": values, "call_log": call_log}, needed)
-
-    @contextlib.contextmanager
-    def _same_noise(self, state: State) -> Iterator[None]:
-        """Let the code between layers draw what it drew in the phases before: it runs again from the start."""
-        if self.number and self.training and (self.program.phases > 2 or _drops_layers(self.copy)):
-            _generator(state["call"]).manual_seed(state["seed"])
-        yield
+        kept = self.program.keep | _kept_outputs(call_log, self.program)
+        values = live(session.values, call_log, self.last_made(call_log), kept)
+        return Paused(dataclasses.replace(state, values=values, call_log=call_log), needed)
 
     @staticmethod
     def last_made(call_log: CallLog) -> int:
@@ -145,18 +176,23 @@ class Whole(nn.Module):
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns."""
-        wants_loss = kwargs.get(WEIGH) == LOSS_ONLY
-        rows = _rows_to_weigh(args, kwargs)
-        smoothed = kwargs.pop(SMOOTHED, None)
-        run = functools.partial(self._run, args, kwargs, smoothed)
-        with counting() as items:
-            result = loss_only(self.model, run) if wants_loss else run()
-        return result if rows is None else weighed(result, items, rows)
+        """Run the model.
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], smoothed: Any) -> Any:
-        with _caches_at_hand((), kwargs, _device_of((args, kwargs))) as (_, kwargs, views):
-            return with_smoothed_loss(swapped(self.model(*args, **kwargs), views), smoothed)
+        Args:
+            *args: positional arguments of the model.
+            **kwargs: keyword arguments of the model, and the options of the call.
+
+        Returns:
+            The output of the model, as the options ask for it.
+        """
+        kwargs, options = split_options(kwargs)
+        return run_with_options(
+            self.model, functools.partial(self._run, args, kwargs), options, rows_of_call(args, kwargs)
+        )
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with open_caches((), kwargs, device_of((args, kwargs))) as (_, kwargs, views):
+            return swapped(self.model(*args, **kwargs), views)
 
 
 class LayerCall(nn.Module):
@@ -174,84 +210,30 @@ class LayerCall(nn.Module):
         self.program = program
         self.place = place
 
-    def forward(self, state: State) -> State:
+    def forward(self, state: CutState) -> CutState:
         """Call the layer as the phase before recorded it; a microbatch that leaves it out passes by."""
-        call_log: CallLog = state["call_log"]
-        spec = call_log.calls.get(self.place)
+        spec = state.call_log.calls.get(self.place)
         if spec is None:
             return state
-        values, boxes = state["values"], dict(state["boxes"])
+        values, boxes = state.values, dict(state.boxes)
         used = {}
         for use in spec.boxes():
             used[use.number] = box = use.kind()
             fill_box(box, boxes.get(use.number, ()) if use.content is None else use.content.build(values, {}))
         args, kwargs = spec.arguments.build(values, used)
-        at_hand = _caches_at_hand(args, kwargs, _device_of(values))
-        with collecting(spec.collect) as captured, at_hand as (args, kwargs, _):
+        caches = open_caches(args, kwargs, device_of(values))
+        with collecting(spec.collect) as captured, caches as (args, kwargs, _):
             out = self.layer(*args, **kwargs)
         boxes.update((number, box_content(box)) for number, box in used.items())
-        result, found = _taken_apart(out, self.place, 0, self.program)
+        result, found = _flattened(out, self.place, 0, self.program)
         held = None
         if captured:
-            held, more = _taken_apart(captured, self.place, len(result.leaves), self.program)
+            held, more = _flattened(captured, self.place, len(result.leaves), self.program)
             found |= more
-        call_log = call_log.made(self.place, result, held)
+        call_log = state.call_log.made(self.place, result, held)
         kept = self.program.keep | _kept_outputs(call_log, self.program)
         values = live({**values, **found}, call_log, self.place, kept)
-        return {**state, "values": values, "boxes": boxes, "call_log": call_log}
-
-
-@contextlib.contextmanager
-def _caches_at_hand(
-    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], dict[int, Any]]]:
-    """Yield arguments in which held caches are open, and by the id of each open one what it was."""
-    with contextlib.ExitStack() as stack:
-        held = {id(value): value for value in (*args, *kwargs.values()) if is_held(value)}
-        opened = {key: stack.enter_context(value.opened(device)) for key, value in held.items()}
-        views = {id(view): held[key] for key, view in opened.items()}
-        yield swapped(args, opened), swapped(dict(kwargs), opened), views
-
-
-def _device_of(values: Any) -> torch.device:
-    found = (leaf.device for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
-    return next(found, torch.device("cpu"))
-
-
-def begin(args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> State:
-    """Return the state of a microbatch before anything was done."""
-    kwargs = dict(kwargs)
-    wants_loss = kwargs.get(WEIGH) == LOSS_ONLY
-    weigh = _rows_to_weigh(args, kwargs)
-    smoothed = kwargs.pop(SMOOTHED, None)
-    return {
-        "loss_only": wants_loss,
-        "smoothed": smoothed,
-        "weigh": weigh,
-        "call": (args, kwargs),
-        "values": {},
-        "boxes": {},
-        "seed": _generator((args, kwargs)).initial_seed(),
-        # where the last layer may be left out, the code behind it reads the output of any other one
-        "call_log": CallLog(keep="all" if model.training and _drops_layers(model) else asked_for(model, kwargs)),
-    }
-
-
-def _generator(call: Any) -> Any:
-    """Whatever has the ``manual_seed`` of the device that a call runs on."""
-    device = _device_of(call)
-    is_host = device.type in ("cpu", "meta")
-    return torch.default_generator if is_host else torch.get_device_module(device)
-
-
-def _drops_layers(model: nn.Module) -> bool:
-    """Whether the model draws in training which layers it calls."""
-    config = getattr(model, "config", None)
-    return any(getattr(config, f"{part}layerdrop", 0) for part in ("", "encoder_", "decoder_"))
-
-
-def _rows_to_weigh(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    return None if kwargs.pop(WEIGH, None) is None else rows_of_call(args, kwargs)
+        return dataclasses.replace(state, values=values, boxes=boxes, call_log=call_log)
 
 
 def _kept_outputs(call_log: CallLog, program: CutPlan) -> frozenset[Key]:
@@ -272,7 +254,7 @@ def _kept_outputs(call_log: CallLog, program: CutPlan) -> frozenset[Key]:
     )
 
 
-def _taken_apart(out: Any, place: int, first: int, program: CutPlan) -> tuple[Tree, dict[Key, torch.Tensor]]:
+def _flattened(out: Any, place: int, first: int, program: CutPlan) -> tuple[Tree, dict[Key, torch.Tensor]]:
     leaves, spec = pytree.tree_flatten(out)
     found: dict[Key, torch.Tensor] = {}
     named: list[Any] = []
@@ -283,6 +265,6 @@ def _taken_apart(out: Any, place: int, first: int, program: CutPlan) -> tuple[Tr
             continue
         if leaf is not None and not isinstance(leaf, (int, float, str)) and (unknown := find_unregistered(leaf)):
             name = program.calls[place].layer
-            raise CutError("structure", f"{name} returns something that cannot travel: {unknown[0]}")
+            raise CutError("structure", f"{name} returns something that cannot pass between pieces: {unknown[0]}")
         named.append(leaf)
     return Tree(spec, tuple(named)), found

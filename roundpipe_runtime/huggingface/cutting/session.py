@@ -13,9 +13,10 @@ from yobx_flatten import find_unregistered
 
 from ..errors import BatchStructureError, CutError, MissingEmbeddingError
 from .caches import HeldCache, swapped
-from .call_log import BoxUse, CallLog, CallSpec, Embedded, EmptyCache, State, Tree, box_content, fill_box, is_box
+from .call_log import BoxUse, CallLog, CallSpec, Embedded, EmptyCache, Tree, box_content, fill_box, is_box
 from .capture import collect_recorded, collected_so_far, extend_collected, is_cache
 from .cut_plan import CutPlan
+from .cut_state import CutState
 from .layers import tensors_of
 from .placeholder import Key, NeedsValue, Placeholder
 
@@ -38,11 +39,11 @@ class PhaseSession:
         embedded: what embeddings returned in phase 0.
     """
 
-    def __init__(self, program: CutPlan, state: State, phase: int) -> None:
+    def __init__(self, program: CutPlan, state: CutState, phase: int) -> None:
         self.program = program
-        self.call_log: CallLog = state["call_log"]
-        self.values: dict[Key, torch.Tensor] = dict(state["values"])
-        self.boxes: Mapping[int, Any] = state["boxes"]
+        self.call_log: CallLog = state.call_log
+        self.values: dict[Key, torch.Tensor] = dict(state.values)
+        self.boxes: Mapping[int, Any] = state.boxes
         self.calls: dict[int, CallSpec] = {}
         self._phase = phase
         self._made = sorted(self.call_log.results)

@@ -20,10 +20,7 @@ from ...errors import LossError
 from ..adapters import model_inside
 from .weights import with_loss
 
-__all__ = ["SMOOTHED", "SmoothedLoss", "is_causal", "smoothed_call", "with_smoothed_loss"]
-
-# The argument that carries ``(labels, SmoothedLoss)`` to the last phase; it never reaches the model.
-SMOOTHED = "roundpipe_smoothed_loss"
+__all__ = ["SmoothedLoss", "is_causal", "smoothed_call", "with_smoothed_loss"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +119,10 @@ def is_causal(model: nn.Module) -> bool:
     return type(model_inside(model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
-def smoothed_call(model: nn.Module, loss: SmoothedLoss, kwargs: Mapping[str, Any], label: Any) -> dict[str, Any]:
-    """Return keyword arguments of a call whose last phase computes this loss.
+def smoothed_call(
+    model: nn.Module, loss: SmoothedLoss, kwargs: Mapping[str, Any], label: Any
+) -> tuple[dict[str, Any], SmoothedLoss, torch.Tensor]:
+    """Separate the labels of a call from the arguments of the model, which then computes no loss of its own.
 
     Args:
         model: model of transformers.
@@ -133,7 +132,7 @@ def smoothed_call(model: nn.Module, loss: SmoothedLoss, kwargs: Mapping[str, Any
         label: labels; ``None`` where they are among the arguments.
 
     Returns:
-        The keyword arguments.
+        The keyword arguments of the model; the loss, which knows whether labels are shifted; and the labels.
 
     Raises:
         LossError: there are no labels.
@@ -149,22 +148,20 @@ def smoothed_call(model: nn.Module, loss: SmoothedLoss, kwargs: Mapping[str, Any
         made["decoder_input_ids"] = prepare(labels=labels)
     if loss.shift_labels is None:
         loss = dataclasses.replace(loss, shift_labels=is_causal(model))
-    return {**made, SMOOTHED: (labels, loss)}
+    return made, loss, labels
 
 
-def with_smoothed_loss(output: Any, smoothed: tuple[torch.Tensor, SmoothedLoss] | None) -> Any:
+def with_smoothed_loss(output: Any, loss: SmoothedLoss, labels: torch.Tensor) -> Any:
     """Return the output of a model with a smoothed loss in it.
 
     Args:
         output: output of the model, which holds logits and no loss.
-        smoothed: labels and loss; ``None`` leaves the output alone.
+        loss: loss to compute.
+        labels: labels of these rows.
 
     Returns:
         The output with its loss.
     """
-    if smoothed is None:
-        return output
-    labels, loss = smoothed
     value = loss.of_logits(_logits(output), labels)
     return (value, *output) if isinstance(output, tuple) else with_loss(output, value)
 

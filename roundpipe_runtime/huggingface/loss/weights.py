@@ -23,21 +23,14 @@ from ...errors import LossError
 from .chunked import chunked_cross_entropy
 
 __all__ = [
-    "LOSS_ONLY",
-    "WEIGH",
     "counting",
     "has_labels",
     "loss_of",
     "own_loss",
     "rows_of_call",
-    "weighed",
     "with_loss",
+    "with_loss_weight",
 ]
-
-# The argument that asks for the weight of the loss beside the output; it never reaches the model.
-WEIGH = "roundpipe_weigh_loss"
-# Its value where nobody looks at anything but the loss.
-LOSS_ONLY = "loss only"
 
 _AVERAGING = {
     functional.cross_entropy: "tokens",
@@ -104,16 +97,17 @@ def counting() -> Iterator[Items]:
         yield items
 
 
-def weighed(output: Any, items: Items, rows: int) -> tuple[Any, ...]:
-    """Return the output with the weight of its loss: ``(output, items, rows)``, both numbers as tensors.
-
-    A loss that is a sum is a share of the batch's, as the model was given ``num_items_in_batch``; its items are -1. A
-    loss over nothing is zero.
+def with_loss_weight(output: Any, items: Items, rows: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Return the output of a microbatch with the weight of its loss.
 
     Args:
-        output: what the model returned.
-        items: what its losses averaged over.
-        rows: of the microbatch.
+        output: output of the model.
+        items: items that its losses averaged over.
+        rows: number of rows of the microbatch.
+
+    Returns:
+        ``(output, items, rows)``, both numbers as tensors. A loss that is a sum is already a share of the batch's, as
+        the model was given ``num_items_in_batch``: its items are -1. A loss over no items is zero.
     """
     count = -1.0 if items.sums and not items.counts else max(items.counts, default=float(rows))
     if count == 0 and (loss := loss_of(output)) is not None:

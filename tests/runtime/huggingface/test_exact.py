@@ -61,7 +61,9 @@ def test_calls_drawn_at_random(name):
         pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
         for one, other in pairs:
             if isinstance(other, torch.Tensor):
-                assert torch.allclose(one, other, rtol=1e-6, atol=1e-8, equal_nan=True), seed
+                # some models attend in float32 whatever their dtype, and its rounding depends on the number of rows
+                largest = other.nan_to_num(0, 0, 0).abs().amax().item() if other.numel() else 0.0
+                assert torch.allclose(one, other, rtol=1e-6, atol=1e-6 * largest, equal_nan=True), seed
         assert worst_gradient(model, plain) < 1e-6, seed
 
 

@@ -58,8 +58,8 @@ def test_boxes_are_what_layers_could_write():
     assert held == [2, 3]
 
 
-def test_a_book_travels_as_it_is():
-    """It holds no tensors, so that nobody takes it apart on the way to a device."""
+def test_a_call_log_is_passed_on_unchanged():
+    """It holds no tensors, so it is a leaf on the way to a device."""
     call_log = CallLog().record({0: CallSpec(tree(A))})
     structure, tensors = take_apart({"call_log": call_log, "value": torch.ones(1)})
     assert len(tensors) == 1

@@ -9,7 +9,7 @@ from packaging.version import Version
 from torch.nn import functional
 
 from matrix.models import make_config
-from roundpipe_runtime.huggingface.loss.weights import counting, loss_of, weighed
+from roundpipe_runtime.huggingface.loss.weights import counting, loss_of, with_loss_weight
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
 
 
@@ -39,7 +39,7 @@ def test_a_loss_over_nothing_is_zero():
     labels = torch.tensor([-100, -100])
     with counting() as items:
         output = {"loss": functional.cross_entropy(logits, labels), "logits": logits}
-    output, count, rows = weighed(output, items, 2)
+    output, count, rows = with_loss_weight(output, items, 2)
     output["loss"].backward()
     assert (output["loss"].item(), count.item(), rows.item()) == (0.0, 0.0, 2)
     assert not logits.grad.any()

@@ -1,0 +1,90 @@
+"""The state of one microbatch, which each piece of a cut model takes and returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from yobx_flatten import pytree_dataclass
+
+from ..loss.call_options import CallOptions, split_options
+from .call_log import CallLog
+from .capture import asked_for
+from .placeholder import Key
+
+__all__ = ["CutState", "begin", "device_of", "drops_layers"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CutState:
+    """What a piece of a cut model hands to the next one, for one microbatch.
+
+    The engine flattens it between two pieces, to move its tensors to the next device. A piece never changes a state: it
+    returns a new one, since the engine may call the same piece with the same state again, to recompute it.
+
+    Attributes:
+        call: Arguments of the model, ``(args, kwargs)``, from which every phase starts.
+        options: Options of the call; ``None`` if the last phase is to return exactly what the model returns.
+        values: Tensors by `Key`, as long as they are needed: those that phases pass to layers, and outputs of layers.
+        boxes: Contents of dictionaries and lists that layers read and write (the shared keys and values of Gemma).
+        call_log: Plan of the calls, without tensors.
+        seed: Seed of the random numbers that the model draws outside of its layers.
+    """
+
+    call: tuple[tuple[Any, ...], dict[str, Any]]
+    options: CallOptions | None
+    values: dict[Key, torch.Tensor]
+    boxes: dict[int, Any]
+    call_log: CallLog
+    seed: int
+
+    def restart_noise(self) -> None:
+        """Seed the generator of the device that this call runs on, as it was when the first phase started."""
+        _generator(self.call).manual_seed(self.seed)
+
+
+pytree_dataclass(CutState, backends="torch")
+
+
+def begin(args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> CutState:
+    """Return the state of a microbatch before anything ran.
+
+    Args:
+        args: positional arguments of the model.
+        kwargs: keyword arguments of the model, and the options of the call.
+        model: model, or a copy with stubs.
+
+    Returns:
+        The state, without values.
+
+    Raises:
+        ConfigError: the options are of another class.
+    """
+    kwargs, options = split_options(kwargs)
+    # where the last layer may be left out, the code after it reads the output of any other one
+    keep = "all" if model.training and drops_layers(model) else asked_for(model, kwargs)
+    seed = _generator((args, kwargs)).initial_seed()
+    return CutState((args, kwargs), options, values={}, boxes={}, call_log=CallLog(keep=keep), seed=seed)
+
+
+def drops_layers(model: nn.Module) -> bool:
+    """Report whether a model draws in training which layers it calls (LayerDrop)."""
+    config = getattr(model, "config", None)
+    return any(getattr(config, f"{part}layerdrop", 0) for part in ("", "encoder_", "decoder_"))
+
+
+def device_of(tree: Any) -> torch.device:
+    """Return the device of the first tensor in a nested value; the host if there is none."""
+    found = (leaf.device for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return next(found, torch.device("cpu"))
+
+
+def _generator(call: Any) -> Any:
+    """The generator, or the module with the seed functions, of the device that a call runs on."""
+    device = device_of(call)
+    is_host = device.type in ("cpu", "meta")
+    return torch.default_generator if is_host else torch.get_device_module(device)

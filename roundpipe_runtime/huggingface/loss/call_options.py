@@ -1,0 +1,95 @@
+"""Options of one call of a pipeline, passed to its last piece next to the arguments of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from yobx_flatten import pytree_dataclass
+
+from ...errors import ConfigError
+from .label_smoothing import SmoothedLoss, with_smoothed_loss
+from .lazy_logits import loss_only
+from .weights import counting, with_loss_weight
+
+__all__ = ["CALL_OPTIONS", "CallOptions", "run_with_options", "split_options"]
+
+# The only keyword argument that never reaches the model. It is an argument at all so that the engine splits it: labels
+# belong to rows.
+CALL_OPTIONS = "roundpipe_call_options"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallOptions:
+    """How the last piece computes and returns the loss of a microbatch.
+
+    With options, the last piece returns ``(output, items, rows)``; see `with_loss_weight`.
+
+    Attributes:
+        loss_only: Whether only the loss of the output is used, so that logits need not be computed; ``False`` by
+            default.
+        smoothed_loss: Loss that the last piece computes from the logits; ``None`` (default) if the model computes its
+            own, or none.
+        labels: Labels of the smoothed loss, with the rows of the batch; ``None`` by default.
+    """
+
+    loss_only: bool = False
+    smoothed_loss: SmoothedLoss | None = None
+    labels: torch.Tensor | None = None
+
+
+pytree_dataclass(CallOptions, backends="torch")
+
+
+def split_options(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], CallOptions | None]:
+    """Return the keyword arguments of the model, and the options of the call.
+
+    Args:
+        kwargs: keyword arguments of a call, of which one may be ``CALL_OPTIONS``.
+
+    Returns:
+        A copy of the keyword arguments without the options, and the options; ``None`` if there are none.
+
+    Raises:
+        ConfigError: the options are of another class.
+
+    >>> split_options({"input_ids": [1], CALL_OPTIONS: CallOptions(loss_only=True)})
+    ({'input_ids': [1]}, CallOptions(loss_only=True, smoothed_loss=None, labels=None))
+    """
+    given = dict(kwargs)
+    options = given.pop(CALL_OPTIONS, None)
+    if options is not None and not isinstance(options, CallOptions):
+        raise ConfigError(
+            f"kwargs[{CALL_OPTIONS!r}]: expected CallOptions, found {type(options).__qualname__}. The pipeline sets "
+            "this argument itself: leave it out."
+        )
+    return given, options
+
+
+def run_with_options(model: nn.Module, run: Callable[[], Any], options: CallOptions | None, rows: int) -> Any:
+    """Run a forward that ends with the output of a model, and return that output as the options ask for it.
+
+    Args:
+        model: model that has the head.
+        run: function that runs the forward.
+        options: options of the call; ``None`` returns the output alone.
+        rows: number of rows of the microbatch.
+
+    Returns:
+        The output; with options, ``(output, items, rows)``.
+    """
+    if options is None:
+        return run()
+    loss, labels = options.smoothed_loss, options.labels
+
+    def complete() -> Any:
+        output = run()
+        return output if loss is None or labels is None else with_smoothed_loss(output, loss, labels)
+
+    with counting() as items:
+        output = loss_only(model, complete) if options.loss_only else complete()
+    return with_loss_weight(output, items, rows)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import ConfigError
 
-__all__ = ["is_adapted", "model_inside", "refuse_mixed_adapters"]
+__all__ = ["check_adapters", "is_adapted", "model_inside"]
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -31,8 +31,8 @@ def model_inside(model: nn.Module) -> nn.Module:
     return inner
 
 
-def refuse_mixed_adapters(kwargs: Mapping[str, Any]) -> None:
-    """Refuse a batch whose rows use different adapters: PEFT selects them with hooks on layers, which run elsewhere.
+def check_adapters(kwargs: Mapping[str, Any]) -> None:
+    """Check that all rows of a batch use the same adapter: PEFT selects adapters of rows by hooks on layers.
 
     Args:
         kwargs: keyword arguments of a call of the model.

@@ -23,7 +23,7 @@ from ..batch.spec import TensorChunkSpec, sizes
 from ..batch.splitting import split
 from ..errors import ConfigError, SplitError
 
-__all__ = ["join_outputs", "refuse_rows_of_texts", "split_pictures"]
+__all__ = ["check_packed_texts", "join_outputs", "split_pictures"]
 
 # pictures of all rows in one tensor, the sizes of each, and the token that stands for a part of one
 _PACKED = (
@@ -37,8 +37,8 @@ _ROWS_SECOND = "outputs['mems']"
 _OF_PICTURES = ("image_hidden_states", "video_hidden_states")
 
 
-def refuse_rows_of_texts(kwargs: Mapping[str, Any]) -> None:
-    """Refuse several rows whose packed texts are counted across all rows: a microbatch would need a part of the count.
+def check_packed_texts(kwargs: Mapping[str, Any]) -> None:
+    """Check that packed texts stand in one row: their count across several rows cannot be split.
 
     Args:
         kwargs: keyword arguments of a call of the model.
@@ -49,8 +49,8 @@ def refuse_rows_of_texts(kwargs: Mapping[str, Any]) -> None:
     tokens = kwargs.get("input_ids")
     if kwargs.get("cu_seq_lens_q") is not None and isinstance(tokens, torch.Tensor) and len(tokens) > 1:
         raise ConfigError(
-            f"cu_seq_lens_q counts texts through all {len(tokens)} rows, which cannot be cut. Give the rows a mask "
-            "instead, or put them behind each other in one:\n    DataCollatorWithFlattening()"
+            f"cu_seq_lens_q counts texts across all {len(tokens)} rows, which cannot be split. Give the rows a mask "
+            "instead, or concatenate them to one row:\n    DataCollatorWithFlattening()"
         )
 
 

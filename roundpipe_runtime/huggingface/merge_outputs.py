@@ -17,7 +17,7 @@ from .cutting.caches import is_held, join_held, swapped
 from .loss.moe_aux_loss import batch_auxiliary_loss, has_auxiliary_loss, has_router_logits, without_auxiliary_loss
 from .loss.weights import has_labels, loss_of, with_loss
 
-__all__ = ["as_tuple", "joined_as_wanted", "joined_with_cache", "joined_with_loss", "loss_fn_with_weight"]
+__all__ = ["loss_fn_with_weight", "merge_as_asked", "merge_as_tuple", "merge_with_cache", "merge_with_loss"]
 
 
 def loss_fn_with_weight(loss_fn: Callable[[Any, Any], Any], batch: int | None) -> Callable[[Any, Any], Any]:
@@ -37,7 +37,7 @@ def loss_fn_with_weight(loss_fn: Callable[[Any, Any], Any], batch: int | None) -
         if batch is None or not isinstance(result, torch.Tensor):
             return result
         count = items.item()
-        if count < 0:  # a share of the batch's loss: these are added
+        if count < 0:  # already a share of the batch's loss: shares are added
             return WeightedLoss(result, rows.item() / batch)
         return WeightedLoss(result * count, count)
 
@@ -45,16 +45,25 @@ def loss_fn_with_weight(loss_fn: Callable[[Any, Any], Any], batch: int | None) -
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """The output of the batch."""
+    """Merge the outputs of microbatches with the weights of their losses."""
     rows = [int(count) for _, _, count in outputs]
     return join_outputs([output for output, _, _ in outputs], [float(count) for count in rows], rows)
 
 
-def joined_with_cache(cache: Any, merge: Callable[[list[Any]], Any], outputs: list[Any]) -> Any:
-    """The output of the batch, with the caller's cache in it, which then holds what the microbatches wrote."""
+def merge_with_cache(cache: Any, merge: Callable[[list[Any]], Any], outputs: list[Any]) -> Any:
+    """Merge outputs that hold caches, and update the caller's cache.
+
+    Args:
+        cache: cache of the caller. It then holds what all microbatches wrote.
+        merge: merge function for outputs without caches.
+        outputs: ``(output, items, rows)`` of each microbatch.
+
+    Returns:
+        The output of the batch, with the caller's cache in it.
+    """
     rows = [int(count) for _, _, count in outputs]
     held = [next((v for v in _items(output) if is_held(v)), None) for output, _, _ in outputs]
-    mark = Static()
+    mark = Static()  # a leaf without tensors, which `merge` passes on: it marks the place of the cache in the output
     parts = [(swapped(output, {id(one): mark}), *rest) for (output, *rest), one in zip(outputs, held, strict=True)]
     joined = merge(parts)
     found = [one for one in held if one is not None]
@@ -67,14 +76,32 @@ def _items(output: Any) -> list[Any]:
     return list(output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ())
 
 
-def joined_as_wanted(merge: Any, outputs: list[Any]) -> Any:
-    """The output of the batch, joined as the user asks."""
+def merge_as_asked(merge: Any, outputs: list[Any]) -> Any:
+    """Merge outputs as the ``merge_output`` of the caller states.
+
+    Args:
+        merge: the caller's ``merge_output``.
+        outputs: ``(output, items, rows)`` of each microbatch.
+
+    Returns:
+        The output of the batch.
+    """
     rows = [int(count) for _, _, count in outputs]
     return join([output for output, _, _ in outputs], [float(count) for count in rows], rows=rows, merge=merge)
 
 
-def joined_with_loss(model: nn.Module, kwargs: dict[str, Any], is_smoothed: bool, outputs: list[Any]) -> Any:
-    """The output of the batch, its losses those of the whole batch."""
+def merge_with_loss(model: nn.Module, kwargs: dict[str, Any], is_smoothed: bool, outputs: list[Any]) -> Any:
+    """Merge outputs so that their loss is the loss of the whole batch.
+
+    Args:
+        model: model.
+        kwargs: keyword arguments of the whole batch.
+        is_smoothed: whether the loss was computed from labels that the model did not get.
+        outputs: ``(output, items, rows)`` of each microbatch.
+
+    Returns:
+        The output of the batch.
+    """
     joined = _joined(outputs)
     parts = [output for output, _, _ in outputs]
     aux = batch_auxiliary_loss(model, joined, parts, kwargs) if has_router_logits(model, kwargs) else None
@@ -84,6 +111,7 @@ def joined_with_loss(model: nn.Module, kwargs: dict[str, Any], is_smoothed: bool
     has_loss = is_smoothed or has_labels(model, kwargs)
     if not has_loss or len(losses) < len(parts):
         return joined
+    # a mean over items becomes that of the batch with the share of its items; a sum (-1) is a share already
     items = [float(count) for _, count, _ in outputs]
     total = math.fsum(items)
     shares = [1.0 if count < 0 else count / total if total else 0.0 for count in items]
@@ -94,6 +122,14 @@ def joined_with_loss(model: nn.Module, kwargs: dict[str, Any], is_smoothed: bool
     return with_loss(joined, loss + aux[1] if adds_auxiliary and aux is not None else loss)
 
 
-def as_tuple(merge: Callable[[list[Any]], Any], outputs: list[Any]) -> Any:
-    """The output of the batch, without names."""
+def merge_as_tuple(merge: Callable[[list[Any]], Any], outputs: list[Any]) -> Any:
+    """Merge outputs to a tuple, for callers with ``return_dict=False``.
+
+    Args:
+        merge: merge function for outputs with names.
+        outputs: ``(output, items, rows)`` of each microbatch.
+
+    Returns:
+        The output of the batch.
+    """
     return merge(outputs).to_tuple()

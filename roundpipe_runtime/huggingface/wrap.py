@@ -17,20 +17,20 @@ from torch.utils import _pytree as pytree
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError, warn
 from ..pipeline import RoundPipe
-from .adapters import model_inside, refuse_mixed_adapters
-from .batches import refuse_rows_of_texts, split_pictures
+from .adapters import check_adapters, model_inside
+from .batches import check_packed_texts, split_pictures
 from .cutting.caches import CACHE, HeldCache, has_layers, home, split_held
 from .cutting.capture import asked_for, install_hooks, is_cache
 from .cutting.cut import Cut, cut, pieces_of, whole
 from .cutting.example import without_cache
 from .errors import REPLACED_FORWARD, CutError, CutRefusedWarning, moved_away, resized_late
-from .generate.encoders import GenerationPath, routes_of, taking
+from .generate.encoders import GenerationPath, generation_paths, use_paths
 from .generate.generation import forward_of, reason_for_host
 from .loss.call_options import CALL_OPTIONS, CallOptions
 from .loss.label_smoothing import SmoothedLoss, smoothed_call
 from .loss.moe_aux_loss import has_auxiliary_loss, has_router_logits, wants_tuple
 from .loss.weights import has_labels, own_loss, rows_of_call
-from .merge_outputs import as_tuple, joined_as_wanted, joined_with_cache, joined_with_loss, loss_fn_with_weight
+from .merge_outputs import loss_fn_with_weight, merge_as_asked, merge_as_tuple, merge_with_cache, merge_with_loss
 
 _LOG = logging.getLogger(__name__)
 
@@ -102,14 +102,14 @@ class WrappedModel(RoundPipe):
     def _rp_prepared(
         self, kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
     ) -> tuple[dict[str, Any], RoundPipeRunConfig]:
-        """Arguments and configuration of a call, completed for models of transformers."""
-        refuse_mixed_adapters(kwargs)
-        refuse_rows_of_texts(kwargs)
+        """Complete arguments and configuration of a call: its options, and how it is split and merged."""
+        check_adapters(kwargs)
+        check_packed_texts(kwargs)
         model = self.cut.model
         prepared = without_cache(model, dict(kwargs))
         if asked_for(model, prepared) != "none":
             install_hooks(model)
-        self.cut.sync()  # behind it: copies share the hooks of the model, and would install them again
+        self.cut.sync()  # after it, as copies share the hooks of the model, and would install them again
         config = (given or RoundPipeRunConfig()).over(self._rp_options["model_run_config"])
         if config.split_input is None and (split := split_pictures(getattr(model, "config", None), prepared)):
             config = dataclasses.replace(config, split_input=split)
@@ -117,19 +117,20 @@ class WrappedModel(RoundPipe):
         wanted = config.merge_output
         if wanted in (None, True):
             is_smoothed = options.smoothed_loss is not None
-            merge: Callable[[list[Any]], Any] = functools.partial(joined_with_loss, model, prepared, is_smoothed)
+            merge: Callable[[list[Any]], Any] = functools.partial(merge_with_loss, model, prepared, is_smoothed)
             if has_router_logits(model, prepared) and wants_tuple(model, prepared):
-                merge = functools.partial(as_tuple, merge)  # what the loss of experts is computed from has a name
+                # the loss of experts is computed from router logits, which an output finds by name only
+                merge = functools.partial(merge_as_tuple, merge)
                 prepared["return_dict"] = True
             config = dataclasses.replace(config, merge_output=merge)
         elif wanted is not False:
-            config = dataclasses.replace(config, merge_output=functools.partial(joined_as_wanted, wanted))
+            config = dataclasses.replace(config, merge_output=functools.partial(merge_as_asked, wanted))
         return prepared, config
 
     def _rp_with_cache(
         self, kwargs: dict[str, Any], config: RoundPipeRunConfig
     ) -> tuple[dict[str, Any], RoundPipeRunConfig]:
-        """Arguments and configuration of a call with a cache, which stays on the host."""
+        """Complete arguments and configuration of a call with a cache, which stays on the host."""
         if config.resolved(1).requires_grad:
             raise ConfigError(
                 "A cache is kept without gradients only, as layers that are called again would write it twice:\n"
@@ -144,10 +145,10 @@ class WrappedModel(RoundPipe):
                 "    model(..., past_key_values=DynamicCache(config=model.config))\n"
                 "    model(..., use_cache=False)"
             )
-        joined = functools.partial(joined_with_cache, cache, merge)
+        joined = functools.partial(merge_with_cache, cache, merge)
         cut = config.split_input
         if cut is not None and not callable(cut):
-            raise ConfigError("A cache is cut like its rows; split_input can be a function only, beside one.")
+            raise ConfigError("A cache is split like its rows: with a cache, split_input can only be a function.")
         config = dataclasses.replace(config, merge_output=joined, split_input=split_held(cut))
         return {**kwargs, CACHE: HeldCache(cache)}, config
 
@@ -163,20 +164,20 @@ class WrappedModel(RoundPipe):
         """
         self.synchronize()
         generate: Callable[..., Any] = self.cut.model.generate  # type: ignore[assignment] # attributes of modules
-        if routes := self._rp_routes():
-            with taking(routes):
+        if paths := self._rp_paths():
+            with use_paths(paths):
                 return generate(*args, **kwargs)
         if self._rp_generates_on_host():
             return generate(*args, **kwargs)
         with forward_of(self.cut.model, self.forward):
             return generate(*args, **kwargs)
 
-    def _rp_routes(self) -> list[GenerationPath]:
-        """The ways of an encoder-decoder that generates; a model in one piece has none."""
+    def _rp_paths(self) -> list[GenerationPath]:
+        """The paths on which an encoder-decoder generates; a model in one piece has none."""
         own = self.__dict__
-        if "_rp_routes_made" not in own:
-            own["_rp_routes_made"] = [] if self.cut.report.is_whole else routes_of(self.cut.model, self._rp_alike)
-        made: list[GenerationPath] = own["_rp_routes_made"]
+        if "_rp_paths_made" not in own:
+            own["_rp_paths_made"] = [] if self.cut.report.is_whole else generation_paths(self.cut.model, self._rp_alike)
+        made: list[GenerationPath] = own["_rp_paths_made"]
         return made
 
     def _rp_alike(self, made: Cut) -> WrappedModel:
@@ -186,8 +187,8 @@ class WrappedModel(RoundPipe):
 
     def close(self) -> None:
         """Wait for a background step and end the threads; the pipeline cannot run afterwards."""
-        for route in self.__dict__.pop("_rp_routes_made", ()):
-            route.close()
+        for path in self.__dict__.pop("_rp_paths_made", ()):
+            path.close()
         super().close()
 
     def _rp_generates_on_host(self) -> bool:
@@ -311,7 +312,7 @@ class WrappedModel(RoundPipe):
         return self.cut.model.resize_token_embeddings(*args, **kwargs)  # type: ignore[operator] # attributes of modules
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Called by ``to``, ``half``, ``cuda`` and the like: the dtype may change, the device may not."""
+        """Apply ``to``, ``half``, ``cuda`` and the like, which can change the dtype but not the device."""
         device = fn(torch.empty(0)).device
         if device.type != "cpu":
             raise moved_away(str(device))
@@ -369,7 +370,7 @@ def wrap_model_to_roundpipe(
 
     Raises:
         CutError: the model does not run on the example; or cannot be cut, with ``use_sequential_preset=True``.
-        ConfigError: an argument has a value that it cannot have.
+        ConfigError: an argument has a value that is not supported.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -398,7 +399,7 @@ def wrap_model_to_roundpipe(
         skipped = [module for module in model.modules() if module in skip_modules]
         made = cut(model, example, check=check, skip_modules=skipped)
         if made.report.is_whole:
-            _refuse(made, use_sequential_preset is True)
+            _report_whole(made, use_sequential_preset is True)
     frame = sys._getframe(1)
     wrapped = WrappedModel(made, name=name, model_run_config=config, **roundpipe_kwargs)
     wrapped._rp_options["title"] = name or f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
@@ -419,7 +420,7 @@ def _config(
     return given.over(config or RoundPipeRunConfig())
 
 
-def _refuse(made: Cut, is_error: bool) -> None:
+def _report_whole(made: Cut, is_error: bool) -> None:
     reason, message = made.report.refused[-1]
     if "forward" in vars(model_inside(made.model)):
         message += REPLACED_FORWARD

@@ -76,7 +76,7 @@ def passed_tensors(made: Cut, example: Mapping[str, Any] | None = None) -> list[
     if any(p.is_meta for p in made.model.parameters()):
         kwargs = {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
     seen, call_log = _followed(made, kwargs)
-    words = _Words(made.program, call_log, made.layers)
+    words = _Names(made.program, call_log, made.layers)
     return [
         PassedTensor(
             words.name(key),
@@ -109,7 +109,7 @@ def _followed(made: Cut, kwargs: dict[str, Any]) -> tuple[dict[Any, _Seen], Call
         for number, piece in enumerate(made.pieces[:last]):
             before = _contents(state)
             state = piece(state) if number else piece(**kwargs)
-            for key in _taken(piece, state.call_log, before):
+            for key in _read_by(piece, state.call_log, before):
                 seen[key].read.append(number)
             for key, tensor in _contents(state).items():
                 seen.setdefault(key, _Seen(tensor, number))
@@ -128,7 +128,7 @@ def _contents(state: CutState) -> dict[Any, torch.Tensor]:
     return found
 
 
-def _taken(piece: nn.Module, call_log: CallLog, held: Mapping[Any, torch.Tensor]) -> list[Any]:
+def _read_by(piece: nn.Module, call_log: CallLog, held: Mapping[Any, torch.Tensor]) -> list[Any]:
     """Which of the tensors that are there a piece gets; a phase gets all that are left."""
     if not isinstance(piece, LayerCall):
         return list(held)
@@ -140,7 +140,7 @@ def _taken(piece: nn.Module, call_log: CallLog, held: Mapping[Any, torch.Tensor]
     return [key for key in held if (key in keys if isinstance(key, Key) else key[0] in boxes)]
 
 
-class _Words:
+class _Names:
     """Names what passes, by the arguments of the layers that take it.
 
     Args:

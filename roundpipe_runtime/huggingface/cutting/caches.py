@@ -4,11 +4,11 @@
 
     forward     the cache is cut by its registration: a HeldCache for each microbatch
     phase       runs with the cache as it was before this forward, so masks and positions are always the same
-    layer       reads its own entry: that goes to the device, is updated, comes back and is put aside
-    afterwards  what was put aside is joined and stands in the caller's cache; after an exception, nothing does
+    layer       reads its own entry: that is copied to the device, updated, copied back and kept
+    afterwards  the kept entries are joined and put into the caller's cache; after an exception it is unchanged
 
-No entry passes through a stage that does not read it, whatever the model calls its layers. The cache of an
-encoder-decoder is two of them, and a dictionary of the layers that have read the encoder.
+No entry passes through a stage that does not read it, whatever the names of the layers. The cache of an encoder-decoder
+consists of two caches and a dictionary of the layers that have read the encoder.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ..configuration import text_config
 
 __all__ = ["CACHE", "HeldCache", "has_layers", "home", "is_held", "join_held", "open_caches", "split_held", "swapped"]
 
-# The argument and the output by which models take and return caches.
+# Name of the argument and of the output that is a cache.
 CACHE = "past_key_values"
 
 
 class HeldCache(Static):
-    """The cache of a microbatch, on the host; it travels as it is, without its tensors.
+    """The cache of a microbatch, which stays on the host while the rest of the state passes between devices.
 
     Args:
-        cache: whose layers are left alone.
+        cache: cache, which is not changed.
     """
 
     __slots__ = ("_held",)
@@ -47,6 +47,7 @@ class HeldCache(Static):
     def __init__(self, cache: Any) -> None:
         changed: dict[tuple[int, int], Any] = {}
         read: dict[int, bool] = {}
+        # in a function, so that nothing that walks through attributes finds tensors and copies them
         self._held: Callable[[], tuple[Any, dict[tuple[int, int], Any], dict[int, bool]]] = lambda: (
             cache,
             changed,
@@ -54,12 +55,12 @@ class HeldCache(Static):
         )
 
     def before(self) -> Any:
-        """Return a cache that is as this one was before the forward."""
+        """Return a cache as this one was before the forward."""
         cache, _, _ = self._held()
         return _with_layers(cache, [[copy.copy(layer) for layer in part.layers] for part in _parts(cache)])
 
     def after(self) -> Any:
-        """Return the cache that the forward has made."""
+        """Return the cache with the entries that layers wrote in this forward."""
         cache, changed, read = self._held()
         lists = []
         for side, part in enumerate(_parts(cache)):
@@ -69,10 +70,13 @@ class HeldCache(Static):
 
     @contextlib.contextmanager
     def opened(self, device: torch.device) -> Iterator[Any]:
-        """Yield the cache for the block; entries come to the device when they are read, and what was read is kept.
+        """Open the cache for a layer in the block.
 
         Args:
-            device: where the layer runs.
+            device: device of the layer.
+
+        Yields:
+            A cache whose entries are copied to the device when they are read, and back at the end of the block.
         """
         cache, changed, read = self._held()
         entries = [_Entries(part.layers, device) for part in _parts(self.after())]
@@ -85,7 +89,7 @@ class HeldCache(Static):
 
 
 class _Entries(list[Any]):
-    """Layers of a cache that come to the device when they are read."""
+    """The layers of a cache, each copied to the device when it is read."""
 
     def __init__(self, layers: Sequence[Any], device: torch.device) -> None:
         super().__init__(layers)
@@ -115,7 +119,7 @@ def _is_pair(cache: Any) -> bool:
 
 
 def _parts(cache: Any) -> list[Any]:
-    """The caches in a cache that hold layers: itself, or those for the decoder and for what it reads of the encoder."""
+    """The caches that hold layers: the cache itself, or the self- and cross-attention caches of an encoder-decoder."""
     return [cache.self_attention_cache, cache.cross_attention_cache] if _is_pair(cache) else [cache]
 
 
@@ -156,7 +160,7 @@ def _moved_value(value: Any, device: torch.device) -> Any:
 
 
 def is_held(value: Any) -> TypeGuard[HeldCache]:
-    """Report whether this stands for a cache."""
+    """Report whether a value is a held cache."""
     return isinstance(value, HeldCache)
 
 
@@ -182,7 +186,14 @@ def open_caches(
 
 
 def home(model: Any) -> Any:
-    """Return the empty cache that a model makes when it is called without one; ``None`` if it makes another kind."""
+    """Return the empty cache that a model makes when it is called without one.
+
+    Args:
+        model: model of transformers.
+
+    Returns:
+        The cache; ``None`` if the model makes caches of another class, or none.
+    """
     makes = getattr(model, "_supports_default_dynamic_cache", None)
     if makes is None or not makes() or CACHE not in inspect.signature(model.forward).parameters:
         return None
@@ -190,16 +201,19 @@ def home(model: Any) -> Any:
 
     if not getattr(model.config, "is_encoder_decoder", False):
         return DynamicCache(config=model.config)
-    # what is read of the encoder has no window, whatever the configuration of the decoder says
+    # cross-attention has no window, whatever the configuration of the decoder states
     return EncoderDecoderCache(DynamicCache(config=text_config(model)), DynamicCache())
 
 
 def swapped(values: Any, pairs: Mapping[int, Any]) -> Any:
-    """Return a tuple or a mapping in which some items are others.
+    """Replace items of a tuple or a mapping.
 
     Args:
-        values: the result of a model, or its arguments.
-        pairs: by the id of an item, what takes its place.
+        values: output of a model, or its arguments.
+        pairs: replacement of an item by the id of that item.
+
+    Returns:
+        A new tuple; the same mapping, changed in place; any other value unchanged.
     """
     if type(values) is tuple:
         return tuple(pairs.get(id(value), value) for value in values)
@@ -217,7 +231,10 @@ def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a split function for a call with a held cache among its keyword arguments.
 
     Args:
-        cut: how the other arguments are split; ``None`` for the common way.
+        cut: split function for the other arguments; ``None`` for the default.
+
+    Returns:
+        The split function.
     """
 
     def split_input(args: Any, kwargs: dict[str, Any], num_microbatch: int) -> tuple[list[Any], list[Any]]:
@@ -225,7 +242,7 @@ def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
         if cut is not None:
             made_args, made = cut(args, rest, num_microbatch)
         else:
-            # one for all rows, even where it is as long as there are rows
+            # whole for each microbatch, even where it has as many entries as the batch has rows
             rules = {"kwargs['cache_position']": Replicate} if "cache_position" in rest else None
             parts = split(args, rest, None, num_microbatch, split_input=rules)
             made_args, made = [part.args for part in parts], [part.kwargs for part in parts]
@@ -244,7 +261,7 @@ def _rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 def _cut_cache(held: HeldCache, rows: Sequence[int]) -> list[HeldCache]:
     if len(rows) == 1:
         return [held]
-    # the rows say where to cut, and how many there are to a cache that is empty
+    # an additional tensor with the rows, as an empty cache has no tensor to read the batch size from
     batch = torch.zeros(sum(rows))
     with register_flattening_functions(patch_transformers=True):
         parts = split((), {CACHE: held.before(), "rows": batch}, None, len(rows))
@@ -252,12 +269,12 @@ def _cut_cache(held: HeldCache, rows: Sequence[int]) -> list[HeldCache]:
 
 
 def join_held(cache: Any, parts: Sequence[HeldCache], rows: Sequence[int]) -> None:
-    """Put what the microbatches made of their caches into the caller's.
+    """Join the caches of the microbatches in the caller's cache.
 
     Args:
-        cache: it.
-        parts: of each microbatch.
-        rows: of each microbatch.
+        cache: cache of the caller, which is changed.
+        parts: held cache of each microbatch.
+        rows: number of rows of each microbatch.
     """
     made = [part.after() for part in parts]
     if len(made) > 1:

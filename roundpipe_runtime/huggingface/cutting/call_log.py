@@ -29,18 +29,18 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tree:
-    """A nested value whose tensors are named by keys.
+    """A nested value in which keys stand for tensors.
 
     Attributes:
-        spec: the structure.
-        leaves: a `Key` for each tensor, a `BoxUse` for each box, the value itself for all else.
+        spec: Structure.
+        leaves: A `Key` for each tensor, a `BoxUse` for each box, an `EmptyCache` for each cache; else the value itself.
     """
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
 
     def keys(self) -> set[Key]:
-        """Return the keys of the tensors that it needs, including those in its boxes."""
+        """Return the keys of its tensors, including those in its boxes."""
         found = {leaf for leaf in self.leaves if isinstance(leaf, Key)}
         for leaf in self.leaves:
             if isinstance(leaf, BoxUse) and leaf.content is not None:
@@ -48,7 +48,18 @@ class Tree:
         return found
 
     def build(self, values: Mapping[Key, Any], boxes: Mapping[int, Any]) -> Any:
-        """Return the value, with these tensors and boxes in it."""
+        """Return the nested value with its tensors and boxes.
+
+        Args:
+            values: tensors by key.
+            boxes: boxes by number.
+
+        Returns:
+            The value.
+
+        Raises:
+            KeyError: a tensor or a box is not there.
+        """
         found = []
         for leaf in self.leaves:
             if isinstance(leaf, Key):
@@ -64,12 +75,13 @@ class Tree:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoxUse:
-    """A box among the arguments of a call.
+    """A box among the arguments of a call: a dictionary or list that layers read and write.
 
     Attributes:
-        number: which one.
-        kind: its class.
-        content: what the model itself put into it before this call; ``None``, if it is as the layers left it.
+        number: Number of the box in its microbatch.
+        kind: Class of the box.
+        content: Content that the model's own code put into it before this call; ``None`` if it is as the layers left
+            it.
     """
 
     number: int
@@ -79,10 +91,10 @@ class BoxUse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EmptyCache:
-    """An empty cache, of which each call has a copy: what a layer puts into it, no other layer reads.
+    """An empty cache among the arguments of a call. Each call gets a copy, as no other layer reads what it writes.
 
     Attributes:
-        empty: it.
+        empty: Cache to copy.
     """
 
     empty: Any
@@ -90,11 +102,12 @@ class EmptyCache:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallSpec:
-    """One call of a layer.
+    """A recorded call of a layer.
 
     Attributes:
-        arguments: ``(args, kwargs)``.
-        collect: the outputs that the model captures by hooks inside of layers, and how many it has of each already.
+        arguments: Arguments of the call, ``(args, kwargs)``.
+        collect: Names of the outputs that the model captures by hooks inside of layers, each with the number that was
+            captured before this call.
     """
 
     arguments: Tree
@@ -110,9 +123,9 @@ class Embedded:
     """The output of an embedding in phase 0.
 
     Attributes:
-        key: key of the tensor.
-        shape: shape of the tensor.
-        dtype: dtype of the tensor.
+        key: Key of the tensor.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
     """
 
     key: Key
@@ -125,14 +138,14 @@ class CallLog(Static):
     """The calls of a microbatch.
 
     Attributes:
-        calls: those that were recorded, by their place in the program.
-        needed: tensors that the next phase reads first; it is what the phase before could not go on without.
-        last_use: of each tensor, the place of the last recorded call that takes it.
-        results: of the calls that were made, the structure of what came out.
-        captured: of the calls that were made, what hooks captured: ``{name: list}``.
-        embedded: of each embedding that only phase 0 computes, what it returned, call by call.
-        keep: which outputs of layers are kept to the end, as the model hands them out: ``"extras"`` are all but
-            hidden states.
+        calls: Recorded calls by their place in the plan.
+        needed: Keys of the tensors without which a phase could not continue, and which the next phase reads.
+        last_use: Place of the last recorded call that takes each tensor.
+        results: Structure of the output of each completed call.
+        captured: Structure of the outputs that hooks captured in each completed call, ``{name: list}``.
+        embedded: Outputs of each embedding that only phase 0 computes, call by call.
+        keep: Outputs of layers that are kept to the end because the model returns them: ``"none"`` (default),
+            ``"extras"`` (all but hidden states) or ``"all"``.
     """
 
     calls: Mapping[int, CallSpec] = dataclasses.field(default_factory=dict)
@@ -144,7 +157,15 @@ class CallLog(Static):
     keep: Literal["none", "extras", "all"] = "none"
 
     def record(self, calls: Mapping[int, CallSpec], *needed: Key) -> CallLog:
-        """Return the call log with more calls in it, and with the tensors that the phase after them needs."""
+        """Return the call log with more calls.
+
+        Args:
+            calls: recorded calls by place.
+            *needed: keys of tensors that the phase after these calls needs.
+
+        Returns:
+            A new call log.
+        """
         last_use = dict(self.last_use)
         for place, call in sorted(calls.items()):
             last_use.update(dict.fromkeys(call.arguments.keys(), place))
@@ -153,7 +174,16 @@ class CallLog(Static):
         )
 
     def made(self, place: int, result: Tree, captured: Tree | None) -> CallLog:
-        """Return the call log after a call."""
+        """Return the call log after a call.
+
+        Args:
+            place: place of the call.
+            result: structure of its output.
+            captured: structure of the outputs that hooks captured; ``None`` without any.
+
+        Returns:
+            A new call log.
+        """
         held = self.captured if captured is None else {**self.captured, place: captured}
         return dataclasses.replace(self, results={**self.results, place: result}, captured=held)
 
@@ -161,14 +191,18 @@ class CallLog(Static):
 def live(
     values: Mapping[Key, torch.Tensor], call_log: CallLog, place: int, kept: frozenset[Key]
 ) -> dict[Key, torch.Tensor]:
-    """Return those values that are needed after the call at a place.
+    """Return the values that are needed after a call.
 
     Args:
-        values: all of them.
-        call_log: knows the calls to come, and what hooks captured.
-        place: of the call that was just made.
-        kept: what phases need, by the program.
+        values: tensors by key.
+        call_log: call log after the call.
+        place: place of the call.
+        kept: keys that phases read, by the plan.
+
+    Returns:
+        The values that a later call, a phase or the output of the model needs.
     """
+    # What is dropped here is neither copied to the next device nor kept for its backward.
     captured = set().union(*(tree.keys() for tree in call_log.captured.values())) if call_log.captured else frozenset()
     return {
         key: value
@@ -188,7 +222,12 @@ def box_content(box: Any) -> Any:
 
 
 def fill_box(box: Any, content: Any) -> None:
-    """Make this the content of a box."""
+    """Replace the content of a box.
+
+    Args:
+        box: dictionary or list.
+        content: new content, a dictionary or a list.
+    """
     box.clear()
     if isinstance(box, MutableMapping):
         box.update(content)

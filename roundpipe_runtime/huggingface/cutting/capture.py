@@ -1,7 +1,10 @@
 """Outputs that transformers captures by hooks inside of layers: router logits, attentions, hidden states.
 
-A forward that is to return them makes a list for each, known to its own thread only, and hooks append to it. The layers
-of a pipeline run in other threads, so each call has a list of its own, which the replay appends where it belongs.
+A forward that returns them sets a context variable of its thread, the collector: ``{name: list}``. Hooks append to the
+lists. In a pipeline the layers run in other threads, at other times and more than once, so there are two collectors::
+
+    phase       the model's own        a completed call extends it, a recorded call appends a placeholder
+    layer       one for each call      hooks append to it; its lists pass to later phases like other outputs
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ _SELECTION = "_hidden_states_layers"
 
 
 def _collector() -> Any:
+    """The context variable of the collector; ``None`` without transformers."""
     module = sys.modules.get(_MODULE)
     if module is None:
         return COLLECTOR if is_old() else None
@@ -37,27 +41,34 @@ def _collector() -> Any:
 
 
 def collected_so_far() -> tuple[tuple[str, int], ...]:
-    """Return what the forward of this thread captures, and how many it has of each."""
+    """Return the names of the outputs that the forward of this thread captures, with the number of each so far."""
     collector = _collector()
     held = collector.get() if collector is not None else None
     return tuple((name, len(found)) for name, found in held.items() if name != _SELECTION) if held else ()
 
 
 def collect_recorded(stand_in: Any) -> None:
-    """Let the lists of the forward of this thread have what stands for the outputs of a layer that was recorded.
+    """Append a stand-in for the outputs of a recorded layer to the lists of the forward of this thread.
+
+    Without it, the model would return lists that are too short. With it, code that computes with a captured output ends
+    the phase, like code that computes with the output of a layer.
 
     Args:
-        stand_in: a placeholder of the layer; code that computes with what was captured waits for the layer.
+        stand_in: placeholder of the layer.
     """
     collector = _collector()
     held = (collector.get() if collector is not None else None) or {}
     for name, found in held.items():
-        if name != _SELECTION:  # hidden states begin with the input of the first layer
+        if name != _SELECTION:  # the first layer adds two hidden states: its input and its output
             found.extend([stand_in] * (2 if name == "hidden_states" and not found else 1))
 
 
 def extend_collected(captured: Mapping[str, list[Any]]) -> None:
-    """Append what a layer's hooks captured to the lists of the forward of this thread."""
+    """Append the outputs that hooks captured in a completed call to the lists of the forward of this thread.
+
+    Args:
+        captured: captured outputs of the call, by name.
+    """
     collector = _collector()
     held = collector.get() if collector is not None else None
     if not held:
@@ -66,16 +77,20 @@ def extend_collected(captured: Mapping[str, list[Any]]) -> None:
         if name not in held:
             continue
         for value in found:
+            # a caller can select hidden states by number; the list keeps its length, with `None` for the others
             wanted = name != "hidden_states" or held.get(_SELECTION) is None or len(held[name]) in held[_SELECTION]
             held[name].append(value if wanted else None)
 
 
 @contextlib.contextmanager
 def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[Any]]]:
-    """Let hooks inside of the block append to lists of its own, which are what it yields.
+    """Give the hooks of a layer their own collector in the block.
 
     Args:
         wanted: result of `collected_so_far` before the layer.
+
+    Yields:
+        The lists that hooks append to, by name.
     """
     collector = _collector()
     if not wanted or collector is None:
@@ -84,7 +99,8 @@ def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[A
     found: dict[str, list[Any]] = {name: [] for name, _ in wanted}
     later = dict(wanted).get("hidden_states", 0) > 0
     if later:
-        found["hidden_states"].append(None)  # where the list is empty, hooks take the input of the layer as well
+        # into an empty list a hook also puts the input of its layer, which is right for the first layer only
+        found["hidden_states"].append(None)
     token = collector.set(found)
     try:
         yield found
@@ -95,7 +111,14 @@ def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[A
 
 
 def install_hooks(model: nn.Module) -> None:
-    """Install those hooks now, on the layers themselves; the library does it when they are first asked for."""
+    """Install the hooks now, on the layers themselves.
+
+    transformers installs them in the first forward that returns such outputs. That forward would be the one of a copy,
+    which has stubs instead of layers.
+
+    Args:
+        model: model.
+    """
     module = sys.modules.get(_MODULE)
     if module is None:
         if is_old():
@@ -104,6 +127,8 @@ def install_hooks(model: nn.Module) -> None:
     base = sys.modules["transformers"].PreTrainedModel
     done = "_output_capturing_hooks_installed"
 
+    # One call covers all modules inside of a model. If a part has its hooks already, a call for the whole would install
+    # them twice there, and outputs would be captured twice; so the search goes on below.
     def descend(part: nn.Module) -> None:
         models = [inner for inner in part.modules() if isinstance(inner, base)]
         if isinstance(part, base) and not any(getattr(inner, done, False) for inner in models):
@@ -117,7 +142,15 @@ def install_hooks(model: nn.Module) -> None:
 
 
 def asked_for(model: nn.Module, kwargs: Mapping[str, Any]) -> Literal["none", "extras", "all"]:
-    """Return which outputs of layers a model called like this hands out: ``"extras"`` are all but hidden states."""
+    """Return which outputs of layers a call of a model returns.
+
+    Args:
+        model: model, whose configuration has the defaults.
+        kwargs: keyword arguments of the call.
+
+    Returns:
+        ``"all"`` with hidden states; ``"extras"`` with attentions or router logits only; else ``"none"``.
+    """
 
     def asked(name: str) -> bool:
         given = kwargs.get(name)

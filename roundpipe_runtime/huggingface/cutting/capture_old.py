@@ -1,9 +1,9 @@
-"""The collector of :mod:`.capture` for versions of transformers without one, like 4.56 and 5.0.
+"""The collector of :mod:`.capture` for versions of transformers without one, such as 4.56 and 5.0.
 
-There a decorated forward replaces the forward of the modules inside of it, each time that it is asked for what they
-return, and keeps that to itself. The layers of a pipeline are no modules inside of it, and several threads would
-replace the same methods. So the copies of a model get a forward that is asked for nothing, has a collector in force
-meanwhile, and adds what was collected; hooks on the layers append to it.
+There, a decorated forward that returns such outputs replaces the forwards of the modules inside of it while it runs. In
+a pipeline the layers are not inside of it, and several threads would replace the same methods. So a copy of a model
+gets a forward that calls the decorated one without such outputs, sets a collector meanwhile, and adds the collected
+outputs to the result. Hooks on the layers append to the collector.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ _HOOKED = "_rp_hooked_outputs"
 
 
 def is_old() -> bool:
-    """Report whether the transformers that is imported captures outputs in that way."""
+    """Report whether the imported version of transformers captures outputs in this way."""
     generic = sys.modules.get("transformers.utils.generic")
     return "transformers.utils.output_capturing" not in sys.modules and hasattr(generic, "_CAN_RECORD_REGISTRY")
 
 
 def hook_layers(model: nn.Module) -> None:
-    """Put hooks on all modules whose outputs may be asked for; once."""
+    """Register a hook on each module whose outputs can be returned, unless it has one.
+
+    Args:
+        model: model.
+    """
     for part in _decorated(model):
         for key, recorders in _recorders(part).items():
             for recorder in recorders:
@@ -41,7 +45,11 @@ def hook_layers(model: nn.Module) -> None:
 
 
 def collect_on_copy(copied: nn.Module) -> None:
-    """Give those modules of a copy whose forward is decorated one with a collector."""
+    """Replace the decorated forwards in a copy by forwards that set a collector.
+
+    Args:
+        copied: copy of a model.
+    """
     if is_old():
         for part in _decorated(copied):
             part.__dict__["forward"] = functools.partial(_forward, part)

@@ -21,7 +21,8 @@ from .report import Equivalence
 
 __all__ = ["check_equivalence", "evaluating", "objective", "tolerance"]
 
-# Gradients of what is used several times are summed in another order than in the plain model.
+# The factor between the tolerances of gradients and outputs: gradients of a parameter that is used several times are
+# summed in another order than in the reference model.
 _SUMS = 10
 
 
@@ -30,11 +31,11 @@ def check_equivalence(
 ) -> Equivalence:
     """Compare the pieces, run by the engine on one device, with the model.
 
-    It takes the memory of one piece's gradients: those of the reference model are digested one by one as they come,
-    those of the cut one piece by piece, and parameters are not copied. Gradients that the model holds are left alone.
+    It takes memory for the gradients of one piece: those of the reference model are digested as they are computed,
+    those of the cut model after each piece, and parameters are not copied. Gradients of the model stay as they are.
 
     Args:
-        model: the model, in evaluation mode.
+        model: model, in evaluation mode.
         pieces: pieces of the cut model.
         args: positional arguments.
         kwargs: keyword arguments.
@@ -79,7 +80,7 @@ def check_equivalence(
 
 
 class _Host(VirtualDevice):
-    """A device whose parameters are those of the host. No two pieces run on it at once, so they need no copies."""
+    """A device without copies of parameters, since pieces run on it one after the other."""
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
         return tensor if parameter else super().copy_in(tensor, ready)
@@ -90,14 +91,25 @@ def _uncut(args: Any, kwargs: Any, num_microbatch: int) -> tuple[list[Any], list
 
 
 def tolerance(model: nn.Module) -> float:
-    """Return which difference is rounding, for the dtypes of a model's parameters."""
+    """Return the largest relative error that counts as rounding, for the dtypes of a model's parameters."""
     floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
     coarsest = max((torch.finfo(dtype).eps for dtype in set(floats)), default=1e-7)
     return max(1e-6, 8 * coarsest) if coarsest < 1e-6 else 4 * coarsest
 
 
 def objective(outputs: Any, labels: Any) -> torch.Tensor:
-    """Return one number in which every number of the outputs takes part: a loss that finds every gradient."""
+    """Return a loss that depends on every number in the outputs, so that every gradient is compared.
+
+    Args:
+        outputs: outputs of the model.
+        labels: ignored.
+
+    Returns:
+        The loss, without axes.
+
+    Raises:
+        CutError: no output requires a gradient.
+    """
     total: torch.Tensor | None = None
     for tensor in _tensors(outputs):
         if tensor.requires_grad:
@@ -112,7 +124,11 @@ def objective(outputs: Any, labels: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch every module of a model to evaluation in the block, and back to what it was."""
+    """Set every module of a model to evaluation mode in the block, and restore its mode afterwards.
+
+    Args:
+        model: model.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -28,12 +28,12 @@ class Cut:
     """A model in pieces that a pipeline can run one after the other.
 
     Attributes:
-        model: the original model, whose parameters the pieces share.
-        pieces: modules of the pipeline. The first one takes the arguments of the model, the last one returns what
-            it returns; a model that could not be cut is the only piece.
-        program: plan of the cut; ``None`` for a model in one piece.
-        report: result of the cut in words and numbers.
-        layers: modules that were cut out, by name.
+        model: Original model, whose parameters the pieces share.
+        pieces: Modules of the pipeline. The first one takes the arguments of the model, the last one returns its
+            output; a model that could not be cut is the only piece.
+        program: Plan of the cut; ``None`` for a model in one piece.
+        report: Result of the cut in words and numbers.
+        layers: Modules that were cut out, by name.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
@@ -64,9 +64,10 @@ class Cut:
                 sync(piece.copy, self.model, piece.program.used[piece.number])
 
     def _renew(self) -> None:
-        """Copy the model's own code again. New parameters belong to every phase: which phase reads them is not known.
+        """Copy the model's own code again, after PEFT changed its modules.
 
-        Nor is it known whether layers still get the output of embeddings unchanged.
+        It is not known which phases read new parameters, so all phases get them; nor whether later phases still pass
+        the outputs of embeddings to layers only, so all phases compute them.
         """
         assert self.program is not None
         known = set().union(*(used or () for used in self.program.used))

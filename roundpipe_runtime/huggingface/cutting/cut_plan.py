@@ -16,12 +16,12 @@ class CutPlan:
     """The pieces of a cut model, in order: phase 0, calls, phase 1, calls, ... and a last phase.
 
     Attributes:
-        calls: every call of a layer, in order.
-        ends: for each phase, the place after the last call that it records. The last phase records none.
-        keep: outputs of layers that phases read.
-        used: for each phase, the names of the parameters that it reads; ``None`` while that is not known.
-        embeddings: names of those that only phase 0 computes. Later phases run the same code, but hand what it returns
-            to layers that were called already; they have its form.
+        calls: Calls of layers, in order.
+        ends: Place after the last call that each phase records. The last phase records no call.
+        keep: Outputs of layers that phases read.
+        used: Names of the parameters that each phase reads; ``None`` while they are not known.
+        embeddings: Names of the embeddings that only phase 0 computes. Later phases pass their outputs to layers that
+            have run already, so a placeholder is enough there.
     """
 
     calls: Sequence[Observed]
@@ -36,12 +36,17 @@ class CutPlan:
         return len(self.ends)
 
     def is_extra(self, place: int, leaf: int) -> bool:
-        """Report whether an output of a call is not the hidden state, the first that has the form of an input."""
+        """Report whether an output of a call is not the hidden state, the first output with the form of an input.
+
+        Args:
+            place: place of the call.
+            leaf: number of the output.
+        """
         leaves = self.calls[place].form.leaves
         return leaf != next((i for i, like in enumerate(leaves) if isinstance(like, int) and like >= 0), None)
 
     def names(self) -> list[str]:
-        """Return the pieces in words.
+        """Return the names of the pieces, in order.
 
         >>> CutPlan([], [0, 0]).names()
         ['phase 0', 'phase 1']

@@ -1,8 +1,8 @@
-"""Find the plan of a cut: run the model's forward on an example, and see where it needs the output of a layer.
+"""Find the plan of a cut: run the model's forward on an example, and observe where it needs the output of a layer.
 
-The first forward is the plain one, which tells the order of the calls and what they return. In the second one layers
-are stubs that hand out placeholders. Where the model computes with one of them, a phase ends; the calls recorded so far
-are made, and the next phase starts, in which they are replayed.
+The first forward is that of the model itself; it shows the order of the calls and the form of their outputs. In the
+second forward, layers are stubs that return placeholders. Where the model computes with a placeholder, a phase ends:
+the calls recorded so far run, and the next phase starts, in which they are replayed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .stub import copy_with_stubs
 
 __all__ = ["discover"]
 
-# A model whose own code stands between more calls than this is better left in one piece.
+# With more phases than this, a model is better left in one piece: each phase runs the code of all earlier ones again.
 _MOST_PHASES = 300
 
 
@@ -33,8 +33,8 @@ def discover(
     """Find the plan of a cut for these layers of a model.
 
     Args:
-        model: the model, in evaluation mode.
-        layers: by name.
+        model: model, in evaluation mode.
+        layers: layers by name.
         args: positional arguments of the example.
         kwargs: keyword arguments of the example.
 
@@ -42,7 +42,7 @@ def discover(
         The plan.
 
     Raises:
-        CutError: the layers are not called, or what passes between them cannot travel.
+        CutError: the layers are not called, or a value between them cannot pass between pieces.
     """
     with torch.no_grad():
         calls, _ = observe(dict(layers), lambda: model(*args, **kwargs))
@@ -54,6 +54,7 @@ def discover(
         while True:
             try:
                 return _run(program, model, layers, args, kwargs, copies, tracks)
+            # a trial shows what a plan lacks: an embedding that later phases compute, or an output that they read
             except MissingEmbeddingError as missing:
                 program = dataclasses.replace(program, embeddings=program.embeddings - {missing.name}, ends=())
                 copies, tracks = [], []
@@ -78,6 +79,8 @@ def _run(
     while True:
         number = len(ends)
         if number == len(copies):
+            # a copy for each phase, as in the pipeline: a module that caches what it computes of a parameter reads it
+            # in its first call only, and each phase makes that call on another device
             copies.append(copy_with_stubs(model, layers, program.embeddings))
             tracks.append(_Tracks(copies[-1]))
         trial = dataclasses.replace(program, ends=[*ends, len(program.calls)], keep=frozenset(keep))
@@ -98,7 +101,7 @@ def _run(
 
 
 def _embeddings(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Names of the tables that layers do not hold."""
+    """Names of the embeddings outside of layers."""
     inside = {id(module) for layer in layers.values() for module in layer.modules()}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and id(module) not in inside:
@@ -106,7 +109,7 @@ def _embeddings(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[s
 
 
 class _Tracks:
-    """Notes which parameters of a copy are read."""
+    """Records which parameters of a copy are read."""
 
     def __init__(self, copied: nn.Module) -> None:
         self._read: set[str] = set()
@@ -132,7 +135,7 @@ class _Tracked(dict[str, Any]):
 
 
 def _completed(used: list[set[str]], model: nn.Module, layers: Mapping[str, nn.Module]) -> list[frozenset[str]]:
-    """Parameters that the example did not reach belong to every phase: another batch may reach them."""
+    """The parameters of each phase. All get those that the example did not reach: other batches may read them."""
     inside = {id(p) for layer in layers.values() for p in layer.parameters()}
     names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in inside}
     unread = names.difference(*used)

@@ -15,14 +15,17 @@ __all__ = ["example_inputs", "without_cache"]
 
 _LENGTH = 12
 _PADDING = 3
-_LARGEST_TOKEN = 100  # above are often tokens that stand for pictures
+_LARGEST_TOKEN = 100  # larger ids are often placeholders of images
 
 
 def example_inputs(model: nn.Module) -> dict[str, Any]:
-    """Return keyword arguments of a model's forward: tokens, a mask, and labels where it takes them.
+    """Return keyword arguments of a model's forward: tokens, and the mask and decoder tokens that it takes.
 
     Args:
-        model: a model of transformers.
+        model: model of transformers.
+
+    Returns:
+        Two rows of tokens, the first one padded.
     """
     vocabulary = getattr(text_config(model), "vocab_size", None) or _LARGEST_TOKEN
     generator = torch.Generator().manual_seed(0)
@@ -35,7 +38,7 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
     if "attention_mask" in taken:
         made["attention_mask"] = torch.ones_like(tokens)
         made["attention_mask"][0, :_PADDING] = 0
-        if device.type == "meta":  # of a mask for all pairs of tokens, nobody asks whether it masks anything
+        if device.type == "meta":  # models read the values of a mask of rows, but not of a mask of pairs of tokens
             made["attention_mask"] = torch.zeros(2, 1, _LENGTH, _LENGTH)
     if "decoder_input_ids" in taken:
         made["decoder_input_ids"] = tokens.flip(1)[:, : _LENGTH - 4]
@@ -43,7 +46,15 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
 
 
 def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments that ask a model for no cache, where it knows of caches."""
+    """Set ``use_cache=False`` for a model that takes it, unless it is given.
+
+    Args:
+        model: model.
+        kwargs: keyword arguments of a call.
+
+    Returns:
+        A copy of the keyword arguments.
+    """
     taken = inspect.signature(model_inside(model).forward).parameters
     knows = "use_cache" in taken or (
         any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())

@@ -20,15 +20,15 @@ _WHOLE = 2**10
 
 
 class Gradients:
-    """What is known of the gradients of a model.
+    """Digests of the gradients of a model.
 
     Args:
-        model: the model.
+        model: model.
 
     Attributes:
-        digests: by the name of the parameter.
-        is_small: whether they are kept whole.
-        watched: ids of parameters whose hooks autograd is to call, as it does in a training.
+        digests: Digest of each gradient by the name of the parameter.
+        is_small: Whether gradients are kept whole.
+        watched: Ids of parameters with hooks that autograd has to call, as it does in a training.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,13 +38,26 @@ class Gradients:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Digest a gradient of a parameter, or a part of it."""
+        """Digest a gradient of a parameter, or a summand of it.
+
+        Args:
+            parameter: parameter.
+            gradient: its gradient, or a summand.
+        """
         name, found = self._names[id(parameter)], digest(gradient, whole=None if self.is_small else _WHOLE)
         before = self.digests.get(name)
         self.digests[name] = found if before is None else before + found
 
     def offer(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
-        """Digest a part of a gradient, unless hooks must see the whole; report whether it was digested."""
+        """Digest a summand of a gradient, unless hooks of the parameter need the sum.
+
+        Args:
+            parameter: parameter.
+            gradient: summand of its gradient.
+
+        Returns:
+            Whether it was digested.
+        """
         if id(parameter) in self.watched:
             return False
         self.add(parameter, gradient)
@@ -53,7 +66,14 @@ class Gradients:
 
 @contextlib.contextmanager
 def own_gradients(model: nn.Module) -> Iterator[Gradients]:
-    """Put the gradients of a model aside in the block; yields what is known of those that come instead."""
+    """Replace the gradients of a model in the block, and digest those that are computed in it.
+
+    Args:
+        model: model, whose gradients are restored afterwards.
+
+    Yields:
+        The digests, which grow while gradients are computed.
+    """
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     found = Gradients(model)
     with contextlib.ExitStack() as stack:
@@ -63,7 +83,7 @@ def own_gradients(model: nn.Module) -> Iterator[Gradients]:
                 stack.enter_context(_collecting(found, parameter, parameter))
             yield found
             for parameter, _ in before:
-                _collect(found, parameter, parameter)  # what was put there without autograd
+                _collect(found, parameter, parameter)  # gradients that were assigned without autograd
         finally:
             for parameter, gradient in before:
                 parameter.grad = gradient
@@ -71,14 +91,14 @@ def own_gradients(model: nn.Module) -> Iterator[Gradients]:
 
 @contextlib.contextmanager
 def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
-    """Let each place of a large parameter have a gradient of its own in the block, in the same memory.
+    """Untie large parameters in the block: each place gets a parameter of its own, over the same memory.
 
-    Autograd adds the gradients of an embedding and of the head that is tied to it: three more of the same size, where
-    one is enough.
+    Autograd sums the gradients of an embedding and of the head that is tied to it, which takes three more tensors of
+    that size. Digests are summed instead.
 
     Args:
-        model: the model.
-        found: gets the gradients.
+        model: model.
+        found: digests that the gradients are added to.
     """
     seen: set[int] = set()
     with contextlib.ExitStack() as stack:
@@ -97,7 +117,7 @@ def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _collecting(found: Gradients, parameter: nn.Parameter, place: nn.Parameter) -> Iterator[None]:
-    """Digest the gradients that autograd leaves in what stands in the place of a parameter."""
+    """Digest the gradients that autograd accumulates in the stand-in of a parameter."""
     if not (place.requires_grad and place.is_leaf):
         yield
         return

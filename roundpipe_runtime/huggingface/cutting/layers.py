@@ -1,4 +1,4 @@
-"""Find the layers of a model by their place and by the calls of a forward, not by name."""
+"""Find the layers of a model by their place in it and by the calls of its forward, not by name."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Candidate:
     """A list of modules that could be layers.
 
     Attributes:
-        path: name of the list in the model.
-        layers: by name in the model.
-        size: number of elements in their parameters.
+        path: Name of the list in the model.
+        layers: Layers by their name in the model.
+        size: Number of elements in their parameters.
     """
 
     path: str
@@ -31,9 +31,15 @@ class Candidate:
 
 
 def candidates(model: nn.Module) -> list[Candidate]:
-    """Return the lists of modules in a model that stand in no other such list, largest first.
+    """Return the outermost lists of modules in a model, largest first.
 
-    A list counts when it has two elements or more, all with parameters.
+    A list counts if it has at least two elements, all with parameters.
+
+    Args:
+        model: model.
+
+    Returns:
+        The lists.
 
     >>> [found.path for found in candidates(nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2)] * 2)}))]
     ['h']
@@ -54,23 +60,23 @@ def _lists(module: nn.Module, path: str) -> Iterator[Candidate]:
 
 
 def _is_of_layers(module: nn.Module) -> bool:
-    # the same module may stand there several times, which children() would not tell
+    # the same module may occur several times, and children() would list it once
     children = [child for child in module._modules.values() if child is not None]
     if len(children) < 2 or not all(any(True for _ in child.parameters()) for child in children):
         return False
-    # the matrices of a small network are no layers
+    # a Sequential of matrices and activations is one small network, not a list of layers
     alike = len({type(child) for child in children}) == 1 and all(list(child.children()) for child in children)
     return isinstance(module, nn.ModuleList) or alike
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputSpec:
-    """What a layer returned in a call.
+    """The form of the output of a layer.
 
     Attributes:
-        spec: the structure.
-        leaves: for a tensor the place among the tensors of the arguments of one that has its shape and dtype, or
-            ``-1``; for all else, ``(value,)``.
+        spec: Structure.
+        leaves: For a tensor, the position of an input tensor with the same shape and dtype, or ``-1``; ``(value,)`` for
+            all else.
     """
 
     spec: pytree.TreeSpec
@@ -82,8 +88,8 @@ class Observed:
     """One call of a layer in a forward of the model.
 
     Attributes:
-        layer: name of the layer.
-        form: what it returned.
+        layer: Name of the layer.
+        form: Form of its output.
     """
 
     layer: str
@@ -91,7 +97,15 @@ class Observed:
 
 
 def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[list[Observed], Any]:
-    """Run a forward; return the calls of layers, in order, and its result."""
+    """Run a forward and observe which layers it calls.
+
+    Args:
+        layers: layers by name.
+        forward: function that runs the forward.
+
+    Returns:
+        The calls of layers in order, and the result of the forward.
+    """
     seen: list[Observed] = []
     names: dict[int, str] = {}
     for name, layer in layers.items():
@@ -112,8 +126,9 @@ def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[l
 
 
 def tensors_of(arguments: Any) -> list[torch.Tensor]:
-    """Return the tensors among arguments, in order; what is in boxes does not count."""
-    outside = id(arguments[1])  # a dictionary, too; held by this function it would stay until Python collects cycles
+    """Return the tensors among arguments ``(args, kwargs)``, in order, without those in boxes."""
+    # kwargs is a dictionary but no box; by its id, as a reference from the function would live until a collection
+    outside = id(arguments[1])
     leaves = pytree.tree_leaves(arguments, is_leaf=lambda value: is_box(value) and id(value) != outside)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 

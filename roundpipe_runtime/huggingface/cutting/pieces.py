@@ -55,9 +55,14 @@ class Phase(nn.Module):
     """The model's own code up to the next layers; the last phase returns what the model returns.
 
     Args:
-        program: what was found out about the model.
-        number: of the phase.
-        copy: the model with stubs in place of its layers.
+        program: plan of the cut.
+        number: number of the phase.
+        copy: copy of the model with stubs in place of its layers.
+
+    Attributes:
+        program: Plan of the cut.
+        number: Number of the phase.
+        copy: Copy of the model.
     """
 
     def __init__(self, program: CutPlan, number: int, copy: nn.Module) -> None:
@@ -148,11 +153,15 @@ class Phase(nn.Module):
 
 
 class MissingValueError(BatchStructureError):
-    """A phase reads an output of a layer that was not kept."""
+    """A phase reads an output of a layer that was not kept.
+
+    Attributes:
+        key: Key of the output.
+    """
 
     def __init__(self, key: Key) -> None:
         super().__init__(
-            f"The model reads output {key.leaf} of its call {key.call} of a layer, which it did not do with the "
+            f"The model reads output {key.leaf} of its call {key.call} of a layer, which it did not read with the "
             "example that it was cut with. Cut it with an example of this kind:\n"
             "    wrap_model_to_roundpipe(model, example=batch)"
         )
@@ -169,7 +178,11 @@ def _missing(key: Key, call_log: CallLog) -> BatchStructureError:
 
 
 class Whole(nn.Module):
-    """A model that was not cut, as the only piece of a pipeline."""
+    """A model that was not cut, as the only piece of a pipeline.
+
+    Args:
+        model: model.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -196,12 +209,17 @@ class Whole(nn.Module):
 
 
 class LayerCall(nn.Module):
-    """One call of a layer.
+    """A call of a layer.
 
     Args:
-        program: what was found out about the model.
-        place: of the call in the program.
-        layer: the layer.
+        program: plan of the cut.
+        place: place of the call in the plan.
+        layer: layer.
+
+    Attributes:
+        program: Plan of the cut.
+        place: Place of the call in the plan.
+        layer: Layer.
     """
 
     def __init__(self, program: CutPlan, place: int, layer: nn.Module) -> None:
@@ -211,11 +229,22 @@ class LayerCall(nn.Module):
         self.place = place
 
     def forward(self, state: CutState) -> CutState:
-        """Call the layer as the phase before recorded it; a microbatch that leaves it out passes by."""
+        """Call the layer as the phase before recorded it.
+
+        Args:
+            state: state of the microbatch.
+
+        Returns:
+            The state after the call; the same state, if this microbatch skips the layer.
+
+        Raises:
+            CutError: an output cannot pass between pieces.
+        """
         spec = state.call_log.calls.get(self.place)
         if spec is None:
             return state
         values, boxes = state.values, dict(state.boxes)
+        # boxes are made anew, so that the layer writes neither to the state nor to the box of another call
         used = {}
         for use in spec.boxes():
             used[use.number] = box = use.kind()
@@ -237,7 +266,11 @@ class LayerCall(nn.Module):
 
 
 def _kept_outputs(call_log: CallLog, program: CutPlan) -> frozenset[Key]:
-    """What the model hands out, of layers and of its embeddings; and single tokens, which it may look for in others."""
+    """Outputs of layers and embeddings that the model returns, and embeddings of a single token.
+
+    The embedding of one token is small, and some models compare it with the inputs in a later phase, to find where
+    images go. So it is always kept.
+    """
     embedded = frozenset(
         one.key
         for made in call_log.embedded.values()

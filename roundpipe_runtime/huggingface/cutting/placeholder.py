@@ -1,8 +1,8 @@
 """Placeholders for tensors that are not computed yet: they can be passed on, but not computed with.
 
-While a model's forward is recorded, its layers are not run, and what they would return are placeholders. A model that
-hands them from layer to layer never notices. One that computes with them says by it that its own code stands between
-two layers: the first operation on a placeholder leaves the forward by `NeedsValue`.
+While the forward of a model is recorded, its layers do not run, and placeholders stand for their outputs. A model that
+passes them from layer to layer runs through. A model that computes with one has code of its own between two layers: the
+first operation on a placeholder leaves the forward by `NeedsValue`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ __all__ = ["Key", "NeedsValue", "Placeholder", "holds_placeholder"]
 
 
 class Key(NamedTuple):
-    """Names a tensor: output ``leaf`` of call ``call``; what a phase computed has the call -1."""
+    """Name of a tensor: output ``leaf`` of call ``call``; tensors that phase p computed have the call ``-1 - p``."""
 
     call: int
     leaf: int
 
 
 class NeedsValue(BaseException):
-    """The forward cannot go on without the value of a placeholder. It is no `Exception`: models catch those."""
+    """The forward cannot continue without the value of a placeholder. Models catch `Exception`, so it is none."""
 
     def __init__(self, key: Key) -> None:
         super().__init__(key)
         self.key = key
 
 
-# What can be asked of a placeholder whose form is known.
+# What a placeholder with a known form answers.
 _FORM = {
     *(vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "ndim")),
     torch.Tensor.size,
@@ -37,7 +37,7 @@ _FORM = {
     torch.Tensor.is_floating_point,
     torch.Tensor.__len__,
 }
-# What makes a tensor of the same form, or of the same kind.
+# What makes a tensor with the form, or the dtype and device, of another one.
 _OF_FORM = {
     *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
     *(torch.Tensor.new_empty, torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full),
@@ -47,11 +47,15 @@ _ALWAYS = {torch.Tensor.__repr__, torch.Tensor.__hash__, torch.Tensor.__format__
 
 
 class Placeholder(torch.Tensor):
-    """Stands for a tensor.
+    """A stand-in for a tensor that is not computed yet.
 
     Args:
-        key: which one.
-        like: a tensor of the same shape, dtype and device; ``None`` when that is not known.
+        key: name of the tensor.
+        like: tensor of the same shape, dtype and device; ``None`` if these are not known.
+
+    Attributes:
+        key: Name of the tensor.
+        has_form: Whether shape, dtype and device are known.
     """
 
     key: Key
@@ -59,7 +63,7 @@ class Placeholder(torch.Tensor):
 
     @staticmethod
     def __new__(cls, key: Key, like: torch.Tensor | None) -> Placeholder:
-        """Make one without memory."""
+        """Make a placeholder, which takes no memory."""
         known = like is not None and not (isinstance(like, Placeholder) and not like.has_form)
         with torch._C.DisableTorchFunctionSubclass():
             form = like if known and like is not None else torch.empty(0)
@@ -75,7 +79,7 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer what is known of the form; leave the forward for everything else."""
+        """Answer questions about a known form; leave the forward for everything else."""
         found = _first([*args, *(kwargs or {}).values()])
         if found is None or func in _ALWAYS or (found.has_form and func in _FORM):
             with torch._C.DisableTorchFunctionSubclass():
@@ -90,7 +94,7 @@ class Placeholder(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch annotates it as no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Leave the forward: code below torch functions reads the value."""
+        """Leave the forward: an operator reads the value, called by code that torch functions do not cover."""
         found = _first([*args, *(kwargs or {}).values()])
         raise NeedsValue(found.key if found is not None else Key(-1, -1))
 

@@ -22,21 +22,32 @@ from .placeholder import Key, NeedsValue, Placeholder
 
 __all__ = ["PhaseSession"]
 
+# classes whose objects hold no tensors that a flattening would have to find
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, HeldCache)
 
 
 class PhaseSession:
     """Answers the stubs in one phase of one microbatch.
 
+    The forward of the model runs from its start in every phase, as Python cannot continue it in the middle::
+
+        phase 1 of 2    embed        placeholder with the form of what phase 0 computed
+                        layers.0     replayed: the output that the state holds
+                        layers.1     recorded: arguments by key; placeholders are returned
+                        norm(x)      x is a placeholder: the phase ends
+
     Args:
-        program: what was found out about the model.
-        state: what there is so far.
-        phase: the number of the phase; places of calls from ``program.ends[phase]`` on belong to later ones.
+        program: plan of the cut.
+        state: state of the microbatch.
+        phase: number of the phase. Calls from place ``program.ends[phase]`` on belong to later phases.
 
     Attributes:
-        values: the tensors of the state, with those that this phase hands to layers.
-        calls: what was recorded.
-        embedded: what embeddings returned in phase 0.
+        program: Plan of the cut.
+        call_log: Call log of the state.
+        values: Tensors of the state, and those that this phase passes to layers.
+        boxes: Contents of boxes.
+        calls: Calls that were recorded, by place.
+        embedded: Outputs of embeddings in phase 0, call by call.
     """
 
     def __init__(self, program: CutPlan, state: CutState, phase: int) -> None:
@@ -49,6 +60,7 @@ class PhaseSession:
         self._made = sorted(self.call_log.results)
         self._asked = 0
         self._place = self._made[-1] + 1 if self._made else 0
+        # Tensors and boxes are recognized by identity: a tensor passed to twelve layers is one value, copied once.
         self._keys = {id(value): key for key, value in self.values.items()}
         self._sides = 0
         self._box_numbers: dict[int, int] = {}
@@ -56,28 +68,64 @@ class PhaseSession:
         self._held: dict[int, HeldCache] = {}
         self._embeds: dict[str, int] = {}
         self.embedded: dict[str, list[Embedded]] = {}
-        self._alive: list[Any] = []  # what is known by its id must not go away
+        self._alive: list[Any] = []  # an id is reused once its object is gone, so objects known by id stay referenced
 
     def hand_out(self, held: HeldCache) -> Any:
-        """Return the cache that the model's own code is to see in place of this one."""
+        """Return the cache that the model's own code gets in place of a held one.
+
+        Args:
+            held: cache of the microbatch.
+
+        Returns:
+            A cache as it was before this forward, so that masks and positions are the same in every phase.
+        """
         view = held.before()
         self._alive.append(view)
         self._held[id(view)] = held
         return view
 
     def held_again(self, output: Any) -> Any:
-        """Return what the model returned, with caches that were handed out held again."""
+        """Return the output of the model, with held caches in place of those that were handed out.
+
+        Args:
+            output: output of the model, or its arguments.
+        """
         return swapped(output, self._held)
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a layer returns."""
+        """Replay or record a call of a layer.
+
+        Args:
+            layer: name of the layer.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+
+        Returns:
+            The output of the layer, if the call was completed; placeholders for it otherwise.
+
+        Raises:
+            BatchStructureError: the plan has no such call here.
+            CutError: an argument cannot pass between pieces.
+        """
         self._asked += 1
         if self._asked <= len(self._made):
             return self._replay(self._made[self._asked - 1], layer, args, kwargs)
         return self._record(self._next_place(layer), args, kwargs)
 
     def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> Any:
-        """Return what an embedding computes in phase 0; later, what is known of it."""
+        """Compute the output of an embedding in phase 0; in later phases, return a stand-in for it.
+
+        Args:
+            name: name of the embedding.
+            run: function that computes the output.
+            device: device of the tokens.
+
+        Returns:
+            The output of the embedding; in later phases a placeholder, or the output if the state holds it.
+
+        Raises:
+            MissingEmbeddingError: phase 0 did not make this call.
+        """
         if self._phase == 0:
             out = run()
             if type(out) is torch.Tensor:
@@ -88,7 +136,8 @@ class PhaseSession:
         made = self.call_log.embedded.get(name, ())
         if number >= len(made):
             raise MissingEmbeddingError(name)
-        # while the program is found out, what is there counts for nothing: one token is, and several would not be
+        # While the plan is being found, values in the state are ignored: outputs for a single token are always kept,
+        # and a phase that read one would fail for longer inputs.
         found = self.values.get(made[number].key) if self.program.used else None
         if found is None:
             form = torch.empty((), dtype=made[number].dtype, device=device).expand(made[number].shape)
@@ -96,18 +145,18 @@ class PhaseSession:
             self._alive.append(found)
         return found
 
-    # -- calls that were made ----------------------------------------------------------------------------------------
+    # -- calls that were completed -----------------------------------------------------------------------------------
 
     def _replay(self, place: int, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.program.calls[place].layer != layer:
             raise BatchStructureError(
-                f"The model called {layer} where it called {self.program.calls[place].layer} a moment before: its "
-                "forward does not do the same twice."
+                f"The model called {layer} where it called {self.program.calls[place].layer} in the phase before: its "
+                "forward is not deterministic."
             )
         for use, box in zip(self.call_log.calls[place].boxes(), _boxes_of(args, kwargs), strict=False):
             self._box_numbers[id(box)] = use.number
             self._alive.append(box)
-            if use.number in self.boxes:
+            if use.number in self.boxes:  # the layer wrote to a copy: the model's own code reads it in its own box
                 fill_box(box, self.boxes[use.number])
                 self._box_seen[use.number] = _ids(box)
         if place in self.call_log.captured:
@@ -126,7 +175,7 @@ class PhaseSession:
     # -- calls to be made --------------------------------------------------------------------------------------------
 
     def _next_place(self, layer: str) -> int:
-        """The place of a call in the program; those that the batch leaves out stay out."""
+        """The place of a call in the plan. Calls before it that the batch skipped are never recorded (LayerDrop)."""
         places = range(self._place, self.program.ends[self._phase])
         for place in places:
             if self.program.calls[place].layer == layer:
@@ -159,7 +208,7 @@ class PhaseSession:
 
     def _named(self, leaf: Any, place: int) -> Any:
         if isinstance(leaf, Placeholder):
-            if leaf.key.call < 0:  # an embedding that is not here
+            if leaf.key.call < 0:  # an embedding of phase 0, which the state no longer holds
                 raise NeedsValue(leaf.key)
             return leaf.key
         if isinstance(leaf, torch.Tensor):
@@ -169,13 +218,13 @@ class PhaseSession:
         if is_cache(leaf) and find_unregistered(leaf):
             raise CutError(
                 "structure",
-                f"{self.program.calls[place].layer} is handed a {type(leaf).__name__} that the model made and filled. "
-                "Keys and values of some layers do not travel to others, which training would have to go back through.",
+                f"{self.program.calls[place].layer} gets a {type(leaf).__name__} that the model made and filled. Keys "
+                "and values cannot pass from layer to layer in it, as gradients would have to flow back through it.",
             )
         if not isinstance(leaf, _PLAIN) and (found := find_unregistered(leaf)):
             raise CutError(
                 "structure",
-                f"{self.program.calls[place].layer} is handed something that cannot travel: {found[0]}",
+                f"{self.program.calls[place].layer} gets an argument that cannot pass between pieces: {found[0]}",
             )
         return EmptyCache(copy.deepcopy(leaf)) if is_cache(leaf) else leaf
 
@@ -190,6 +239,7 @@ class PhaseSession:
 
     def _box(self, box: Any, place: int) -> BoxUse:
         number = self._box_numbers.setdefault(id(box), len(self._box_numbers) + 1000 * self._phase)
+        # unchanged since a layer had it: then its content is in the state, or will be when that layer has run
         held = _ids(box)
         if self._box_seen.get(number) == held:
             return BoxUse(number, type(box), None)
@@ -205,10 +255,8 @@ def _ids(box: Any) -> list[int]:
 
 
 def _box_below(kwargs: dict[str, Any]) -> Callable[[Any], bool]:
-    """Distinguish boxes from keyword arguments, which are also a dictionary.
-
-    torch's flattening is a cycle that keeps this function until Python collects it, so it must not hold the tensors.
-    """
+    """Return a test for boxes that is false for the keyword arguments themselves, which are also a dictionary."""
+    # torch's flattening makes a reference cycle with this function, so it must not reference tensors
     outside = id(kwargs)
     return lambda value: id(value) != outside and is_box(value)
 

@@ -1,7 +1,8 @@
 """Copy a model with stubs in place of its layers: its own code runs, its layers do not.
 
-The copy shares parameters, buffers and configuration with the model, but has module objects of its own. So it can hold
-the copies of one device while the layers, and other copies, run elsewhere.
+A copy shares parameters, buffers and configuration with the model, but has its own module objects. So its modules can
+hold the parameters of one device while the layers, and the copies of other phases, run on other devices. A copy has no
+memory of its own but these objects.
 """
 
 from __future__ import annotations
@@ -23,13 +24,25 @@ __all__ = ["Session", "copy_with_stubs", "running", "structure_around", "sync"]
 
 
 class Session(Protocol):
-    """Answers the calls of stubs."""
+    """What answers the calls of stubs."""
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the layer of this name returns, or a placeholder."""
+        """Return the output of a layer, or placeholders for it.
+
+        Args:
+            layer: name of the layer.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
 
     def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> Any:
-        """Return what the embedding of this name returns, or a placeholder."""
+        """Return the output of an embedding, or a placeholder for it.
+
+        Args:
+            name: name of the embedding.
+            run: function that computes the output.
+            device: device of the tokens.
+        """
 
 
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
@@ -44,7 +57,11 @@ _RUNNING = _Running()
 
 @contextlib.contextmanager
 def running(session: Session) -> Iterator[None]:
-    """Let a session answer the stubs that this thread calls in the block."""
+    """Let a session answer the stubs that this thread calls in the block.
+
+    Args:
+        session: session of a phase.
+    """
     before, _RUNNING.session = _RUNNING.session, session
     try:
         yield
@@ -68,7 +85,7 @@ def _embed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _embedding_class(kind: Any) -> type:
-    """A class whose objects ask the session before they compute."""
+    """A subclass of an embedding's class whose objects ask the session before they compute."""
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": _embed})
 
 
@@ -78,9 +95,9 @@ def _from_layer(self: nn.Module, name: str) -> Any:
 
 @functools.cache
 def _stub_class(kind: Any) -> type:
-    """A class that passes for the layer's, with no module or parameter of its own."""
+    """A subclass of a layer's class, so that ``isinstance`` holds, whose objects have no modules or parameters."""
     made = type(kind.__name__, (kind,), {"__module__": kind.__module__})
-    # behind the back of ``__init_subclass__``, which wraps forward
+    # set after the class exists: `__init_subclass__` of transformers would wrap forward
     for name, function in (("__call__", _answer), ("forward", _answer), ("__getattr__", _from_layer)):
         setattr(made, name, function)
     return made
@@ -97,9 +114,12 @@ def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embedding
     """Return a copy of a model in which layers are stubs.
 
     Args:
-        model: the model.
-        layers: by name.
-        embeddings: names of modules that ask the session before they compute.
+        model: model.
+        layers: layers by name.
+        embeddings: names of modules that ask the session before they compute; none by default.
+
+    Returns:
+        The copy, with the parameters and buffers of the model.
 
     Raises:
         CutError: the model cannot be copied.
@@ -124,10 +144,10 @@ def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embedding
 
 
 def _shared(module: nn.Module) -> Iterator[Any]:
-    """What a copy of a module has in common with it."""
+    """The objects that a copy of a module shares with it."""
     yield from (tensor for held in (module._parameters, module._buffers) for tensor in held.values())
     for name, value in module.__dict__.items():
-        # hooks that come or go later count for the copy, too, and what a hook belongs to is not copied
+        # hooks that are registered or removed later count for the copy, and objects that hooks belong to are not copied
         if isinstance(value, torch.Tensor) or "config" in name or name.endswith(_HOOKS):
             yield value
         elif isinstance(value, (list, tuple)):
@@ -135,11 +155,14 @@ def _shared(module: nn.Module) -> Iterator[Any]:
 
 
 def structure_around(model: nn.Module, layers: Set[str]) -> dict[str, type]:
-    """Return the classes of the modules of a model by name, but for what is in its layers.
+    """Return the classes of the modules of a model, without those inside its layers.
 
     Args:
-        model: the model.
+        model: model.
         layers: names of the layers.
+
+    Returns:
+        The classes by name of the module.
     """
     found: dict[str, type] = {}
     waiting = [("", model)]
@@ -152,12 +175,12 @@ def structure_around(model: nn.Module, layers: Set[str]) -> dict[str, type]:
 
 
 def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
-    """Bring a copy up to date with its model: parameters that were replaced, mode, attributes that are plain data.
+    """Update a copy from its model: parameters that were replaced, training mode, attributes that are plain data.
 
     Args:
-        copied: a result of `copy_with_stubs`.
-        model: what it was made of.
-        used: names of the parameters that the copy is to have; ``None`` for all.
+        copied: result of `copy_with_stubs`.
+        model: model that it was copied from.
+        used: names of the parameters that the copy gets; ``None`` for all.
     """
     for path, module in copied.named_modules():
         if "_rp_name" in module.__dict__:
@@ -175,7 +198,7 @@ def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
         for name, value in original.__dict__.items():
             if _is_simple(value):
                 module.__dict__[name] = value
-            elif _is_plain(value) and module.__dict__.get(name) != value:  # like the adapters that are active
+            elif _is_plain(value) and module.__dict__.get(name) != value:  # such as the active adapters
                 module.__dict__[name] = copy.deepcopy(value)
 
 
@@ -184,7 +207,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Report whether a value is made of numbers and texts."""
+    """Report whether a value consists of numbers and strings."""
     if type(value) is dict:
         return all(_is_simple(key) and _is_plain(item) for key, item in value.items())
     if type(value) in (list, tuple, set):

@@ -1,10 +1,10 @@
-"""Generation of encoder-decoders: the encoder runs once, then the decoder alone, each as a pipeline of its own.
+"""Generate with encoder-decoders: the encoder runs once, then the decoder alone, each as a separate pipeline.
 
 ::
 
     training    phase, encoder layers, phase, decoder layers, phase     the pipeline of the model
-    encode      phase, encoder layers, phase                            a route: cut with the first prompt
-    each token          phase, decoder layers, phase                    a route: cut with its first call
+    encode      phase, encoder layers, phase                            a path: cut with the first prompt
+    each token          phase, decoder layers, phase                    a path: cut with its first call
 
 So no layer of the encoder goes to a device for a token. The parameters are the same; nothing is copied on the host.
 """
@@ -28,23 +28,26 @@ from ..cutting.capture import is_cache
 from ..cutting.check import evaluating, tolerance
 from ..cutting.cut import Cut, cut
 from ..errors import CutError
-from .generation import forward_of, without_taken_forwards
+from .generation import forward_of, with_own_forwards
 
 _LOG = logging.getLogger(__name__)
 
-__all__ = ["GenerationPath", "routes_of", "taking"]
+__all__ = ["GenerationPath", "generation_paths", "use_paths"]
 
 _ROWS = 2
 
 
 class GenerationPath:
-    """The forward of a model on a way that its pipeline does not take, as a pipeline that is made at the first call.
+    """A path through an encoder-decoder that only generation takes, as a pipeline that is made at the first call.
 
-    Where it cannot be made, or computes something else than the model, the model's own forward is called, on the host.
+    If the pipeline cannot be made, or its output differs from the model's, the model's own forward runs, on the host.
 
     Args:
-        model: the encoder of a model, or the model, which is then given the encoder's output.
-        wrap: makes a pipeline of a cut.
+        model: encoder of a model, or the model itself, which is then given the encoder's output.
+        wrap: function that makes a pipeline of a cut.
+
+    Attributes:
+        model: The encoder or the model.
     """
 
     def __init__(self, model: nn.Module, wrap: Callable[[Cut], Any]) -> None:
@@ -54,8 +57,16 @@ class GenerationPath:
         self._tried = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns."""
-        with without_taken_forwards(self.model):
+        """Run the forward.
+
+        Args:
+            *args: positional arguments of the model.
+            **kwargs: keyword arguments of the model.
+
+        Returns:
+            The output of the model.
+        """
+        with with_own_forwards(self.model):
             bound = inspect.signature(self.model.forward).bind_partial(*args)
             kwargs = {**bound.arguments, **kwargs}
             if not self._tried:
@@ -65,11 +76,11 @@ class GenerationPath:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether a pipeline was tried, and is not used."""
+        """Whether the pipeline was tried and is not used."""
         return self._tried and self._pipeline is None
 
     def close(self) -> None:
-        """End the pipeline; its devices are those of the model's own, which ends their threads."""
+        """Close the pipeline. Its devices belong to the model's own pipeline, which ends their threads."""
         if self._pipeline is not None:
             self._pipeline.close()
         self._pipeline = None
@@ -90,12 +101,15 @@ class GenerationPath:
             self.close()
 
 
-def routes_of(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[GenerationPath]:
-    """Return the routes on which an encoder-decoder generates: its encoder, then the model itself.
+def generation_paths(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[GenerationPath]:
+    """Return the paths on which an encoder-decoder generates: its encoder, then the model itself.
 
     Args:
-        model: a model of transformers, or of PEFT around it; others have none.
-        wrap: makes a pipeline of a cut.
+        model: model of transformers, or PEFT's model around one.
+        wrap: function that makes a pipeline of a cut.
+
+    Returns:
+        The paths; an empty list for a model without an encoder.
     """
     inner = model_inside(model)
     find = getattr(inner, "get_encoder", None)
@@ -107,20 +121,20 @@ def routes_of(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[GenerationPa
 
 
 @contextlib.contextmanager
-def taking(routes: list[GenerationPath]) -> Iterator[None]:
-    """Let models go their routes in the block.
+def use_paths(paths: list[GenerationPath]) -> Iterator[None]:
+    """Let ``generate`` call these paths instead of the forwards of their models, in the block.
 
     Args:
-        routes: a result of `routes_of`.
+        paths: result of `generation_paths`.
     """
     with contextlib.ExitStack() as stack:
-        for route in routes:
-            stack.enter_context(forward_of(route.model, route))
+        for path in paths:
+            stack.enter_context(forward_of(path.model, path))
         yield
 
 
 def _first_rows(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call for its first two rows, copied: there are models that write into them."""
+    """Arguments of a call for its first two rows, copied because some models write into them."""
     tensors = [leaf for leaf in pytree.tree_leaves(_without_cache(kwargs)) if isinstance(leaf, torch.Tensor)]
     rows = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
 
@@ -138,7 +152,7 @@ def _without_cache(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _difference(
     model: nn.Module, forward: Callable[..., Any], example: dict[str, Any], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """The reason not to use the pipeline for this model, from a call and one more token after it, with a cache."""
+    """Why not to use the pipeline, after a call and one more token with a cache; ``None`` if both outputs agree."""
     calls: list[dict[str, Any]] = [example]
     cache = kwargs.get(CACHE)
     held: list[dict[str, Any]] = [{"use_cache": True} if cache is None and kwargs.get("use_cache") else {}] * 2

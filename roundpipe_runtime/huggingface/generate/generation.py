@@ -1,4 +1,4 @@
-"""Run ``generate`` of transformers with the forward of a pipeline, where a trial shows that it is the same."""
+"""Run ``generate`` of transformers with the forward of a pipeline, if a trial shows that both compute the same."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from ..cutting.caches import home
 from ..cutting.check import evaluating, tolerance
 from ..cutting.cut import Cut
 
-__all__ = ["forward_of", "reason_for_host", "without_taken_forwards"]
+__all__ = ["forward_of", "reason_for_host", "with_own_forwards"]
 
 _PROMPT, _PADDING = 5, 2
 
 
 @contextlib.contextmanager
 def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a model call another forward in the block; ``generate`` calls its model, and no other way leads in.
+    """Replace the forward of a model in the block.
 
     Args:
-        model: a model of transformers, or of PEFT around it.
-        forward: takes what its forward takes.
+        model: model of transformers, or PEFT's model around one.
+        forward: function with the arguments of the model's forward.
     """
+    # `generate` calls the model that it is a method of, so an attribute of that object is the only way in
     inner = model_inside(model)
-    taken = functools.wraps(inner.forward)(_Taken(forward))
+    taken = functools.wraps(inner.forward)(_OtherForward(forward))
     held = inner.__dict__
     before = held.get("forward")
     held["forward"] = taken
@@ -44,8 +45,8 @@ def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             held["forward"] = before
 
 
-class _Taken:
-    """The other forward."""
+class _OtherForward:
+    """A replaced forward, which `with_own_forwards` recognizes by its class."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -55,14 +56,14 @@ class _Taken:
 
 
 @contextlib.contextmanager
-def without_taken_forwards(model: nn.Module) -> Iterator[None]:
-    """Let a model, and each module in it, call its own forward in the block.
+def with_own_forwards(model: nn.Module) -> Iterator[None]:
+    """Undo `forward_of` in the block, for a model and all modules in it.
 
     Args:
-        model: it.
+        model: model.
     """
     held = [(module.__dict__, module.__dict__.get("forward")) for module in model.modules()]
-    taken = [(own, forward) for own, forward in held if isinstance(forward, _Taken)]
+    taken = [(own, forward) for own, forward in held if isinstance(forward, _OtherForward)]
     for own, _ in taken:
         del own["forward"]
     try:
@@ -73,14 +74,17 @@ def without_taken_forwards(model: nn.Module) -> Iterator[None]:
 
 
 def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
-    """Return why a model has to generate on the host; ``None`` if it need not.
+    """Return why a model has to generate on the host.
 
-    A prompt of two rows, the first one padded, and one token after it run through the pipeline and through the model,
-    each with a cache.
+    A prompt of two rows, the first one padded, and one more token run through the pipeline and through the model, each
+    with a cache.
 
     Args:
-        cut: the model.
-        forward: of the pipeline.
+        cut: cut of the model.
+        forward: forward of the pipeline.
+
+    Returns:
+        The reason; ``None`` if the model can generate through the pipeline.
     """
     inner = model_inside(cut.model)
     if cut.report.is_whole:

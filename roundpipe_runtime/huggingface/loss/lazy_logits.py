@@ -3,7 +3,7 @@
 The model's own code runs, up to its loss. Its head returns a `LazyLogits`: a tensor with a shape and no memory. It
 remembers what the model does with it, if that is done to each number alone (a scale, a soft cap, a wider dtype) or only
 picks rows. `cross_entropy` of it is computed in chunks. Anything else is done with the real logits, computed then. What
-writes into logits, or reaches them below torch functions, ends the forward by `NotLate`; it is run again with a plain
+writes into logits, or reaches them below torch functions, ends the forward by `NotLazy`; it is run again with a plain
 head. So the result is the model's own, whatever it does.
 """
 
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from ..adapters import model_inside
 from .chunked import chunked_cross_entropy
 
-__all__ = ["LazyLogits", "NotLate", "late_head", "loss_only"]
+__all__ = ["LazyLogits", "NotLazy", "lazy_head", "loss_only"]
 
 # Logits of so few numbers (64 MB in float32) are computed as the model does.
 _SMALL = 2**24
@@ -46,7 +46,7 @@ _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", 
 _RESHAPING = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape}
 
 
-class NotLate(BaseException):
+class NotLazy(BaseException):
     """The forward needs its logits at once. It is no `Exception`: models catch those."""
 
 
@@ -89,7 +89,7 @@ class LazyLogits(torch.Tensor):
     def check_unwritten(self) -> None:
         """Leave the forward if code wrote into logits that were computed, of which these may be a view."""
         if any(values._version != version for values, version in self.computed):
-            raise NotLate
+            raise NotLazy
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # mypy loses its default
         return f"LazyLogits({tuple(self.shape)})"
@@ -106,11 +106,11 @@ class LazyLogits(torch.Tensor):
         """Remember what is done, compute the loss in chunks, or do it with the real logits."""
         kwargs = kwargs or {}
         if _writes(func, kwargs):
-            raise NotLate
+            raise NotLazy
         if func in _FORM:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        found = _late(func, args, kwargs)
+        found = _lazy(func, args, kwargs)
         if found is not None:
             return found
         args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.compute, (args, kwargs))
@@ -121,7 +121,7 @@ class LazyLogits(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """End the forward: here, nothing of the graph would be recorded."""
-        raise NotLate
+        raise NotLazy
 
 
 def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -136,7 +136,7 @@ def _done(values: torch.Tensor, steps: Sequence[Callable[[torch.Tensor], torch.T
     return values
 
 
-def _late(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result without computing the logits; ``None`` if that cannot be."""
     if func is functional.cross_entropy:
         return _loss(*args, **kwargs)
@@ -232,11 +232,11 @@ class _Head(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def late_head(model: nn.Module) -> Iterator[None]:
-    """Let the head of a model return late logits in the block, where they are large.
+def lazy_head(model: nn.Module) -> Iterator[None]:
+    """Let the head of a model return lazy logits in the block, where they are large.
 
     Args:
-        model: a model of transformers, or of PEFT around it; any other computes as it does.
+        model: model of transformers, or PEFT's model around one. Any other model computes its logits as usual.
     """
     find = getattr(model_inside(model), "get_output_embeddings", None)
     weight = None if find is None else getattr(find(), "weight", None)
@@ -248,15 +248,18 @@ def late_head(model: nn.Module) -> Iterator[None]:
 
 
 def loss_only(model: nn.Module, run: Callable[[], Any]) -> Any:
-    """Run a forward, and return its output with ``None`` for logits that were not computed.
+    """Run a forward whose logits are used for its loss only.
 
     Args:
         model: model that has the head.
-        run: function that runs the forward.
+        run: function that runs the forward; it is called again if the forward needs its logits.
+
+    Returns:
+        The output of the forward, with ``None`` for logits that were not computed.
     """
     try:
-        with late_head(model):
+        with lazy_head(model):
             output = run()
             return pytree.tree_map_only(LazyLogits, lambda _: None, output)
-    except NotLate:
+    except NotLazy:
         return run()

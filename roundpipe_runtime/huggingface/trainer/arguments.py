@@ -11,8 +11,8 @@ from ...pipeline import RoundPipe
 
 __all__ = ["check_arguments", "check_optimizer", "check_precision"]
 
-# field of TrainingArguments -> why it cannot be, and what to write instead
-_REFUSED = {
+# field of TrainingArguments -> why it is not supported, and what to write instead
+_UNSUPPORTED = {
     "fp16_full_eval": "it would move the model to the accelerator. Load the model with dtype=torch.float16",
     "bf16_full_eval": "it would move the model to the accelerator. Load the model with dtype=torch.bfloat16",
     "torch_compile": "a pipeline calls the layers one by one. Leave it out",
@@ -26,7 +26,7 @@ _OF_BITSANDBYTES = ("adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademam
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse training arguments that a pipeline does not support.
+    """Check training arguments for those that a pipeline does not support.
 
     Args:
         args: ``TrainingArguments``.
@@ -34,9 +34,9 @@ def check_arguments(args: Any) -> None:
     Raises:
         ConfigError: an argument is not supported.
     """
-    for name, reason in _REFUSED.items():
+    for name, reason in _UNSUPPORTED.items():
         if getattr(args, name, None):
-            raise ConfigError(f"RoundPipeTrainer: {name}={getattr(args, name)!r} cannot be: {reason}.")
+            raise ConfigError(f"RoundPipeTrainer: {name}={getattr(args, name)!r} is not supported: {reason}.")
     if args.fp16:
         check_precision("fp16")
     if args.world_size > 1:
@@ -46,8 +46,8 @@ def check_arguments(args: Any) -> None:
         )
     if getattr(args.accelerator_config, "dispatch_batches", None):
         raise ConfigError(
-            "RoundPipeTrainer: dispatch_batches=True cannot be: it would put batches on the accelerator, and one "
-            "process reads its own. Leave it out of accelerator_config."
+            "RoundPipeTrainer: dispatch_batches=True is not supported: it would put batches on the accelerator. Leave "
+            "it out of accelerator_config."
         )
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer in _OF_BITSANDBYTES or "paged" in optimizer or "bnb" in optimizer:
@@ -64,7 +64,7 @@ def check_arguments(args: Any) -> None:
 
 
 def check_precision(precision: str) -> None:
-    """Refuse a mixed precision that scales gradients: they are on the host, and the scale would be on the accelerator.
+    """Check that mixed precision does not scale gradients: they are on the host, the scale is on the accelerator.
 
     Args:
         precision: mixed precision of the accelerator, which an ``accelerate`` configuration may also set.
@@ -74,13 +74,13 @@ def check_precision(precision: str) -> None:
     """
     if precision not in ("no", "bf16"):
         raise ConfigError(
-            f"RoundPipeTrainer: mixed precision {precision!r} cannot be. Use bf16=True; or load the model with "
+            f"RoundPipeTrainer: mixed precision {precision!r} is not supported. Use bf16=True; or load the model with "
             "dtype=torch.bfloat16 and give optim_dtype=torch.float32."
         )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, pipeline: RoundPipe) -> None:
-    """Refuse an optimizer for parameters that never get a gradient.
+    """Check that the parameters of an optimizer get gradients.
 
     Args:
         optimizer: optimizer of the Trainer.

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from matrix.models import make_model
 from roundpipe_runtime.huggingface.cutting.caches import HeldCache, home
 from roundpipe_runtime.huggingface.generate import encoders
-from roundpipe_runtime.huggingface.generate.encoders import GenerationPath, routes_of
+from roundpipe_runtime.huggingface.generate.encoders import GenerationPath, generation_paths
 from tests.runtime.huggingface.generate.test_generation import prompt
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, wrapped
 
@@ -51,7 +51,7 @@ def test_tokens_are_those_of_the_plain_model(name):
             found.append(model.generate(**inputs, **OPTIONS, **options))
         assert torch.equal(*found), way
         assert found[0].shape[1] >= 5
-    assert not any(route.is_on_host for route in pipeline._rp_routes())
+    assert not any(path.is_on_host for path in pipeline._rp_paths())
     pipeline.close()
 
 
@@ -60,9 +60,9 @@ def test_nothing_runs_on_after_close():
     before = threading.active_count()
     pipeline, _, inputs = pair("seq2seq:t5")
     tokens = pipeline.generate(**inputs, **OPTIONS)
-    routes = pipeline._rp_routes()
-    for route in routes:
-        route.close()
+    paths = pipeline._rp_paths()
+    for path in paths:
+        path.close()
     assert torch.isfinite(pipeline(**inputs, decoder_input_ids=tokens).logits).all()
     pipeline.close()
     assert threading.active_count() == before
@@ -120,13 +120,13 @@ def test_weights_of_the_last_step_generate():
 
 
 def test_a_route_that_differs_is_not_taken(monkeypatch, caplog):
-    """The host runs what the trial refuses, and the logger says why; other routes and the training go on."""
+    """The host runs what the trial refuses, and the logger says why; other paths and the training go on."""
     monkeypatch.setattr(encoders, "_first_tensor", lambda output: torch.rand(()).double())
     pipeline, plain, inputs = pair("seq2seq:t5")
     with caplog.at_level(logging.INFO, logger="roundpipe_runtime"):
         found = pipeline.generate(**inputs, **OPTIONS)
     assert torch.equal(found, plain.generate(**inputs, **OPTIONS))
-    assert [route.is_on_host for route in pipeline._rp_routes()] == [True, True]
+    assert [path.is_on_host for path in pipeline._rp_paths()] == [True, True]
     assert "T5Stack runs on the host in generate: through the pipeline, its output differs by" in caplog.text
     assert pipeline.forward_backward(input_kwargs=hf_batch()) > 0
     assert not any("forward" in vars(module) for module in pipeline.cut.model.modules())
@@ -168,4 +168,4 @@ def test_the_sides_of_a_held_cache_are_apart():
 
 def test_decoders_have_no_routes():
     """Only what has an encoder calls its parts one by one."""
-    assert routes_of(hf_model("llama"), GenerationPath) == []
+    assert generation_paths(hf_model("llama"), GenerationPath) == []

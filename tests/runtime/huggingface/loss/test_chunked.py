@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from matrix.models import make_model
 from roundpipe_runtime.errors import LossError
-from roundpipe_runtime.huggingface.loss import lazy_logits as late_logits
+from roundpipe_runtime.huggingface.loss import lazy_logits
 from roundpipe_runtime.huggingface.loss.chunked import chunked_cross_entropy
-from roundpipe_runtime.huggingface.loss.lazy_logits import LazyLogits, late_head, loss_only
+from roundpipe_runtime.huggingface.loss.lazy_logits import LazyLogits, lazy_head, loss_only
 from roundpipe_runtime.huggingface.loss.weights import counting
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
 
@@ -210,7 +210,7 @@ MODELS = ["llama", "gpt2", "gemma2", "gemma3_text", "cohere", "granite", "phi", 
 
 @pytest.fixture
 def everything_is_large(monkeypatch):
-    monkeypatch.setattr(late_logits, "_SMALL", 0)
+    monkeypatch.setattr(lazy_logits, "_SMALL", 0)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -352,7 +352,7 @@ def test_rows_are_picked_without_logits(everything_is_large):
     model = Own(None)
     model.head = head
     hidden = torch.randn(2, 5, 4)
-    with late_head(model):
+    with lazy_head(model):
         logits = head(hidden)
     assert type(logits) is LazyLogits
     for index in [(Ellipsis, slice(None, -1), slice(None)), (slice(None), slice(1, None)), slice(0, 1)]:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from yobx_flatten.aliases import PyTree
+
 __all__ = ["HeldMask", "cut_mask", "held", "is_block_mask", "leaf_test", "parts_of_mask"]
 
 
@@ -51,7 +53,7 @@ def leaf_test() -> Callable[[Any], bool] | None:
     return is_block_mask if module is not None and module.BlockMask in pytree.SUPPORTED_NODES else None
 
 
-def held(tree: Any) -> Any:
+def held(tree: PyTree) -> PyTree:
     """Return the tree with every mask in a :class:`HeldMask`; the tree itself where there is none."""
     if "torch.nn.attention.flex_attention" not in sys.modules:
         return tree

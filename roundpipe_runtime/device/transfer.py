@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from yobx_flatten import find_unregistered
+from yobx_flatten.aliases import PyTree
 
 from ..errors import UnregisteredObjectError
 from .block_masks import is_block_mask, leaf_test, parts_of_mask
@@ -66,7 +67,7 @@ class TreeStructure:
 _ONE_TENSOR = TreeStructure(pytree.tree_structure(0), (0,), (None,))
 
 
-def take_apart(value: Any, *, what: str = "value") -> tuple[TreeStructure, list[torch.Tensor]]:
+def take_apart(value: PyTree, *, what: str = "value") -> tuple[TreeStructure, list[torch.Tensor]]:
     """Return the structure of a value and its tensors, each once.
 
     Args:

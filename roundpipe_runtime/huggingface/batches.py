@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from yobx_flatten import leaves
+from yobx_flatten.aliases import Kwargs, PyTree
 
 from ..batch.joining import join
 from ..batch.spec import TensorChunkSpec, sizes
@@ -54,7 +55,7 @@ def check_packed_texts(kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def split_pictures(config: Any, kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
     """Return a split function for a call with packed images or videos; ``None`` where there are none.
 
     Args:
@@ -72,7 +73,7 @@ def split_pictures(config: Any, kwargs: dict[str, Any]) -> Callable[..., Any] | 
     if not packed or not isinstance(kwargs.get("input_ids"), torch.Tensor):
         return None
 
-    def split_input(args: Any, given: dict[str, Any], num_microbatch: int) -> tuple[list[Any], list[Any]]:
+    def split_input(args: Any, given: Kwargs, num_microbatch: int) -> tuple[list[Any], list[Any]]:
         tokens = given["input_ids"]
         rows = sizes(tokens.shape[0], num_microbatch)
         held = {name for values, grid, _ in packed for name in (values, grid)}
@@ -118,7 +119,7 @@ def _pictures_per_row(tokens: torch.Tensor, grid: torch.Tensor, token: int | Non
     return counts
 
 
-def join_outputs(outputs: Sequence[Any], weights: Sequence[float], rows: Sequence[int]) -> Any:
+def join_outputs(outputs: Sequence[PyTree], weights: Sequence[float], rows: Sequence[int]) -> PyTree:
     """Return the output of the whole batch; rows that were flattened with inner axes are also joined.
 
     Args:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.aliases import Kwargs, PyTree
+
 from ..batch.joining import join
 from ..batch.loss import WeightedLoss
 from ..device.transfer import Static
@@ -31,7 +33,7 @@ def loss_fn_with_weight(loss_fn: Callable[[Any, Any], Any], batch: int | None) -
         The loss function.
     """
 
-    def weighted_loss(outputs: Any, labels: Any) -> Any:
+    def weighted_loss(outputs: PyTree, labels: Any) -> Any:
         output, items, rows = outputs
         result = loss_fn(output, labels)
         if batch is None or not isinstance(result, torch.Tensor):
@@ -44,13 +46,13 @@ def loss_fn_with_weight(loss_fn: Callable[[Any, Any], Any], batch: int | None) -
     return weighted_loss
 
 
-def _joined(outputs: list[Any]) -> Any:
+def _joined(outputs: list[PyTree]) -> PyTree:
     """Merge the outputs of microbatches with the weights of their losses."""
     rows = [int(count) for _, _, count in outputs]
     return join_outputs([output for output, _, _ in outputs], [float(count) for count in rows], rows)
 
 
-def merge_with_cache(cache: Any, merge: Callable[[list[Any]], Any], outputs: list[Any]) -> Any:
+def merge_with_cache(cache: Any, merge: Callable[[list[PyTree]], PyTree], outputs: list[PyTree]) -> PyTree:
     """Merge outputs that hold caches, and update the caller's cache.
 
     Args:
@@ -72,11 +74,11 @@ def merge_with_cache(cache: Any, merge: Callable[[list[Any]], Any], outputs: lis
     return swapped(joined, {id(mark): cache})
 
 
-def _items(output: Any) -> list[Any]:
+def _items(output: PyTree) -> list[Any]:
     return list(output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ())
 
 
-def merge_as_asked(merge: Any, outputs: list[Any]) -> Any:
+def merge_as_asked(merge: Any, outputs: list[PyTree]) -> PyTree:
     """Merge outputs as the ``merge_output`` of the caller states.
 
     Args:
@@ -90,7 +92,7 @@ def merge_as_asked(merge: Any, outputs: list[Any]) -> Any:
     return join([output for output, _, _ in outputs], [float(count) for count in rows], rows=rows, merge=merge)
 
 
-def merge_with_loss(model: nn.Module, kwargs: dict[str, Any], is_smoothed: bool, outputs: list[Any]) -> Any:
+def merge_with_loss(model: nn.Module, kwargs: Kwargs, is_smoothed: bool, outputs: list[PyTree]) -> PyTree:
     """Merge outputs so that their loss is the loss of the whole batch.
 
     Args:
@@ -122,7 +124,7 @@ def merge_with_loss(model: nn.Module, kwargs: dict[str, Any], is_smoothed: bool,
     return with_loss(joined, loss + aux[1] if adds_auxiliary and aux is not None else loss)
 
 
-def merge_as_tuple(merge: Callable[[list[Any]], Any], outputs: list[Any]) -> Any:
+def merge_as_tuple(merge: Callable[[list[PyTree]], PyTree], outputs: list[PyTree]) -> PyTree:
     """Merge outputs to a tuple, for callers with ``return_dict=False``.
 
     Args:

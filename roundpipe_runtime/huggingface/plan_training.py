@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.aliases import Kwargs
 from yobx_flatten.messages import first_line
 
 from ..errors import ConfigError
@@ -188,7 +189,7 @@ def _cut(model: nn.Module, kind: str) -> Cut:
         ) from error
 
 
-def _batch(rows: int, length: int) -> dict[str, Any]:
+def _batch(rows: int, length: int) -> Kwargs:
     """Rows of tokens on ``meta``, without padding, which are their own labels."""
     tokens = torch.empty(rows, length, dtype=torch.long, device="meta")
     return {"input_ids": tokens, "labels": tokens.clone()}

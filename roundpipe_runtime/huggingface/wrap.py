@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from yobx_flatten.aliases import Kwargs, PyTree
+
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError, warn
 from ..pipeline import RoundPipe
@@ -101,7 +103,7 @@ class WrappedModel(RoundPipe):
 
     def _rp_prepared(
         self, kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
-    ) -> tuple[dict[str, Any], RoundPipeRunConfig]:
+    ) -> tuple[Kwargs, RoundPipeRunConfig]:
         """Complete arguments and configuration of a call: its options, and how it is split and merged."""
         check_adapters(kwargs)
         check_packed_texts(kwargs)
@@ -117,7 +119,7 @@ class WrappedModel(RoundPipe):
         wanted = config.merge_output
         if wanted in (None, True):
             is_smoothed = options.smoothed_loss is not None
-            merge: Callable[[list[Any]], Any] = functools.partial(merge_with_loss, model, prepared, is_smoothed)
+            merge: Callable[[list[PyTree]], PyTree] = functools.partial(merge_with_loss, model, prepared, is_smoothed)
             if has_router_logits(model, prepared) and wants_tuple(model, prepared):
                 # the loss of experts is computed from router logits, which an output finds by name only
                 merge = functools.partial(merge_as_tuple, merge)
@@ -127,9 +129,7 @@ class WrappedModel(RoundPipe):
             config = dataclasses.replace(config, merge_output=functools.partial(merge_as_asked, wanted))
         return prepared, config
 
-    def _rp_with_cache(
-        self, kwargs: dict[str, Any], config: RoundPipeRunConfig
-    ) -> tuple[dict[str, Any], RoundPipeRunConfig]:
+    def _rp_with_cache(self, kwargs: Kwargs, config: RoundPipeRunConfig) -> tuple[Kwargs, RoundPipeRunConfig]:
         """Complete arguments and configuration of a call with a cache, which stays on the host."""
         if config.resolved(1).requires_grad:
             raise ConfigError(
@@ -253,7 +253,7 @@ class WrappedModel(RoundPipe):
     def _rp_backward_from_joined(
         self,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        kwargs: Kwargs,
         label: Any,
         loss_fn: Callable[[Any, Any], Any],
         return_outputs: bool,

@@ -19,6 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.export import Dim
 
+from ..aliases import TransformersModel
 from ..errors import GenerationError
 from ..export.replay import Case
 from ..huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
@@ -59,7 +60,7 @@ class Piece:
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def decoder_pieces(model: Any, rows: int | None = None) -> list[Piece]:
+def decoder_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
     """A model that reads tokens and goes on with them: one file, ``model``."""
     takes = inspect.signature(model.forward).parameters
     names = [name for name in ("input_ids", "attention_mask", "position_ids", "past_key_values") if name in takes]
@@ -90,7 +91,7 @@ def decoder_pieces(model: Any, rows: int | None = None) -> list[Piece]:
 class Encoder(torch.nn.Module):
     """The encoder alone: ``last_hidden_state``."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: TransformersModel) -> None:
         super().__init__()
         self.encoder = model.get_encoder()
 
@@ -113,7 +114,7 @@ class SoundEncoder(Encoder):
 
 
 class _Decoder(torch.nn.Module):
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: TransformersModel) -> None:
         super().__init__()
         self.model = model
 
@@ -160,7 +161,7 @@ def _pair(layer: Any) -> dict[str, Any]:
 _VARYING = {0: Dim.AUTO, 2: Dim.AUTO}
 
 
-def encoder_decoder_pieces(model: Any, rows: int | None = None) -> list[Piece]:
+def encoder_decoder_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
     """A model that reads text or sound first: ``encoder_model``, ``decoder_model``, ``decoder_with_past_model``."""
     hears = model.main_input_name == "input_features"
     encoder = SoundEncoder(model) if hears else TextEncoder(model)
@@ -199,7 +200,7 @@ def encoder_decoder_pieces(model: Any, rows: int | None = None) -> list[Piece]:
     return pieces
 
 
-def _spectrogram(model: Any, batch: int) -> torch.Tensor:
+def _spectrogram(model: TransformersModel, batch: int) -> torch.Tensor:
     missing = [name for name in ("num_mel_bins", "max_source_positions") if not hasattr(model.config, name)]
     if missing:
         raise GenerationError(
@@ -221,7 +222,7 @@ class VisionEncoder(torch.nn.Module):
     Models return a list with one entry for each image, whose length a trace fixes: so the file takes one at a time.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: TransformersModel) -> None:
         super().__init__()
         self.model = model
 
@@ -235,7 +236,7 @@ class VisionEncoder(torch.nn.Module):
 class Embedding(torch.nn.Module):
     """Tokens to embeddings."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: TransformersModel) -> None:
         super().__init__()
         self.embedding = model.get_input_embeddings()
 
@@ -247,7 +248,7 @@ class Embedding(torch.nn.Module):
 class TextDecoder(torch.nn.Module):
     """The language model, from embeddings to scores."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: TransformersModel) -> None:
         super().__init__()
         self.language_model = model.model.language_model
         self.head = model.get_output_embeddings()
@@ -266,7 +267,7 @@ class TextDecoder(torch.nn.Module):
         return {"logits": self.head(found.last_hidden_state), "past_key_values": found.past_key_values}
 
 
-def vision_language_pieces(model: Any, rows: int | None = None) -> list[Piece]:
+def vision_language_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
     """A model that sees: ``vision_encoder``, ``embed_tokens``, ``decoder_model_merged``."""
     kinds = [name for name in inspect.signature(model.forward).parameters if name.endswith("token_type_ids")]
     if kinds:
@@ -316,7 +317,7 @@ def vision_language_pieces(model: Any, rows: int | None = None) -> list[Piece]:
     ]
 
 
-def images_for(model: Any, count: int) -> torch.Tensor:
+def images_for(model: TransformersModel, count: int) -> torch.Tensor:
     """Make random images of the size that the model takes: (count, channels, height, width)."""
     vision = model.config.vision_config
     size = getattr(vision, "image_size", None)
@@ -326,7 +327,7 @@ def images_for(model: Any, count: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(count)).to(model.dtype)
 
 
-def random_tokens(model: Any, shape: tuple[int, int]) -> torch.Tensor:
+def random_tokens(model: TransformersModel, shape: tuple[int, int]) -> torch.Tensor:
     """Make tokens of the model's vocabulary, which the shape determines."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(sum(shape)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..aliases import TransformersModel
 from ..errors import GenerationError
 from ..export.replay import Case
 from .pieces import Piece, random_tokens
@@ -14,7 +15,7 @@ from .pieces import Piece, random_tokens
 __all__ = ["plain_pieces"]
 
 
-def plain_pieces(model: Any, rows: int | None = None) -> list[Piece]:
+def plain_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
     """One file, ``model``.
 
     Args:
@@ -38,19 +39,19 @@ def plain_pieces(model: Any, rows: int | None = None) -> list[Piece]:
     return [Piece("model", model, make(model, rows or 2, length), cases)]
 
 
-def _tokens(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
+def _tokens(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
     tokens = random_tokens(model, (batch, length))
     mask = torch.ones_like(tokens)
     mask[0, length - 1 :] = 0  # padded on the right, as encoders are
     return {"input_ids": tokens, "attention_mask": mask}
 
 
-def _sound(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
+def _sound(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
     # without a mask, as optimum exports these models; those with `feat_extract_norm="group"` take none
     return {"input_values": _random(model, (batch, length))}
 
 
-def _image(model: Any, batch: int, _: int) -> dict[str, torch.Tensor]:
+def _image(model: TransformersModel, batch: int, _: int) -> dict[str, torch.Tensor]:
     config = model.config
     return {"pixel_values": _random(model, (batch, getattr(config, "num_channels", 3), *_size(config)))}
 
@@ -60,7 +61,7 @@ def _size(config: Any) -> tuple[int, int]:
     return (found, found) if isinstance(found, int) else (int(found[0]), int(found[1]))
 
 
-def _random(model: Any, shape: tuple[int, ...]) -> torch.Tensor:
+def _random(model: TransformersModel, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(model.dtype)
 
 

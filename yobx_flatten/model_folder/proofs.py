@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from ..aliases import TransformersModel
 from ..declare.scopes import register_flattening_functions
 from ..export.replay import Case, clone
 from ..trees.naming import leaf_names, output_names
@@ -62,7 +63,7 @@ def _without_none(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def generation_case(model: Any, task: str, rows: int = 3) -> GenerationCase:
+def generation_case(model: TransformersModel, task: str, rows: int = 3) -> GenerationCase:
     """Let the eager model generate greedily; of three rows two are padded on the left.
 
     Args:
@@ -106,7 +107,7 @@ def _margins(sequences: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> torch
     return margins
 
 
-def _prompts(model: Any, text: Any, rows: int) -> dict[str, torch.Tensor]:
+def _prompts(model: TransformersModel, text: Any, rows: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(3, text.vocab_size, (rows, 9), generator=torch.Generator().manual_seed(1))
     for name in ("image_token_id", "image_token_index"):
         token = getattr(model.config, name, None)
@@ -118,7 +119,7 @@ def _prompts(model: Any, text: Any, rows: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def _with_images(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """One image for every row, before its text and after its padding."""
     from .pieces import VisionEncoder, images_for
 

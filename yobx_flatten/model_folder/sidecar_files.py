@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
+from ..aliases import TransformersModel
+
 __all__ = ["genai_config", "write_companions"]
 
 # Everything that stands beside weights and is text, but for what is written anew.
@@ -15,7 +17,7 @@ _PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 _WRITTEN_ANEW = {"config.json", "generation_config.json"}
 
 
-def write_companions(folder: pathlib.Path, model: Any, source: pathlib.Path | None) -> None:
+def write_companions(folder: pathlib.Path, model: TransformersModel, source: pathlib.Path | None) -> None:
     """Write what belongs next to the files of a model.
 
     Args:
@@ -39,7 +41,7 @@ def write_companions(folder: pathlib.Path, model: Any, source: pathlib.Path | No
                 shutil.copyfile(path, folder / path.name)
 
 
-def genai_config(model: Any, inputs: Sequence[str]) -> dict[str, Any] | None:
+def genai_config(model: TransformersModel, inputs: Sequence[str]) -> dict[str, Any] | None:
     """Return the contents of ``genai_config.json``, which onnxruntime-genai reads.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..aliases import TransformersModel
 from ..errors import InvalidArgumentError
 from .pieces import Piece, decoder_pieces, encoder_decoder_pieces, vision_language_pieces
 from .plain_pieces import plain_pieces
@@ -40,7 +41,7 @@ _ENDINGS = {
 }
 
 
-def task_of(model: Any) -> str:
+def task_of(model: TransformersModel) -> str:
     """Tell what a model is for.
 
     Args:
@@ -57,7 +58,7 @@ def task_of(model: Any) -> str:
     return next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), "feature-extraction")
 
 
-def pieces_for(model: Any, task: str, rows: int | None = None) -> tuple[str, list[Piece]]:
+def pieces_for(model: TransformersModel, task: str, rows: int | None = None) -> tuple[str, list[Piece]]:
     """Make the files to be of a model.
 
     Args:

@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from ..aliases import TransformersModel
 from ..dependencies import is_installed, require
 from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
 from ..export.onnx_export import export_onnx
@@ -64,7 +65,7 @@ class ExportedFolder:
 
 
 def export_folder(
-    model: Any,
+    model: TransformersModel,
     folder: str | os.PathLike[str],
     *,
     task: str = "auto",
@@ -199,7 +200,7 @@ def _store_calls(piece: Piece, work: pathlib.Path) -> list[str]:
     return names
 
 
-def _store_generation(model: Any, task: str, batch: int | None, work: pathlib.Path) -> str:
+def _store_generation(model: TransformersModel, task: str, batch: int | None, work: pathlib.Path) -> str:
     case = generation_case(model, task, batch or 3)
     outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
     save_case(work / "cases/generate.case", case.inputs, outputs, name=f"{case.new_tokens} tokens, greedily")

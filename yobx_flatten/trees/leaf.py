@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
 
+from ..aliases import PyTree
 from ..errors import InvalidArgumentError
 from ..recipe.contract import Recipe
 from ..registry.claims import REGISTRY
@@ -31,7 +32,7 @@ class Leaf(NamedTuple):
     axes: dict[int, str] | None
 
 
-def leaves(tree: Any, *, name: str = "tree") -> list[Leaf]:
+def leaves(tree: PyTree, *, name: str = "tree") -> list[Leaf]:
     """List the leaves of a nested object, as torch's pytree sees them now and in its order.
 
     Args:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
+from ..aliases import PyTree
 from ..huggingface.cases import CACHE_NAMES
 from .node import key_name, node_of
 
 __all__ = ["leaf_names", "output_names"]
 
 
-def leaf_names(tree: Any, renamed: dict[str, str] | None = None) -> list[str]:
+def leaf_names(tree: PyTree, renamed: dict[str, str] | None = None) -> list[str]:
     """Name every leaf by the way to it.
 
     Args:
@@ -40,7 +40,7 @@ def leaf_names(tree: Any, renamed: dict[str, str] | None = None) -> list[str]:
     return names
 
 
-def output_names(outputs: Any, taken: Collection[str] = ()) -> list[str]:
+def output_names(outputs: PyTree, taken: Collection[str] = ()) -> list[str]:
     """Name every leaf of a module's outputs.
 
     Args:

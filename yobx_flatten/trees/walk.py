@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 
+from ..aliases import PyTree
 from ..errors import describe_class
 
 __all__ = ["NUMBERS", "children_of", "class_name", "format_entry", "format_key", "torch_leaves"]
@@ -18,7 +19,7 @@ _MODULE: Callable[[type], str] = type.__dict__["__module__"].__get__
 _QUALNAME: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 
 
-def torch_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+def torch_leaves(tree: PyTree, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the leaves that torch's pytree sees, with the way to each; an object that holds itself ends the way."""
     inside: set[int] = set()
     # an entry without a path says that its object has been left; it also keeps the object, and so its id, alive

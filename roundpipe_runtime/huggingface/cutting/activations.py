@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from yobx_flatten.aliases import Kwargs
+
 from .call_log import BoxUse, CallLog, CallSpec, Tree
 from .check import evaluating
 from .cut import Cut
@@ -100,7 +102,7 @@ class _Seen:
     read: list[int] = dataclasses.field(default_factory=list)
 
 
-def _followed(made: Cut, kwargs: dict[str, Any]) -> tuple[dict[Any, _Seen], CallLog]:
+def _followed(made: Cut, kwargs: Kwargs) -> tuple[dict[Any, _Seen], CallLog]:
     """Run the pieces one after the other, all but the last one; return what passed, and the call log with all calls."""
     seen: dict[Any, _Seen] = {}
     state = begin((), kwargs, made.model)

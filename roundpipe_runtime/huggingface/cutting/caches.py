@@ -22,6 +22,7 @@ from typing import Any, TypeGuard
 import torch
 
 from yobx_flatten import register_flattening_functions
+from yobx_flatten.aliases import Kwargs, TransformersModel
 
 from ...batch.joining import join
 from ...batch.spec import Replicate
@@ -166,7 +167,7 @@ def is_held(value: Any) -> TypeGuard[HeldCache]:
 
 @contextlib.contextmanager
 def open_caches(
-    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    args: tuple[Any, ...], kwargs: Kwargs, device: torch.device
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], dict[int, Any]]]:
     """Open the held caches among arguments in the block.
 
@@ -185,7 +186,7 @@ def open_caches(
         yield swapped(args, opened), swapped(dict(kwargs), opened), views
 
 
-def home(model: Any) -> Any:
+def home(model: TransformersModel) -> Any:
     """Return the empty cache that a model makes when it is called without one.
 
     Args:
@@ -237,7 +238,7 @@ def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
         The split function.
     """
 
-    def split_input(args: Any, kwargs: dict[str, Any], num_microbatch: int) -> tuple[list[Any], list[Any]]:
+    def split_input(args: Any, kwargs: Kwargs, num_microbatch: int) -> tuple[list[Any], list[Any]]:
         rest = {name: value for name, value in kwargs.items() if name != CACHE}
         if cut is not None:
             made_args, made = cut(args, rest, num_microbatch)

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
+from yobx_flatten.aliases import PyTree
+
 from ...device.transfer import Static
 from .placeholder import Key
 
@@ -47,7 +49,7 @@ class Tree:
                 found |= leaf.content.keys()
         return found
 
-    def build(self, values: Mapping[Key, Any], boxes: Mapping[int, Any]) -> Any:
+    def build(self, values: Mapping[Key, Any], boxes: Mapping[int, Any]) -> PyTree:
         """Return the nested value with its tensors and boxes.
 
         Args:
@@ -216,7 +218,7 @@ def is_box(value: Any) -> bool:
     return isinstance(value, (MutableMapping, MutableSequence))
 
 
-def box_content(box: Any) -> Any:
+def box_content(box: Any) -> PyTree:
     """Return what is in a box, as a plain dictionary or list."""
     return dict(box) if isinstance(box, MutableMapping) else list(box)
 

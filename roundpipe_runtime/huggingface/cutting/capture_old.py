@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from yobx_flatten.aliases import PyTree
+
 __all__ = ["COLLECTOR", "collect_on_copy", "hook_layers", "is_old"]
 
 COLLECTOR: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("roundpipe_outputs", default=None)
@@ -82,7 +84,7 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return outputs if returns_dict else outputs.to_tuple()
 
 
-def _append(key: str, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _append(key: str, index: int, module: nn.Module, args: tuple[Any, ...], output: PyTree) -> None:
     held = COLLECTOR.get()
     if held is None or key not in held:
         return

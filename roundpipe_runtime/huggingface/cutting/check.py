@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from yobx_flatten.aliases import Kwargs, PyTree
+
 from ...device.events import Event
 from ...device.virtual import VirtualDevice
 from ...engine.config import RoundPipeRunConfig
@@ -27,7 +29,7 @@ _SUMS = 10
 
 
 def check_equivalence(
-    model: nn.Module, pieces: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, pieces: Sequence[nn.Module], args: tuple[Any, ...], kwargs: Kwargs
 ) -> Equivalence:
     """Compare the pieces, run by the engine on one device, with the model.
 
@@ -97,7 +99,7 @@ def tolerance(model: nn.Module) -> float:
     return max(1e-6, 8 * coarsest) if coarsest < 1e-6 else 4 * coarsest
 
 
-def objective(outputs: Any, labels: Any) -> torch.Tensor:
+def objective(outputs: PyTree, labels: Any) -> torch.Tensor:
     """Return a loss that depends on every number in the outputs, so that every gradient is compared.
 
     Args:
@@ -138,7 +140,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _tensors(outputs: Any) -> list[torch.Tensor]:
+def _tensors(outputs: PyTree) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 

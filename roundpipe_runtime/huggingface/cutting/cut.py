@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.aliases import Kwargs
+
 from ..errors import CutError
 from .capture import asked_for, install_hooks
 from .check import check_equivalence, evaluating
@@ -152,7 +154,7 @@ def whole(model: nn.Module, refused: Sequence[tuple[str, str]] = ()) -> Cut:
     return Cut(model, [Whole(model)], None, report)
 
 
-def _called(model: nn.Module, found: Sequence[Candidate], kwargs: dict[str, Any]) -> list[Candidate]:
+def _called(model: nn.Module, found: Sequence[Candidate], kwargs: Kwargs) -> list[Candidate]:
     """The lists of which the forward calls at least one element."""
     layers = {name: layer for one in found for name, layer in one.layers.items()}
     try:
@@ -180,7 +182,7 @@ def _choices(found: Sequence[Candidate], skipped: Sequence[nn.Module]) -> list[l
 def _try(
     model: nn.Module,
     chosen: Sequence[Candidate],
-    kwargs: dict[str, Any],
+    kwargs: Kwargs,
     check: bool,
     refused: Sequence[tuple[str, str]],
 ) -> Cut:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from yobx_flatten import pytree_dataclass
+from yobx_flatten.aliases import Kwargs, PyTree
 
 from ..loss.call_options import CallOptions, split_options
 from .call_log import CallLog
@@ -35,7 +36,7 @@ class CutState:
         seed: Seed of the random numbers that the model draws outside of its layers.
     """
 
-    call: tuple[tuple[Any, ...], dict[str, Any]]
+    call: tuple[tuple[Any, ...], Kwargs]
     options: CallOptions | None
     values: dict[Key, torch.Tensor]
     boxes: dict[int, Any]
@@ -50,7 +51,7 @@ class CutState:
 pytree_dataclass(CutState, backends="torch")
 
 
-def begin(args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> CutState:
+def begin(args: tuple[Any, ...], kwargs: Kwargs, model: nn.Module) -> CutState:
     """Return the state of a microbatch before anything ran.
 
     Args:
@@ -77,7 +78,7 @@ def drops_layers(model: nn.Module) -> bool:
     return any(getattr(config, f"{part}layerdrop", 0) for part in ("", "encoder_", "decoder_"))
 
 
-def device_of(tree: Any) -> torch.device:
+def device_of(tree: PyTree) -> torch.device:
     """Return the device of the first tensor in a nested value; the host if there is none."""
     found = (leaf.device for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
     return next(found, torch.device("cpu"))

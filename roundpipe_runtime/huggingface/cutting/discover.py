@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.aliases import Kwargs
+
 from ..errors import CutError, MissingEmbeddingError
 from .cut_plan import CutPlan
 from .cut_state import begin
@@ -27,9 +29,7 @@ __all__ = ["discover"]
 _MOST_PHASES = 300
 
 
-def discover(
-    model: nn.Module, layers: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> CutPlan:
+def discover(model: nn.Module, layers: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: Kwargs) -> CutPlan:
     """Find the plan of a cut for these layers of a model.
 
     Args:
@@ -69,7 +69,7 @@ def _run(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    kwargs: Kwargs,
     copies: list[nn.Module],
     tracks: list[_Tracks],
 ) -> CutPlan:

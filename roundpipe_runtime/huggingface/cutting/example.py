@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.aliases import Kwargs
+
 from ..adapters import model_inside
 from ..configuration import text_config
 
@@ -18,7 +20,7 @@ _PADDING = 3
 _LARGEST_TOKEN = 100  # larger ids are often placeholders of images
 
 
-def example_inputs(model: nn.Module) -> dict[str, Any]:
+def example_inputs(model: nn.Module) -> Kwargs:
     """Return keyword arguments of a model's forward: tokens, and the mask and decoder tokens that it takes.
 
     Args:
@@ -45,7 +47,7 @@ def example_inputs(model: nn.Module) -> dict[str, Any]:
     return {key: value.to(device) for key, value in made.items()}
 
 
-def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+def without_cache(model: nn.Module, kwargs: Kwargs) -> Kwargs:
     """Set ``use_cache=False`` for a model that takes it, unless it is given.
 
     Args:

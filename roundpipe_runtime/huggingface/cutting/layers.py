@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from yobx_flatten.aliases import PyTree
+
 from .call_log import is_box
 
 __all__ = ["Candidate", "Observed", "OutputSpec", "candidates", "observe"]
@@ -113,7 +115,7 @@ def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[l
     handles = []
     for layer in {id(layer): layer for layer in layers.values()}.values():
 
-        def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any, out: PyTree) -> None:
             seen.append(Observed(names[id(module)], _form_of(tensors_of((args, kwargs)), out)))
 
         handles.append(layer.register_forward_hook(hook, with_kwargs=True))
@@ -133,7 +135,7 @@ def tensors_of(arguments: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _form_of(inputs: list[torch.Tensor], out: Any) -> OutputSpec:
+def _form_of(inputs: list[torch.Tensor], out: PyTree) -> OutputSpec:
     leaves, spec = pytree.tree_flatten(out)
     found: list[int | tuple[Any]] = []
     for leaf in leaves:

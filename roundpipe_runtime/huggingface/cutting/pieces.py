@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from yobx_flatten import find_unregistered
+from yobx_flatten.aliases import Kwargs, PyTree
 
 from ..errors import BatchStructureError, CutError, MissingEmbeddingError
 from ..loss.call_options import run_with_options, split_options
@@ -35,7 +36,7 @@ class Finished:
         output: Output of the model.
     """
 
-    output: Any
+    output: PyTree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -203,7 +204,7 @@ class Whole(nn.Module):
             self.model, functools.partial(self._run, args, kwargs), options, rows_of_call(args, kwargs)
         )
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         with open_caches((), kwargs, device_of((args, kwargs))) as (_, kwargs, views):
             return swapped(self.model(*args, **kwargs), views)
 
@@ -287,7 +288,7 @@ def _kept_outputs(call_log: CallLog, program: CutPlan) -> frozenset[Key]:
     )
 
 
-def _flattened(out: Any, place: int, first: int, program: CutPlan) -> tuple[Tree, dict[Key, torch.Tensor]]:
+def _flattened(out: PyTree, place: int, first: int, program: CutPlan) -> tuple[Tree, dict[Key, torch.Tensor]]:
     leaves, spec = pytree.tree_flatten(out)
     found: dict[Key, torch.Tensor] = {}
     named: list[Any] = []

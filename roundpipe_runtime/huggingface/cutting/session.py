@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from yobx_flatten import find_unregistered
+from yobx_flatten.aliases import Kwargs, PyTree
 
 from ..errors import BatchStructureError, CutError, MissingEmbeddingError
 from .caches import HeldCache, swapped
@@ -84,7 +85,7 @@ class PhaseSession:
         self._held[id(view)] = held
         return view
 
-    def held_again(self, output: Any) -> Any:
+    def held_again(self, output: PyTree) -> PyTree:
         """Return the output of the model, with held caches in place of those that were handed out.
 
         Args:
@@ -92,7 +93,7 @@ class PhaseSession:
         """
         return swapped(output, self._held)
 
-    def call(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
         """Replay or record a call of a layer.
 
         Args:
@@ -112,7 +113,7 @@ class PhaseSession:
             return self._replay(self._made[self._asked - 1], layer, args, kwargs)
         return self._record(self._next_place(layer), args, kwargs)
 
-    def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> Any:
+    def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> PyTree:
         """Compute the output of an embedding in phase 0; in later phases, return a stand-in for it.
 
         Args:
@@ -147,7 +148,7 @@ class PhaseSession:
 
     # -- calls that were completed -----------------------------------------------------------------------------------
 
-    def _replay(self, place: int, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _replay(self, place: int, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
         if self.program.calls[place].layer != layer:
             raise BatchStructureError(
                 f"The model called {layer} where it called {self.program.calls[place].layer} in the phase before: its "
@@ -188,7 +189,7 @@ class PhaseSession:
             "    wrap_model_to_roundpipe(model, example=batch)"
         )
 
-    def _record(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record(self, place: int, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
         args, kwargs = swapped(args, self._held), swapped(kwargs, self._held)
         self._alive.append((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_box_below(kwargs))
@@ -254,13 +255,13 @@ def _ids(box: Any) -> list[int]:
     return [id(leaf) for leaf in pytree.tree_leaves(box_content(box))]
 
 
-def _box_below(kwargs: dict[str, Any]) -> Callable[[Any], bool]:
+def _box_below(kwargs: Kwargs) -> Callable[[Any], bool]:
     """Return a test for boxes that is false for the keyword arguments themselves, which are also a dictionary."""
     # torch's flattening makes a reference cycle with this function, so it must not reference tensors
     outside = id(kwargs)
     return lambda value: id(value) != outside and is_box(value)
 
 
-def _boxes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _boxes_of(args: tuple[Any, ...], kwargs: Kwargs) -> list[Any]:
     leaves = pytree.tree_leaves((args, kwargs), is_leaf=_box_below(kwargs))
     return [leaf for leaf in leaves if is_box(leaf)]

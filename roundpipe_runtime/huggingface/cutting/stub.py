@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from yobx_flatten.aliases import Kwargs, PyTree
+
 from ..errors import CutError
 from .capture_old import collect_on_copy
 
@@ -26,7 +28,7 @@ __all__ = ["Session", "copy_with_stubs", "running", "structure_around", "sync"]
 class Session(Protocol):
     """What answers the calls of stubs."""
 
-    def call(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
         """Return the output of a layer, or placeholders for it.
 
         Args:
@@ -35,7 +37,7 @@ class Session(Protocol):
             kwargs: keyword arguments of the call.
         """
 
-    def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> Any:
+    def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> PyTree:
         """Return the output of an embedding, or a placeholder for it.
 
         Args:

@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from yobx_flatten.aliases import Kwargs, PyTree
+
 from ..adapters import model_inside
 from ..cutting.caches import CACHE
 from ..cutting.capture import is_cache
@@ -85,7 +87,7 @@ class GenerationPath:
             self._pipeline.close()
         self._pipeline = None
 
-    def _make(self, kwargs: dict[str, Any]) -> None:
+    def _make(self, kwargs: Kwargs) -> None:
         try:
             example = _without_cache(_first_rows(kwargs))
             made = cut(self.model, example, check=False)
@@ -133,7 +135,7 @@ def use_paths(paths: list[GenerationPath]) -> Iterator[None]:
         yield
 
 
-def _first_rows(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _first_rows(kwargs: Mapping[str, Any]) -> Kwargs:
     """Arguments of a call for its first two rows, copied because some models write into them."""
     tensors = [leaf for leaf in pytree.tree_leaves(_without_cache(kwargs)) if isinstance(leaf, torch.Tensor)]
     rows = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
@@ -145,7 +147,7 @@ def _first_rows(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: pytree.tree_map(first, value) for name, value in _without_cache(kwargs).items()}
 
 
-def _without_cache(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _without_cache(kwargs: Mapping[str, Any]) -> Kwargs:
     return {name: value for name, value in kwargs.items() if name not in (CACHE, "use_cache", "cache_position")}
 
 
@@ -170,7 +172,7 @@ def _difference(
     return None
 
 
-def _first_tensor(output: Any) -> torch.Tensor:
+def _first_tensor(output: PyTree) -> torch.Tensor:
     logits = output.get("logits") if isinstance(output, dict) else None
     found: torch.Tensor = output[0] if logits is None else logits
     return found.double()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from yobx_flatten import pytree_dataclass
+from yobx_flatten.aliases import Kwargs, PyTree
 
 from ...errors import ConfigError
 from .label_smoothing import SmoothedLoss, with_smoothed_loss
@@ -45,7 +46,7 @@ class CallOptions:
 pytree_dataclass(CallOptions, backends="torch")
 
 
-def split_options(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], CallOptions | None]:
+def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None]:
     """Return the keyword arguments of the model, and the options of the call.
 
     Args:
@@ -70,7 +71,7 @@ def split_options(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], CallOption
     return given, options
 
 
-def run_with_options(model: nn.Module, run: Callable[[], Any], options: CallOptions | None, rows: int) -> Any:
+def run_with_options(model: nn.Module, run: Callable[[], Any], options: CallOptions | None, rows: int) -> PyTree:
     """Run a forward that ends with the output of a model, and return that output as the options ask for it.
 
     Args:

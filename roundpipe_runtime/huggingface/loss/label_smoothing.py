@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from yobx_flatten.aliases import Kwargs, PyTree
+
 from ...batch.loss import WeightedLoss
 from ...device.transfer import Static
 from ...errors import LossError
@@ -60,7 +62,7 @@ class SmoothedLoss(Static):
         if self.num_items_in_batch is not None:
             object.__setattr__(self, "num_items_in_batch", float(self.num_items_in_batch))
 
-    def __call__(self, outputs: Any, labels: torch.Tensor) -> WeightedLoss | torch.Tensor:
+    def __call__(self, outputs: PyTree, labels: torch.Tensor) -> WeightedLoss | torch.Tensor:
         """Return the loss of outputs that hold logits.
 
         Args:
@@ -121,7 +123,7 @@ def is_causal(model: nn.Module) -> bool:
 
 def smoothed_call(
     model: nn.Module, loss: SmoothedLoss, kwargs: Mapping[str, Any], label: Any
-) -> tuple[dict[str, Any], SmoothedLoss, torch.Tensor]:
+) -> tuple[Kwargs, SmoothedLoss, torch.Tensor]:
     """Separate the labels of a call from the arguments of the model, which then computes no loss of its own.
 
     Args:
@@ -151,7 +153,7 @@ def smoothed_call(
     return made, loss, labels
 
 
-def with_smoothed_loss(output: Any, loss: SmoothedLoss, labels: torch.Tensor) -> Any:
+def with_smoothed_loss(output: PyTree, loss: SmoothedLoss, labels: torch.Tensor) -> PyTree:
     """Return the output of a model with a smoothed loss in it.
 
     Args:
@@ -166,7 +168,7 @@ def with_smoothed_loss(output: Any, loss: SmoothedLoss, labels: torch.Tensor) ->
     return (value, *output) if isinstance(output, tuple) else with_loss(output, value)
 
 
-def _logits(output: Any) -> torch.Tensor:
+def _logits(output: PyTree) -> torch.Tensor:
     found = output.get("logits") if isinstance(output, dict) else output[0]
     if not isinstance(found, torch.Tensor):
         raise LossError(f"SmoothedLoss: {type(output).__name__} holds no logits.")

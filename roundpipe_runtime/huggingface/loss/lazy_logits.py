@@ -20,6 +20,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from yobx_flatten.aliases import Kwargs, PyTree
+
 from ..adapters import model_inside
 from .chunked import chunked_cross_entropy
 
@@ -124,7 +126,7 @@ class LazyLogits(torch.Tensor):
         raise NotLazy
 
 
-def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+def _writes(func: Any, kwargs: Kwargs) -> bool:
     name = getattr(func, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
     return is_in_place or name == "__set__" or name == "__setitem__" or name in _IN_PLACE or "out" in kwargs
@@ -136,7 +138,7 @@ def _done(values: torch.Tensor, steps: Sequence[Callable[[torch.Tensor], torch.T
     return values
 
 
-def _lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _lazy(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """The result without computing the logits; ``None`` if that cannot be."""
     if func is functional.cross_entropy:
         return _loss(*args, **kwargs)
@@ -247,7 +249,7 @@ def lazy_head(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def loss_only(model: nn.Module, run: Callable[[], Any]) -> Any:
+def loss_only(model: nn.Module, run: Callable[[], Any]) -> PyTree:
     """Run a forward whose logits are used for its loss only.
 
     Args:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.aliases import PyTree
+
 from ..adapters import model_inside
 from ..configuration import text_config
 
@@ -47,14 +49,14 @@ def wants_tuple(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
     return (getattr(getattr(model, "config", None), "return_dict", True) if asked is None else asked) is False
 
 
-def without_auxiliary_loss(model: nn.Module, output: Any) -> torch.Tensor:
+def without_auxiliary_loss(model: nn.Module, output: PyTree) -> torch.Tensor:
     """Return the loss of an output without this part of it."""
     loss: torch.Tensor = output.loss
     aux = getattr(output, "aux_loss", None)
     return loss if aux is None else loss - _coefficient(model) * aux.to(loss.device)
 
 
-def batch_auxiliary_loss(model: nn.Module, joined: Any, parts: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def batch_auxiliary_loss(model: nn.Module, joined: PyTree, parts: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return this loss of the whole batch, and what it adds to the model's loss.
 
     Args:

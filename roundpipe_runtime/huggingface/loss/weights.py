@@ -19,6 +19,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from yobx_flatten.aliases import PyTree
+
 from ...errors import LossError
 from .chunked import chunked_cross_entropy
 
@@ -97,7 +99,7 @@ def counting() -> Iterator[Items]:
         yield items
 
 
-def with_loss_weight(output: Any, items: Items, rows: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+def with_loss_weight(output: PyTree, items: Items, rows: int) -> tuple[PyTree, torch.Tensor, torch.Tensor]:
     """Return the output of a microbatch with the weight of its loss.
 
     Args:
@@ -116,7 +118,7 @@ def with_loss_weight(output: Any, items: Items, rows: int) -> tuple[Any, torch.T
     return output, torch.tensor(count, dtype=torch.float64, device=device), torch.tensor(rows, device=device)
 
 
-def _nothing(output: Any, loss: torch.Tensor) -> torch.Tensor:
+def _nothing(output: PyTree, loss: torch.Tensor) -> torch.Tensor:
     """A loss of zero that is part of the graph: all labels are ignored."""
     found = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.dim() and t.is_floating_point()]
     if not found:  # where logits were not wanted
@@ -124,7 +126,7 @@ def _nothing(output: Any, loss: torch.Tensor) -> torch.Tensor:
     return torch.where(found[0].isfinite(), found[0], 0.0).float().sum() * 0.0
 
 
-def loss_of(output: Any) -> torch.Tensor | None:
+def loss_of(output: PyTree) -> torch.Tensor | None:
     """Return the loss among what a model returned, if it is one number."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if loss is None and isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
@@ -132,7 +134,7 @@ def loss_of(output: Any) -> torch.Tensor | None:
     return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
 
-def with_loss(output: Any, loss: torch.Tensor) -> Any:
+def with_loss(output: PyTree, loss: torch.Tensor) -> PyTree:
     """Return the output with another loss in it."""
     if isinstance(output, tuple):
         return (loss, *output[1:])
@@ -156,7 +158,7 @@ def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     return 1
 
 
-def own_loss(outputs: Any, labels: Any) -> Any:
+def own_loss(outputs: PyTree, labels: Any) -> Any:
     """Return the loss that the model computed from its labels."""
     loss = loss_of(outputs)
     if loss is None:

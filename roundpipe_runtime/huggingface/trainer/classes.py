@@ -23,6 +23,8 @@ from torch import nn
 from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
+from yobx_flatten.aliases import Kwargs, PyTree, TransformersModel
+
 from ...checkpoint.model_state import collect_progress, restore_progress
 from ...checkpoint.training_state import read_values, write_values
 from ...device.virtual import DeviceSpec
@@ -64,7 +66,7 @@ class RoundPipeTrainer(CheckpointingTrainer):
         ConfigError: an argument, or a training argument, is not supported by a pipeline.
     """
 
-    model: Any
+    model: TransformersModel
     label_smoother: Any
     compute_loss_func: Any
 
@@ -119,7 +121,7 @@ class RoundPipeTrainer(CheckpointingTrainer):
                     raise
         return wrap(example=self._rp_example(), **self._rp_options)
 
-    def _rp_example(self) -> dict[str, Any] | None:
+    def _rp_example(self) -> Kwargs | None:
         """The first two rows of the training data, if they can be read without iterating over it."""
         data = self.train_dataset
         if not hasattr(data, "__getitem__"):
@@ -316,9 +318,9 @@ class _Shifted:
     def __init__(self, smoother: Any) -> None:
         self.smoother = smoother
 
-    def __call__(self, outputs: Any, labels: torch.Tensor, **options: Any) -> Any:
+    def __call__(self, outputs: PyTree, labels: torch.Tensor, **options: Any) -> Any:
         return self.smoother(outputs, labels, **{"shift_labels": True, **options})
 
 
-def _share_of_own_loss(share: float, outputs: Any, labels: Any) -> Any:
+def _share_of_own_loss(share: float, outputs: PyTree, labels: Any) -> Any:
     return own_loss(outputs, labels) / share

@@ -122,6 +122,7 @@ def cut(
     kwargs = without_cache(model, dict(example if example is not None else example_inputs(model)))
     if asked_for(model, kwargs) != "none":
         install_hooks(model)
+    # parameters on meta have no values: the calls can be observed, but no outputs compared
     is_planned = any(p.is_meta for p in model.parameters())
     if is_planned:
         kwargs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
@@ -171,9 +172,10 @@ def _called(model: nn.Module, found: Sequence[Candidate], kwargs: Kwargs) -> lis
 
 
 def _choices(found: Sequence[Candidate], skipped: Sequence[nn.Module]) -> list[list[Candidate]]:
-    """Which lists to cut: all that are worth it, then the largest alone."""
+    """The choices of lists to cut, best first: all that are worth it, then the largest alone."""
     skip = {id(inner) for module in skipped for inner in module.modules()}
     allowed = [one for one in found if not any(id(layer) in skip for layer in one.layers.values())]
+    # a list with less than a tenth of the largest one's parameters costs more stages than it saves memory
     worth = [one for one in allowed if one.size * 10 >= allowed[0].size]
     choices = [worth, allowed[:1]] if len(worth) > 1 else [worth]
     return [choice for choice in choices if choice]

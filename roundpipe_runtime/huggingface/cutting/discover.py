@@ -90,7 +90,7 @@ def _run(
             used = [track.used() for track in tracks[: len(ends)]]
             return dataclasses.replace(program, ends=ends, keep=frozenset(keep), used=_completed(used, model, layers))
         state = result.state
-        keep.add(result.needed)
+        keep.add(result.needed)  # the next phase reads it
         start, end = (ends[-1] if ends else 0), max(state.call_log.calls) + 1
         for place in range(start, end):
             trial = dataclasses.replace(trial, keep=frozenset(keep))

@@ -124,8 +124,8 @@ class Phase(nn.Module):
         held = kwargs.get(CACHE)
         if is_held(held):
             kwargs = {**kwargs, CACHE: session.hand_out(held)}
-        # The code runs again from the start of the forward: it must draw the numbers that it drew in earlier phases. In
-        # evaluation, and where phase 1 alone repeats phase 0 with nothing drawn between, there is nothing to repeat.
+        # The code runs again from the start of the forward, so it must draw the numbers that it drew in earlier phases.
+        # Two phases need this only where the numbers decide which layers run.
         if self.number and self.training and (self.program.phases > 2 or drops_layers(self.copy)):
             state.restart_noise()
         try:
@@ -138,6 +138,7 @@ class Phase(nn.Module):
             if waiting is None:
                 return Finished(session.held_again(output))
             needed = waiting.key
+        # a call of an earlier phase: it is completed, so running layers would not bring this output back
         if needed.call not in session.calls:
             raise _missing(needed, session.call_log)
         call_log = session.call_log.record(session.calls, needed)
@@ -255,6 +256,7 @@ class LayerCall(nn.Module):
         with collecting(spec.collect) as captured, caches as (args, kwargs, _):
             out = self.layer(*args, **kwargs)
         boxes.update((number, box_content(box)) for number, box in used.items())
+        # outputs and what hooks captured are numbered through, so that a key names one tensor
         result, found = _flattened(out, self.place, 0, self.program)
         held = None
         if captured:

@@ -185,7 +185,7 @@ def test_opaque_objects_among_arguments_are_refused():
             return layer(x, Opaque(self.head.bias))
 
     compare_toy(Handing())
-    with pytest.raises(CutError, match="is handed something that cannot travel") as caught:
+    with pytest.raises(CutError, match="gets an argument that cannot pass between pieces") as caught:
         wrapped(Holding(nn.ModuleList([Taking(), Taking()])), example={"input_ids": tokens(2)})
     assert caught.value.reason == "structure"
 

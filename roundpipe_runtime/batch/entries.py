@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from yobx_flatten import find_unregistered
+from yobx_flatten.aliases import PyTree
 
 from ..device.block_masks import HeldMask, held
 from ..errors import SplitError, UnregisteredObjectError
@@ -73,7 +74,7 @@ class Entry:
         return counted_rows(self.value, 0 if self.rule is None or self.rule.dim is None else self.rule.dim)
 
 
-def entries_of(tree: Any, name: str, rules: Mapping[str, Rule]) -> list[Entry]:
+def entries_of(tree: PyTree, name: str, rules: Mapping[str, Rule]) -> list[Entry]:
     """List the leaves of a tree with what is known of their axes.
 
     Args:

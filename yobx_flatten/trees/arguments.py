@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..aliases import PyTree
 from ..errors import DynamicShapesError, InvalidArgumentError, NotRegisteredError, describe_class
 from .node import check_no_cycles
 from .walk import class_name, torch_leaves
@@ -62,7 +63,7 @@ def check_arguments(module: Any, args: Any, kwargs: Any) -> None:
         ) from None
 
 
-def _check_no_nested_tensors(tree: Any, name: str) -> None:
+def _check_no_nested_tensors(tree: PyTree, name: str) -> None:
     for path, leaf in torch_leaves(tree, name):
         if issubclass(type(leaf), torch.Tensor) and leaf.is_nested:
             error = InvalidArgumentError(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
 
+from ..aliases import PyTree
 from ..errors import InvalidArgumentError
 from ..recipe.contract import Recipe
 from ..registry.claims import REGISTRY
@@ -60,7 +61,7 @@ def recipe_for(cls: type) -> Recipe | None:
     return recipe
 
 
-def find_cycle(tree: Any, name: str = "tree") -> tuple[str, str] | None:
+def find_cycle(tree: PyTree, name: str = "tree") -> tuple[str, str] | None:
     """Find an object that holds itself, directly or further down; a walk from there never ends.
 
     Args:
@@ -95,7 +96,7 @@ def find_cycle(tree: Any, name: str = "tree") -> tuple[str, str] | None:
     return None
 
 
-def check_no_cycles(tree: Any, name: str, *, caller: str = "") -> None:
+def check_no_cycles(tree: PyTree, name: str, *, caller: str = "") -> None:
     """Refuse an object that holds itself.
 
     Args:

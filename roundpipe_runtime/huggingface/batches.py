@@ -26,7 +26,7 @@ from ..errors import ConfigError, SplitError
 
 __all__ = ["check_packed_texts", "join_outputs", "split_pictures"]
 
-# pictures of all rows in one tensor, the sizes of each, and the token that stands for a part of one
+# images of all rows in one tensor, the size of each image, and the token that is the placeholder of a part of one
 _PACKED = (
     ("pixel_values", "image_grid_thw", ("image_token_id", "image_token_index")),
     ("pixel_values_videos", "video_grid_thw", ("video_token_id", "video_token_index")),

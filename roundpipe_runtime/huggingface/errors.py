@@ -25,7 +25,7 @@ class CutError(RoundPipeError, ValueError):
 
     Attributes:
         reason: ``"layers"`` (none found), ``"example"`` (the model does not run on the example), ``"copy"``,
-            ``"structure"`` (what passes between layers cannot travel), or ``"values"`` (the cut model computes
+            ``"structure"`` (a value between layers cannot pass between pieces), or ``"values"`` (the cut model computes
             something else).
     """
 
@@ -50,7 +50,7 @@ class MissingEmbeddingError(BatchStructureError):
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"The model computes with {name} behind its layers, which it did not do with the example that it was cut "
+            f"The model computes with {name} after its layers, which it did not do with the example that it was cut "
             "with. Cut it with an example of this kind:\n    wrap_model_to_roundpipe(model, example=batch)"
         )
         self.name = name

@@ -1,4 +1,4 @@
-"""Activations that pass between the pieces of a cut: every tensor with its producer and readers, for an example."""
+"""Activations that pass between the pieces of a cut: each tensor with its producer and readers, for an example."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def passed_tensors(made: Cut, example: Mapping[str, Any] | None = None) -> list[
 
 @dataclasses.dataclass
 class _Seen:
-    """A tensor of the state, the piece that made it, and those that got it."""
+    """A tensor of the state, the piece that made it, and the pieces that read it."""
 
     tensor: torch.Tensor
     made: int
@@ -103,7 +103,7 @@ class _Seen:
 
 
 def _followed(made: Cut, kwargs: Kwargs) -> tuple[dict[Any, _Seen], CallLog]:
-    """Run the pieces one after the other, all but the last one; return what passed, and the call log with all calls."""
+    """Run all pieces but the last one; return the tensors that passed, and the call log with all calls."""
     seen: dict[Any, _Seen] = {}
     state = begin((), kwargs, made.model)
     last = len(made.pieces) - 1
@@ -131,7 +131,7 @@ def _contents(state: CutState) -> dict[Any, torch.Tensor]:
 
 
 def _read_by(piece: nn.Module, call_log: CallLog, held: Mapping[Any, torch.Tensor]) -> list[Any]:
-    """Which of the tensors that are there a piece gets; a phase gets all that are left."""
+    """The keys of the tensors that a piece reads; a phase reads all that are left."""
     if not isinstance(piece, LayerCall):
         return list(held)
     spec = call_log.calls.get(piece.place)
@@ -143,7 +143,7 @@ def _read_by(piece: nn.Module, call_log: CallLog, held: Mapping[Any, torch.Tenso
 
 
 class _Names:
-    """Names what passes, by the arguments of the layers that take it.
+    """Names the tensors that pass, by the arguments of the layers that take them.
 
     Args:
         program: plan of the cut.
@@ -168,7 +168,7 @@ class _Names:
                         self._hidden.add(name)
 
     def name(self, key: Any) -> str:
-        """Return what a tensor is called."""
+        """Return the name of a tensor."""
         if not isinstance(key, Key):
             return f"{self._names.get(key[0], 'box')}{key[1]}"
         if key in self._captured:
@@ -177,7 +177,13 @@ class _Names:
         return name or (f"output {key.leaf}" if self._program.is_extra(*key) else "hidden_states")
 
     def kind(self, key: Any, read: tuple[int, ...], made: int) -> str:
-        """Return what kind of tensor it is."""
+        """Return the kind of a tensor.
+
+        Args:
+            key: key of the tensor.
+            read: indices of the pieces that read it.
+            made: index of the piece that made it.
+        """
         if key in self._captured:
             return "captured"
         if isinstance(key, Key) and key.call < 0:

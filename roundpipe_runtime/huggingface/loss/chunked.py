@@ -70,7 +70,7 @@ def chunked_cross_entropy(
     True
     """
     inputs = (hidden, weight, labels)
-    if has_torch_function(inputs):  # somebody watches which losses are computed
+    if has_torch_function(inputs):  # a torch function mode counts the items of losses
         options: dict[str, Any] = {
             "bias": bias,
             "transform": transform,
@@ -126,7 +126,7 @@ class _Chunked(torch.autograd.Function):
         gradient = torch.where(gradient.isfinite(), gradient, 0.0)
         saved = ctx.saved_tensors  # torch says so where the graph is gone
         found, ctx.found = ctx.found, None
-        if found is None:  # somebody goes back again, and what was put aside has been handed out
+        if found is None:  # a second backward of a retained graph: the stored gradients were scaled in the first one
             with torch.enable_grad():
                 _, found = ctx.run(*saved)
         # in place: that of the weight is as large as the weight

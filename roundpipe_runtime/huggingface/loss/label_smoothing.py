@@ -56,7 +56,7 @@ class SmoothedLoss(Static):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the factor; what travels has no tensor in it."""
+        """Check the factor, and make a number of ``num_items_in_batch``: a `Static` object holds no tensor."""
         if not 0 <= self.factor <= 1:
             raise LossError(f"SmoothedLoss: the factor is from 0 to 1, found {self.factor!r}.")
         if self.num_items_in_batch is not None:

@@ -1,8 +1,8 @@
 """Auxiliary load-balancing loss of mixtures of experts, for a whole batch: it is not a mean over rows.
 
-For each expert it multiplies the share of tokens with the mean of probabilities, both over the batch. The product of
-the means over a microbatch says nothing of that over the batch; so it is computed once, from the joined logits of the
-routers, by the function of the model's own module.
+For each expert it multiplies the share of tokens by the mean of probabilities, both over the batch. The product for
+the batch does not follow from the products for its microbatches; so the loss is computed once, from the joined logits
+of the routers, by the function of the model's own module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ _NAME = "load_balancing_loss_func"
 
 
 def has_router_logits(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Report whether a model called like this returns such a loss, from the logits of its routers."""
+    """Report whether a call returns an auxiliary loss, computed from the logits of routers.
+
+    Args:
+        model: model.
+        kwargs: keyword arguments of the call.
+    """
     asked = kwargs.get("output_router_logits")
     config = getattr(model, "config", None)
     asked = getattr(config, "output_router_logits", False) if asked is None else asked
@@ -39,31 +44,49 @@ def has_router_logits(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
 
 
 def has_auxiliary_loss(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Report whether a model called like this adds such a loss to its own."""
+    """Report whether a call adds an auxiliary loss to the model's loss.
+
+    Args:
+        model: model.
+        kwargs: keyword arguments of the call.
+    """
     return has_router_logits(model, kwargs) and bool(_coefficient(model))
 
 
 def wants_tuple(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Report whether a model called like this returns a tuple, in which nothing has a name."""
+    """Report whether a call returns a tuple, whose values have no names.
+
+    Args:
+        model: model.
+        kwargs: keyword arguments of the call.
+    """
     asked = kwargs.get("return_dict")
     return (getattr(getattr(model, "config", None), "return_dict", True) if asked is None else asked) is False
 
 
 def without_auxiliary_loss(model: nn.Module, output: PyTree) -> torch.Tensor:
-    """Return the loss of an output without this part of it."""
+    """Return the loss of an output without the auxiliary loss.
+
+    Args:
+        model: model.
+        output: output of the model, with a loss.
+
+    Returns:
+        The loss, without axes.
+    """
     loss: torch.Tensor = output.loss
     aux = getattr(output, "aux_loss", None)
     return loss if aux is None else loss - _coefficient(model) * aux.to(loss.device)
 
 
 def batch_auxiliary_loss(model: nn.Module, joined: PyTree, parts: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return this loss of the whole batch, and what it adds to the model's loss.
+    """Return the auxiliary loss of the whole batch, and what it adds to the model's loss.
 
     Args:
-        model: the model.
-        joined: the joined output, with the logits of all routers.
-        parts: the outputs of the microbatches.
-        kwargs: the arguments of the whole batch.
+        model: model.
+        joined: joined output, with the logits of all routers.
+        parts: outputs of the microbatches.
+        kwargs: keyword arguments of the whole batch.
 
     Returns:
         ``(loss, part of the model's loss)``; ``None`` if the outputs have none.

@@ -1,8 +1,8 @@
 """Weights of microbatch losses: the number of items that a model's own loss averages over, observed as it runs.
 
-A model that is given labels returns a mean over rows, over tokens, over the tokens that are not ignored, or over those
-and shifted by one; no name tells which. So the functions of torch that average are watched while the loss is computed.
-Then the loss of the batch is the sum of (mean x items) over the sum of items, for any split.
+A model with labels returns a mean over rows, over tokens, over the tokens that are not ignored, or over those shifted
+by one; neither its class nor its configuration states which. So calls of torch's averaging functions are intercepted
+while the loss is computed. The loss of the batch is the sum of (mean x items) over the sum of items, for any split.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _AVERAGING = {
 
 @dataclasses.dataclass
 class Items:
-    """What the losses of one forward averaged over.
+    """The items that the losses of one forward average over.
 
     Attributes:
-        counts: of each mean, in order.
-        sums: how many losses were sums.
+        counts: Number of items of each mean, in order.
+        sums: Number of losses that are sums.
     """
 
     counts: list[float] = dataclasses.field(default_factory=list)
@@ -93,7 +93,11 @@ def _count(
 
 @contextlib.contextmanager
 def counting() -> Iterator[Items]:
-    """Watch the losses that are computed in the block."""
+    """Count the items of the losses that are computed in the block.
+
+    Yields:
+        The counts, complete at the end of the block.
+    """
     items = Items()
     with _Watch(items):
         yield items
@@ -119,7 +123,7 @@ def with_loss_weight(output: PyTree, items: Items, rows: int) -> tuple[PyTree, t
 
 
 def _nothing(output: PyTree, loss: torch.Tensor) -> torch.Tensor:
-    """A loss of zero that is part of the graph: all labels are ignored."""
+    """A loss of zero with a graph, for a microbatch whose labels are all ignored."""
     found = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.dim() and t.is_floating_point()]
     if not found:  # where logits were not wanted
         return torch.zeros_like(loss)
@@ -127,7 +131,7 @@ def _nothing(output: PyTree, loss: torch.Tensor) -> torch.Tensor:
 
 
 def loss_of(output: PyTree) -> torch.Tensor | None:
-    """Return the loss among what a model returned, if it is one number."""
+    """Return the loss in an output, if it is one number; ``None`` otherwise."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if loss is None and isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
         loss = output[0]
@@ -135,7 +139,12 @@ def loss_of(output: PyTree) -> torch.Tensor | None:
 
 
 def with_loss(output: PyTree, loss: torch.Tensor) -> PyTree:
-    """Return the output with another loss in it."""
+    """Return the output with another loss.
+
+    Args:
+        output: output of the model: a tuple, which begins with its loss, or a mapping, which is changed in place.
+        loss: loss to put in.
+    """
     if isinstance(output, tuple):
         return (loss, *output[1:])
     output["loss"] = loss
@@ -143,14 +152,24 @@ def with_loss(output: PyTree, loss: torch.Tensor) -> PyTree:
 
 
 def has_labels(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Report whether a model called like this computes a loss."""
+    """Report whether a call computes a loss.
+
+    Args:
+        model: model.
+        kwargs: keyword arguments of the call.
+    """
     generic = sys.modules.get("transformers.utils.generic")
     names = generic.find_labels(type(model)) if generic is not None else []
     return any(kwargs.get(name) is not None for name in {"labels", *names})
 
 
 def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Return how many rows a model is called with."""
+    """Return the number of rows of a call.
+
+    Args:
+        args: positional arguments of the model.
+        kwargs: keyword arguments of the model.
+    """
     first = [kwargs.get(name) for name in ("labels", "input_ids", "inputs_embeds", "decoder_input_ids")]
     for value in (*first, *args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.dim():
@@ -159,7 +178,15 @@ def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 
 
 def own_loss(outputs: PyTree, labels: Any) -> Any:
-    """Return the loss that the model computed from its labels."""
+    """Return the loss that the model computed from its labels.
+
+    Args:
+        outputs: output of the model.
+        labels: ignored.
+
+    Raises:
+        LossError: the output holds no loss.
+    """
     loss = loss_of(outputs)
     if loss is None:
         raise LossError(

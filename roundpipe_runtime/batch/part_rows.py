@@ -24,7 +24,7 @@ Rows = tuple[int, ...]
 
 
 def check_packed_counts(entries: Sequence[Entry]) -> None:
-    """Refuse packed data of different numbers of microbatches.
+    """Check that all packed data has the same number of microbatches.
 
     Raises:
         SplitError: with the number of each.
@@ -77,7 +77,7 @@ def rows_beside_packed(
 
 
 def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whose: str) -> None:
-    """Refuse packed data whose microbatches are not those that a function of the user made of the other side.
+    """Check that packed data has the microbatches that a function of the user made of the other side.
 
     Args:
         entries: leaves of the side that holds packed data.

@@ -87,6 +87,9 @@ def sizes(batch: int, num_microbatch: int) -> list[int]:
         One number per microbatch. Fewer rows than microbatches give one microbatch per row: an empty one would have no
         mean, and nothing to compute. A batch without rows is one microbatch without rows.
 
+    Raises:
+        ConfigError: ``num_microbatch`` is not a number from 1 on.
+
     >>> sizes(10, 4), sizes(2, 4), sizes(0, 4)
     ([3, 3, 2, 2], [1, 1], [0])
     """

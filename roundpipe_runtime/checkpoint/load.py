@@ -123,7 +123,7 @@ def _restore(path: pathlib.Path, model: nn.Module, parts: Parts) -> dict[str, An
 
 
 def _check_parts(stored: dict[str, Any], parts: Parts) -> None:
-    """Refuse requested parts that are not in the checkpoint; warn of parts that were not requested."""
+    """Check that the requested parts are in the checkpoint; warn of parts that were not requested."""
     scalers = [stored["scaler"]] if stored["scaler"] is not None else []
     kinds = [
         ("optimizer", parts.optimizers, stored["optimizers"]),

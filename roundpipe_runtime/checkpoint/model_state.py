@@ -33,6 +33,9 @@ def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tens
 
     Returns:
         The other names of tied ones (``"aliases"``), and values that are not tensors (``"extra"``).
+
+    Raises:
+        CheckpointError: a tensor has no values, or is of a kind that a file cannot hold.
     """
     first: dict[int, str] = {}
     aliases, extra = {}, {}
@@ -53,7 +56,7 @@ def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tens
 def check_model(
     model: nn.Module, stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, goes_on: bool
 ) -> None:
-    """Refuse a checkpoint of another model, before anything is changed.
+    """Check that a checkpoint is of this model, before anything is changed.
 
     Args:
         model: model to load into.
@@ -84,7 +87,7 @@ def check_model(
 
 
 def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Refuse masters that the model has no place for, before anything is changed.
+    """Check that the model has a place for all masters, before anything is changed.
 
     Args:
         model: model to load into.

@@ -41,7 +41,7 @@ def named_state(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Te
 def check_optimizer(
     optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
 ) -> None:
-    """Refuse the state of an optimizer with other groups, before anything is changed.
+    """Check that a state is of an optimizer with the same groups, before anything is changed.
 
     Args:
         optimizer: optimizer to load into.

@@ -85,7 +85,19 @@ class AcceleratorDevice:
             raise DeviceMemoryError(f"{self.name} is out of memory: {error}") from error
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Return a copy on the device; parameters and activations are copied on streams of their own."""
+        """Return a copy on the device; parameters and activations are copied on streams of their own.
+
+        Args:
+            tensor: host tensor.
+            ready: event after which the host tensor is complete. Default: it is complete.
+            parameter: whether the copy is large and not urgent. Default: ``False``.
+
+        Returns:
+            The copy, on the device.
+
+        Raises:
+            DeviceMemoryError: the device has no memory left.
+        """
         stream = self._parameters if parameter else self._activations
         if isinstance(ready, _StreamEvent):
             stream.wait_event(ready.event)

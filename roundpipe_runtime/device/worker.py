@@ -180,6 +180,9 @@ def collect(mailbox: Mailbox, work: list[Future[None]]) -> None:
     Args:
         mailbox: the mailbox of the run.
         work: one future per stage.
+
+    Raises:
+        BaseException: the first error of any stage, or the interruption.
     """
     try:
         wait_for_futures(work)

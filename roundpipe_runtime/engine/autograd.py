@@ -30,7 +30,12 @@ class Executor(Protocol):
         """The lock that a run holds: one run at a time."""
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
-        """Run stages to their end."""
+        """Run stages to their end.
+
+        Args:
+            run: run that the stages belong to.
+            stages: stages in the order of dispatch.
+        """
 
     def commit_forward(self, run: Run) -> None:
         """Commit the results of the forward of a run to the model."""

@@ -106,7 +106,20 @@ class Engine:
     # -- what a user calls -------------------------------------------------------------------------------------------
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
-        """Run the layers forward; with gradients, the outputs are part of the caller's graph."""
+        """Run the layers forward; with gradients, the outputs are part of the caller's graph.
+
+        Args:
+            args: positional arguments of the model.
+            kwargs: keyword arguments of the model.
+            config: settings of the call, without gaps.
+
+        Returns:
+            The output of the batch.
+
+        Raises:
+            SplitError: inputs cannot be split into microbatches.
+            JoinError: outputs cannot be joined.
+        """
         self._check_can_run()
         with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
             microbatches = self.split(FlatBatch.of(args, kwargs, None), config)
@@ -133,7 +146,24 @@ class Engine:
         return_outputs: bool,
         config: RoundPipeRunConfig,
     ) -> Any:
-        """Run forward, loss and backward; return the loss of the batch, with the outputs if they are asked for."""
+        """Run forward, loss and backward.
+
+        Args:
+            args: positional arguments of the model.
+            kwargs: keyword arguments of the model.
+            label: labels, split like the inputs.
+            loss_fn: loss function of a microbatch.
+            return_outputs: whether to also return the outputs.
+            config: settings of the call, without gaps.
+
+        Returns:
+            The loss of the batch; with ``return_outputs``, ``(loss, outputs)``.
+
+        Raises:
+            ConfigError: gradients are switched off, or a label requires one.
+            SplitError: inputs or labels cannot be split into microbatches.
+            LossError: ``loss_fn`` returned something that is not a loss.
+        """
         if not config.requires_grad:
             raise ConfigError("forward_backward computes gradients, but they are switched off. Use forward.")
         self._check_can_run()
@@ -227,6 +257,10 @@ class Engine:
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
         """Run stages to their end.
+
+        Args:
+            run: run that the stages belong to.
+            stages: stages in the order of dispatch.
 
         Raises:
             BaseException: the first error of any of them, when all have ended.

@@ -33,6 +33,9 @@ def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
         call: goes backward through a layer, or a loss.
         code: the layer or the loss function.
         device: where it runs. An accelerator draws from a generator of its own, and has one thread.
+
+    Returns:
+        The result of the call.
     """
     if device.type != "cpu":
         return call()

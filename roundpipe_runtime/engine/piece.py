@@ -41,11 +41,14 @@ class Piece:
     def backward(
         self, gradients: Sequence[torch.Tensor | None], run: Callable[[Callable[[], None]], None] = lambda call: call()
     ) -> list[torch.Tensor | None]:
-        """Go back through the layer; return the gradients of its inputs.
+        """Go back through the layer.
 
         Args:
-            gradients: of the outputs, ``None`` where none flows.
-            run: calls its argument, which goes back; not called where no gradient flows at all.
+            gradients: gradients of the outputs, ``None`` where none flows.
+            run: function that calls its argument, which goes back; not called where no gradient flows at all.
+
+        Returns:
+            The gradients of the inputs, ``None`` where none flows.
         """
         starts = [
             (exit_, gradient)
@@ -73,11 +76,15 @@ _enter_leaf = cast(Callable[[torch.Tensor], torch.Tensor], _Enter.apply)
 
 
 def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
-    """Return the leaves in which gradients end, ``None`` where none flow, and the tensors for the layer.
+    """Make the inputs of a layer the leaves of a graph of its own.
 
     Args:
-        values: what goes into the layer.
-        as_leaves: hand the leaves themselves to the layer. It is quicker, but torch refuses in-place writes to a leaf.
+        values: inputs of the layer.
+        as_leaves: whether the layer gets the leaves themselves. It is quicker, but torch refuses in-place writes to a
+            leaf.
+
+    Returns:
+        The leaves in which gradients end, ``None`` where none flow, and the tensors for the layer.
     """
     entries: list[torch.Tensor | None] = []
     entered = []
@@ -95,6 +102,13 @@ def leaves_beside(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor
     """Return the leaves in which the graph of a loss ends, other than the outputs that it was given.
 
     They are parameters of the loss, or parameters that a penalty is on.
+
+    Args:
+        losses: losses of a microbatch.
+        entries: outputs that the loss function was given, ``None`` where no gradient flows.
+
+    Returns:
+        The leaves, each once.
 
     >>> weight, output = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     >>> leaves_beside([(weight * output).sum()], [output])

@@ -28,7 +28,7 @@ _LAYER = "_roundpipe_layer"
 
 
 def check_not_kept(leaf: torch.Tensor) -> None:
-    """Refuse a loss that goes back into a layer past its outputs.
+    """Check that a loss does not go back into a layer past its outputs.
 
     Raises:
         StageError: naming the layer.

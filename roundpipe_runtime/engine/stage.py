@@ -38,7 +38,13 @@ _NO_MODES = contextlib.nullcontext()
 
 
 def run_stage(run: Run, stage: Stage, device: Device) -> None:
-    """Run a stage with all microbatches of its run. Results and errors go to the run; nothing is raised."""
+    """Run a stage with all microbatches of its run. Results and errors go to the run; nothing is raised.
+
+    Args:
+        run: run that the stage belongs to.
+        stage: layers, and what to do with them.
+        device: device to run on, in the thread of its worker or of another one.
+    """
     visit = _Visit(run, stage, device)
     try:
         with device.visit():

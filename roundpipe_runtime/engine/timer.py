@@ -21,11 +21,27 @@ class Timer:
         self._losses: dict[int, float] = {}
 
     def measure(self, kind: str, stage: int, device: str, microbatch: int = -1, layer: int = -1) -> Span:
-        """Measure the work in a ``with`` block; an exception leaves no record."""
+        """Measure the work in a ``with`` block; an exception leaves no record.
+
+        Args:
+            kind: kind of work, as in a timeline: ``"forward"``, ``"backward"``, ``"upload"`` and so on.
+            stage: index of the stage.
+            device: name of the device.
+            microbatch: index of the microbatch. Default: the work is for all of them.
+            layer: index of the layer. Default: the work is not for one layer.
+
+        Returns:
+            The context manager.
+        """
         return Span(self, kind, stage, device, microbatch, layer)
 
     def add(self, span: Span, end: float) -> None:
-        """Take the time of a block that has ended."""
+        """Take the time of a block that has ended.
+
+        Args:
+            span: the block.
+            end: time of its end, by ``time.perf_counter``.
+        """
         kind, layer, microbatch, start = span.kind, span.layer, span.microbatch, span.start
         if self._timeline is not None:
             self._timeline.add(kind, span.stage, microbatch, span.device, start, end, layer)

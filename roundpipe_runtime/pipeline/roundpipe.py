@@ -172,7 +172,7 @@ class RoundPipe(ModelProxy):
         return (config or RoundPipeRunConfig()).over(defaults).resolved(self.num_devices)
 
     def _rp_check_layers(self) -> None:
-        """Refuse to run the layers that were wrapped when the model has others by now."""
+        """Check that the model has the layers that were wrapped."""
         before, now = self._rp_engine.layers, self._rp_layers(self._rp_model)
         if len(before) != len(now) or any(one is not other for one, other in zip(before, now, strict=True)):
             raise StageError(

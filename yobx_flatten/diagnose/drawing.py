@@ -122,6 +122,7 @@ class _Reader:
         self._inside: list[int] = []
 
     def part(self, label: str, path: str, obj: Any, depth: int) -> _Part:
+        # from below to above, unlike the walk: equal parts are drawn once
         node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(obj))
         if node is None:
             return self._leaf(label, path, obj)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.export import Dim
 
-from ..trees.node import node_of
-from ..trees.walk import format_entry
+from ..trees.node import leaf_places, own_children
+from ..trees.shapes import shapes_of_leaves
+from ..trees.walk import format_path
 
 __all__ = ["Axis", "varying_axes"]
 
@@ -31,20 +32,10 @@ def varying_axes(inputs: Mapping[str, Any], shapes: Mapping[str, Any]) -> Iterat
         shapes: a specification that fits them.
     """
     for name, value in inputs.items():
-        yield from _axes(value, shapes[name], name)
-
-
-def _axes(obj: Any, shapes: Any, path: str) -> Iterator[Axis]:
-    if shapes is None:
-        return
-    node = node_of(obj)
-    if node is not None:
-        below = shapes.values() if isinstance(shapes, Mapping) else shapes
-        if type(obj) is dict:
-            below = [shapes[key] for key in obj]
-        for key, child, spec in zip(node.keys, node.children, below, strict=True):
-            yield from _axes(child, spec, path + format_entry(key))
-    elif isinstance(obj, torch.Tensor) and not obj.is_nested:
-        for number, dim in dict(shapes if isinstance(shapes, Mapping) else enumerate(shapes)).items():
-            if dim is not None and type(dim) is not int and dim is not Dim.STATIC:
-                yield Axis(path, number, int(obj.shape[number]), dim)
+        places = leaf_places(value, own_children, name)
+        for place, entries in zip(places, shapes_of_leaves(value, shapes[name]), strict=True):
+            if not isinstance(place.obj, torch.Tensor) or place.obj.is_nested:
+                continue
+            for number, dim in (entries or {}).items():
+                if dim is not None and type(dim) is not int and dim is not Dim.STATIC:
+                    yield Axis(format_path(name, place.keys), number, int(place.obj.shape[number]), dim)

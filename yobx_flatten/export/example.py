@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,7 @@ from ..huggingface.cases import cache_name
 from ..storage.matching import leaves_of
 from ..trees.arguments import check_no_modules, shapes_by_name
 from ..trees.naming import leaf_names
-from ..trees.node import node_of
-from ..trees.shapes import check_dynamic_shapes, without_names
+from ..trees.shapes import check_dynamic_shapes, shapes_of_leaves, without_names
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
 from ..trees.weights import check_not_offloaded, has_no_data
 from .replay import Case, clone
@@ -211,7 +210,7 @@ def _fixed_axes(example: Example, given: bool) -> list[str]:
     if cache is not None and not leaf_names(cache) and not given:
         return [f"{example.cache_is} is empty"]
     inputs = example.inputs
-    leaves = zip(example.names, pytree.tree_leaves(inputs), _leaf_shapes(inputs, example.shapes), strict=True)
+    leaves = zip(example.names, pytree.tree_leaves(inputs), shapes_of_leaves(inputs, example.shapes), strict=True)
     return [
         f"{name} axis {axis}"
         for name, leaf, shape in leaves
@@ -220,21 +219,11 @@ def _fixed_axes(example: Example, given: bool) -> list[str]:
     ]
 
 
-def _leaf_shapes(inputs: Any, shapes: Any) -> list[dict[int, Any] | None]:
-    """The entry of ``shapes`` for every leaf of the inputs; ``None`` above a leaf stands for all below it."""
-    node = node_of(inputs)
-    if node is None:
-        return [dict(enumerate(shapes)) if isinstance(shapes, (list, tuple)) else _mapping(shapes)]
-    below: Iterable[Any] = [None] * len(node.children) if shapes is None else shapes
-    below = [below[key] for key in inputs] if isinstance(below, Mapping) else below
-    return [leaf for child, spec in zip(node.children, below, strict=True) for leaf in _leaf_shapes(child, spec)]
-
-
 def _named_axes(inputs: Any, shapes: Any) -> dict[tuple[str, int], str]:
     """The names that a specification gives to axes, by input and axis: those of ``Dim`` objects, or texts."""
     names: dict[tuple[str, int], str] = {}
     sizes: dict[str, tuple[str, int]] = {}
-    rows = zip(leaf_names(inputs), leaves_of(inputs), _leaf_shapes(inputs, shapes), strict=True)
+    rows = zip(leaf_names(inputs), leaves_of(inputs), shapes_of_leaves(inputs, shapes), strict=True)
     for name, leaf, entries in rows:
         for axis, dim in (entries or {}).items():
             chosen = dim if isinstance(dim, str) else getattr(dim, "__name__", None)
@@ -248,7 +237,3 @@ def _named_axes(inputs: Any, shapes: Any) -> dict[tuple[str, int], str]:
                 )
             names[name, axis] = chosen
     return names
-
-
-def _mapping(shapes: Any) -> dict[int, Any] | None:
-    return dict(shapes) if isinstance(shapes, Mapping) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,8 @@ from ..declare.scopes import options_in_use, register_flattening_functions
 from ..diagnose.contents import Layouts
 from ..diagnose.opaque import find_unregistered
 from ..errors import NotRegisteredError
-from ..trees.node import check_no_cycles, key_name, node_of
+from ..trees.node import check_no_cycles, key_name, leaf_places, own_children, recipe_for
+from ..trees.walk import Place
 
 __all__ = ["Fact", "Snapshot", "libraries_in_use", "same_value"]
 
@@ -66,7 +67,7 @@ class Snapshot:
         check_no_cycles(tree, name)
         leaves, spec = pytree.tree_flatten(tree)
         _check_no_hidden_tensors(leaves, tree, name)
-        facts = tuple(map(_fact, _walk(tree, "", None)))
+        facts = tuple(map(_fact, leaf_places(tree, own_children, name)))
         kept = tuple(_copy(leaf, device) for leaf in leaves)
         return cls(facts, spec, lambda: kept)
 
@@ -99,20 +100,10 @@ def libraries_in_use() -> contextlib.AbstractContextManager[Any]:
     return register_flattening_functions(**options_in_use())
 
 
-def _walk(obj: Any, path: str, axes: dict[int, str] | None) -> Iterator[tuple[str, Any, dict[int, str] | None]]:
-    """Yield the leaves in torch's order, with the way to each and what its axes mean."""
-    node = node_of(obj)
-    if node is None:
-        yield path, obj, axes
-        return
-    for key, child in zip(node.keys, node.children, strict=True):
-        name = key_name(key)
-        known = None if node.recipe is None or node.recipe.axes is None else node.recipe.axes(name)
-        yield from _walk(child, f"{path}.{name}" if path else name, known)
-
-
-def _fact(found: tuple[str, Any, dict[int, str] | None]) -> Fact:
-    path, leaf, axes = found
+def _fact(place: Place) -> Fact:
+    path, leaf = ".".join(map(key_name, place.keys)), place.obj
+    recipe = recipe_for(type(place.parent)) if place.keys else None
+    axes = None if recipe is None or recipe.axes is None else recipe.axes(key_name(place.keys[-1]))
     if isinstance(leaf, torch.Tensor):
         return Fact(path, leaf.dtype, tuple(leaf.shape), leaf.device, axes, None)
     return Fact(path, None, (), None, axes, leaf)

@@ -6,15 +6,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ..trees.node import key_name, node_of
+from ..trees.node import key_name, leaf_places, own_children
 
 __all__ = ["leaves_of", "match", "plain_names"]
 
 
 def leaves_of(tree: Any) -> list[Any]:
     """List the leaves in the order of their names, in the block or outside of it."""
-    node = node_of(tree)
-    return [tree] if node is None else [leaf for child in node.children for leaf in leaves_of(child)]
+    return [place.obj for place in leaf_places(tree, own_children)]
 
 
 def plain_names(tree: Any) -> list[str]:
@@ -25,13 +24,7 @@ def plain_names(tree: Any) -> list[str]:
     >>> plain_names({"input_ids": 1, "extra": [2, {"a": 3}]})
     ['input_ids', 'extra.0', 'extra.1.a']
     """
-    node = node_of(tree)
-    if node is None:
-        return [""]
-    pairs = zip(node.keys, node.children, strict=True)
-    return [
-        f"{key_name(key)}.{below}" if below else key_name(key) for key, child in pairs for below in plain_names(child)
-    ]
+    return [".".join(map(key_name, place.keys)) for place in leaf_places(tree, own_children)]
 
 
 def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str, int]:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch.utils._pytree as pytree
-
 from ..aliases import PyTree
-from ..errors import InvalidArgumentError
-from ..recipe.contract import Recipe
 from ..registry.claims import REGISTRY
-from .node import format_cycle, key_name
-from .walk import children_of, format_entry
+from .node import key_name, leaf_places
+from .walk import Place, format_path, torch_children
 
 __all__ = ["Leaf", "leaves"]
 
@@ -49,24 +44,11 @@ def leaves(tree: PyTree, *, name: str = "tree") -> list[Leaf]:
     >>> [(leaf.path, leaf.axes) for leaf in leaves({"x": torch.zeros(2), "y": [1]}, name="batch")]
     [("batch['x']", None), ("batch['y'][0]", None)]
     """
-    return list(_leaves(tree, name, None, {}))
+    places = leaf_places(tree, torch_children(name), name)
+    return [Leaf(format_path(name, place.keys), place.obj, _meaning(place)) for place in places]
 
 
-def _leaves(obj: Any, path: str, axes: dict[int, str] | None, above: dict[int, str]) -> Iterator[Leaf]:
-    node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(obj))
-    if node is None:
-        yield Leaf(path, obj, axes)
-        return
-    if id(obj) in above:
-        raise InvalidArgumentError(f"{format_cycle(path, above[id(obj)])}\n    {path} = None")
-    recipe = REGISTRY.recipe_in_force(type(obj))
-    children = children_of(node, obj, path)
-    if children:
-        above[id(obj)] = path
-        for key, child in children:
-            yield from _leaves(child, path + format_entry(key), _axes(recipe, key), above)
-        del above[id(obj)]
-
-
-def _axes(recipe: Recipe | None, key: Any) -> dict[int, str] | None:
-    return None if recipe is None or recipe.axes is None else recipe.axes(key_name(key))
+def _meaning(place: Place) -> dict[int, str] | None:
+    """What the axes of a leaf mean, by the class that holds it."""
+    recipe = REGISTRY.recipe_in_force(type(place.parent)) if place.keys else None
+    return None if recipe is None or recipe.axes is None else recipe.axes(key_name(place.keys[-1]))

@@ -25,6 +25,7 @@ def leaf_names(tree: PyTree, renamed: dict[str, str] | None = None) -> list[str]
     >>> leaf_names({"input_ids": 1, "extra": [2, {"a": 3}]})
     ['input_ids', 'extra.0', 'extra.1.a']
     """
+    # from below to above, unlike the walk: the class of a node may make a name of all that is below it
     node = node_of(tree)
     if node is None:
         return [""]

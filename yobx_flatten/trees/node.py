@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
@@ -12,8 +12,19 @@ from ..aliases import PyTree
 from ..errors import InvalidArgumentError
 from ..recipe.contract import Recipe
 from ..registry.claims import REGISTRY
+from .walk import Children, Place, format_path, walk
 
-__all__ = ["Node", "check_no_cycles", "find_cycle", "format_cycle", "key_name", "node_of"]
+__all__ = [
+    "Node",
+    "check_no_cycles",
+    "find_cycle",
+    "format_cycle",
+    "key_name",
+    "leaf_places",
+    "node_of",
+    "own_children",
+    "recipe_for",
+]
 
 
 class Node(NamedTuple):
@@ -51,6 +62,31 @@ def node_of(obj: Any) -> Node | None:
     return Node([pytree.SequenceKey(i) for i in range(len(children))], children, None)
 
 
+def own_children(obj: Any, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]] | None:
+    """Return the children of :func:`node_of` with their keys, ``None`` for a leaf; for :func:`.walk.walk`."""
+    node = node_of(obj)
+    return None if node is None else list(zip(node.keys, node.children, strict=True))
+
+
+def leaf_places(tree: PyTree, children: Children, name: str = "tree") -> Iterator[Place]:
+    """Yield the leaves of a nested object.
+
+    Args:
+        tree: anything.
+        children: what is below an object.
+        name: what the object is called in the error; ``"tree"`` by default.
+
+    Raises:
+        InvalidArgumentError: when an object holds itself.
+    """
+    for place in walk(tree, children):
+        if place.outer is not None:
+            inner, outer = format_path(name, place.keys), format_path(name, place.outer)
+            raise InvalidArgumentError(f"{format_cycle(inner, outer)}\n    {inner} = None")
+        if place.is_leaf:
+            yield place
+
+
 def recipe_for(cls: type) -> Recipe | None:
     """Our recipe for a class: the registered one, else the one that the context manager would register."""
     recipe = REGISTRY.recipe_in_force(cls)
@@ -77,22 +113,9 @@ def find_cycle(tree: PyTree, name: str = "tree") -> tuple[str, str] | None:
     >>> find_cycle(batch, "batch")
     ("batch['x'][1]", 'batch')
     """
-    above: dict[int, str] = {}
-    # an entry without a path says that its object has been left; it also keeps the object, and so its id, alive
-    stack: list[tuple[str | None, Any]] = [(name, tree)]
-    while stack:
-        path, obj = stack.pop()
-        if path is None:
-            del above[id(obj)]
-            continue
-        if id(obj) in above:
-            return path, above[id(obj)]
-        node = node_of(obj)
-        if node is None or not node.children:
-            continue
-        above[id(obj)] = path
-        stack.append((None, obj))
-        stack += [(f"{path}{key}", child) for key, child in zip(node.keys, node.children, strict=True)][::-1]
+    for place in walk(tree, own_children):
+        if place.outer is not None:
+            return format_path(name, place.keys), format_path(name, place.outer)
     return None
 
 

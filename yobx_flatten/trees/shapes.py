@@ -8,7 +8,7 @@ and ``Dim.AUTO`` lets torch find out which do.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from torch.export import Dim
 
 from ..errors import DynamicShapesError, describe_class
 from ..recipe.contract import Recipe
-from .node import Node, check_no_cycles, key_name, node_of
+from .node import Node, check_no_cycles, key_name, node_of, own_children
+from .walk import walk
 
-__all__ = ["check_dynamic_shapes", "dynamic_shapes", "make_dynamic_shapes_kv_cache"]
+__all__ = ["check_dynamic_shapes", "dynamic_shapes", "make_dynamic_shapes_kv_cache", "shapes_of_leaves"]
 
 _Path = tuple[str, ...]
 
@@ -50,7 +51,7 @@ def dynamic_shapes(inputs: Any, overrides: Mapping[str, Any] | None = None) -> A
     left = dict(overrides or {})
     written = _write(inputs, (), None, left)
     if left:
-        known = sorted({".".join(path) for path, _ in _paths(inputs, ())})
+        known = sorted({".".join(map(key_name, place.keys)) for place in walk(inputs, own_children) if place.keys})
         raise DynamicShapesError(
             f"overrides: {sorted(left)} is not among the inputs. Their key paths are:\n    {known}"
         )
@@ -131,6 +132,27 @@ def without_names(shapes: Any) -> Any:
     return shapes
 
 
+def shapes_of_leaves(inputs: Any, shapes: Any) -> list[dict[int, Any] | None]:
+    """List the entries of a specification, one for each leaf.
+
+    Args:
+        inputs: nested inputs.
+        shapes: a specification that fits them; ``None`` above a leaf stands for all below it.
+
+    Returns:
+        For every leaf a dict by axis; ``None`` where nothing varies, and for a number.
+    """
+    node = node_of(inputs)
+    if node is None:
+        entries = dict(enumerate(shapes)) if isinstance(shapes, (list, tuple)) else shapes
+        return [dict(entries) if isinstance(entries, Mapping) else None]
+    below = [None] * len(node.children) if shapes is None else shapes
+    below = [below[key] for key in inputs] if isinstance(below, Mapping) else below
+    return [leaf for child, spec in zip(node.children, below, strict=True) for leaf in shapes_of_leaves(child, spec)]
+
+
+# Writing and checking go along an object and its specification at once, so they do not use the walk over one object.
+
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -183,15 +205,6 @@ def _builtin_kind(obj: Any, node: Node | None = None) -> Any:
     kind = pytree._get_node_type(obj)
     kind = tuple if kind is torch.Size else kind  # torch rebuilds it as a tuple before it looks
     return kind if kind in pytree.BUILTIN_TYPES and (node is None or node.recipe is None) else None
-
-
-def _paths(obj: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
-    if path:
-        yield path, obj
-    node = node_of(obj)
-    if node is not None:
-        for key, child in zip(node.keys, node.children, strict=True):
-            yield from _paths(child, (*path, key_name(key)))
 
 
 # -- checking --------------------------------------------------------------------------------------------------------

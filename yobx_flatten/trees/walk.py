@@ -1,16 +1,28 @@
-"""The leaves that torch's pytree sees, with the way to each, spelled as Python."""
+"""The one walk over a nested object, and the leaves that torch's pytree sees, with the way to each as Python."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
 
 from ..aliases import PyTree
 from ..errors import describe_class
 
-__all__ = ["NUMBERS", "children_of", "class_name", "format_entry", "format_key", "torch_leaves"]
+__all__ = [
+    "NUMBERS",
+    "Children",
+    "Place",
+    "children_of",
+    "class_name",
+    "format_entry",
+    "format_key",
+    "format_path",
+    "torch_children",
+    "torch_leaves",
+    "walk",
+]
 
 # Built-in types whose ``repr`` runs no code of a user.
 NUMBERS = (bool, int, float, complex, str, bytes, bytearray, type(None), type(...), range)
@@ -19,34 +31,117 @@ _MODULE: Callable[[type], str] = type.__dict__["__module__"].__get__
 _QUALNAME: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 
 
-def torch_leaves(tree: PyTree, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves that torch's pytree sees, with the way to each; an object that holds itself ends the way."""
-    inside: set[int] = set()
-    # an entry without a path says that its object has been left; it also keeps the object, and so its id, alive
-    stack: list[tuple[str | None, Any]] = [(name, tree)]
+class Place(NamedTuple):
+    """One object of a walk.
+
+    Attributes:
+        keys: the keys on the way to it.
+        obj: the object.
+        parent: the object that holds it; ``None`` for the one that the walk began with.
+        is_leaf: whether it has no children because it is not a node.
+        outer: the keys on the way to the same object further up, where an object holds itself; else ``None``.
+    """
+
+    keys: tuple[Any, ...]
+    obj: Any
+    parent: Any
+    is_leaf: bool
+    outer: tuple[Any, ...] | None = None
+
+
+Children = Callable[[Any, tuple[Any, ...]], Sequence[tuple[Any, Any]] | None]
+"""Takes an object and the keys on the way to it; returns its children with their keys, ``None`` for a leaf."""
+
+
+def walk(tree: PyTree, children: Children) -> Iterator[Place]:
+    """Walk over a nested object from above to below, in the order of its leaves.
+
+    Args:
+        tree: anything.
+        children: what is below an object.
+
+    Returns:
+        An iterator over the object and everything below it. What is below an object that holds itself comes once.
+
+    >>> tree = {"x": [1]}
+    >>> tree["x"].append(tree)
+    >>> [(format_path("tree", p.keys), p.is_leaf, p.outer) for p in walk(tree, torch_children("tree"))]
+    [('tree', False, None), ("tree['x']", False, None), ("tree['x'][0]", True, None), ("tree['x'][1]", False, ())]
+    """
+    above: dict[int, tuple[Any, ...]] = {}
+    # an entry without keys says that its object has been left; it also keeps the object, and so its id, alive
+    stack: list[tuple[tuple[Any, ...] | None, Any, Any]] = [((), tree, None)]
     while stack:
-        path, obj = stack.pop()
-        if path is None:
-            inside.discard(id(obj))
+        keys, obj, parent = stack.pop()
+        if keys is None:
+            del above[id(obj)]
             continue
+        if id(obj) in above:
+            yield Place(keys, obj, parent, False, above[id(obj)])
+            continue
+        below = children(obj, keys)
+        yield Place(keys, obj, parent, below is None)
+        if below:
+            above[id(obj)] = keys
+            stack.append((None, obj, None))
+            stack += [((*keys, key), child, obj) for key, child in reversed(below)]
+
+
+def torch_leaves(tree: PyTree, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves that torch's pytree sees, with the way to each; an object that holds itself ends the way.
+
+    Args:
+        tree: anything.
+        name: what it is called; the paths begin with it.
+    """
+    for place in walk(tree, torch_children(name)):
+        if place.is_leaf:
+            yield format_path(name, place.keys), place.obj
+
+
+def torch_children(name: str) -> Children:
+    """Return what :func:`walk` asks for the children that torch's pytree sees.
+
+    Args:
+        name: what the object is called, for the notes of errors.
+    """
+
+    def children(obj: Any, keys: tuple[Any, ...]) -> list[tuple[Any, Any]] | None:
         node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(obj))
-        if node is None:
-            yield path, obj
-        elif id(obj) not in inside:
-            inside.add(id(obj))
-            stack.append((None, obj))
-            stack += [(path + format_entry(key), child) for key, child in reversed(children_of(node, obj, path))]
+        return None if node is None else children_of(node, obj, name, keys)
+
+    return children
 
 
-def children_of(node: Any, obj: Any, path: str) -> list[tuple[Any, Any]]:
-    """The children of a registered object with their keys."""
+def children_of(node: Any, obj: Any, name: str, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
+    """Return the children of a registered object with their keys.
+
+    Args:
+        node: its registration with torch.
+        obj: the object.
+        name: what the walk began with, for the note of an error.
+        keys: the keys on the way from there to the object; none by default.
+    """
     try:
         if node.flatten_with_keys_fn is not None:
             return list(node.flatten_with_keys_fn(obj)[0])
         return [(pytree.SequenceKey(index), child) for index, child in enumerate(node.flatten_fn(obj)[0])]
     except Exception as error:
-        error.add_note(f"while {path}, {describe_class(type(obj))}, was taken apart")
+        error.add_note(f"while {format_path(name, keys)}, {describe_class(type(obj))}, was taken apart")
         raise
+
+
+def format_path(name: str, keys: Iterable[Any]) -> str:
+    """Write the way to an object as Python.
+
+    Args:
+        name: what the way begins with.
+        keys: the keys on the way.
+
+    >>> format_path("batch", [pytree.MappingKey("x"), pytree.SequenceKey(1)])
+    "batch['x'][1]"
+    """
+    return name + "".join(map(format_entry, keys))
 
 
 def format_entry(key: Any) -> str:

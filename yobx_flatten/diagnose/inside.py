@@ -49,6 +49,9 @@ def holders_in(leaf: Any, layouts: Layouts, covers: Callable[[type], bool]) -> l
         leaf: any object.
         layouts: where instances keep what they hold.
         covers: whether the registration of a class is enough for what its instances are made of.
+
+    Returns:
+        One entry for each of them.
     """
     walk = _Walk(layouts, covers)
     walk.enter("", leaf)

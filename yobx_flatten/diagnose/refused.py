@@ -19,6 +19,9 @@ def explain_leaf(inputs: Mapping[str, Any], refusal: str) -> NotRegisteredError 
     Args:
         inputs: by parameter name.
         refusal: what ``torch.export`` says, which names the class and neither place nor remedy.
+
+    Returns:
+        The error to raise; ``None`` if no input is of the class that torch names.
     """
     layouts = Layouts()
     for name, value in inputs.items():

@@ -38,6 +38,9 @@ def remedy_for(cls: type, obj: Any, layouts: Layouts) -> Remedy:
         cls: the class.
         obj: an instance, whose attributes tell children from static data.
         layouts: where instances keep what they hold.
+
+    Returns:
+        The advice and the line to type.
     """
     if issubclass(cls, torch.nn.Module):
         return Remedy("A module is no input: make it a submodule of the one that uses it", "self.part = part")

@@ -47,7 +47,7 @@ def name_axes(model: Any, chosen: Mapping[tuple[str, int], str] | None = None) -
     for value in values.values():
         if value.shape is None:
             continue
-        spelled = [_spell(dim, names, whole) for dim in value.shape]
+        spelled = [_format(dim, names, whole) for dim in value.shape]
         if spelled != [_text(dim) for dim in value.shape]:
             value.shape = ir.Shape(spelled)
 
@@ -139,7 +139,7 @@ def _text(dim: Any) -> Any:
     return dim if isinstance(dim, int) else dim.value
 
 
-def _spell(dim: Any, names: Mapping[str, str], whole: Mapping[str, str]) -> Any:
+def _format(dim: Any, names: Mapping[str, str], whole: Mapping[str, str]) -> Any:
     text = _text(dim)
     if not isinstance(text, str):
         return text

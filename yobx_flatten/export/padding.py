@@ -60,6 +60,9 @@ class Padding:
         Args:
             name: of the output.
             value: the output.
+
+        Returns:
+            The output, or a copy of it with zeros.
         """
         hidden, axis = self._hidden(name, value)
         if hidden is None or not bool(hidden.any()):
@@ -77,6 +80,9 @@ class Padding:
         Args:
             tree: the outputs.
             names: one for each leaf; outputs of another number of leaves are returned as they are.
+
+        Returns:
+            The same nested outputs, with zeros in them.
         """
         leaves, spec = pytree.tree_flatten(tree)
         if self._all is None or len(leaves) != len(names):

@@ -115,11 +115,28 @@ class Side(Protocol):
     runtime: str
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one step; return its outputs as the two other methods take them."""
+        """Run one step; return its outputs as the two other methods take them.
+
+        Args:
+            args: positional arguments; the side may write to them.
+            kwargs: keyword arguments.
+
+        Returns:
+            The outputs, as the two other methods take them.
+        """
         ...
 
     def compare(self, eager: Any, outputs: Any, names: Sequence[str], padding: Padding) -> dict[str, float]:
         """Return the largest difference of every output by name.
+
+        Args:
+            eager: nested outputs of the module, with zeros where they are padding.
+            outputs: what :meth:`run` returned.
+            names: one for each leaf of ``eager``.
+            padding: positions that are not compared.
+
+        Returns:
+            The largest difference of every output by name.
 
         Raises:
             ReplayError: when something is incomparable.
@@ -127,7 +144,15 @@ class Side(Protocol):
         ...
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Any) -> Mapping[str, Any]:
-        """Return the inputs of the next step with the cache of ``outputs`` in place of the eager one."""
+        """Return the inputs of the next step with the cache of ``outputs`` in place of the eager one.
+
+        Args:
+            kwargs: inputs of the next step, with the eager cache.
+            outputs: what :meth:`run` returned.
+
+        Returns:
+            The inputs with the side's own cache in place of the eager one.
+        """
         ...
 
 

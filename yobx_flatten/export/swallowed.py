@@ -22,7 +22,15 @@ __all__ = ["check_all_read", "check_spelling", "named_in_forward", "swallowed_na
 
 
 def swallowed_names(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
-    """List the arguments that ``forward`` has no name for and takes all the same."""
+    """List the arguments that ``forward`` has no name for and takes all the same.
+
+    Args:
+        module: what is exported.
+        kwargs: its keyword arguments.
+
+    Returns:
+        Names that end in ``**kwargs``; none where ``forward`` has no such parameter.
+    """
     parameters = _parameters(module)
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []
@@ -31,7 +39,15 @@ def swallowed_names(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[
 
 @contextlib.contextmanager
 def named_in_forward(module: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Let ``forward`` have keyword parameters of these names inside, in the place of its ``**kwargs``."""
+    """Let ``forward`` have keyword parameters of these names inside, in the place of its ``**kwargs``.
+
+    Args:
+        module: what is exported.
+        names: see :func:`swallowed_names`; nothing changes without any.
+
+    Returns:
+        A context manager.
+    """
     if not names:
         yield
         return
@@ -56,6 +72,10 @@ def named_in_forward(module: torch.nn.Module, names: Sequence[str]) -> Iterator[
 
 def check_spelling(module: torch.nn.Module, names: Sequence[str]) -> None:
     """Refuse names that are all but those of a parameter: they would end in ``**kwargs`` without a word.
+
+    Args:
+        module: what is exported.
+        names: see :func:`swallowed_names`.
 
     Raises:
         InvalidArgumentError: naming both.

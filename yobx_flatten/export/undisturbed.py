@@ -23,6 +23,9 @@ def undisturbed(module: torch.nn.Module, written: Collection[str] = ()) -> Itera
     Args:
         module: a module; copies stand in the place of its buffers.
         written: names of parameters that its ``forward`` also writes to.
+
+    Returns:
+        A context manager.
     """
     found = []
     copies: dict[int, torch.Tensor] = {}  # what is tied stays tied
@@ -90,7 +93,12 @@ def _root(node: object) -> str:
 
 
 def own_written_state(program: ExportedProgram, written: Collection[str]) -> None:
-    """Give a program copies of what it writes to: it shares the tensors of the module that was exported."""
+    """Give a program copies of what it writes to: it shares the tensors of the module that was exported.
+
+    Args:
+        program: the program; its state is changed in place.
+        written: names of buffers and parameters, see :func:`written_state`.
+    """
     for name in written:
         program.state_dict[name] = _copy(program.state_dict[name])
 

@@ -79,6 +79,9 @@ def forced_tokens(call: GenerationCall, first: int | None, last: tuple[int, ...]
         call: whose tokens are chosen.
         first: the token after a single first one, such as a language; ``None`` for any.
         last: one of these is the last token where the longest row ends; empty for any.
+
+    Returns:
+        The rules in order; none where nothing is forced.
     """
     made: list[ScoreProcessor] = []
     if first is not None:

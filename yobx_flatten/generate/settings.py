@@ -76,6 +76,9 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
         generation: of its generation; its entries come first. Where it is empty, the rules for scores are those of the
             model's, as in transformers.
 
+    Returns:
+        The settings.
+
     >>> settings_of({"eos_token_id": 1, "pad_token_id": 0}, {"eos_token_id": [2, 3], "max_new_tokens": 5})
     GenerationSettings(eos_token_ids=(2, 3), pad_token_id=0, decoder_start_token_id=None, image_token_id=None, \
 max_new_tokens=5, processors=(), forced_bos_token_id=None, forced_eos_token_id=None)

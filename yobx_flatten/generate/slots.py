@@ -23,6 +23,9 @@ def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tenso
         slots: the leaves.
         batch: number of rows.
 
+    Returns:
+        Zeros by name of the input; axes that vary have size 0, the first one the batch size.
+
     Raises:
         GenerationError: when a leaf has no empty value, as the states of linear attention.
     """

@@ -41,7 +41,12 @@ class FolderManifest:
 
 
 def write_manifest(folder: pathlib.Path, manifest: FolderManifest) -> None:
-    """Write the file."""
+    """Write the file.
+
+    Args:
+        folder: the exported folder.
+        manifest: its description.
+    """
     text = json.dumps({"format_version": _VERSION, **dataclasses.asdict(manifest)}, indent=2)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 

@@ -61,7 +61,18 @@ class Piece:
 
 
 def decoder_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
-    """A model that reads tokens and goes on with them: one file, ``model``."""
+    """A model that reads tokens and goes on with them: one file, ``model``.
+
+    Args:
+        model: a causal model of transformers.
+        rows: batch size of every example and case; ``None`` for several.
+
+    Returns:
+        One file.
+
+    Raises:
+        GenerationError: when the model takes no ``past_key_values``.
+    """
     takes = inspect.signature(model.forward).parameters
     names = [name for name in ("input_ids", "attention_mask", "position_ids", "past_key_values") if name in takes]
     if "past_key_values" not in names:
@@ -162,7 +173,18 @@ _VARYING = {0: Dim.AUTO, 2: Dim.AUTO}
 
 
 def encoder_decoder_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
-    """A model that reads text or sound first: ``encoder_model``, ``decoder_model``, ``decoder_with_past_model``."""
+    """A model that reads text or sound first: ``encoder_model``, ``decoder_model``, ``decoder_with_past_model``.
+
+    Args:
+        model: an encoder-decoder model of transformers.
+        rows: batch size of every example and case; ``None`` for several.
+
+    Returns:
+        Three files.
+
+    Raises:
+        GenerationError: when the model reads sound in another form than Whisper.
+    """
     hears = model.main_input_name == "input_features"
     encoder = SoundEncoder(model) if hears else TextEncoder(model)
     first, following = FirstDecoder(model), NextDecoder(model)
@@ -268,7 +290,18 @@ class TextDecoder(torch.nn.Module):
 
 
 def vision_language_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
-    """A model that sees: ``vision_encoder``, ``embed_tokens``, ``decoder_model_merged``."""
+    """A model that sees: ``vision_encoder``, ``embed_tokens``, ``decoder_model_merged``.
+
+    Args:
+        model: a model of transformers that reads images and text.
+        rows: batch size of every example and case; ``None`` for several.
+
+    Returns:
+        Three files.
+
+    Raises:
+        GenerationError: when the model cannot be cut into them.
+    """
     kinds = [name for name in inspect.signature(model.forward).parameters if name.endswith("token_type_ids")]
     if kinds:
         # image tokens that see each other, or have positions of their own: the language model alone is not told
@@ -318,7 +351,18 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
 
 
 def images_for(model: TransformersModel, count: int) -> torch.Tensor:
-    """Make random images of the size that the model takes: (count, channels, height, width)."""
+    """Make random images of the size that the model takes: (count, channels, height, width).
+
+    Args:
+        model: a model of transformers that reads images.
+        count: number of images.
+
+    Returns:
+        A tensor of shape (count, channels, height, width), of the type of the weights.
+
+    Raises:
+        GenerationError: when the configuration has no single image size.
+    """
     vision = model.config.vision_config
     size = getattr(vision, "image_size", None)
     if not isinstance(size, int):
@@ -328,6 +372,14 @@ def images_for(model: TransformersModel, count: int) -> torch.Tensor:
 
 
 def random_tokens(model: TransformersModel, shape: tuple[int, int]) -> torch.Tensor:
-    """Make tokens of the model's vocabulary, which the shape determines."""
+    """Make tokens of the model's vocabulary, which the shape determines.
+
+    Args:
+        model: of transformers.
+        shape: (batch, length); also the seed.
+
+    Returns:
+        int64 of that shape.
+    """
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(sum(shape)))

@@ -22,6 +22,9 @@ def plain_pieces(model: TransformersModel, rows: int | None = None) -> list[Piec
         model: of transformers.
         rows: of every example and case; ``None`` for several numbers of them.
 
+    Returns:
+        One file.
+
     Raises:
         GenerationError: when the model reads something else.
     """

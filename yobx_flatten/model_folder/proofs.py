@@ -70,6 +70,9 @@ def generation_case(model: TransformersModel, task: str, rows: int = 3) -> Gener
         model: of transformers.
         task: what it is for.
         rows: how many.
+
+    Returns:
+        The prompt, the tokens and their margins.
     """
     text = model.config.get_text_config(decoder=True)
     room = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None) or 512

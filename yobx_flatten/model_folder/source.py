@@ -93,6 +93,9 @@ def find_model(source: str, *, weights: bool = True) -> FoundModel:
             ``config.json``, a folder without weights, or a type of model such as ``"llama"``, for a small one.
         weights: whether to download those of the hub.
 
+    Returns:
+        The model as far as it is known without its weights.
+
     Raises:
         InvalidArgumentError: when there is no such folder and no such type.
         ModelSourceError: when the folder holds no model, is damaged, or the hub cannot be reached.

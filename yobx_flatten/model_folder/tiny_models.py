@@ -129,6 +129,9 @@ def small_model(name: str, seed: int = 0) -> Any:
     Args:
         name: see :func:`small_config`.
         seed: of the weights.
+
+    Returns:
+        The model, in evaluation mode.
     """
     config = small_config(name)
     with torch.random.fork_rng(devices=[]):

@@ -44,7 +44,15 @@ class Axes:
     remarks: list[str] = dataclasses.field(default_factory=list)
 
     def seen(self, name: str, calls: Iterable[Call]) -> list[int]:
-        """The different sizes under a name in some calls."""
+        """The different sizes under a name in some calls.
+
+        Args:
+            name: of the size.
+            calls: some of the recorded calls.
+
+        Returns:
+            The sizes in ascending order, each once.
+        """
         return sorted({self.sizes[name][call.index] for call in calls if call.index in self.sizes[name]})
 
 
@@ -162,7 +170,7 @@ class _Reading:
                 alike[place] = sizes
         varying = [group for group in groups if any(len(set(sizes.values())) > 1 for sizes in group.values())]
         if not varying and len(groups) > 1:
-            found = ", ".join(f"{path} {_spell(sizes.values())}" for (path, _), sizes in first.items())
+            found = ", ".join(f"{path} {_format(sizes.values())}" for (path, _), sizes in first.items())
             self.axes.remarks.append(
                 f"no axis was taken for the batch: sizes along axis 0 differ ({found}) and never vary. Record a call "
                 "with another batch."
@@ -249,5 +257,5 @@ def _equal(one: _Sizes, other: Mapping[int, int]) -> bool:
     return bool(common) and all(one[call] == other[call] for call in common)
 
 
-def _spell(sizes: Iterable[int]) -> str:
+def _format(sizes: Iterable[int]) -> str:
     return "/".join(map(str, sorted(set(sizes))))

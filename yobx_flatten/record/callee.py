@@ -33,7 +33,15 @@ class Callee:
     signature: inspect.Signature
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """All arguments by name, in the order of the parameters; ``None`` if the method does not take them."""
+        """All arguments by name, in the order of the parameters; ``None`` if the method does not take them.
+
+        Args:
+            args: positional arguments of a call.
+            kwargs: its keyword arguments.
+
+        Returns:
+            The arguments by name; ``None`` if the method does not take them.
+        """
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError:  # the call itself will say so
@@ -72,6 +80,13 @@ class Callee:
 
 def callee_of(target: Any, method: str | None) -> Callee:
     """Find out what is to be recorded.
+
+    Args:
+        target: a module, or a method of an object.
+        method: name of the method; ``None`` for ``forward``, or for a target that is a method.
+
+    Returns:
+        The object, its method and the parameters of the method.
 
     Raises:
         InvalidArgumentError: when it is neither a module nor a method of an object.
@@ -112,6 +127,14 @@ def module_of(callee: Callee, names: Iterable[str], constants: Mapping[str, Any]
 
     torch.export writes no dynamic shapes for what ends in ``**kwargs``, and models of transformers take half of their
     arguments there; so ``forward`` of this one names them all.
+
+    Args:
+        callee: what was recorded.
+        names: parameters that ``forward`` of the module has.
+        constants: arguments that it passes at every call.
+
+    Returns:
+        The module, which calls the recorded object.
     """
     names = tuple(names)
 

@@ -37,6 +37,14 @@ def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> d
     A number of new tokens that is 1 in every call of the phase stays 1: that is what a program for decoding is given.
     A model that counts no past has no name for that number, so a size that is 1 here and more elsewhere also stays 1:
     some models take another way with several tokens. An axis of size 0 in every call is one that holds nothing yet.
+
+    Args:
+        calls: the calls of one phase.
+        axes: what varies, over all calls.
+        sizes: sizes that the caller named; they vary.
+
+    Returns:
+        The name of the size by place: path and axis.
     """
     paths = {fact.path for fact in calls[0].facts()}
     found = {}
@@ -49,7 +57,16 @@ def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> d
 
 
 def choose_example(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Inputs of the call that suits best, without the constants, resized where torch would fix a size."""
+    """Inputs of the call that suits best, without the constants, resized where torch would fix a size.
+
+    Args:
+        calls: the calls of one phase.
+        axes: what varies, over all calls.
+        sizes: sizes to have instead of the recorded ones, by name.
+
+    Returns:
+        Keyword arguments, which are copies.
+    """
     varying = varying_in(calls, axes, sizes)
     _check_sizes(sizes, set(axes.names.values()))
     names = sorted(set(varying.values()))
@@ -82,7 +99,16 @@ def choose_example(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) 
 
 
 def shapes_of(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """``Dim.AUTO`` where a size varies, in the form that torch wants."""
+    """``Dim.AUTO`` where a size varies, in the form that torch wants.
+
+    Args:
+        calls: the calls of one phase.
+        axes: what varies, over all calls.
+        sizes: sizes that the caller named; they vary.
+
+    Returns:
+        The specification by parameter name.
+    """
     varying = varying_in(calls, axes, sizes)
     _check_sizes(sizes, set(axes.names.values()))
     wanted: dict[str, Any] = {}

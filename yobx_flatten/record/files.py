@@ -54,6 +54,12 @@ def write_call(
 ) -> dict[str, Snapshot]:
     """Write one call to a file, which appears when it is complete.
 
+    Args:
+        folder: where recorded calls are stored.
+        index: number of the call.
+        parts: its inputs, and its outputs where they are recorded.
+        about: what is stored in addition, see :func:`.call.about_call`.
+
     Returns:
         The parts, whose tensors are in the file from now on.
     """

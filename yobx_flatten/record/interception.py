@@ -89,6 +89,14 @@ _IN_FORCE: dict[tuple[int, str], _Interception] = {}
 def watching(owner: Any, name: str, watcher: Watcher) -> Iterator[None]:
     """Show every call of ``owner.name`` to a watcher. Several may watch, and leave in any order.
 
+    Args:
+        owner: the object.
+        name: of its method.
+        watcher: is shown every call.
+
+    Returns:
+        A context manager.
+
     Raises:
         InvalidArgumentError: when the object cannot be watched.
     """

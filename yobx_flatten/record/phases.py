@@ -39,6 +39,9 @@ def kind_of(cache: Any, past: int | None, makes_one: bool) -> str:
         cache: the cache among the inputs, before the call.
         past: the tokens it has seen.
         makes_one: whether a cache came out.
+
+    Returns:
+        The kind of the call.
     """
     if cache is None:
         return "prefill" if makes_one else "forward"

@@ -60,6 +60,9 @@ class Snapshot:
             name: what it is called in messages.
             device: where to keep the tensors; ``None`` leaves them where they are.
 
+        Returns:
+            The copy.
+
         Raises:
             InvalidArgumentError: when an object holds itself.
             NotRegisteredError: when it holds tensors inside an object of a class that is not registered.
@@ -88,7 +91,15 @@ class Snapshot:
 
 
 def same_value(one: Fact, other: Fact) -> bool:
-    """Whether two leaves that are not tensors are the same; NaN is the same as NaN."""
+    """Whether two leaves that are not tensors are the same; NaN is the same as NaN.
+
+    Args:
+        one: a leaf that is not a tensor.
+        other: a leaf that is not a tensor.
+
+    Returns:
+        Whether they are the same object, or plain values of one type and text; other objects are not compared.
+    """
     if one.value is other.value:
         return True
     plain = isinstance(one.value, _PLAIN) and type(one.value) is type(other.value)

@@ -20,6 +20,9 @@ def table_of(label: str, phases: Mapping[str, Sequence[Call]], axes: Axes) -> st
         label: what was recorded.
         phases: the calls, by phase.
         axes: what varies.
+
+    Returns:
+        The lines as one text.
     """
     total = sum(map(len, phases.values()))
     lines = [f"{label}: {total} call{'' if total == 1 else 's'}"]

@@ -39,7 +39,15 @@ class Element(NamedTuple):
     packed: int = 1
 
     def nbytes(self, count: int, itemsize: int) -> int:
-        """The size of so many elements, whose size in memory is given."""
+        """The size of so many elements, whose size in memory is given.
+
+        Args:
+            count: number of elements.
+            itemsize: size of one in memory, in bytes.
+
+        Returns:
+            The size in bytes.
+        """
         return count * itemsize if self.packed == 1 else -(-count // self.packed)
 
 
@@ -83,6 +91,9 @@ def pack(codes: Any, packed: int) -> Any:
         codes: a flat array of bytes, one number in each.
         packed: how many go into one.
 
+    Returns:
+        A flat array of bytes.
+
     >>> import numpy
     >>> pack(numpy.array([1, 2, 15], numpy.uint8), 2).tolist()
     [33, 15]
@@ -96,7 +107,16 @@ def pack(codes: Any, packed: int) -> Any:
 
 
 def unpack(data: Any, packed: int, count: int) -> Any:
-    """Take out what :func:`pack` put in: a flat array of ``count`` bytes."""
+    """Take out what :func:`pack` put in: a flat array of ``count`` bytes.
+
+    Args:
+        data: a flat array of bytes.
+        packed: how many numbers are in one.
+        count: how many numbers there are in all.
+
+    Returns:
+        A flat array of bytes, one number in each.
+    """
     import numpy
 
     bits = 8 // packed

@@ -85,6 +85,9 @@ def read(given: Any, function: str, *, device: Any, content: str | None) -> Any:
         function: name of the function that the user called, for messages.
         device: device of the tensors.
         content: what it should hold; ``None`` for whatever it is.
+
+    Returns:
+        The nested value.
     """
     model, folder = open_model(given, function)
     name = "The model" if folder is None else os.fspath(given)

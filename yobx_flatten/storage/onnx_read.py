@@ -57,6 +57,9 @@ def structure_of(model: Any, name: str, content: str | None = None) -> Any:
         name: what it is called in messages.
         content: what it should hold; ``None`` for whatever it is.
 
+    Returns:
+        The structure, as JSON is read.
+
     Raises:
         ForeignFileError: when somebody else wrote it, or a newer version of this package, or it holds something else.
         DamagedFileError: when the structure is not the one that was written.
@@ -99,7 +102,17 @@ class Initializers:
         self._sizes: dict[str, int] = {}
 
     def check(self, record: dict[str, Any], element: Element, dims: tuple[int, ...], nbytes: int) -> None:
-        """Refuse a record that does not fit what is stored, before memory is allocated for it."""
+        """Refuse a record that does not fit what is stored, before memory is allocated for it.
+
+        Args:
+            record: what the metadata state about the leaf.
+            element: type of its elements.
+            dims: its shape.
+            nbytes: its size in bytes.
+
+        Raises:
+            DamagedFileError: when type, shape or size is another, or the initializer is missing.
+        """
         tensor = self._tensor(record)
         if tensor.data_type != element.code or tuple(tensor.dims) != dims or min(dims, default=0) < 0:
             raise self._damaged(record, "has another type or shape than its metadata say")
@@ -117,7 +130,16 @@ class Initializers:
             raise self._damaged(record, f"has {len(tensor.raw_data)} bytes instead of {nbytes}")
 
     def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
-        """Put the bytes of an initializer into memory."""
+        """Put the bytes of an initializer into memory.
+
+        Args:
+            record: what the metadata state about the leaf.
+            element: type of its elements.
+            view: the memory, of the size of the leaf.
+
+        Raises:
+            DamagedFileError: when the bytes are not those that were written.
+        """
         tensor = self._tensor(record)
         if tensor.HasField("data_location") and tensor.data_location == 1:
             path, start, _ = self._place(record, tensor)

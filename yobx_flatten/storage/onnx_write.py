@@ -69,7 +69,12 @@ class OnnxWriter:
             self.add_output(record["name"], _FLOAT if first.element.cast else first.element.code, first.dims)
 
     def add(self, payload: Payload, *, output: bool = True) -> None:
-        """Add one initializer, or the node that draws numbers in its place."""
+        """Add one initializer, or the node that draws numbers in its place.
+
+        Args:
+            payload: the data of one leaf.
+            output: whether the graph returns it; ``True`` by default.
+        """
         name, element = payload.record["name"], payload.element
         self._payloads[name] = payload
         self._taken.add(name)
@@ -88,7 +93,12 @@ class OnnxWriter:
             self.add_output(name, code, payload.dims)
 
     def add_sequence(self, name: str, payloads: Sequence[Payload]) -> None:
-        """Make a sequence of several initializers an output."""
+        """Make a sequence of several initializers an output.
+
+        Args:
+            name: of the output.
+            payloads: the data of its elements.
+        """
         for payload in payloads:
             if payload.record["name"] not in self._payloads:
                 self.add(payload, output=False)
@@ -98,17 +108,39 @@ class OnnxWriter:
         self.add_output(name, _FLOAT if first.cast else first.code, None, sequence=True)
 
     def add_node(self, operator: str, inputs: Sequence[str], output: str, **attributes: Any) -> None:
-        """Add a node of one output."""
+        """Add a node of one output.
+
+        Args:
+            operator: its type.
+            inputs: names of its inputs.
+            output: name of its output.
+            **attributes: its attributes.
+        """
         self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), [output], **attributes))
 
     def add_output(self, name: str, code: int, dims: Sequence[int] | None, *, sequence: bool = False) -> None:
-        """Make something an output of the graph."""
+        """Make something an output of the graph.
+
+        Args:
+            name: of the value.
+            code: type of its elements, a value of ``onnx.TensorProto.DataType``.
+            dims: its shape; ``None`` for any.
+            sequence: whether it is a sequence of tensors; ``False`` by default.
+        """
         helper = self._onnx.helper
         make = helper.make_tensor_sequence_value_info if sequence else helper.make_tensor_value_info
         self._outputs.append(make(name, code, dims))
 
     def model(self, json_: dict[str, Any] | None, content: str) -> Any:
-        """Return the ``onnx.ModelProto``."""
+        """Return the ``onnx.ModelProto``.
+
+        Args:
+            json_: the structure, for the metadata; ``None`` without one.
+            content: what the model holds, for the metadata.
+
+        Returns:
+            The model.
+        """
         if not self._outputs:  # onnxruntime loads no graph without outputs
             record = {"name": unique("nothing", self._taken)}
             self.add(Payload(record, UINT8, (0,), 0, lambda: memoryview(b"")))
@@ -210,6 +242,11 @@ def save(
 
 def check_size(nbytes: int, function: str, remedy: str) -> None:
     """Refuse what does not fit into one file.
+
+    Args:
+        nbytes: size of the data.
+        function: name of the function that the user called, for the message.
+        remedy: the end of the message: what to do.
 
     Raises:
         InvalidArgumentError: when it is too much for protobuf.

@@ -56,13 +56,29 @@ class RunOutputs:
                 self._outputs.update({f"{base}.{key}": value for key, value in zip(keys, values, strict=True)})
 
     def check(self, record: dict[str, Any], element: Element, dims: tuple[int, ...], nbytes: int) -> None:
-        """Refuse an output of another shape."""
+        """Refuse an output of another shape.
+
+        Args:
+            record: what the metadata state about the leaf.
+            element: type of its elements.
+            dims: its shape.
+            nbytes: its size in bytes.
+
+        Raises:
+            DamagedFileError: when the model returns no such output.
+        """
         found = self._outputs.get(record["name"])
         if found is None or found.shape != dims:
             raise DamagedFileError(f"The model returns no {record['name']!r} of shape {dims}.")
 
     def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
-        """Put the bytes of an output into memory; what the graph cast to float32 is cast back."""
+        """Put the bytes of an output into memory; what the graph cast to float32 is cast back.
+
+        Args:
+            record: what the metadata state about the leaf.
+            element: type of its elements.
+            view: the memory, of the size of the leaf.
+        """
         import numpy
 
         array = numpy.ascontiguousarray(self._outputs[record["name"]])

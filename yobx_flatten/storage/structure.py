@@ -88,6 +88,9 @@ def put_together(json: Any, source: Source, device: Any) -> Any:
         source: where the data of the leaves are.
         device: where tensors go.
 
+    Returns:
+        The nested value.
+
     Raises:
         NotRegisteredError: when a class is not registered, or its module not imported.
         DamagedFileError: when something does not fit together.
@@ -123,6 +126,13 @@ def put_together(json: Any, source: Source, device: Any) -> Any:
 
 def unique(name: str, taken: set[str]) -> str:
     """Give a name that nothing else in the graph has, and that protobuf can store.
+
+    Args:
+        name: what it should be.
+        taken: names that are in use; the new one is added.
+
+    Returns:
+        The name, with a number where it is taken.
 
     >>> taken = set()
     >>> unique("a.b", taken), unique("a.b", taken)

@@ -52,10 +52,23 @@ class Source(Protocol):
     """Where the data of the initializers are read."""
 
     def check(self, record: Record, element: Element, dims: tuple[int, ...], nbytes: int) -> None:
-        """Refuse a record that does not fit what is stored, before memory is allocated for it."""
+        """Refuse a record that does not fit what is stored, before memory is allocated for it.
+
+        Args:
+            record: what the metadata state about the leaf.
+            element: type of its elements.
+            dims: its shape.
+            nbytes: its size in bytes.
+        """
 
     def fill(self, record: Record, element: Element, view: memoryview) -> None:
-        """Put the bytes of an initializer into memory."""
+        """Put the bytes of an initializer into memory.
+
+        Args:
+            record: what the metadata state about the leaf.
+            element: type of its elements.
+            view: the memory, of the size of the leaf.
+        """
 
     def strings(self, record: Record) -> list[bytes]:
         """Return the elements of an initializer that holds strings."""
@@ -222,6 +235,9 @@ def read_leaf(record: Record, source: Source, device: Any) -> Any:
         record: what the metadata say of the leaf.
         source: where the data are.
         device: where tensors go.
+
+    Returns:
+        The leaf.
 
     Raises:
         DamagedFileError: when record and data do not fit together.

@@ -225,7 +225,7 @@ def _check(obj: Any, shapes: Any, path: _Path) -> None:
         missing, unknown = set(obj) - set(shapes), set(shapes) - set(obj)
         if missing or unknown:
             raise DynamicShapesError(
-                f"{_spell(path)}: the specification must have the keys of the inputs, {list(obj)}. Missing: "
+                f"{_format(path)}: the specification must have the keys of the inputs, {list(obj)}. Missing: "
                 f"{sorted(map(str, missing))}; unknown: {sorted(map(str, unknown))}. Write None for an input that "
                 "stays as it is."
             )
@@ -237,7 +237,7 @@ def _check(obj: Any, shapes: Any, path: _Path) -> None:
             raise _misfit(path, f"a {name} with {len(names)} entries for {names}", shapes)
         if len(shapes) != len(names):
             raise DynamicShapesError(
-                f"{_spell(path)}: {type(obj).__qualname__} has {len(names)} children {names}, the specification has "
+                f"{_format(path)}: {type(obj).__qualname__} has {len(names)} children {names}, the specification has "
                 f"{len(shapes)}. Write one entry per child."
             )
         below = list(shapes)
@@ -267,14 +267,14 @@ def _check_leaf(obj: Any, shapes: Any, path: _Path) -> None:
     for axis, dim in entries.items():
         if type(axis) is not int or not 0 <= axis < obj.dim():
             raise DynamicShapesError(
-                f"{_spell(path)}: the specification speaks of axis {axis!r}, but this tensor has shape "
+                f"{_format(path)}: the specification speaks of axis {axis!r}, but this tensor has shape "
                 f"{tuple(obj.shape)}, with axes {list(range(obj.dim()))}."
             )
         if dim is not None and type(dim) is not int and not _is_dim(dim):
             raise _misfit((*path, str(axis)), "a Dim, Dim.AUTO, Dim.DYNAMIC, a name, or None", dim)
         if obj.shape[axis] in (0, 1) and _must_vary(dim):
             raise DynamicShapesError(
-                f"{_spell(path)}: axis {axis} is to vary, but has size {obj.shape[axis]} in the example; torch.export "
+                f"{_format(path)}: axis {axis} is to vary, but has size {obj.shape[axis]} in the example; torch.export "
                 "takes sizes 0 and 1 for fixed. Pass an example of size 2 or more along this axis."
             )
 
@@ -289,8 +289,8 @@ def _must_vary(dim: Any) -> bool:
 
 
 def _misfit(path: _Path, expected: str, found: Any) -> DynamicShapesError:
-    return DynamicShapesError(f"{_spell(path)}: expected {expected}, found {found!r}.")
+    return DynamicShapesError(f"{_format(path)}: expected {expected}, found {found!r}.")
 
 
-def _spell(path: _Path) -> str:
+def _format(path: _Path) -> str:
     return ".".join(path) or "the inputs"

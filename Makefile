@@ -41,10 +41,11 @@ test: $(VENV)/.has-test  ## run the tests (PYTEST_ARGS="-k cache -n 2" and the l
 compat:  ## run the tests of caches and of the Trainer with older transformers, too (VERSIONS="4.56.2 5.23.0" for some of them)
 	@PYTHON="$(PYTHON)" .ci/compat "$(VERSIONS)" $(COMPAT_TESTS) $(PYTEST_ARGS)
 
-lint: $(VENV)/.has-lint  ## check style, formatting, and which folder imports which
+lint: $(VENV)/.has-lint  ## check style, formatting, spelling, and which folder imports which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/codespell
 
 kills: $(VENV)/.has-test  ## kill a training 30 times, resume it each time, and compare every bit with one that was not killed
 	ROUNDPIPE_KILLS=30 $(BIN)/python -m pytest tests/runtime/checkpoint/test_killed.py \

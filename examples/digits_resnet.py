@@ -5,7 +5,7 @@
 
 Batch norm takes its mean and variance over what it is given, and a pipeline gives it a microbatch. So the plain run
 here goes over the same microbatches one after the other, as gradient accumulation does; the running statistics are
-compared, too.
+also compared.
 """
 
 from collections.abc import Iterator

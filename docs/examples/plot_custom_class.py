@@ -1,8 +1,8 @@
 """
-A class of your own comes apart
-===============================
+A class of your own is flattened
+================================
 
-A class that nobody registered is one leaf to torch, however many tensors it holds. This page registers two, one inside
+A class that is not registered is one leaf to torch, however many tensors it holds. This page registers two, one inside
 the other, draws the tree before and after, and sends an object there and back.
 """
 

@@ -11,7 +11,7 @@ draws what is cut and what goes whole to every microbatch, and shows what is ref
 # The classes
 # -----------
 #
-# Whatever torch takes apart is cut, however it was told. Three ways: its own function; a decorator that reads the
+# What torch flattens is cut. Three ways: its own function; a decorator that reads the
 # fields; methods as for JAX.
 
 from dataclasses import dataclass
@@ -191,7 +191,7 @@ print(type(outputs).__name__, tuple(outputs.logits.shape), torch.allclose(output
 # What is refused
 # ---------------
 #
-# A class that nobody registered is one leaf to torch. Its tensors would be neither cut nor moved, so the call stops:
+# A class that is not registered is one leaf to torch. Its tensors would be neither cut nor moved, so the call stops:
 
 
 class ModelOutput:

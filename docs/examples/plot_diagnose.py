@@ -2,7 +2,7 @@
 A failing export, diagnosed
 ===========================
 
-A decoder is to be exported. Its inputs are a cache, an object of a class that nobody registered, and a mask; torch
+A decoder is to be exported. Its inputs are a cache, an object of a class that is not registered, and a mask; torch
 refuses them one after the other, naming a class each time and never a place. Here the inputs are drawn as torch sees
 them, what is marked is registered, and what torch says later is put into other words.
 """
@@ -97,7 +97,7 @@ before = explain(kwargs, name="kwargs")
 print(before)
 
 # %%
-# With the lines that it prints, everything comes apart.
+# With the lines that it prints, everything is flattened.
 
 register(Guidance)
 with register_flattening_functions(patch_transformers=True):
@@ -108,10 +108,10 @@ print(after)
 # A picture
 # ---------
 #
-# The rows of a drawing know what they are, so that it can be drawn in colours, too: before and after.
+# The rows of a drawing know what they are, so that it can also be drawn in colours: before and after.
 
 COLORS = {"node": "#4c72b0", "tensor": "#3a923a", "value": "#8c8c8c", "opaque": "#c44e52"}
-MEANS = {"node": "comes apart", "tensor": "tensor", "value": "other leaf", "opaque": "a leaf that holds tensors"}
+MEANS = {"node": "is flattened", "tensor": "tensor", "value": "other leaf", "opaque": "a leaf that holds tensors"}
 
 
 def draw(ax, drawing, title):

@@ -4,7 +4,7 @@ Every kind of cache layer
 
 Models keep different things between two tokens: keys and values, a window of them, the state of a recurrence, the keys
 of an indexer, two caches in one. Here is one small model with random weights per kind. Each has seen 12 tokens; its
-cache is taken apart, rebuilt, and goes on for 8 tokens beside the original.
+cache is flattened, rebuilt, and goes on for 8 tokens next to the original.
 """
 
 # %%
@@ -76,7 +76,7 @@ def make(name):
 
 
 # %%
-# Run, take apart, rebuild, go on
+# Run, flatten, rebuild, go on
 # -------------------------------
 #
 # State space models call their cache ``cache_params``, encoder-decoder models take ``decoder_input_ids``; otherwise the
@@ -174,7 +174,7 @@ left.set_yticks(range(len(found)), list(found))
 left.invert_yaxis()
 left.set_xlim(0, left.get_xlim()[1] * 1.12)
 left.set_xlabel("numbers held after 12 tokens, one row")
-left.set_title("What a cache comes apart into", loc="left", fontsize=11)
+left.set_title("The leaves of a cache", loc="left", fontsize=11)
 handles = [plt.Rectangle((0, 0), 1, 1, color=color) for _, color in KINDS.values()]
 left.legend(handles, KINDS, frameon=False, loc="best", fontsize=9)
 right.set_xticks(range(1, 9))

@@ -87,8 +87,8 @@ plt.show()
 # Why microbatches
 # ----------------
 #
-# In one piece, the batch is on one device at a time, and the other waits. With as many microbatches as devices, nobody
-# waits in the middle; one more, as above, hides the copies between the devices.
+# In one piece, the batch is on one device at a time, and the other waits. With as many microbatches as devices,
+# no device waits in the middle; one more, as above, hides the copies between the devices.
 
 figure, axes = plt.subplots(2, 1, figsize=(9, 3.8), layout="constrained")
 for ax, microbatches in zip(axes, (1, 2), strict=True):

@@ -219,7 +219,7 @@ def _contradicting(found: dict[int, list[str]], entries: Sequence[Entry]) -> Spl
     without = [entry.path for entry in entries if _has_rows(entry) and entry.rule is None]
     return SplitError(
         f"These have a batch axis, but not the same number of rows: {_format_sizes(found)}. Cut or repeat them to "
-        "the same number before the call; or, to cut each for itself, give a rule to each of the others, too: "
+        "the same number before the call; or, to cut each for itself, also give a rule to each of the others: "
         f"{', '.join(without)}."
     )
 

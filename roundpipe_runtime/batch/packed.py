@@ -59,7 +59,7 @@ def known_rows(packed: RoundPipePackedData) -> tuple[int, ...] | None:
 
 
 def counted_rows(packed: RoundPipePackedData, axis: int = 0) -> tuple[int, ...] | None:
-    """Count the rows of each microbatch along an axis; ``None`` where an entry is no tensor or has no such axis.
+    """Count the rows of each microbatch along an axis; ``None`` where an entry is not a tensor with that axis.
 
     Args:
         packed: packed data.

@@ -19,7 +19,7 @@ def config_files(model: nn.Module) -> dict[str, str]:
         model: model, or a pipeline around one.
     """
     inner = wrapped_model(model)
-    library = sys.modules.get("transformers.modeling_utils")  # imported by whoever made a model of it
+    library = sys.modules.get("transformers.modeling_utils")  # imported with the model, if there is one of it
     if library is None or not isinstance(inner, library.PreTrainedModel):
         return {}
     config = copy.deepcopy(inner.config)

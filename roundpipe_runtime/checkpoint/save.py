@@ -211,7 +211,7 @@ def _write_logged(state: TrainingState, path: pathlib.Path, keep: int | None, sh
     try:
         _write(state, path, keep, shard_bytes)
     except BaseException as error:
-        _LOG.error("%s was not written: %s", path, error)  # the process may end before anybody asks
+        _LOG.error("%s was not written: %s", path, error)  # the process may end before the result is read
         raise
 
 

@@ -79,7 +79,7 @@ def open_tensors(folder: pathlib.Path, stem: str) -> Iterator[Mapping[str, torch
         for path in [folder / f"{stem}.safetensors", *sorted(folder.glob(f"{stem}-*-of-*.safetensors"))]:
             if path.exists():
                 file = files.enter_context(safe_open(path, framework="pt"))
-                found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 # it is no mapping
+                found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 # it is not a mapping
         yield found
 
 

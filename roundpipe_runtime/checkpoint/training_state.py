@@ -75,7 +75,7 @@ class TrainingState:
         write_tensors(folder, "model", self.model, shard_bytes)
         write_tensors(folder, "training", self.training, shard_bytes)
         for path in folder.glob("*.safetensors"):
-            shutil.copymode(folder / TRAINING, path)  # safetensors writes files that nobody else may read
+            shutil.copymode(folder / TRAINING, path)  # safetensors writes files that other users may not read
 
 
 def collect_state(model: nn.Module, parts: Parts, data: Mapping[str, Any], *, copy: bool) -> TrainingState:

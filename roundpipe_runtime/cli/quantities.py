@@ -22,7 +22,7 @@ def parse_bytes(text: str, option: str) -> int:
         option: what it was given for.
 
     Raises:
-        UserError: it is no such number, or zero.
+        UserError: it is not such a number, or zero.
 
     >>> parse_bytes("24GiB", "--memory"), parse_bytes("1.5 GB", "--memory")
     (25769803776, 1500000000)
@@ -31,7 +31,7 @@ def parse_bytes(text: str, option: str) -> int:
     factor = _UNITS.get(found[2].lower()) if found else None
     count = int(float(found[1]) * factor) if found and factor else 0
     if not count:
-        raise UserError(f"{option} {text!r} is no size of memory. Write a number and its unit: {option} 24GiB")
+        raise UserError(f"{option} {text!r} is not a size of memory. Write a number and its unit: {option} 24GiB")
     return count
 
 

@@ -30,7 +30,7 @@ def timeline(
     """Draw who computed what when, with what each device did and which stages took longest.
 
     The file is a trace: chrome://tracing and ui.perfetto.dev open it as well.
-    Exit status: 0 drawn; 2 there is no such file, or it is no timeline.
+    Exit status: 0 drawn; 2 there is no such file, or it is not a timeline.
     """
     read = load_timeline(file)
     devices, slowest = device_totals(read.records), stage_totals(read.records)

@@ -30,7 +30,7 @@ class Static:
     __slots__ = ()
 
 
-# What cannot hold a tensor, so that nobody has to look inside.
+# What cannot hold a tensor, so that it is not searched.
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Static)
 
 

@@ -327,7 +327,7 @@ def _accelerator(device: torch.device | str) -> Device:
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"{device!r} names no device. Use 'virtual:2', or a list of torch devices.") from error
     if device.type in ("cpu", "meta"):
-        raise ConfigError(f"{str(device)!r} is no accelerator. To run on the CPU, use devices='virtual:2'.")
+        raise ConfigError(f"{str(device)!r} is not an accelerator. To run on the CPU, use devices='virtual:2'.")
     if not torch.accelerator.is_available():
         raise DeviceError(f"{str(device)!r} was asked for, but torch finds no accelerator here.")
     index: int | None = device.index  # torch's stubs know no device without one

@@ -76,5 +76,5 @@ def _watched() -> Iterator[_Seen]:
         yield seen
     finally:
         seen.all = sys.getprofile() is look
-        if seen.all:  # a profiler that somebody started meanwhile stays
+        if seen.all:  # a profiler that was started meanwhile stays
             sys.setprofile(None)

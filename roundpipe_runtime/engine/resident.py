@@ -37,7 +37,7 @@ def check_not_kept(leaf: torch.Tensor) -> None:
     if title is not None:
         raise StageError(
             f"The loss was computed of a tensor that {title} kept on itself. Its gradient would be lost: a layer goes "
-            "back from what it returned. Return the tensor, too, and hand it on to the loss:\n"
+            "back from what it returned. Also return the tensor, and hand it on to the loss:\n"
             "    return outputs, auxiliary_loss"
         )
 

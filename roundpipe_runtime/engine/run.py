@@ -73,7 +73,7 @@ class Run:
 
     def release(self) -> None:
         """Release the memory of devices that this run still holds."""
-        for resident in list(self.residents.values()):  # a stage that nobody waits for may still put one there
+        for resident in list(self.residents.values()):  # a stage that is not waited for may still put one there
             resident.release()
         self.residents.clear()
 

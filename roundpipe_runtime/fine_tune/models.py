@@ -133,7 +133,7 @@ def _read_config(file: pathlib.Path, name: str) -> Any:
         return transformers.AutoConfig.from_pretrained(file, local_files_only=True)
     except Exception as error:  # as above
         raise FineTuneError(
-            f"{name} is no configuration of transformers: {first_line(error).rstrip('.')}. {_FIX}"
+            f"{name} is not a configuration of transformers: {first_line(error).rstrip('.')}. {_FIX}"
         ) from error
 
 

@@ -132,7 +132,7 @@ def _text_of(line: bytes, field: str, place: str) -> str:
     try:
         row = json.loads(line)
     except ValueError as error:  # also of what is not UTF-8
-        raise FineTuneError(f"{place} is no JSON. {_wanted(field)}") from error
+        raise FineTuneError(f"{place} is not JSON. {_wanted(field)}") from error
     if not isinstance(row, dict):
         raise FineTuneError(f"{place} is a {type(row).__name__}. {_wanted(field)}")
     return _checked(row.get(field), row, field, place)

@@ -53,7 +53,7 @@ class LayerReadiness:
 
     def end_read(self) -> None:
         """Count one reader less."""
-        _require(self.readers > 0, "nobody reads it", self)
+        _require(self.readers > 0, "no stage reads it", self)
         self.readers -= 1
 
     def can_write(self, version: int) -> bool:
@@ -68,7 +68,7 @@ class LayerReadiness:
 
     def end_write(self, *, done: bool = True) -> None:
         """Make the next version current; or, if it was not ``done``, keep the one before."""
-        _require(self.writing, "nobody writes it", self)
+        _require(self.writing, "no step writes it", self)
         self.writing = False
         self.version += done
 
@@ -79,7 +79,7 @@ class LayerReadiness:
 
     def let_go(self, version: int) -> None:
         """Take back one announcement."""
-        _require(self.holds.get(version, 0) > 0, f"nobody holds version {version}", self)
+        _require(self.holds.get(version, 0) > 0, f"no stage holds version {version}", self)
         self.holds[version] -= 1
         if not self.holds[version]:
             del self.holds[version]

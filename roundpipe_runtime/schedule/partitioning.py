@@ -33,7 +33,7 @@ Stages: TypeAlias = tuple[list[range], list[range]]
 # More candidates than this differ too little to be worth a simulation each.
 _MOST_CAPS = 64
 
-# Every stage costs copies of activations that the simulated time leaves out: a gain below this is no reason for more.
+# Every stage costs copies of activations that the simulated time leaves out: a gain below this does not justify more.
 _WORTH_A_STAGE = 0.02
 
 # A plan is replaced when the new one is faster by more than measured times wander.

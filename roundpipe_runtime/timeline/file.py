@@ -38,11 +38,11 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
             content = json.load(file)
     except (ValueError, RecursionError) as error:  # no JSON, no text, or nested without end
         size = os.path.getsize(path)
-        what = f"it is no JSON ({error})" if size else "it is empty"
-        raise TimelineFileError(f"{name} is no timeline: {what}.") from error
+        what = f"it is not JSON ({error})" if size else "it is empty"
+        raise TimelineFileError(f"{name} is not a timeline: {what}.") from error
     events = content.get("traceEvents") if isinstance(content, dict) else None
     if not isinstance(events, list):
-        raise TimelineFileError(f"{name} is no timeline: it is JSON, but of something else than a trace.")
+        raise TimelineFileError(f"{name} is not a timeline: it is JSON, but not a trace.")
     devices = _devices(events)
     timeline = Timeline()
     timeline.records = [
@@ -70,13 +70,13 @@ def _devices(events: list[Any]) -> dict[Any, str]:
 def _record(event: Any, devices: dict[Any, str], place: str) -> Record:
     arguments = event.get("args") if isinstance(event, dict) else None
     if not isinstance(arguments, dict) or event.get("ph") != "X":
-        raise TimelineFileError(f"{place} is no record of a pipeline. Is it the trace of another program?")
+        raise TimelineFileError(f"{place} is not a record of a pipeline. Is it the trace of another program?")
     numbers: list[Any] = [arguments.get(key) for key in ("stage", "microbatch", "layer")]
     times: list[Any] = [event.get(key) for key in ("ts", "dur")]
     kind, row = event.get("cat"), event.get("tid")
     device = devices.get(row) if isinstance(row, int) else None
     if kind not in KINDS or device is None or not all(type(number) is int for number in numbers):
-        raise TimelineFileError(f"{place} is no record of a pipeline. Is it the trace of another program?")
+        raise TimelineFileError(f"{place} is not a record of a pipeline. Is it the trace of another program?")
     if not all(type(time) in (int, float) and abs(time) < _FOREVER for time in times) or times[1] < 0:
         raise TimelineFileError(f"{place} has no time: ts is {times[0]!r}, dur is {times[1]!r}.")
     stage, microbatch, layer = numbers

@@ -33,7 +33,7 @@ def check(
 ) -> int:
     """Look over the inputs of an export, before anything is traced.
 
-    Names what fails or goes wrong: classes that nobody registered, arguments that forward does not take, one tensor
+    Names what fails or goes wrong: classes that are not registered, arguments that forward does not take, one tensor
     passed twice, sizes of 0 and 1. Exit status: 0 no errors (warnings do not count); 1 errors.
     """
     calls = [_own(target)] if is_object_name(target) else _of_model(target)

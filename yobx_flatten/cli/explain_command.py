@@ -37,8 +37,8 @@ def explain(
 ) -> int:
     """Draw what an object, or a file, is made of.
 
-    Of a model: its inputs and outputs. Of stored inputs and of objects: the tree of what comes apart, with every leaf
-    that torch would not take apart marked, and the line that registers its class.
+    Of a model: its inputs and outputs. Of stored inputs and of objects: the tree of what is flattened, with every leaf
+    that torch would not flatten marked, and the line that registers its class.
     """
     path = pathlib.Path(target)
     if path.exists():
@@ -46,7 +46,7 @@ def explain(
     elif is_object_name(target):
         drawn = [_object(target, object_of(target), plain=plain)]
     else:
-        raise UserError(f"there is no file {target}, and it is no MODULE:NAME")
+        raise UserError(f"there is no file {target}, and it is not MODULE:NAME")
     if json:
         say_json([{"name": name, "lines": text.splitlines()} for name, text in drawn])
         return 0
@@ -102,7 +102,7 @@ def _ports(inputs: list[str], outputs: Any) -> str:
 def _object(name: str, found: Any, *, plain: bool) -> tuple[str, str]:
     label = name.rpartition(":")[2]
     call = call_of(found)
-    if call is not None:  # the module is what is called, and nothing that comes apart
+    if call is not None:  # the module is what is called, and nothing that is flattened
         _, args, kwargs = call
         found = {"args": args, "kwargs": kwargs} if args else kwargs
     if plain:

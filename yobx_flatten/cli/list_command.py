@@ -22,11 +22,11 @@ def list_classes(
     kind: Annotated[str, typer.Option(metavar="KIND", help=f"Only one of {', '.join(_KINDS)}.")] = "",
     imports: Annotated[
         list[str] | None,
-        typer.Option("--import", metavar="MODULE", help="Import a module first: its classes are listed, too."),
+        typer.Option("--import", metavar="MODULE", help="Import a module first: its classes are also listed."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """List the classes that come apart: code, leaves, where registered, by whom.
+    """List the classes that are flattened: code, leaves, where registered, by whom.
 
     These are the classes of transformers that `register_flattening_functions(patch_transformers=True)` knows. Classes
     of a model are there once its module is imported.

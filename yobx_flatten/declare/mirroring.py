@@ -140,7 +140,7 @@ def _from_torch(cls: type, namespace: str) -> _Functions:
 
 
 def _from_jax(cls: type, namespace: str) -> _Functions:
-    # nobody can have registered a class with a library that is not imported
+    # no class can be registered with a library that is not imported
     tree_util = getattr(sys.modules.get("jax"), "tree_util", None)
     if tree_util is None or not tree_util.default_registry.is_node(cls):
         raise _unknown(cls, "JAX", f"register({cls.__qualname__})")

@@ -362,7 +362,7 @@ class Block(contextlib.ContextDecorator, contextlib.AbstractContextManager[Undo]
         return Block(*self._options)
 
     # A handler of a signal may raise before any line. Where that is one of these, the block is ended again; before the
-    # first line of `__exit__`, it is ended when nobody has it any more.
+    # first line of `__exit__`, it is ended when no reference to it is left.
 
     def __enter__(self) -> Undo:
         try:

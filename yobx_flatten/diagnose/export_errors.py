@@ -115,7 +115,7 @@ def explain_error(
     )
 
 
-# -- classes that nobody registered ----------------------------------------------------------------------------------
+# -- classes that are not registered ----------------------------------------------------------------------------------
 
 
 def _unregistered_input(failure: _Failure, found: re.Match[str]) -> Explanation:

@@ -146,7 +146,7 @@ def _not_storable(found: re.Match[str], module: Any, inputs: Inputs) -> Meaning:
 def _no_tensor_for_vmap(found: re.Match[str], module: Any, inputs: Inputs) -> Meaning:
     return Meaning(
         f"torch.vmap takes tensors only, and a leaf is a {found[1]}. Give the axes in the form of the "
-        "input, with None for what is no tensor:",
+        "input, with None for what is not a tensor:",
         (),
         "in_dims=(torch.utils._pytree.tree_map(lambda x: 0 if isinstance(x, torch.Tensor) else None, input),)",
     )

@@ -43,7 +43,7 @@ def remedy_for(cls: type, obj: Any, layouts: Layouts) -> Remedy:
         The advice and the line to type.
     """
     if issubclass(cls, torch.nn.Module):
-        return Remedy("A module is no input: make it a submodule of the one that uses it", "self.part = part")
+        return Remedy("A module is not an input: make it a submodule of the one that uses it", "self.part = part")
     if is_constant_class(cls) or issubclass(cls, _CONSTANTS):
         name = "type" if issubclass(cls, type) else cls.__qualname__.rpartition("<locals>.")[2]
         return Remedy(
@@ -52,7 +52,7 @@ def remedy_for(cls: type, obj: Any, layouts: Layouts) -> Remedy:
             f'field: {"torch." * (cls.__module__ == "torch")}{name} = dataclasses.field(metadata={{"static": True}})',
         )
     if cls.__module__.partition(".")[0] in {*sys.stdlib_module_names, "builtins"} - {"__main__"}:
-        return Remedy("torch takes apart lists, tuples and dicts: pass one of these", "[...]")
+        return Remedy("torch flattens lists, tuples and dicts: pass one of these", "[...]")
     base = REGISTRY.registered_base(cls)
     why = "" if base is None else f" ({base.__qualname__} is registered, which does not count for its subclasses)"
     return Remedy(f"Register it first{why}", _block(cls) or _own(cls, obj, layouts))

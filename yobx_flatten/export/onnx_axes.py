@@ -57,7 +57,7 @@ def _names_of_symbols(graph: Any, chosen: dict[tuple[str, int], str]) -> dict[st
     inputs = {value.name: [_text(dim) for dim in value.shape] for value in graph.inputs if value.shape is not None}
     outputs = {value.name: [_text(dim) for dim in value.shape] for value in graph.outputs if value.shape is not None}
     parts = _parts(inputs, outputs)
-    # a name of the user's stands for its part everywhere, for the mask, too, where only the tokens were named
+    # a name of the user's stands for its part everywhere, also for the mask, where only the tokens were named
     own = {parts[place]: name for place, name in chosen.items() if place in parts}
     names: dict[str, str] = {}
     for place, name in (*chosen.items(), *((place, own.get(part, part)) for place, part in parts.items())):

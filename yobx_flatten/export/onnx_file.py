@@ -95,7 +95,7 @@ class UnprovenFile:
         return folder / self.path.name
 
     def _move(self, folder: pathlib.Path) -> None:
-        # weights first: whoever finds the model finds them
+        # weights first: a reader that finds the model finds them
         for file in sorted(self.folder.iterdir(), key=lambda file: file == self.path):
             os.replace(file, folder / file.name)
 
@@ -123,7 +123,7 @@ def _weights_beside(path: pathlib.Path) -> set[pathlib.Path]:
 
     try:
         model: Any = onnx.load(path, load_external_data=False)
-    except Exception:  # whatever it is, it is no ONNX file, and refers to nothing
+    except Exception:  # whatever it is, it is not an ONNX file, and refers to nothing
         return set()
     name = f"{path.name}.data"
     tensors = [*model.graph.initializer]

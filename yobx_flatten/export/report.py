@@ -115,5 +115,5 @@ def _of_padding(cases: list[CaseResult]) -> list[str]:
     where = dict.fromkeys(case.case for case in cases if case.left_out)
     return [
         f"positions that the attention mask excludes were left out of the comparison of {', '.join(outputs)} "
-        f"({'; '.join(where)}): what a model computes there is read by nobody."
+        f"({'; '.join(where)}): what a model computes there is never read."
     ]

@@ -24,7 +24,7 @@ def contiguous(value: Any) -> Any:
 
 def _contiguous(value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
     if id(value) not in done:
-        done[id(value)] = value, value  # kept, so that its id is nobody else's; and an end, where it holds itself
+        done[id(value)] = value, value  # kept, so that its id is not used again; and an end, where it holds itself
         done[id(value)] = value, _whole(value, done)
     return done[id(value)][1]
 

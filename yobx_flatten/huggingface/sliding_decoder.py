@@ -59,8 +59,8 @@ class SlidingDecoder(torch.nn.Module):
 
     Args:
         model: of transformers.
-        kwargs: example keyword arguments of it. The classes and windows of the cache's layers are kept, and what is no
-            tensor is handed to the model at each call.
+        kwargs: example keyword arguments of it. The classes and windows of the cache's layers are kept, and what is
+            not a tensor is handed to the model at each call.
     """
 
     def __init__(self, model: Any, kwargs: Mapping[str, Any]) -> None:

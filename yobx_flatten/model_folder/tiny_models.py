@@ -82,7 +82,7 @@ def small_config(name: str) -> Any:
     if name not in CONFIG_MAPPING:
         close = difflib.get_close_matches(name, list(CONFIG_MAPPING.keys()), n=3)
         hint = f" Did you mean {', '.join(close)}?" if close else ""
-        raise InvalidArgumentError(f"{name!r} is no folder and no type of model that transformers has.{hint}")
+        raise InvalidArgumentError(f"{name!r} is neither a folder nor a type of model that transformers has.{hint}")
     try:
         return _shrunk(CONFIG_MAPPING[name])
     except Exception as error:  # each configuration checks its sizes in its own way

@@ -125,7 +125,7 @@ def verify_folder(folder: str | os.PathLike[str], *, on_check: Callable[[str], N
         case = load_case(path / case_path)
         if on_check is not None:
             on_check(f"{name or 'generate'}: {case.name}")
-        file = opened(name) if name else None  # one that cannot be opened is no check that fails, but no folder of ours
+        file = opened(name) if name else None  # one that cannot be opened is not a failed check: the folder is not ours
         start = time.perf_counter()
         try:
             if file is None:

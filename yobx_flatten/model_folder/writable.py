@@ -27,7 +27,7 @@ def check_writable(folder: str | os.PathLike[str], *, beside: bool = False) -> N
     wanted = path.absolute().parent if beside else path.absolute()
     there = next(place for place in (wanted, *wanted.parents) if os.path.lexists(place))
     if not there.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, f"it cannot be written: {there.name} is no folder", str(path))
+        raise NotADirectoryError(errno.ENOTDIR, f"it cannot be written: {there.name} is not a folder", str(path))
     try:
         pathlib.Path(tempfile.mkdtemp(prefix=".yobx_flatten-", dir=there)).rmdir()
     except OSError as error:

@@ -272,7 +272,7 @@ def _reading(cls: type, names: list[str], line: str) -> list[str]:
 def _unset(cls: type, error: AttributeError) -> UnsetFieldError:
     name = error.name if error.obj is not None and type(error.obj) is cls else None
     if name is None:  # raised by the code of a property
-        return UnsetFieldError(f"{cls.__qualname__} cannot be taken apart: {error}")
+        return UnsetFieldError(f"{cls.__qualname__} cannot be flattened: {error}")
     return UnsetFieldError(
         f"{cls.__qualname__}.{name} was never set, and is a child, or static data, of every instance. Set it, to None "
         f"where there is nothing:\n    self.{name} = None"

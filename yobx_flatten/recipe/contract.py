@@ -124,13 +124,13 @@ def require_node(target: object, function: str) -> None:
     start = f"{function}: {describe_class(cls)} is "
     if is_namedtuple_class(cls):
         raise InvalidRegistrationError(
-            f"{start}a named tuple, which torch, optree and JAX take apart by themselves, whatever is registered. Only "
+            f"{start}a named tuple, which torch, optree and JAX flatten by themselves, whatever is registered. Only "
             "torch.export.save wants a name for it:\n"
             f'    torch.utils._pytree._register_namedtuple({cls.__qualname__}, serialized_type_name="...")'
         )
     if is_typeddict(cls):
         raise InvalidRegistrationError(
-            f"{start}a TypedDict, whose instances are plain dicts: torch, optree and JAX take them apart as they are."
+            f"{start}a TypedDict, whose instances are plain dicts: torch, optree and JAX flatten them as they are."
         )
     if is_constant_class(cls):
         raise InvalidRegistrationError(

@@ -125,7 +125,7 @@ def load_static(data: Any) -> Any:
     if isinstance(data, list):
         return [load_static(x) for x in data]
     if not isinstance(data, dict):
-        # specs are compared with ==, and of all NaNs only the very same object passes: the one that everybody uses
+        # specs are compared with ==, and of all NaNs only the very same object passes: the one that all code uses
         return math.nan if data != data else data
     if len(data) == 1:
         (key, value), *_ = data.items()
@@ -155,7 +155,7 @@ def check_static(value: Any, *, where: str = "") -> None:
     yobx_flatten.errors.StaticDataError: Static data holds the Tensor tensor([0., 0.]) at State.config['sizes'][0], ...
     """
     try:
-        # in a list, where NaN equals NaN if both are the one that everybody uses
+        # in a list, where NaN equals NaN if both are the one that all code uses
         fits = [load_static(dump_static(value, where=where))] == [value]
     except StaticDataError:
         raise

@@ -46,7 +46,7 @@ class _Interception:
         self.patch = AttributePatch(owner, name, self._replacement(getattr(owner, name)))
 
     def _replacement(self, original: Any) -> Any:
-        if not inspect.ismethod(original):  # a function that somebody has put on the object, as accelerate does
+        if not inspect.ismethod(original):  # a function that another library put on the object, as accelerate does
 
             @functools.wraps(original)
             def watched_function(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ class _Interception:
         return types.MethodType(watched, self.owner)
 
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        # a trace calls with placeholders; what it calls is no call of the model
+        # a trace calls with placeholders; what it calls is not a call of the model
         if torch.compiler.is_compiling() or not self.watchers:
             return original(*args, **kwargs)
         with contextlib.ExitStack() as dropped:

@@ -233,7 +233,7 @@ class Registry:
         holders = ", ".join(backend.name for backend in tables if backend.read(cls) is not None)
         if holders:
             return (
-                f"{start} was registered by somebody else (in {holders}), not through register_class_flattening, and "
+                f"{start} was registered by other code (in {holders}), not through register_class_flattening, and "
                 "is left as it is."
             )
         return f"{start} is not registered. Register it first:\n    register_class_flattening({cls.__qualname__}, ...)"

@@ -28,7 +28,7 @@ from .waiting import Waiting
 
 __all__ = ["Jax"]
 
-_THEIRS = "registered with JAX by somebody else"
+_THEIRS = "registered with JAX by other code"
 
 
 class Jax:
@@ -88,7 +88,7 @@ class Jax:
             )
         except ValueError as error:
             raise AlreadyRegisteredError(
-                f"{describe_class(recipe.cls)} was registered with JAX by somebody else, and JAX cannot replace a "
+                f"{describe_class(recipe.cls)} was registered with JAX by other code, and JAX cannot replace a "
                 f"registration ({error})."
             ) from error
         self._nodes[recipe.cls] = node

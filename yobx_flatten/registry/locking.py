@@ -1,7 +1,7 @@
 """The one lock of the package, which a fork waits for.
 
 A child process has the thread that forked and no other. A lock that another thread held at that moment would never be
-released in the child, and what it guards would stay half done. So whoever forks takes the lock first, and both
+released in the child, and what it guards would stay half done. So a thread that forks takes the lock first, and both
 processes have it free and everything whole.
 
 One lock for all, because a fork can only wait for several in one order. It is held for a few lines at a time: no import

@@ -52,7 +52,7 @@ class Optree:
                 return
             current = registered(NAMESPACE, recipe.cls)
             if current is not None and _recipe_of(current) is not recipe:
-                return  # somebody else registered the class after us
+                return  # other code registered the class after us
             with order_kept(found):
                 if current is not None:
                     unregister(NAMESPACE, recipe.cls)

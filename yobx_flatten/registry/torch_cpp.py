@@ -81,7 +81,7 @@ class TorchCpp:
             if pytree._cxx_pytree_imported:
                 current = registered(_NAMESPACE, cls)
                 if current is not None and current.flatten_func is not recipe.flatten:
-                    return  # somebody else registered the class after us
+                    return  # other code registered the class after us
                 with order_kept(found):
                     if current is not None:
                         unregister(_NAMESPACE, cls)

@@ -88,5 +88,5 @@ class Waiting:
             for recipe in recipes.values():
                 try:
                     self._deliver(recipe)
-                except Exception:  # an import of somebody else's must not fail because of us
+                except Exception:  # another library's import must not fail because of us
                     logger.exception("%s did not take %s", module.__name__, recipe.cls)

@@ -30,9 +30,9 @@ def plain_names(tree: Any) -> list[str]:
 def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str, int]:
     """Find the leaf for each name of a graph.
 
-    A leaf has the name of an input if one of its spellings is equal to it; then if they are equal once all that is no
-    letter and no digit is an underscore, in small letters. Where names are left, and there are as many leaves as names,
-    the order decides, unless a name that was found says otherwise.
+    A leaf has the name of an input if one of its spellings is equal to it; then if they are equal once all that is
+    neither letter nor digit is an underscore, in small letters. Where names are left, and there are as many leaves as
+    names, the order decides, unless a name that was found says otherwise.
 
     Args:
         graph: names of the graph's inputs, or of its outputs.

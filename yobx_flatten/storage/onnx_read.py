@@ -61,7 +61,7 @@ def structure_of(model: Any, name: str, content: str | None = None) -> Any:
         The structure, as JSON is read.
 
     Raises:
-        ForeignFileError: when somebody else wrote it, or a newer version of this package, or it holds something else.
+        ForeignFileError: when another program wrote it, or a newer version of this package, or it holds something else.
         DamagedFileError: when the structure is not the one that was written.
     """
     found = {entry.key: entry.value for entry in model.metadata_props}

@@ -73,7 +73,7 @@ def _check(data: Any) -> None:
 def _check_kind(kind: str, value: Any) -> None:
     if kind == "dtype":
         if not isinstance(value, str) or not isinstance(getattr(torch, value, None), torch.dtype):
-            raise DamagedFileError(f"Static data names {value!r}, which is no dtype of torch.")
+            raise DamagedFileError(f"Static data names {value!r}, which is not a dtype of torch.")
         return
     fits = _NAMED.get(kind)
     if fits is None:

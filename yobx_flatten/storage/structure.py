@@ -26,7 +26,7 @@ __all__ = ["Structure", "put_together", "take_apart", "unique"]
 
 
 class Structure(NamedTuple):
-    """A nested object, taken apart.
+    """A nested object, flattened.
 
     Attributes:
         json: what the metadata say; the records of the payloads are parts of it.

@@ -90,7 +90,7 @@ def write_leaf(leaf: Any, name: str, *, where: str) -> tuple[Record, Payload | N
         The record, and the payload unless everything is in the record.
 
     Raises:
-        NotRegisteredError: for an object of a class that nobody registered.
+        NotRegisteredError: for an object of a class that is not registered.
         InvalidArgumentError: for a tensor or an array without plain data: sparse, on the meta device, quantized; and
             for one of another class than torch's own, which would come back as a plain tensor.
         StaticDataError: for anything else.

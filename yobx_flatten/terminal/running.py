@@ -63,7 +63,7 @@ def run_app(
     try:
         status = command.main(words, prog_name=program, standalone_mode=False, obj=words)
     except BrokenPipeError:
-        return 0  # `yobx-flatten list | head`: whoever read has enough
+        return 0  # `yobx-flatten list | head`: the reader has enough
     except (Exception, KeyboardInterrupt) as error:
         if interruption:
             return explain_failure(interruption[0], debug=debug, program=program, expected=expected)

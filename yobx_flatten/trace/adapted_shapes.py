@@ -7,7 +7,7 @@ recognised, of a cache with n layers::
     [keys 0, values 0, keys 1, ...]                     2n entries: the counter of sliding layers is missing
     [[keys 0, ...], [values 0, ...]]                    transformers' executorch registration; also as a dict
     [entry of each tensor, by its attributes]           transformers' exporters of 5.16 and 5.17
-    ShapesCollection                                    entries by tensor; a counter is no tensor
+    ShapesCollection                                    entries by tensor; a counter is not a tensor
 
 The entries go to the tensors they were meant for. The number of tokens seen, where it is a leaf, varies if any axis of
 the cache does. What is not recognised is left as it is: torch says what is wrong with it.

@@ -203,7 +203,7 @@ def _wrapping(
 def _without_slices(tree: Any) -> Any:
     """Example inputs whose tensors are not slices of larger ones.
 
-    ``ids[:, 5:]`` has strides that nothing else has: the program would refuse everybody's contiguous tensors ("Guard
+    ``ids[:, 5:]`` has strides that nothing else has: the program would refuse all contiguous tensors ("Guard
     failed: input_ids.stride()[0] != input_ids.size()[1]"). Permuted tensors (channels last) keep their strides.
     """
     if not any(map(_is_slice, pytree.tree_leaves(tree))):
@@ -361,7 +361,7 @@ def require_registered(classes: tuple[type, ...], subject: str) -> None:
     if missing:
         names = ", ".join(cls.__qualname__ for cls in missing)
         raise NotRegisteredError(
-            f"{subject} takes or returns {names}, which torch does not know how to take apart here. Call it where the "
+            f"{subject} takes or returns {names}, which torch does not know how to flatten here. Call it where the "
             f"class is registered:\n    {REGISTRY.remedy(missing[0])}"
         )
 

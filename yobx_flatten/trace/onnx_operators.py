@@ -101,7 +101,7 @@ def _erf_inv(x: Any) -> Any:
     centre = polynomial(op.Sub(w, number(2.5)), _CENTRE)
     tail = polynomial(op.Sub(op.Sqrt(w), number(3.0)), _TAIL)
     found = op.Mul(op.Where(op.Less(w, number(5.0)), centre, tail), given)
-    # at 1 the polynomial of the infinite w is no number
+    # at 1 the polynomial of the infinite w is NaN
     return op.CastLike(op.Where(op.Equal(op.Abs(given), number(1.0)), op.Mul(given, number(float("inf"))), found), x)
 
 

@@ -116,7 +116,7 @@ class _Writer:
         self.inside.append(id(obj))
         try:
             return _rule(obj)(self, obj)
-        except Exception as error:  # somebody's property or flatten function failed: a description must not
+        except Exception as error:  # a property or flatten function of the user failed: a description must not
             self.log("string_type: %s cannot be described: %r", type(obj).__qualname__, error)
             return _opaque(self, obj)
         finally:

@@ -106,7 +106,7 @@ def find_cycle(tree: PyTree, name: str = "tree") -> tuple[str, str] | None:
 
     Returns:
         The path at which an object stands that holds this very place, and the path of that object; ``None`` if there
-        is no such object.
+        is none.
 
     >>> batch = {"x": [1]}
     >>> batch["x"].append(batch)

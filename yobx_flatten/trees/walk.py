@@ -127,7 +127,7 @@ def children_of(node: Any, obj: Any, name: str, keys: tuple[Any, ...] = ()) -> l
             return list(node.flatten_with_keys_fn(obj)[0])
         return [(pytree.SequenceKey(index), child) for index, child in enumerate(node.flatten_fn(obj)[0])]
     except Exception as error:
-        error.add_note(f"while {format_path(name, keys)}, {describe_class(type(obj))}, was taken apart")
+        error.add_note(f"while {format_path(name, keys)}, {describe_class(type(obj))}, was flattened")
         raise
 
 

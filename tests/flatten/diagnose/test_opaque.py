@@ -1,4 +1,4 @@
-"""`find_unregistered` finds every object that holds tensors and that torch does not take apart, by its path."""
+"""`find_unregistered` finds every object that holds tensors and that torch does not flatten, by its path."""
 
 import collections
 import dataclasses
@@ -188,9 +188,7 @@ def test_a_flatten_function_that_fails_says_where():
     try:
         with pytest.raises(ArithmeticError, match="no") as raised:
             find_unregistered({"a": [Plain([])]})
-        assert raised.value.__notes__ == [
-            "while tree['a'][0], tests.flatten.diagnose.test_opaque.Plain, was taken apart"
-        ]
+        assert raised.value.__notes__ == ["while tree['a'][0], tests.flatten.diagnose.test_opaque.Plain, was flattened"]
     finally:
         unregister_class_flattening(Plain)
 
@@ -211,7 +209,7 @@ def test_a_set_is_a_leaf_to_torch():
     """No class to register: pass a list."""
     (found,) = find_unregistered([{X}])
     assert (found.cls, found.tensors) == (set, 1)
-    assert "torch takes apart lists, tuples and dicts: pass one of these" in str(found)
+    assert "torch flattens lists, tuples and dicts: pass one of these" in str(found)
 
 
 def test_a_module_counts_with_its_parameters():

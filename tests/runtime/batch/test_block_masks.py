@@ -88,7 +88,7 @@ def pipe(model):
 
 @pytest.fixture
 def registered():
-    """As the diagnosis of a class that nobody registered advises; the function is a static part then."""
+    """As the diagnosis of a class that is not registered advises; the function is a static part then."""
     fields = [name for name, value in vars(mask_of(by_row)).items() if value is None or isinstance(value, torch.Tensor)]
     flatten, keyed, unflatten = functions_from_fields(BlockMask, fields, ["seq_lengths", "BLOCK_SIZE", "mask_mod"])
     register_class_flattening(BlockMask, flatten, unflatten, keyed)

@@ -78,7 +78,7 @@ OTHER_LETTERS = {
 }
 
 # window -> device -> the tensor that transformers 5 keeps beside the window (DDP gathers it). Remembered when a layer
-# is taken apart, because unflatten must not make tensors: inside a trace they become constants of the program.
+# is flattened, because unflatten must not make tensors: inside a trace they become constants of the program.
 _WINDOW_TENSORS: dict[int, dict[torch.device, torch.Tensor]] = {}
 
 
@@ -263,7 +263,7 @@ def letter_of(code: str) -> str:
 def _read_kind(cls: Any) -> LayerKind | None:
     letter = LETTERS.get(cls.__name__) if cls.__module__ == "transformers.cache_utils" else None
     if letter is None:
-        say(logging.DEBUG, "no row for %s: taken apart by its attributes", describe_class(cls))
+        say(logging.DEBUG, "no row for %s: flattened by its attributes", describe_class(cls))
         return None
     dynamic = sys.modules[cls.__module__].DynamicLayer
     filled_by = getattr(getattr(cls, "lazy_initialization", None), "__code__", None)

@@ -95,7 +95,7 @@ class _Reading(NamedTuple):
     values: list[Any]
     names: list[str]
     full: int | None  # the leaf that holds every token
-    reads: list[LayerRead] | None  # how each was read; None where that is no rule for others
+    reads: list[LayerRead] | None  # how each was read; None where that is not a rule for others
 
 
 def _read(layers: list[Any], plain: bool) -> _Reading:

@@ -121,7 +121,7 @@ def _going_on(part: str, go_on: Callable[..., Any]) -> Callable[[Any], Any]:
 def _every_closed_window(
     module: Any, compressed: Any, hidden_states: Any, q_residual: Any, position_ids: Any, *cache: Any
 ) -> Any:
-    compressed = torch.nn.functional.pad(compressed.unsqueeze(1), (0, 0, 0, 1))  # one that nobody sees: always one
+    compressed = torch.nn.functional.pad(compressed.unsqueeze(1), (0, 0, 0, 1))  # one that no token sees: always one
     count, queries = compressed.shape[2], position_ids.shape[1]
     # a single query sees all windows that are closed
     single = torch.arange(queries, device=compressed.device).amax(0) == 0
@@ -139,7 +139,7 @@ def _chosen_windows(
     chosen = torch.where(chosen >= 0, chosen, count)  # what is not to be seen goes behind the last one
     bias = compressed.new_full((hidden_states.shape[0], 1, hidden_states.shape[1], count + 1), float("-inf"))
     bias = bias.scatter(-1, chosen.unsqueeze(1), 0.0)
-    unseen = torch.arange(count + 1, device=bias.device) == count  # there is always one, which nobody sees
+    unseen = torch.arange(count + 1, device=bias.device) == count  # there is always one, which no token sees
     compressed = torch.nn.functional.pad(compressed.unsqueeze(1), (0, 0, 0, 1))
     return compressed, bias.masked_fill(unseen, float("-inf"))
 

@@ -77,7 +77,7 @@ class TransformersTracing:
         """Return the inputs with the tensors of their caches contiguous.
 
         Past its window a layer keeps a slice; the slice's strides would end in a guard of the program that refuses the
-        contiguous tensors which everybody else passes. Layers that compress their keys get sizes that a trace does not
+        contiguous tensors that all other callers pass. Layers that compress their keys get sizes that a trace does not
         fix.
         """
         from transformers.cache_utils import Cache

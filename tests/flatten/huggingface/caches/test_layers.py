@@ -129,7 +129,7 @@ def test_a_class_without_a_row_is_noted_once(caplog):
     with caplog.at_level("DEBUG", logger="yobx_flatten"):
         assert [kind_of(cls), kind_of(cls)] == [None, None]
     assert [record.getMessage() for record in caplog.records] == [
-        f"no row for {__name__}.NewLayer: taken apart by its attributes"
+        f"no row for {__name__}.NewLayer: flattened by its attributes"
     ]
 
 

@@ -116,7 +116,7 @@ def test_weights_are_not_needed():
     model = hf_model("llama").float()
     with torch.device("meta"):
         planned = LlamaForCausalLM(make_config("llama"))
-    # of a mask for all pairs of tokens, nobody asks whether it masks anything
+    # a mask for all pairs of tokens is not asked whether it masks anything
     example = {"input_ids": tokens(2), "attention_mask": torch.zeros(2, 1, 6, 6)}
     shapes = [
         [(one.name, one.shape, one.made, one.read) for one in passed_tensors(cut(each, example, check=False), example)]

@@ -1,0 +1,43 @@
+"""Phrases that our texts avoid; `codespell` in `make lint` finds misspelt words."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Results that were recorded, and the glossary, which explains the picture once.
+LEFT_OUT = {"docs/cut_matrix.md", "docs/matrix.md", "docs/guide/words.md"}
+
+# What to write instead is the second part.
+PHRASES = {
+    r"\b(?:come|came|take|took|taken|taking)s? (?:\w+ )?apart\b": "flatten",
+    r"\b(?:some|every|any|no)body\b": "name who it is: another library, the caller",
+    r"\bwho(?:so)?ever\b": "name who it is: another library, the caller",
+    r"(?<!there)(?<!where)(?<!here) is no (?!longer\b|more\b|less\b)[a-z]": "is not a ...",
+    r"\bto the same bits?\b|\bto the bit\b": "bitwise identical",
+    r", too[.,;:)]": "also",
+    r"\b(?:she|her|his|him)\b": "the caller, the user",
+}
+
+
+def texts() -> list[Path]:
+    """The pages, and the source of both packages with its docstrings, comments and messages."""
+    folders = ["yobx_flatten", "roundpipe_runtime", "docs", "examples", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listed.split() if name.endswith((".py", ".md")) and name not in LEFT_OUT]
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the files are listed by git")
+@pytest.mark.parametrize(("phrase", "instead"), PHRASES.items())
+def test_a_phrase_is_avoided(phrase, instead):
+    """Also where a line ends inside it."""
+    spaced = re.compile(phrase.replace(" ", r"\s+(?:# )?"), re.IGNORECASE)
+    found = [
+        f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}: {' '.join(match[0].split())!r}"
+        for path in texts()
+        for text in [path.read_text(encoding="utf-8")]
+        for match in spaced.finditer(text)
+    ]
+    assert not found, f"write {instead!r}:\n" + "\n".join(found)

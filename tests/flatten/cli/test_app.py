@@ -57,7 +57,7 @@ def test_every_command_has_help(name):
         (["generate", "no_such_folder", "--prompt", "x"], "there is no folder no_such_folder"),
         (["generate", ".", "--prompt", "x", "--temperature", "0"], "temperature must be a number above 0"),
         (["explain", "no_such_file"], "there is no file no_such_file"),
-        (["check", "lama"], "'lama' is no folder and no type of model that transformers has. Did you mean llama"),
+        (["check", "lama"], "'lama' is neither a folder nor a type of model that transformers has. Did you mean llama"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(arguments, words, capsys, tmp_path, monkeypatch):
@@ -190,7 +190,9 @@ def test_the_installed_command_is_the_same_function():
     pyproject = pathlib.Path(__file__).parents[3] / "pyproject.toml"
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     assert project["scripts"]["yobx-flatten"] == "yobx_flatten.__main__:main"
-    assert {"torch", "typer", "rich"} == {line.partition(">")[0] for line in project["dependencies"]}
+    assert {"torch", "typer", "rich", "packaging", "psutil"} == {
+        line.partition(">")[0] for line in project["dependencies"]
+    }
 
 
 def test_the_guide_has_every_command_and_option():

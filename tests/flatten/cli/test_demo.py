@@ -81,7 +81,7 @@ def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path, capsys):
     """A file in the place of the folder: exit status 2, and the path."""
     (tmp_path / "taken").touch()
     assert main(["demo", "--output", str(tmp_path / "taken")]) == 2
-    assert f"{tmp_path / 'taken'}: it cannot be written: taken is no folder" in capsys.readouterr().err
+    assert f"{tmp_path / 'taken'}: it cannot be written: taken is not a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("made", "left"), [(0, "nothing was written"), (1, "llama.onnx in {} is whole")])

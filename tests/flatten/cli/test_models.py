@@ -195,7 +195,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_model_is_loaded(rea
     monkeypatch.setattr(export_command, "find_model", lambda *args, **kwargs: pytest.fail("loaded"))
     if reason == "a file in the way":
         (tmp_path / "taken").touch()
-        out, words = tmp_path / "taken" / "sub" / "out", "it cannot be written: taken is no folder"
+        out, words = tmp_path / "taken" / "sub" / "out", "it cannot be written: taken is not a folder"
     else:
 
         def refused(**options):

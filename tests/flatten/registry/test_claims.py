@@ -232,7 +232,7 @@ def test_an_unknown_class_cannot_be_given_up(registry):
 def test_a_class_of_others_cannot_be_given_up(registry, shelves):
     """The message names the libraries that hold it, and they keep it."""
     shelves[1].held[Pair] = "theirs"
-    with pytest.raises(NotRegisteredError, match=r"Pair was registered by somebody else \(in second\)"):
+    with pytest.raises(NotRegisteredError, match=r"Pair was registered by other code \(in second\)"):
         registry.release_user(Pair)
     assert shelves[1].held == {Pair: "theirs"}
 

@@ -237,7 +237,7 @@ def test_writing_over_a_class_of_others_is_refused():
     (backend,) = REGISTRY._libraries["jax"]
     from yobx_flatten.recipe.contract import Recipe
 
-    with pytest.raises(AlreadyRegisteredError, match="by somebody else, and JAX cannot replace a registration"):
+    with pytest.raises(AlreadyRegisteredError, match="by other code, and JAX cannot replace a registration"):
         backend.write(Recipe.from_functions(cls, lambda pair: ([], None), lambda c, s: None, None))
 
 

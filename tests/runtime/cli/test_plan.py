@@ -137,7 +137,7 @@ def test_a_type_of_model_is_a_small_one(capsys):
     ("options", "message"),
     [
         (["--memory", "24"], "Write a number and its unit: --memory 24GiB"),
-        (["--memory", "0GB"], "is no size of memory"),
+        (["--memory", "0GB"], "is not a size of memory"),
         (["--bandwidth", "0"], "--bandwidth must be a number above 0"),
         (["--flops", "nan"], "--flops must be a number above 0"),
         (["--devices", "gpu5x"], "names no device"),

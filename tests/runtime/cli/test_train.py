@@ -173,7 +173,7 @@ MISTAKES = {
     "no model": (["--model", "nowhere/x"], "There is no folder nowhere/x"),
     "no type": (
         ["--model", "lama"],
-        "'lama' is no folder and no type of model that transformers has.",
+        "'lama' is neither a folder nor a type of model that transformers has.",
     ),
     "no small one": (["--model", "clap"], "A small clap cannot be made: "),
     "no config": (["--model", "texts"], "texts holds no config.json"),

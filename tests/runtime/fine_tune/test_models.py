@@ -47,8 +47,8 @@ def test_a_configuration_alone_has_random_weights(tmp_path):
     ("content", "words"),
     [
         (None, "holds no config.json. Name a folder that save_pretrained wrote"),
-        ("{", "is no configuration of transformers"),
-        ('{"hidden_size": 3}', "is no configuration of transformers"),
+        ("{", "is not a configuration of transformers"),
+        ('{"hidden_size": 3}', "is not a configuration of transformers"),
         ('{"model_type": "t5"}', "a model of type 't5', which transformers has no causal language model for"),
     ],
 )

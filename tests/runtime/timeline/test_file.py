@@ -53,16 +53,16 @@ def written(tmp_path, content):
     ("content", "message"),
     [
         ("", "it is empty"),
-        ('{"traceEvents": [', "it is no JSON"),
-        ("[" * 100_000, "it is no JSON"),
-        ("[1, 2]", "of something else"),
-        ("3", "of something else"),
-        ({"weights": []}, "of something else"),
-        ({"traceEvents": {}}, "of something else"),
+        ('{"traceEvents": [', "it is not JSON"),
+        ("[" * 100_000, "it is not JSON"),
+        ("[1, 2]", "but not a trace"),
+        ("3", "but not a trace"),
+        ({"weights": []}, "but not a trace"),
+        ({"traceEvents": {}}, "but not a trace"),
         ({"traceEvents": []}, "no record"),
         ({"traceEvents": [ROW]}, "no record"),
-        ({"traceEvents": [RECORD]}, "event 0 is no record"),
-        ({"traceEvents": [ROW, 5]}, "event 1 is no record"),
+        ({"traceEvents": [RECORD]}, "event 0 is not a record"),
+        ({"traceEvents": [ROW, 5]}, "event 1 is not a record"),
         ({"traceEvents": [ROW, {**RECORD, "ph": "B"}]}, "trace of another program"),
         ({"traceEvents": [ROW, {**RECORD, "cat": "cpu_op"}]}, "trace of another program"),
         ({"traceEvents": [ROW, {**RECORD, "cat": ["forward"]}]}, "trace of another program"),
@@ -86,7 +86,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
     """A picture, say."""
     path = tmp_path / "run.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
-    with pytest.raises(TimelineFileError, match="no JSON"):
+    with pytest.raises(TimelineFileError, match="not JSON"):
         load_timeline(path)
 
 

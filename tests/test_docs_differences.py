@@ -1,19 +1,17 @@
 """What the page "What differs" says beside its programs, which tests/test_docs_guide.py runs."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import fresh_process
 
 PAGE = Path(__file__).parent.parent / "docs" / "guide" / "differences.md"
 
 
 def fresh(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return fresh_process.run("-c", code).stdout
 
 
 def test_every_section_has_a_program_that_prints():

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests import fresh_process
+
 GUIDE = Path(__file__).parent.parent / "docs" / "guide"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # the kind of a directive of the site, ```{image} and the like, is its name in braces
 FENCE = re.compile(r"^```([\w{}-]*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
 NAMED = re.compile(r"# (\w+\.py)\n")
 
 
@@ -60,7 +60,7 @@ def run(program: Program, page: str, namespace: dict[str, Any]) -> str:
         Path(named[1]).write_text(program.source, encoding="utf-8")
         return ""
     if program.is_alone:
-        done = subprocess.run([sys.executable, "-c", program.source], capture_output=True, text=True, check=False)
+        done = fresh_process.run("-c", program.source, cwd=Path.cwd(), check=False)
         assert done.returncode == 0, f"{page}:{program.line}\n{done.stderr}"
         return done.stdout
     printed = io.StringIO()

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests import fresh_process
+
 OPTIONAL = ["diffusers", "flax", "jax", "onnx", "onnxruntime", "onnxscript", "optree", "rich", "transformers"]
 
 # Prints what the import did, as one JSON object.
@@ -75,9 +77,8 @@ for name in ("RoundPipeTrainer", "RoundPipeSeq2SeqTrainer"):
 def test_a_trainer_says_what_it_needs(missing, named, found):
     """Without transformers or accelerate, the error is ours and has the line to type."""
     program = WITHOUT.format(missing=missing, found=found)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     are = "is" if len(missing) == 1 else "are"
-    assert done.stdout.splitlines() == [
+    assert fresh_process.run("-c", program).stdout.splitlines() == [
         f"RoundPipeTrainer needs {named}, which {are} not installed:",
         "    pip install 'yobx-flatten[transformers,train]'",
         f"RoundPipeSeq2SeqTrainer needs {named}, which {are} not installed:",

@@ -1,18 +1,14 @@
 """The check behind `registries_left_as_found`: it sees every leak, and no import that is in order."""
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch.fx._pytree as fx_pytree
 import torch.fx.experimental._config as fx_config
 import torch.utils._pytree as pytree
 
-from tests import registry_snapshot
-
-ROOT = Path(__file__).parent.parent
+from tests import fresh_process, registry_snapshot
 
 
 class Point:
@@ -174,11 +170,7 @@ def in_a_fresh_process(*lines: str) -> str:
         *lines,
         "print('\\n'.join(registry_snapshot.differences(before, registry_snapshot.take())))",
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(program)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return fresh_process.run("-c", "\n".join(program)).stdout.strip()
 
 
 LEAK = "pytree.register_pytree_node(Point, flatten, unflatten, serialized_type_name='tests.Point')"
@@ -241,22 +233,8 @@ def test_the_fixture_fails_the_test_that_leaks(tmp_path):
         f"def test_leaks():\n    {LEAK}\n"
         "def test_neighbour():\n    pass\n"
     )
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--rootdir",
-            str(tmp_path),
-            str(tmp_path),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+    done = fresh_process.run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path, check=False
     )
     assert "2 passed, 1 error" in done.stdout, done.stdout + done.stderr
     assert "SUPPORTED_NODES: tests.test_registry_snapshot.Point was added" in done.stdout

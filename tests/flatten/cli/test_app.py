@@ -13,6 +13,7 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
+from tests import fresh_process
 from yobx_flatten import ReplayError, __version__
 from yobx_flatten.__main__ import main
 from yobx_flatten.cli import env_command, repository
@@ -24,8 +25,7 @@ COMMANDS = ["demo", "export", "verify", "generate", "check", "explain", "list", 
 
 def run(*arguments, **options):
     """The command in a process of its own, as a shell starts it."""
-    command = [sys.executable, "-m", "yobx_flatten", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, **options)
+    return fresh_process.run("-m", "yobx_flatten", *arguments, check=False, **options)
 
 
 def test_help_lists_every_command():

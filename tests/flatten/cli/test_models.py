@@ -3,8 +3,6 @@
 import errno
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+from tests import fresh_process
 from tests.flatten.model_folder.exported_folders import exported, saved
 from yobx_flatten import make_dynamic_cache, save_nested
 from yobx_flatten.__main__ import main
@@ -269,9 +268,7 @@ def test_generate_prints_the_text_that_the_model_writes(folder, capsys):
     tokenizer = ByT5Tokenizer(extra_ids=0)
     given = tokenizer("Hello", return_tensors="pt")
     tokens = model.generate(**given, max_new_tokens=12, do_sample=False)[0, given["input_ids"].shape[1] :]
-    command = [sys.executable, "-m", "yobx_flatten", "generate", str(folder), "--prompt", "Hello", "--tokens", "12"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert shown.returncode == 0, shown.stderr
+    shown = fresh_process.run("-m", "yobx_flatten", "generate", folder, "--prompt", "Hello", "--tokens", "12")
     assert shown.stdout == "Hello" + tokenizer.decode(tokens, skip_special_tokens=True) + "\n"
 
 

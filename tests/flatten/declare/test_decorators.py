@@ -2,9 +2,6 @@
 
 import dataclasses
 import enum
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import pytest
@@ -12,6 +9,7 @@ import torch
 import torch.fx._pytree as fx_pytree
 import torch.utils._pytree as pytree
 
+from tests import fresh_process
 from tests.flatten.nodes import Dense, DenseParams, FieldState, FixedShape, Keyed, LinearParams, MyState, TrainState
 from yobx_flatten import (
     functions_from_fields,
@@ -28,8 +26,6 @@ from yobx_flatten import (
     unregister_class_flattening,
 )
 from yobx_flatten.errors import AlreadyRegisteredError, InvalidArgumentError, InvalidRegistrationError
-
-ROOT = Path(__file__).parents[3]
 
 
 class Pair:
@@ -192,14 +188,7 @@ def test_a_saved_program_is_loaded_by_a_process_that_imports_the_module(tmp_path
     """Inputs and outputs are objects of these classes; static data is in the file."""
     program = torch.export.export(Step(), example())
     torch.export.save(program, tmp_path / "program.pt2")
-    done = subprocess.run(
-        [sys.executable, "-c", LOADING, str(tmp_path / "program.pt2")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    fresh_process.run("-c", LOADING, tmp_path / "program.pt2")
 
 
 def test_a_program_refuses_other_static_data():

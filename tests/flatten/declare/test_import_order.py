@@ -1,11 +1,8 @@
 """What is imported when, before, inside or after a block: each in a process where nothing is imported yet."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests import fresh_process
 
 pytest.importorskip("transformers")
 import transformers
@@ -32,17 +29,7 @@ def compiled(*args):
 
 def in_a_fresh_process(program):
     """What the program prints, line by line."""
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + program],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return fresh_process.run("-c", PRELUDE + program).stdout.splitlines()
 
 
 def test_the_first_block_imports_only_what_it_needs():

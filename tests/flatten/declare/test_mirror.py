@@ -1,8 +1,6 @@
 """A class that one library knows comes apart in the others as it does there."""
 
 import dataclasses
-import subprocess
-import sys
 import textwrap
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
+from tests import fresh_process
 from tests.flatten import other_libraries
 from yobx_flatten import (
     AlreadyRegisteredError,
@@ -177,10 +176,7 @@ def test_a_program_of_a_mirrored_class_runs_in_a_fresh_process(tmp_path):
     )
     printed = ""
     for code in (save, load):
-        run = [sys.executable, "-c", f"import sys; sys.path[:0] = {[str(tmp_path), *sys.path]!r}\n{code}"]
-        done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, check=False)
-        assert done.returncode == 0, done.stderr
-        printed = done.stdout
+        printed = fresh_process.run("-c", code, cwd=tmp_path).stdout
     assert printed == "Equinox fast (2, 3) [2.0, 2.0]\n"
 
 
@@ -428,5 +424,4 @@ def test_mirroring_imports_neither_library():
         "try:\n    yobx_flatten.mirror(type('C', (), {}))\n"
         "except yobx_flatten.NotRegisteredError:\n    print('jax' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert fresh_process.run("-c", code).stdout == "False\n"

@@ -1,10 +1,9 @@
 """`verbose=` logs one call, in one thread, and nothing else."""
 
 import logging
-import subprocess
-import sys
 import threading
 
+from tests import fresh_process
 from tests.flatten.pair import FUNCTIONS, Pair
 from yobx_flatten import register_class_flattening, unregister_class_flattening
 
@@ -55,5 +54,5 @@ def test_verbose_is_seen_where_no_logging_is_configured():
         "with register_flattening_functions(verbose=1): pass\n"
         "with register_flattening_functions(): pass\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = fresh_process.run("-c", code)
     assert (found.stdout, found.stderr.splitlines()) == ("", ["put in force: nothing new", "let go: nothing"])

@@ -2,8 +2,6 @@
 
 import collections
 import dataclasses
-import subprocess
-import sys
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from tests import fresh_process
 from tests.flatten.diagnose.test_contents import Trap
 from yobx_flatten import (
     find_unregistered,
@@ -283,5 +282,4 @@ a.x = torch.zeros(2)
 print(len(find_unregistered([a])), str(explain([a]))[:4])
 print(sorted({name.split(".")[0] for name in sys.modules} & {"jax", "transformers", "flax", "diffusers", "onnx"}))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "1 tree\n[]\n"
+    assert fresh_process.run("-c", program).stdout == "1 tree\n[]\n"

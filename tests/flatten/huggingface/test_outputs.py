@@ -1,7 +1,6 @@
 """Output classes: transformers' own registration is left in force, ours does the same where it is missing."""
 
 import importlib.util
-import subprocess
 import sys
 import types
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import ModelOutput
 
+from tests import fresh_process
 from tests.models import start
 from yobx_flatten import dynamic_shapes, export_program, register_flattening_functions
 from yobx_flatten.huggingface.diffusers_outputs import diffusers_recipes
@@ -453,6 +453,4 @@ def test_an_exported_diffusers_model_names_its_outputs_and_loads_in_a_fresh_proc
         "    outputs = torch.export.load(sys.argv[1]).module()(torch.ones(4, 3))\n"
         "print(type(outputs).__name__, outputs.sample.tolist() == [[2.0] * 3] * 4)\n"
     )
-    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "decoding.pt2")]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.stdout.split() == ["DecoderOutput", "True"], ran.stderr
+    assert fresh_process.run("-c", code, tmp_path / "decoding.pt2").stdout.split() == ["DecoderOutput", "True"]

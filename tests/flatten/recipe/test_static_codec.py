@@ -6,8 +6,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import fresh_process
 from yobx_flatten.errors import StaticDataError
 from yobx_flatten.recipe.static_codec import check_static, dump_static, is_array, load_static
 
@@ -311,9 +310,7 @@ def test_static_data_is_read_in_a_fresh_process():
         "import json, sys; from yobx_flatten.recipe.static_codec import load_static\n"
         "print(load_static(json.loads(sys.argv[1])))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(dump_static(value))], capture_output=True, text=True, check=True
-    )
+    done = fresh_process.run("-c", code, json.dumps(dump_static(value)))
     assert re.sub("0x[0-9a-f]+", "", done.stdout) == re.sub("0x[0-9a-f]+", "", f"{value}\n")
 
 

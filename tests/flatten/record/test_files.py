@@ -1,12 +1,11 @@
 """Recorded calls on disk: complete files, bit-equal, readable in a fresh process, and clear about damage."""
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 
+from tests import fresh_process
 from yobx_flatten import RecordedCalls, RecordError, record_calls
 
 pytest.importorskip("safetensors")
@@ -78,7 +77,7 @@ def test_a_generate_is_loaded_by_a_fresh_process(tmp_path):
         print(calls)
         """
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    found = fresh_process.run("-c", program).stdout
     first = "<3 calls of MistralForCausalLM.forward (prefill: 1, decode: 2)> DynamicCache 9 8"
     assert found == f"{first}\n{calls}\n"
 

@@ -1,9 +1,6 @@
 """One class in torch and JAX: every transform of JAX takes it, and JAX never forgets it."""
 
 import dataclasses
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +8,7 @@ import torch
 import torch.fx._pytree as fx_pytree
 import torch.utils._pytree as pytree
 
+from tests import fresh_process
 from tests.flatten.nodes import Dense, DenseParams, FieldState, FixedShape, Keyed, LinearParams, MyState, TrainState
 from yobx_flatten import pytree_dataclass, register_class_flattening, static_field, unregister_class_flattening
 from yobx_flatten.errors import AlreadyRegisteredError, StaticDataError
@@ -18,8 +16,6 @@ from yobx_flatten.registry.claims import REGISTRY
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 jnp = jax.numpy
-
-ROOT = Path(__file__).parents[3]
 
 
 # The examples of the lesson, in JAX itself.
@@ -286,5 +282,4 @@ assert jax.tree.leaves(linear) == [linear]  # taken back before JAX heard of it
 
 def test_a_registration_made_before_the_import_reaches_jax():
     """Asking for JAX does not import it."""
-    done = subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    fresh_process.run("-c", LATE)

@@ -1,20 +1,17 @@
 """optree, in our own namespace: accessors, and registrations that were there before optree was."""
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.utils._pytree as pytree
 
+from tests import fresh_process
 from tests.flatten.nodes import Dense, Keyed, LinearParams
 from yobx_flatten import register_class_flattening, unregister_class_flattening
 
 optree = pytest.importorskip("optree", reason="optree is not installed")
 
 NAMESPACE = "yobx_flatten"
-ROOT = Path(__file__).parents[3]
 
 
 class Pair:
@@ -122,5 +119,4 @@ assert leaves(dense) == [dense]
 
 def test_a_registration_made_before_the_import_reaches_optree():
     """And one that was taken back before does not; nothing waits any longer then."""
-    done = subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    fresh_process.run("-c", LATE)

@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 
+from tests import fresh_process
 from tests.flatten.storage.storage_values import TORCH_TYPES, Access, Mode, Pair, State, random_tensor, same
 from yobx_flatten import (
     MissingDependencyError,
@@ -131,9 +132,7 @@ def test_a_fresh_process_reads_a_cache_and_a_model_output(tmp_path):
         "import sys; from yobx_flatten import load_nested; x = load_nested(sys.argv[1]);"
         "print(type(x).__name__, x.past_key_values.get_seq_length(), 'onnxruntime' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "x.onnx"], capture_output=True, text=True, check=True
-    )
+    done = fresh_process.run("-c", program, tmp_path / "x.onnx")
     assert done.stdout == "CausalLMOutputWithPast 3 False\n"
 
 
@@ -180,13 +179,10 @@ def test_nothing_is_imported_that_a_file_names(tmp_path):
         "import torch\nfrom yobx_flatten import pytree_dataclass\nprint('imported')\n"
         "@pytree_dataclass(backends=('torch',))\nclass Box:\n    x: object\n"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
     write = "import strange, yobx_flatten; yobx_flatten.save_nested('x.onnx', strange.Box(1))"
     read = "import yobx_flatten; yobx_flatten.load_nested('x.onnx')"
     for program in (write, read):
-        done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
-        )
+        done = fresh_process.run("-c", program, cwd=tmp_path, check=False)
     assert done.returncode == 1
     assert "imported" not in done.stdout
     assert "import strange" in done.stderr

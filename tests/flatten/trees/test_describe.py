@@ -6,8 +6,6 @@ import enum
 import importlib.util
 import logging
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from tests import fresh_process
 from tests.flatten.other_libraries import forget
 from yobx_flatten import make_dynamic_cache, make_static_cache
 from yobx_flatten.trees.describe import _ELEMENT_TYPES, string_type
@@ -536,5 +535,4 @@ def test_optional_libraries_are_not_imported():
         "d.string_type([torch.ones(2), 1, object()], with_min_max=True)\n"
         "sys.exit(any(name in sys.modules for name in ('transformers', 'onnx', 'jax')))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    fresh_process.run("-c", code)

@@ -3,7 +3,6 @@
 import errno
 import os
 import pathlib
-import subprocess
 import sys
 import threading
 
@@ -12,6 +11,7 @@ import torch
 
 from roundpipe_runtime import ConfigError, list_checkpoints, load_checkpoint, save_checkpoint
 from roundpipe_runtime.checkpoint import training_state
+from tests import fresh_process
 from tests.runtime.small import same_bits, small_model
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
@@ -169,9 +169,7 @@ load_checkpoint({str(tmp_path)!r}, model)
 print(torch.equal(model.weight, expected))
 """
     assert resource.RLIMIT_FSIZE is not None
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=os.getcwd())
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["True", "True"]
+    assert fresh_process.run("-c", program).stdout.split() == ["True", "True"]
     assert names(tmp_path) == ["checkpoint-00000001"]
 
 
@@ -216,7 +214,7 @@ import torch
 from roundpipe_runtime import save_checkpoint
 save_checkpoint({str(tmp_path)!r}, torch.nn.Linear(500, 500), is_async=True)
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    fresh_process.run("-c", program)
     assert load_checkpoint(tmp_path, torch.nn.Linear(500, 500)) == {}
 
 

@@ -3,8 +3,6 @@
 import importlib.metadata
 import importlib.util
 import pathlib
-import subprocess
-import sys
 import tomllib
 
 import pytest
@@ -18,6 +16,7 @@ from roundpipe_runtime import ConfigError
 from roundpipe_runtime.__main__ import main
 from roundpipe_runtime.cli import app as app_file
 from roundpipe_runtime.cli.app import app
+from tests import fresh_process
 from yobx_flatten import __version__
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -26,8 +25,7 @@ COMMANDS = ["demo", "plan", "train", "timeline", "doctor"]
 
 def run(*arguments):
     """The command in a process of its own, as a shell starts it."""
-    command = [sys.executable, "-m", "roundpipe_runtime", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    return fresh_process.run("-m", "roundpipe_runtime", *arguments, check=False)
 
 
 def test_help_lists_every_command():
@@ -126,5 +124,5 @@ def test_nobody_pays_for_a_command_that_was_not_asked_for():
     program = "import sys; from roundpipe_runtime.__main__ import main; main(['train', '--help']); " + (
         "sys.exit(any(name in sys.modules for name in ('transformers', 'peft', 'datasets')))"
     )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
+    assert fresh_process.run("-c", program).stderr == ""
     assert app_file.app is app

@@ -2,13 +2,12 @@
 
 import contextvars
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
 
 from roundpipe_runtime.device.worker import Mailbox, StoppedRun, Worker, add_note_once, collect
+from tests import fresh_process
 
 
 @pytest.fixture
@@ -113,7 +112,7 @@ def test_work_is_done_after_a_fork():
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 16\n"
         "assert worker.submit(pow, 2, 5).result() == 32\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    fresh_process.run("-c", code, timeout=60)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
@@ -143,4 +142,4 @@ def test_a_child_has_every_lock_of_the_process_free():
         "thread.join()\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(forking._LOCKS) + 1 == 6\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    fresh_process.run("-c", code, timeout=60)

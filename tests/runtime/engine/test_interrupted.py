@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import fresh_process
+
 TRAINING = "tests.runtime.fine_tune.interrupted_training"
 ROOT = Path(__file__).parents[3]
 
@@ -39,9 +41,7 @@ def test_an_interrupted_call_did_all_or_nothing(kind):
 @pytest.mark.parametrize("kind", ["fused", "classic", "async"])
 def test_an_interruption_before_any_line_does_all_or_nothing(kind):
     """Before every 37th line of those that run in the caller's thread; by hand, every one was tried."""
-    command = [sys.executable, "-m", TRAINING, kind, "lines", "37"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert found.returncode == 0, found.stderr
+    found = fresh_process.run("-m", TRAINING, kind, "lines", "37", timeout=120)
     ready, interrupted, wrong, last = found.stdout.split()
     assert ready == "ready"
     assert int(interrupted) > 100

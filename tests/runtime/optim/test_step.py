@@ -1,8 +1,6 @@
 """Steps: exact in the caller's thread, or in the background with weights exactly one step old."""
 
 import copy
-import subprocess
-import sys
 import threading
 from concurrent.futures import Future
 
@@ -20,6 +18,7 @@ from roundpipe_runtime import (
     VirtualDevice,
     optim,
 )
+from tests import fresh_process
 from tests.runtime.small import batch, relative_error, small_model
 
 F = nn.functional
@@ -412,6 +411,6 @@ def test_a_last_step_that_fails_is_reported_at_the_end_of_the_process():
         "pipe = RoundPipe(torch.nn.Linear(2, 2), devices='virtual:1')\n"
         "pipe.step(lambda: 1 / 0, is_async=True)\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = fresh_process.run("-c", code)
     assert "the last step(..., is_async=True) failed" in found.stderr
     assert "ZeroDivisionError" in found.stderr

@@ -1,8 +1,6 @@
 """Every other cache: subclasses of `Cache`, models' own, those that do not inherit it, and the user's."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ from torch.utils import _pytree as pytree
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from tests import fresh_process
 from tests.flatten.huggingface.caches.every_cache import CACHES, equal, filled, minimax, states, voxtral
 from yobx_flatten import register_flattening_functions
 from yobx_flatten.errors import StaticDataError
@@ -152,6 +151,8 @@ def test_a_cache_goes_on_where_the_original_would():
 
 
 IMPORTED_INSIDE = """
+import warnings
+warnings.simplefilter("error")
 import torch.utils._pytree as pytree
 import transformers
 from yobx_flatten import register_flattening_functions
@@ -172,7 +173,4 @@ assert not [name for name in map(str, pytree._cxx_pytree_pending_imports) if "Mi
 
 def test_a_model_imported_inside_the_block_is_known_and_gone_afterwards():
     """Its caches come apart from then on, until the block ends."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", IMPORTED_INSIDE], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    fresh_process.run("-c", IMPORTED_INSIDE)

@@ -2,8 +2,6 @@
 
 import copy
 import importlib.util
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from torch.export import Dim, export
 
 from matrix.media import PictureEncoder, picture_of
 from matrix.models import make_model
+from tests import fresh_process
 from yobx_flatten import register_flattening_functions
 from yobx_flatten.huggingface.tracing.model_patches import upstream_replacements
 from yobx_flatten.huggingface.tracing.support import TRANSFORMERS_TRACING
@@ -123,4 +122,4 @@ def test_nothing_is_imported_for_a_model_that_needs_none():
         "assert list(upstream_replacements()) == []\n"
         "assert 'transformers.exporters.exporter_dynamo' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+    fresh_process.run("-c", program)

@@ -2,14 +2,13 @@
 
 import copy
 import pathlib
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 import transformers.cache_utils as cache_utils
 
+from tests import fresh_process
 from tests.models import WINDOW, make_model
 from yobx_flatten import (
     DecodeSizes,
@@ -198,8 +197,5 @@ def test_a_saved_program_runs_in_a_fresh_process(tmp_path: pathlib.Path):
             assert torch.equal(outputs.logits, expected[0]), name
             print(name, type(outputs.past_key_values).__name__)
     """
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), str(tmp_path)], capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
+    ran = fresh_process.run("-c", textwrap.dedent(script), tmp_path)
     assert ran.stdout.splitlines() == ["gemma3 DynamicCache", "mistral DynamicCache"]

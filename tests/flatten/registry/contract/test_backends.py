@@ -2,9 +2,7 @@
 
 import dataclasses
 import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 import torch.fx._pytree as fx_pytree
 import torch.utils._pytree as pytree
 
-from tests import registry_snapshot
+from tests import fresh_process, registry_snapshot
 from tests.flatten import other_libraries
 from tests.flatten.other_libraries import their_flatten, their_fx_match, their_fx_rule, their_unflatten
 from yobx_flatten.errors import SpecMismatchError
@@ -497,14 +495,8 @@ def test_a_dataclass_of_torch_comes_back_as_such(backend):
 @pytest.mark.parametrize("name", ALONE)
 def test_it_passes_the_same_tests_in_a_process_of_its_own(name):
     """Before the import of its library, and with JAX, a backend keeps every promise, too."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, ONLY: name},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = fresh_process.run(*arguments, env={**os.environ, ONLY: name}, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,8 +1,6 @@
 """Tests of roundpipe_runtime.huggingface.trainer.classes: a run of the Trainer, and the same run of the plain one."""
 
 import dataclasses
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from matrix.models import make_model as make_small
 from roundpipe_runtime import ConfigError, wrap_model_to_roundpipe
 from roundpipe_runtime.huggingface.loss.label_smoothing import SmoothedLoss
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeSeq2SeqTrainer, RoundPipeTrainer
+from tests import fresh_process
 from tests.runtime.huggingface.trainer.trainer_runs import (
     MODELS,
     TOLERANCE,
@@ -349,7 +348,7 @@ def test_importing_the_package_leaves_transformers_alone():
         "assert 'RoundPipeTrainer' in dir(r) and 'transformers' not in sys.modules\n"
         "assert r.RoundPipeTrainer.__name__ == 'RoundPipeTrainer' and 'transformers' in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    fresh_process.run("-c", program)
     with pytest.raises(AttributeError, match="has no attribute 'RoundPipeTraner'"):
         roundpipe_runtime.RoundPipeTraner  # noqa: B018 # the attribute is what is tested
 

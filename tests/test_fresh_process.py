@@ -1,0 +1,66 @@
+"""`tests.fresh_process` runs a program as a new interpreter would, after the import of torch."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests import fresh_process
+
+# What a program can see of its process.
+LOOKS = """
+import dataclasses, json, os, pathlib, sys
+
+@dataclasses.dataclass
+class Here:
+    value: int
+
+import tests.flatten.pair
+print(json.dumps([__name__, sys.argv[1:], Here.__module__, os.getcwd(), os.environ.get("SAID"), sys.path[0]]))
+print("to stderr", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def test_a_program_finds_what_a_new_interpreter_gives_it(monkeypatch):
+    """Its name, arguments, folder, environment and search path, both outputs and the exit status."""
+    monkeypatch.setenv("SAID", "so")
+    command = ["-c", LOOKS, "one", "two words"]
+    expected = subprocess.run([sys.executable, *command], cwd=fresh_process.ROOT, capture_output=True, text=True)
+    found = fresh_process.run(*command, check=False)
+    assert (found.returncode, found.stdout, found.stderr) == (3, expected.stdout, expected.stderr)
+    assert expected.returncode == 3
+
+
+def test_only_torch_is_imported():
+    """Nothing of ours, and no framework beside torch; no thread runs."""
+    names = ["torch", "yobx_flatten", "roundpipe_runtime", "tests", "transformers", "optree", "jax", "onnx", "pytest"]
+    program = f"import sys, threading; print(*(name in sys.modules for name in {names}), threading.active_count())"
+    assert fresh_process.run("-c", program).stdout.split() == ["True", *["False"] * 8, "1"]
+
+
+def test_a_module_runs_as_main():
+    """`-m` as Python's own."""
+    command = ["-m", "base64", "-t"]
+    expected = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
+    assert fresh_process.run(*command).stdout == expected.stdout
+
+
+def test_an_error_of_a_program_is_shown():
+    """A traceback on stderr and the status 1, which fail the test unless it asks for them."""
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        fresh_process.run("-c", "1 / 0")
+    assert fresh_process.run("-c", "1 / 0", check=False).returncode == 1
+    assert fresh_process.run("-c", "import os; os.abort()", check=False).returncode == -6
+
+
+def test_a_program_that_hangs_is_killed(tmp_path):
+    """It writes no more; the next one runs."""
+    program = "import time\nwhile True: print(end='.', file=open('written', 'a')); time.sleep(0.01)"
+    with pytest.raises(TimeoutError):
+        fresh_process.run("-c", program, cwd=tmp_path, timeout=3)
+    written = (tmp_path / "written").read_text()
+    time.sleep(0.2)
+    assert (tmp_path / "written").read_text() == written != ""
+    assert fresh_process.run("-c", "print('next')").stdout == "next\n"

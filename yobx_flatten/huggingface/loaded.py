@@ -35,10 +35,12 @@ class ModelClasses:
     def __call__(self) -> list[type]:
         """Return them, in the order of the imports."""
         if self._modules_then != len(sys.modules):  # blocks are entered often, models imported rarely
-            modules = [item for item in list(sys.modules.items()) if item[0].startswith("transformers.models.")]
+            # In one step: while a list of the items is made, memory may be collected, and another thread may import.
+            imported = sys.modules.copy()
+            modules = [item for item in imported.items() if item[0].startswith("transformers.models.")]
             for name, module in modules:
                 if name not in self._by_module:
                     self._by_module[name] = [cls for cls in classes_of(module) if self._fits(cls)]
-            self._modules_then = len(sys.modules)
+            self._modules_then = len(imported)
             self._found = [cls for name, _ in modules for cls in self._by_module[name]]
         return self._found.copy()

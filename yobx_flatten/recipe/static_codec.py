@@ -199,8 +199,8 @@ def _has_name(value: Any) -> bool:
 def _constant_name(value: Any) -> str | None:
     """The name of a sentinel, such as equinox's ``MISSING``, in the module that defines its class."""
     module = type(value).__module__
-    contents = getattr(sys.modules.get(module), "__dict__", {})
-    return next((f"{module}:{name}" for name, found in list(contents.items()) if found is value), None)
+    contents = getattr(sys.modules.get(module), "__dict__", {}).copy()  # another thread may import it meanwhile
+    return next((f"{module}:{name}" for name, found in contents.items() if found is value), None)
 
 
 def _is_of(library: str, name: str, value: Any) -> bool:

@@ -62,6 +62,7 @@ class ProgramRunner:
         self, program: ExportedProgram, name: str = "the program", *, options: Mapping[str, bool] | None = None
     ) -> None:
         self.name = name
+        self._spec = program.call_spec.in_spec  # the property makes a new one at each call
         self._program, self._options = program, options_in_use() if options is None else options
         with self._block():
             self.module: torch.nn.Module = program.module()
@@ -87,9 +88,8 @@ class ProgramRunner:
     @functools.cached_property
     def _leaves(self) -> list[str]:
         """Names of all leaves of the inputs."""
-        spec = self._program.call_spec.in_spec
         with self._block():
-            args, kwargs = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+            args, kwargs = pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec)
             if args:
                 raise GenerationError(
                     f"{self.name} takes positional arguments, which have no names. Export it with kwargs."
@@ -143,7 +143,7 @@ class ProgramRunner:
         given = {**constants, **values}
         leaves = [_as_number(ports[name], given[name]) if name in ports else given[name] for name in self._leaves]
         with self._block(), torch.no_grad():
-            args, kwargs = pytree.tree_unflatten(leaves, self._program.call_spec.in_spec)
+            args, kwargs = pytree.tree_unflatten(leaves, self._spec)
             return dict(zip(self.outputs, pytree.tree_leaves(self.module(*args, **kwargs)), strict=True))
 
 

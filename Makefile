@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+# Processes of `make test`: one per core and at most 8, each takes 1.5 GB; 0 runs all tests in one, where a debugger stops.
+WORKERS ?= auto
 MATRIX_ARGS ?=
 # What `make compat` runs, and with which versions of transformers.
 VERSIONS ?= 4.56.2 4.57.6 5.0.0 5.17.0 5.23.0
@@ -35,8 +37,8 @@ demo: $(VENV)/.has-demo  ## export models with their caches, train one through a
 	@echo
 	@$(BIN)/python -m roundpipe_runtime demo
 
-test: $(VENV)/.has-test  ## run the tests (PYTEST_ARGS="-k cache -n 2" and the like are passed on)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(VENV)/.has-test  ## run the tests, a process per core (PYTEST_ARGS="-k cache" and the like are passed on, WORKERS=0: one process)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 $(PYTEST_ARGS)
 
 compat:  ## run the tests of caches and of the Trainer with older transformers, too (VERSIONS="4.56.2 5.23.0" for some of them)
 	@PYTHON="$(PYTHON)" .ci/compat "$(VERSIONS)" $(COMPAT_TESTS) $(PYTEST_ARGS)

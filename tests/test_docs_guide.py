@@ -18,6 +18,8 @@ import pytest
 
 from tests import fresh_process
 
+pytestmark = pytest.mark.slow
+
 GUIDE = Path(__file__).parent.parent / "docs" / "guide"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # the kind of a directive of the site, ```{image} and the like, is its name in braces

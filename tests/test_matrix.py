@@ -16,6 +16,8 @@ from matrix.ways import WAYS
 
 from .test_matrix_fakes import load_fake, run_fake
 
+pytestmark = pytest.mark.slow
+
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0"}
 COLUMNS = ["built", "round trip", "export"]
 OK = {"ok": True, "seconds": 1.0}

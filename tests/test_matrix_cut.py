@@ -14,6 +14,8 @@ from matrix.cut_page import page_of
 from matrix.models import make_model
 from matrix.results import Results
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_batch_has_padding_and_labels_that_are_ignored():
     """Padding is ignored by the labels, and some tokens are."""

@@ -11,6 +11,8 @@ from yobx_flatten.__main__ import main
 from yobx_flatten.cli import demo
 from yobx_flatten.diagnose import compare
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_demo_exports_replays_and_prints_one_table(tmp_path, capsys):
     """One model from end to end: exit status 0, the file, its row, what to do next; plain text outside a terminal."""

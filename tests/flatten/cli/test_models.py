@@ -19,6 +19,8 @@ from yobx_flatten import make_dynamic_cache, save_nested
 from yobx_flatten.__main__ import main
 from yobx_flatten.model_folder import write
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder():
@@ -369,7 +371,6 @@ def test_check_finds_errors_in_a_call(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "model: nothing found\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3", "mistral", "gpt2", "t5", "whisper", "llava"])
 def test_every_family_goes_from_save_pretrained_to_a_verified_folder(name, tmp_path, capsys):
     """Export and verify, as a user types them; the last check is forty tokens of three rows."""

@@ -17,6 +17,8 @@ from yobx_flatten import (
     export_program,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def _axes(path):
     graph = onnx.load(path, load_external_data=False).graph

@@ -8,6 +8,8 @@ import torch
 from tests.models import make_model
 from yobx_flatten import DecodeSizes, InvalidArgumentError, ReplayError, decode_inputs, export_onnx
 
+pytestmark = pytest.mark.slow
+
 
 class Drifts(torch.nn.Module):
     """Eagerly adds what a trace does not see."""

@@ -10,6 +10,8 @@ from tests.models import make_model
 from yobx_flatten import ReplayError, export_onnx, export_program
 from yobx_flatten.export.padding import Padding
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["Beautiful", "is", "better", "than", "ugly"]
 
 

@@ -23,6 +23,8 @@ from yobx_flatten import (
     register_flattening_functions,
 )
 
+pytestmark = pytest.mark.slow
+
 
 class Scale(torch.nn.Module):
     """Not a transformers model: nested inputs, a dict as output."""

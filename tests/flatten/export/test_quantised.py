@@ -8,7 +8,10 @@ from tests.models import make_model
 from yobx_flatten import dynamic_shapes, export_program
 from yobx_flatten.huggingface.cases import why_not_resizable
 
-pytestmark = pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="the layer class of 5.23")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="the layer class of 5.23"),
+    pytest.mark.slow,
+]
 
 
 def _inputs(model, rows: int, past: int, new: int) -> dict[str, object]:

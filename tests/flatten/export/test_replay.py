@@ -7,6 +7,8 @@ from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, export_onnx, e
 from yobx_flatten.export.undisturbed import draws_random_numbers, written_state
 from yobx_flatten.model_folder.tiny_models import small_model
 
+pytestmark = pytest.mark.slow
+
 X = torch.arange(6.0).reshape(2, 3)
 
 

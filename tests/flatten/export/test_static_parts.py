@@ -14,6 +14,8 @@ from yobx_flatten import (
     unregister_class_flattening,
 )
 
+pytestmark = pytest.mark.slow
+
 X = torch.ones(2, 3)
 
 

@@ -9,6 +9,8 @@ from torch.export import Dim
 from tests.models import make_model
 from yobx_flatten import Case, DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx, export_program
 
+pytestmark = pytest.mark.slow
+
 X = torch.ones(2, 3)
 ROWS = {0: Dim.AUTO}
 

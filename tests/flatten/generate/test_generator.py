@@ -25,6 +25,8 @@ pytest.importorskip("onnxscript")
 from tests.flatten.model_folder.exported_folders import exported
 from tests.models import make_model
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 40  # with 9 of the prompt: six times the small window of 8
 
 
@@ -239,7 +241,6 @@ def test_a_folder_with_one_file_missing_says_which(tmp_path):
 # -- every family, in files of both kinds ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("to", ["onnx", "program"])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3", "mistral", "gpt2"])
 def test_decoders_generate_as_their_models_do(name, to):
@@ -249,7 +250,6 @@ def test_decoders_generate_as_their_models_do(name, to):
     assert generator.generate(**prompts(), max_new_tokens=TOKENS).tolist() == expected(model, prompts()).tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("to", ["onnx", "program"])
 def test_t5_reads_padded_text_and_writes_what_its_model_writes(to):
     """The encoder's mask goes through all three files."""
@@ -258,7 +258,6 @@ def test_t5_reads_padded_text_and_writes_what_its_model_writes(to):
     assert generator.generate(**prompts(), max_new_tokens=TOKENS).tolist() == expected(model, prompts()).tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("to", ["onnx", "program"])
 def test_whisper_writes_what_its_model_writes(to):
     """Whisper's own `generate` leaves the start token away."""
@@ -271,7 +270,6 @@ def test_whisper_writes_what_its_model_writes(to):
     assert found[:, 1:].tolist() == expected(model, sound).tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("to", ["onnx", "program"])
 def test_llava_sees_what_its_model_sees(to):
     """Two images in a batch with left padding; other images give other text."""

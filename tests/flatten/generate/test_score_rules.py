@@ -15,6 +15,8 @@ pytest.importorskip("onnxscript")
 
 from tests.flatten.model_folder.exported_folders import exported
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 10
 SOURCE = torch.randint(4, 259, (3, 9), generator=torch.Generator().manual_seed(7))
 PADDED = torch.ones_like(SOURCE).index_put_((torch.tensor([0, 0, 2]), torch.tensor([0, 1, 0])), torch.tensor(0))

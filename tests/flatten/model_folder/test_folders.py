@@ -30,6 +30,8 @@ from yobx_flatten.model_folder.sidecar_files import genai_config
 from yobx_flatten.model_folder.tasks import task_of
 from yobx_flatten.model_folder.tiny_models import small_config, small_model
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_folder_holds_what_tools_expect():
     """Files, configuration, tokenizer; stored cases do not look like models."""
@@ -82,14 +84,12 @@ def test_a_fixed_batch_stays_fixed(tmp_path):
         generator.generate(ids, max_new_tokens=9)
 
 
-@pytest.mark.slow
 def test_half_precision_generates_as_its_model_does(tmp_path):
     """In float16, with the model's own rounding."""
     done = export_folder(small_model("llama").half(), tmp_path / "out")
     assert done.verified.ok
 
 
-@pytest.mark.slow
 def test_a_model_without_a_cache_is_one_file(tmp_path):
     """Replayed in other sizes; there is nothing to generate."""
     done = export_folder(small_model("bert"), tmp_path / "out")

@@ -14,6 +14,8 @@ from yobx_flatten.huggingface.cases import why_not_resizable
 from yobx_flatten.model_folder.tasks import pieces_for
 from yobx_flatten.model_folder.tiny_models import small_config, small_model
 
+pytestmark = pytest.mark.slow
+
 
 def speech_model():
     """Frame by frame, with few filters."""

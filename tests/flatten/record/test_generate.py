@@ -6,6 +6,8 @@ import torch
 from tests.flatten.record.record_models import MODELS, generate_inputs, make_generator
 from yobx_flatten import export_program, make_dynamic_cache, record_calls, register_flattening_functions
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 1e-5

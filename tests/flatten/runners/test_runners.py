@@ -20,6 +20,8 @@ pytest.importorskip("onnxscript")
 
 from tests.models import make_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):

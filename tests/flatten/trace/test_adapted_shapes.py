@@ -10,6 +10,8 @@ from transformers import EncoderDecoderCache
 from tests.models import make_model, start
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
 
+pytestmark = pytest.mark.slow
+
 AUTO = Dim.AUTO
 KEYS = {0: AUTO, 2: AUTO}
 

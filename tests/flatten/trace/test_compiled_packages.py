@@ -14,6 +14,8 @@ pytest.importorskip("transformers")
 
 from yobx_flatten.huggingface.builders import make_dynamic_cache
 
+pytestmark = pytest.mark.slow
+
 compiles = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="AOTInductor needs a C++ compiler"
 )

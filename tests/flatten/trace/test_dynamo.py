@@ -15,6 +15,7 @@ from yobx_flatten.huggingface.builders import make_dynamic_cache
 
 # dynamo goes through a cached function as if it were not cached, and says so; ours return the same again and again
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
     pytest.mark.filterwarnings(
         "ignore:While compiling, we found certain side effects:UserWarning"  # transformers' own, of the models

@@ -15,6 +15,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.flatten.huggingface.tracing.one_graph import small_model
 
+pytestmark = pytest.mark.slow
+
 MISTRAL = ("MistralConfig", "MistralForCausalLM", (("sliding_window", 8),))
 ROUNDS = 25
 IDS = torch.arange(1, 13).reshape(2, 6)

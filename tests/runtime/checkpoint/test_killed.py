@@ -11,6 +11,8 @@ from functools import cache
 import pytest
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+pytestmark = pytest.mark.slow
 if not hasattr(os, "fork"):
     pytest.skip("attempts are forked, which this system cannot", allow_module_level=True)
 

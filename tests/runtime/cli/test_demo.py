@@ -12,6 +12,8 @@ from roundpipe_runtime.cli.demo_memory import Needs
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_demo_trains_both_ways_and_draws_the_pipeline(capsys, monkeypatch):
     """Exit status 0; a row per step with equal losses, the time of both, a row per device; plain text in a log."""

@@ -26,6 +26,8 @@ from roundpipe_runtime.cli.models import source_of
 from roundpipe_runtime.fine_tune import model_source
 from tests.runtime import tiny_training as tiny
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[3]
 FEW = ["--length", "16", "--batch", "4", "--microbatches", "2", "--steps", "3", "--devices", "virtual:1", "--no-check"]
 

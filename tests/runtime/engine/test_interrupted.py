@@ -12,6 +12,8 @@ import pytest
 
 from tests import fresh_process
 
+pytestmark = pytest.mark.slow
+
 TRAINING = "tests.runtime.fine_tune.interrupted_training"
 ROOT = Path(__file__).parents[3]
 

@@ -11,6 +11,8 @@ import pytest
 
 from roundpipe_runtime.fine_tune.interruption import Interruption
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_first_signal_is_noted(number, status, capfd):

@@ -13,6 +13,8 @@ from tests.runtime import tiny_training as tiny
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
+pytestmark = pytest.mark.slow
+
 
 def settings(**options) -> Settings:
     options.setdefault("devices", "virtual:2")

@@ -12,6 +12,8 @@ from matrix.models import make_model
 from roundpipe_runtime import RoundPipeRunConfig, WeightedLoss
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
 
+pytestmark = pytest.mark.slow
+
 # Windows; experts with a loss of their own; recurrent layers; hidden states put together by hand
 NAMES = ["gemma3_text", "qwen3_moe", "jamba", "gptj"]
 

@@ -13,6 +13,8 @@ from roundpipe_runtime.huggingface.adapters import is_adapted, model_inside
 from roundpipe_runtime.optim.parameters import ParameterStore
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
 
+pytestmark = pytest.mark.slow
+
 peft = pytest.importorskip("peft", reason="LoRA is PEFT's")
 
 TARGETS = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn"], "gemma3_text": ["q_proj", "v_proj"]}

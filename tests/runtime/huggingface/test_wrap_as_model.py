@@ -12,6 +12,8 @@ from roundpipe_runtime import ConfigError
 from roundpipe_runtime.huggingface import CutRefusedWarning
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, wrapped
 
+pytestmark = pytest.mark.slow
+
 
 def test_parameters_stay_on_the_host():
     """A ``to`` with another place is refused with the line to type; the dtype may change."""

@@ -16,7 +16,10 @@ from yobx_flatten.huggingface.tracing.support import TRANSFORMERS_TRACING
 
 # of the package: to find a module in it imports the package, which imports 40 models in 5.17
 HAS_EXPORTERS = importlib.util.find_spec("transformers.exporters") is not None
-pytestmark = pytest.mark.skipif(not HAS_EXPORTERS, reason="transformers before 5.17 has no exporters")
+pytestmark = [
+    pytest.mark.skipif(not HAS_EXPORTERS, reason="transformers before 5.17 has no exporters"),
+    pytest.mark.slow,
+]
 
 
 @pytest.fixture(scope="module")

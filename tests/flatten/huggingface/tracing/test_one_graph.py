@@ -19,6 +19,8 @@ from yobx_flatten import (
 )
 from yobx_flatten.huggingface.cases import next_inputs
 
+pytestmark = pytest.mark.slow
+
 # the example is past the window, the replays on both sides of it: a branch taken in the trace would show
 EXAMPLE = DecodeSizes(batch=2, past=WINDOW + 4, new=3)
 SIZES = {

@@ -66,10 +66,13 @@ MODELS = {
 EXAMPLE = DecodeSizes(2, WINDOW + 4, 3)
 ROOM = 64
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17),
-    reason="before 5.17 static caches are told the positions, and lists of layers come in another form",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17),
+        reason="before 5.17 static caches are told the positions, and lists of layers come in another form",
+    ),
+    pytest.mark.slow,
+]
 
 
 def _model(name):

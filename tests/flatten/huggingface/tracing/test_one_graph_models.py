@@ -8,10 +8,13 @@ from transformers.cache_utils import Cache
 from tests.flatten.huggingface.tracing.one_graph import WINDOW, assert_serves, export_decode, small_model, some_sizes
 from yobx_flatten import Case, DecodeSizes, export_onnx, register_flattening_functions
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(Cache, "get_recurrent_state"),
-    reason="before 5.23 these models loop over experts and tokens in functions of another form",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not hasattr(Cache, "get_recurrent_state"),
+        reason="before 5.23 these models loop over experts and tokens in functions of another form",
+    ),
+    pytest.mark.slow,
+]
 
 
 class _Listed(list):

@@ -7,6 +7,8 @@ from tests.models import WINDOW, make_model
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes
 from yobx_flatten.huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_length_of_the_mask_stands_for_the_counter():
     """From below the window to past it, without positions and mask in the example; beside the model's own loop."""

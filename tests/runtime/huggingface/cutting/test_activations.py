@@ -11,6 +11,8 @@ from roundpipe_runtime.huggingface import cut, passed_tensors
 from roundpipe_runtime.huggingface.cutting.cut import whole
 from tests.runtime.huggingface.hf_small import WIDTH, Block, Toy, hf_batch, hf_model, tokens
 
+pytestmark = pytest.mark.slow
+
 
 def found(model, example, **options):
     """``(kind, name, made, read)`` of every tensor."""

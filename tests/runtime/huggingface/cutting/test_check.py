@@ -9,6 +9,8 @@ from roundpipe_runtime.huggingface.cutting import gradients
 from roundpipe_runtime.huggingface.cutting.check import check_equivalence, objective, tolerance
 from tests.runtime.huggingface.hf_small import Block, Toy, tokens
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=["small", "large"], autouse=True)
 def size(request, monkeypatch):

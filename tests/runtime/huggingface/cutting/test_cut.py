@@ -10,6 +10,8 @@ from matrix.models import make_config
 from roundpipe_runtime.huggingface import BatchStructureError, CutError, cut
 from tests.runtime.huggingface.hf_small import Block, Toy, hf_batch, hf_model, tokens, wrapped
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("name", "calls", "phases"),

@@ -15,6 +15,8 @@ from roundpipe_runtime.huggingface.generate.encoders import GenerationPath, gene
 from tests.runtime.huggingface.generate.test_generation import prompt
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, wrapped
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = {"decoder_start_token_id": 2, "pad_token_id": 0, "max_new_tokens": 5, "min_new_tokens": 5}
 WAYS = {
     "greedy": {"do_sample": False},

@@ -13,6 +13,8 @@ from roundpipe_runtime.huggingface.generate.generation import forward_of, reason
 from tests.runtime.huggingface.hf_small import hf_model, wrapped
 from yobx_flatten import register_flattening_functions
 
+pytestmark = pytest.mark.slow
+
 # Rotary, learned and relative positions; a window of 8; keys and values that layers share; experts; recurrent layers
 NAMES = ["llama", "gpt2", "bloom", "gemma3_text", "gemma3n_text", "gemma4_text", "mixtral", "jamba", "qwen3_next"]
 

@@ -12,6 +12,8 @@ from matrix.models import make_config
 from roundpipe_runtime.huggingface.loss.weights import counting, loss_of, with_loss_weight
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("compute", "counts", "sums"),

@@ -21,6 +21,8 @@ from roundpipe_runtime.huggingface.trainer.checkpoints import newest_whole, remo
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
 from tests.runtime.huggingface.trainer.trainer_runs import arguments, history, make_trainer
 
+pytestmark = pytest.mark.slow
+
 SAVING = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "no"}
 ROOT = pathlib.Path(__file__).parents[4]
 
@@ -261,7 +263,6 @@ def test_load_checkpoint_says_whose_it_is(tmp_path):
         load_checkpoint(tmp_path / "checkpoint-1", torch.nn.Linear(1, 1))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="attempts are forked, which this system cannot")
 def test_kills_change_no_bit(tmp_path):
     """bfloat16 with copies, dropout, accumulation, a schedule, a limit of two; 1 to 3 devices."""

@@ -29,6 +29,8 @@ from tests.runtime.huggingface.trainer.trainer_runs import (
     make_trainer,
 )
 
+pytestmark = pytest.mark.slow
+
 SHORT = {"eval_strategy": "no"}
 
 
@@ -83,7 +85,6 @@ def test_curves_are_those_of_the_plain_trainer(trainers, tmp_path, name):
     assert len(ours.pipeline.cut.report.pieces) >= 5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_fifty_steps_are_those_of_the_plain_trainer(trainers, tmp_path, name):
     """The loss of every step within 1e-5."""

@@ -17,6 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.runtime.huggingface.trainer.trainer_runs import TOLERANCE, make_model
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
 MODELS = {"causal_lm": "llama", "classification": "bert", "seq2seq": "t5", "lora": "llama"}
 

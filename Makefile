@@ -11,7 +11,8 @@ MATRIX_ARGS ?=
 VERSIONS ?= 4.56.2 4.57.6 5.0.0 5.17.0 5.23.0
 COMPAT_TESTS ?= tests/flatten --ignore=tests/flatten/cli/test_demo.py \
 	$(patsubst %,tests/runtime/huggingface/%.py,cutting/test_capture loss/test_weights trainer/test_scripts \
-	trainer/test_checkpoints test_wrap test_wrap_as_model)
+	trainer/test_checkpoints test_wrap test_wrap_as_model) \
+	tests/runtime/fine_tune/test_training.py
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt

@@ -108,7 +108,7 @@ def order(blocks: Blocks, steps: int) -> list[torch.Tensor]:
     from roundpipe_runtime.fine_tune.order import Order
 
     taken = Order(blocks.training, seed=SEED)
-    return [taken.take(step * ROWS, ROWS) for step in range(steps)]
+    return [torch.tensor([taken[step * ROWS + row] for row in range(ROWS)]) for step in range(steps)]
 
 
 def piped(blocks: Blocks, steps: int, devices: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _LIBRARIES = {
     "torch": "nothing works",
     "transformers": "models of transformers cannot be trained",
     "safetensors": "no checkpoint can be saved",
-    "accelerate": "RoundPipeTrainer cannot run",
+    "accelerate": "RoundPipeTrainer and roundpipe train cannot run",
     "peft": "adapters (LoRA) cannot be trained",
 }
 

@@ -17,7 +17,6 @@ from yobx_flatten.terminal.failures import UserError
 from yobx_flatten.terminal.output import say, say_json
 
 from .. import fine_tune as tuning
-from ..checkpoint import list_checkpoints
 from ..device.virtual import Device, parse_devices
 from ..errors import ConfigError, DeviceError
 from . import train_options as given
@@ -195,10 +194,10 @@ def _check_files(
             raise UserError(f"{path} exists. Name another file, or replace it: --overwrite")
         if not path.absolute().parent.is_dir():
             raise UserError(f"There is no folder {path.parent} for {path.name}")
-    if not resume and (there := list_checkpoints(checkpoints)):
+    if not resume and (there := list(checkpoints.glob("checkpoint-*"))):
+        newest = max(there, key=lambda path: path.stat().st_mtime)
         raise UserError(
-            f"{there[-1]} is of another run. Go on with that: --resume; or begin anew in another folder: "
-            "--checkpoint DIR"
+            f"{newest} is of another run. Go on with that: --resume; or begin anew in another folder: --checkpoint DIR"
         )
 
 

@@ -19,8 +19,8 @@ class Order:
         seed: seed of all orders.
 
     >>> order = Order(torch.arange(3), seed=0)
-    >>> sorted(order.take(0, 3).tolist()), order.take(2, 2).shape
-    ([0, 1, 2], torch.Size([2]))
+    >>> sorted(order[place] for place in range(3))
+    [0, 1, 2]
     """
 
     def __init__(self, rows: torch.Tensor, *, seed: int) -> None:
@@ -29,23 +29,10 @@ class Order:
         self._epoch = -1
         self._shuffled = rows
 
-    def take(self, start: int, count: int) -> torch.Tensor:
-        """Return the rows from one place in the sequence on.
-
-        Args:
-            start: place; 0 is the first row of the first epoch.
-            count: number of rows.
-
-        Returns:
-            The indices of the rows.
-        """
-        taken = []
-        while count:
-            epoch, place = divmod(start, len(self.rows))
-            part = self._of_epoch(epoch)[place : place + count]
-            taken.append(part)
-            start, count = start + len(part), count - len(part)
-        return torch.cat(taken)
+    def __getitem__(self, place: int) -> int:
+        """The index of the row at a place in the sequence; 0 is the first row of the first epoch."""
+        epoch, number = divmod(place, len(self.rows))
+        return int(self._of_epoch(epoch)[number])
 
     def _of_epoch(self, epoch: int) -> torch.Tensor:
         if epoch != self._epoch:

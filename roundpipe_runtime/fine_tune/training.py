@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
+import functools
+import hashlib
 import os
+import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..checkpoint import CheckpointError, list_checkpoints, load_checkpoint, save_checkpoint
+from yobx_flatten.dependencies import require
+
+from ..checkpoint import CheckpointError
 from ..device.virtual import parse_devices
-from ..engine.config import RoundPipeRunConfig
-from ..huggingface.loss.call_options import CALL_OPTIONS, CallOptions
 from ..huggingface.wrap import WrappedModel, wrap_model_to_roundpipe
 from ..timeline.record import Timeline
 from .blocks import Blocks
 from .errors import FineTuneError
 from .memory import device_peak, process_memory
-from .order import Order
 from .records import EvalRecord, StepRecord
 from .settings import Settings
+from .turns import in_turns
 
 __all__ = ["Training"]
 
@@ -48,23 +49,23 @@ class Training:
 
     Attributes:
         pipeline: wrapped model.
-        microbatches: number of microbatches per batch.
-        step: number of steps done.
-        steps: number of all steps.
+        optimizer: AdamW, on the host.
+        trainer: Trainer that runs the steps.
 
     Raises:
         ConfigError: the devices do not exist.
         FineTuneError: the model is not causal, or rows are longer than it can take.
+        MissingDependencyError: transformers or accelerate is not installed.
     """
 
     def __init__(self, model: nn.Module, blocks: Blocks, settings: Settings) -> None:
+        require("transformers", "accelerate", purpose="a training on text", extra="transformers,train")
+        from .trainer import TextTrainer
+
         self.model = model
         self.blocks = blocks
         self.settings = settings
-        self.step = 0
-        self.steps = settings.total_steps(len(blocks.training))
         devices = parse_devices(settings.devices)
-        self.microbatches = settings.microbatches or min(len(devices) + 1, settings.batch)
         if settings.check:
             _check_causal(model)
         torch.manual_seed(settings.seed)
@@ -77,9 +78,25 @@ class Training:
             optim_dtype=settings.optim_dtype,
         )
         self.optimizer = torch.optim.AdamW(self._groups(), lr=settings.lr, fused=True)
-        self._order = Order(blocks.training, seed=settings.seed)
-        self._evaluated = -1
+        self.trainer = TextTrainer(self.pipeline, self.optimizer, blocks, settings)
+        self.trainer.microbatches = settings.microbatches or min(len(devices) + 1, settings.batch)
+        self._pauses: Generator[tuple[float, float]] | None = None
         torch.manual_seed(settings.seed)  # the seed that dropout counts from, whatever the check has drawn
+
+    @property
+    def step(self) -> int:
+        """Number of steps done."""
+        return int(self.trainer.state.global_step)
+
+    @property
+    def steps(self) -> int:
+        """Number of all steps."""
+        return int(self.trainer.args.max_steps)
+
+    @property
+    def microbatches(self) -> int | None:
+        """Number of microbatches per batch."""
+        return self.trainer.microbatches
 
     def __enter__(self) -> Training:
         return self
@@ -102,9 +119,23 @@ class Training:
         Raises:
             FineTuneError: the loss or a gradient is not finite; the parameters are unchanged.
         """
-        with timeline or contextlib.nullcontext():
-            record = self._learn()
-        yield record
+        pauses = self._pauses or self._start()
+        begin = time.perf_counter()
+        self.trainer.timeline = timeline
+        loss, norm = next(pauses)
+        seconds = time.perf_counter() - begin
+        tokens = self.settings.accumulate * self.settings.batch * self.blocks.length
+        yield StepRecord(
+            step=self.step,
+            loss=loss,
+            tokens=tokens,
+            tokens_per_s=tokens / seconds,
+            lr=self.settings.learning_rate(self.step - 1, self.steps),
+            grad_norm=norm,
+            seconds=seconds,
+            process_bytes=process_memory(),
+            device_bytes=device_peak(self.pipeline.devices),
+        )
         every = self.settings.eval_every
         is_due = self.step == self.steps or (every is not None and self.step % every == 0)
         if is_due and len(self.blocks.held_out):
@@ -113,21 +144,15 @@ class Training:
     def evaluate(self) -> EvalRecord:
         """Return the loss of the held-out rows."""
         begin = time.perf_counter()
-        was_training = self.pipeline.training
-        self.pipeline.eval()
-        losses = []
-        with torch.no_grad():
-            for rows in self.blocks.held_out.split(self.settings.batch):
-                batch = {**self._batch(rows), CALL_OPTIONS: CallOptions(loss_only=True)}
-                output = self.pipeline(**batch, roundpipe_run_config=self._config())
-                losses.append(output.loss.item() * len(rows))
-        self.pipeline.train(was_training)
-        count = len(self.blocks.held_out)
-        tokens = count * self.blocks.length
-        return EvalRecord(self.step, math.fsum(losses) / count, tokens, time.perf_counter() - begin)
+        loss = self.trainer.evaluate()["eval_loss"]
+        return EvalRecord(
+            self.step, loss, self.blocks.held_out.numel() * self.blocks.length, time.perf_counter() - begin
+        )
 
     def close(self) -> None:
         """End the threads. The model keeps the trained weights, the state of the optimizer is discarded."""
+        if self._pauses is not None:
+            self._pauses.close()
         self.pipeline.synchronize()
         self.pipeline.close()
         self.optimizer.state.clear()
@@ -148,8 +173,8 @@ class Training:
             CheckpointError: something cannot be stored.
             OSError: the checkpoint could not be written.
         """
-        data = {"step": self.step, "same": self._same(), "microbatches": self.microbatches}
-        return str(save_checkpoint(folder, self.pipeline, optimizer=self.optimizer, data=data, keep=keep))
+        self.trainer.notes = {"same": self._same()}
+        return self.trainer.save_in(os.path.abspath(folder), keep=keep)
 
     def restore(self, folder: str | os.PathLike[str]) -> bool:
         """Continue where the last checkpoint was saved, and return whether there was one.
@@ -164,20 +189,27 @@ class Training:
             FineTuneError: the checkpoint is of another text, or of other batches.
             CheckpointError: the checkpoint is of another model.
         """
-        folder = os.fspath(folder)
-        if not list_checkpoints(folder):
+        from ..huggingface.trainer.checkpoints import newest_whole
+        from .trainer import read_notes
+
+        found = newest_whole(pathlib.Path(folder))
+        if found is None:
             return False
-        try:
-            data = load_checkpoint(folder, self.pipeline, optimizer=self.optimizer) or {}
-        except CheckpointError as error:
-            raise type(error)(f"{folder}: {error}") from error
-        self._check_same(data.get("same", {}), folder)
-        if data["step"] > self.steps:
-            raise FineTuneError(f"{folder} is at step {data['step']}, and --steps is {self.steps}. Ask for more.")
-        self.step = data["step"]
+        notes = read_notes(found)
+        self._check_same(notes.get("same", {}), os.fspath(folder))
+        step = int(found.name.rpartition("-")[2])
+        if step > self.steps:
+            raise FineTuneError(f"{folder} is at step {step}, and --steps is {self.steps}. Ask for more.")
         if self.settings.microbatches is None:
-            self.microbatches = data["microbatches"]
+            self.trainer.microbatches = notes["microbatches"]
+        self._start(os.fspath(found))
         return True
+
+    def _start(self, checkpoint: str | None = None) -> Generator[tuple[float, float]]:
+        """Let the Trainer come to its first step; what a checkpoint holds is loaded then."""
+        self._pauses = in_turns(functools.partial(self.trainer.run, checkpoint=checkpoint))
+        next(self._pauses)
+        return self._pauses
 
     def _same(self) -> dict[str, Any]:
         """The settings that must be the same for a place in the data to mean the same."""
@@ -187,6 +219,7 @@ class Training:
             "batch": settings.batch,
             "accumulate": settings.accumulate,
             "seed": settings.seed,
+            "model": _names_and_shapes(self.model),
             "text": self.blocks.digest,
             "eval-share": len(self.blocks.held_out),
         }
@@ -194,71 +227,16 @@ class Training:
     def _check_same(self, before: dict[str, Any], folder: str) -> None:
         now = self._same()
         for name in now:
+            if name == "model" and before.get(name) not in (None, now[name]):
+                raise CheckpointError(
+                    f"{folder}: The checkpoint is of another model. Names or shapes of weights differ."
+                )
             if before.get(name) != now[name]:
                 was = f"--{name} {before.get(name)}" if name in ("length", "batch", "accumulate", "seed") else ""
                 raise FineTuneError(
                     f"{folder} was trained with {was or f'another --{name}'}. Go on with the same, or begin anew in "
                     "another folder: --checkpoint DIR"
                 )
-
-    # -- a step ------------------------------------------------------------------------------------------------------
-
-    def _learn(self) -> StepRecord:
-        begin = time.perf_counter()
-        settings = self.settings
-        losses = []
-        for number in range(settings.accumulate):
-            place = (self.step * settings.accumulate + number) * settings.batch
-            batch = self._batch(self._order.take(place, settings.batch))
-            losses.append(self.pipeline.forward_backward(input_kwargs=batch, run_config=self._config()).item())
-        loss = math.fsum(losses) / len(losses)
-        if not math.isfinite(loss):
-            raise FineTuneError(self._not_finite("loss", loss))
-        rate = settings.learning_rate(self.step, self.steps)
-        norms: list[float] = []
-        self.pipeline.step(lambda: norms.append(self._update(rate)))
-        self.step += 1
-        seconds = time.perf_counter() - begin
-        tokens = settings.accumulate * settings.batch * self.blocks.length
-        return StepRecord(
-            step=self.step,
-            loss=loss,
-            tokens=tokens,
-            tokens_per_s=tokens / seconds,
-            lr=rate,
-            grad_norm=norms[0],
-            seconds=seconds,
-            process_bytes=process_memory(),
-            device_bytes=device_peak(self.pipeline.devices),
-        )
-
-    def _config(self) -> RoundPipeRunConfig:
-        return RoundPipeRunConfig(num_microbatch=self.microbatches)
-
-    def _batch(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        ids = self.blocks.tokens[rows].long()
-        return {"input_ids": ids, "labels": ids}
-
-    def _update(self, rate: float) -> float:
-        """Clip the gradients, step, and clear them; return their norm before clipping."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if self.settings.accumulate > 1:
-            torch._foreach_mul_(gradients, 1 / self.settings.accumulate)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip or math.inf).item()
-        if not math.isfinite(norm):
-            raise FineTuneError(self._not_finite("norm of the gradients", norm))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
-
-    def _not_finite(self, what: str, found: float) -> str:
-        return (
-            f"Step {self.step + 1}: the {what} is {found}. Learn more slowly, or longer until the full rate: "
-            f"--lr {self.settings.lr / 10:.2g}, --warmup {max(10, self.steps // 5)}"
-        )
 
     def _groups(self) -> list[dict[str, Any]]:
         """Weights decay; parameters with one axis, norms and biases, do not."""
@@ -267,6 +245,13 @@ class Training:
         others = [p for p in learning if p.dim() <= 1]
         groups = [(decaying, self.settings.weight_decay), (others, 0.0)]
         return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def _names_and_shapes(model: nn.Module) -> str:
+    shapes = sorted(
+        (name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()
+    )
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()
 
 
 def _check_causal(model: nn.Module) -> None:

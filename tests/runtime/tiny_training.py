@@ -88,7 +88,8 @@ def train_plainly(model: nn.Module, made: Blocks, settings: Settings) -> list[tu
     order = Order(made.training, seed=settings.seed)
     found = []
     for step in range(steps):
-        rows = order.take(step * settings.batch * settings.accumulate, settings.batch * settings.accumulate)
+        size = settings.batch * settings.accumulate
+        rows = [order[place] for place in range(step * size, (step + 1) * size)]
         ids = made.tokens[rows].long()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()

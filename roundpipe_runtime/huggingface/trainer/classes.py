@@ -200,7 +200,9 @@ class RoundPipeTrainer(CheckpointingTrainer):
         if self.label_smoother is not None and "labels" in inputs:
             labels, loss_fn = inputs.pop("labels"), self._rp_smoothed_loss(num_items_in_batch, share)
         with self.compute_loss_context_manager():
-            own: torch.Tensor = self.pipeline.forward_backward(input_kwargs=inputs, label=labels, loss_fn=loss_fn)
+            own: torch.Tensor = self.pipeline.forward_backward(
+                input_kwargs=inputs, label=labels, loss_fn=loss_fn, run_config=self._rp_config
+            )
         return own.to(self.args.device)
 
     def _rp_is_own_loss(self, inputs: Mapping[str, Any]) -> bool:

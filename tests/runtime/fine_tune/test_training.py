@@ -1,6 +1,8 @@
 """A training through the pipeline beside a plain loop, on any number of devices, and across a checkpoint."""
 
+import importlib.util
 import math
+import threading
 
 import pytest
 import torch
@@ -9,9 +11,10 @@ from roundpipe_runtime import CheckpointError, Timeline
 from roundpipe_runtime.fine_tune import EvalRecord, FineTuneError, Lora, Settings, StepRecord, Training, add_lora
 from roundpipe_runtime.fine_tune import training as training_file
 from tests.runtime import tiny_training as tiny
+from yobx_flatten.errors import MissingDependencyError
 
 pytest.importorskip("transformers")
-pytest.importorskip("safetensors", reason="safetensors is not installed")
+pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
 
 pytestmark = pytest.mark.slow
 
@@ -153,13 +156,14 @@ def test_a_gradient_that_is_not_finite_is_not_stepped(monkeypatch):
     model = tiny.source().load()
     with Training(model, tiny.blocks(), settings()) as training:
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        step = type(training.pipeline).step
+        forward_backward = type(training.pipeline).forward_backward
 
-        def spoilt(pipeline, update):
+        def spoilt(pipeline, **options):
+            loss = forward_backward(pipeline, **options)
             model.model.norm.weight.grad[0] = math.inf
-            step(pipeline, update)
+            return loss
 
-        monkeypatch.setattr(type(training.pipeline), "step", spoilt)
+        monkeypatch.setattr(type(training.pipeline), "forward_backward", spoilt)
         with pytest.raises(FineTuneError, match="Step 1: the norm of the gradients is inf"):
             next(iter(training.advance()))
         assert same_bits(before, model.state_dict())
@@ -274,7 +278,7 @@ class TestCheckpoints:
             training.save(tmp_path)
         with (
             Training(tiny.source(num_hidden_layers=2).load(), tiny.blocks(), settings()) as other,
-            pytest.raises(CheckpointError, match=r"The checkpoint is of another model\. The model has no"),
+            pytest.raises(CheckpointError, match=r"The checkpoint is of another model\. Names or shapes"),
         ):
             other.restore(tmp_path)
 
@@ -286,6 +290,80 @@ class TestCheckpoints:
             save_checkpoint(tmp_path, training.pipeline, optimizer=training.optimizer, data={"step": 1})
             with pytest.raises(FineTuneError, match="begin anew in another folder"):
                 training.restore(tmp_path)
+
+
+def test_without_accelerate_the_line_to_type_is_named(monkeypatch):
+    """Before the model is cut."""
+    model, find = tiny.source().load(), importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else find(name))
+    with pytest.raises(MissingDependencyError, match=r"needs accelerate.*\n.*'yobx-flatten\[transformers,train\]'"):
+        Training(model, tiny.blocks(), settings())
+
+
+def test_a_checkpoint_is_a_model_of_transformers(tmp_path):
+    """``from_pretrained`` loads it with the weights of its step."""
+    from transformers import AutoModelForCausalLM
+
+    model = tiny.source().load()
+    with Training(model, tiny.blocks(), settings(steps=1)) as training:
+        list(training)
+        saved = training.save(tmp_path)
+    assert same_bits(AutoModelForCausalLM.from_pretrained(saved).state_dict(), model.state_dict())
+
+
+def test_a_training_may_end_before_its_last_step():
+    """The iterator is left, threads end, and the model has the weights of the steps that were done."""
+    model, made = tiny.source().load(), tiny.blocks()
+    threads = threading.active_count()
+    with Training(model, made, settings()) as training:
+        for record in training:
+            if record.step == 2:
+                break
+    assert threading.active_count() == threads
+    expected = tiny.source().load()
+    with Training(expected, made, settings()) as training:
+        list(training.advance())
+        list(training.advance())
+    assert same_bits(model.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "rate"),
+    [({"lr": 1e-3}, 1e-3 * (1 + math.cos(math.pi / 4)) / 2), ({"steps": 12}, 5e-3 * (1 + math.cos(math.pi / 10)) / 2)],
+)
+def test_a_schedule_given_at_the_restore_counts(tmp_path, change, rate):
+    """Not the rate or the number of steps of the checkpoint: what the optimizer steps with is the new one."""
+    with Training(tiny.source().load(), tiny.blocks(), settings()) as first:
+        for _ in range(3):
+            list(first.advance())
+        first.save(tmp_path)
+    rates = []
+    with Training(tiny.source().load(), tiny.blocks(), settings(**change)) as second:
+        second.restore(tmp_path)
+        second.optimizer.register_step_pre_hook(lambda one, *_: rates.append(one.param_groups[0]["lr"]))
+        step, *_ = second.advance()
+    assert rates == [pytest.approx(rate)]
+    assert step.lr == rates[0]
+
+
+def test_only_adapters_are_restored(tmp_path):
+    """A restored LoRA goes on to the same bits."""
+    pytest.importorskip("peft", reason="LoRA is PEFT's")
+    made, chosen = tiny.blocks(), settings(lr=5e-2, steps=3, check=False)
+
+    def adapted():
+        return add_lora(tiny.source().load(), Lora.parse("4"))
+
+    model = adapted()
+    with Training(model, made, chosen) as first:
+        list(first.advance())
+        first.save(tmp_path)
+        list(first)
+    again = adapted()
+    with Training(again, made, chosen) as second:
+        assert second.restore(tmp_path)
+        list(second)
+    assert same_bits(again.state_dict(), model.state_dict())
 
 
 def test_the_causal_check_costs_two_rows_of_four_tokens(monkeypatch):

@@ -51,14 +51,21 @@ def inputs(*, batch, past, new, sliced):
     return {"x": made(5, new), "cache": cache}
 
 
+def compiled(program, path):
+    """The loaded package. Headers are not compiled beforehand: that takes longer than these two small files."""
+    options = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
+    with torch._inductor.config.patch(options):
+        torch._inductor.aoti_compile_and_package(program, package_path=os.fspath(path))
+    return torch._inductor.aoti_load_package(os.fspath(path))
+
+
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
     """Compiled from an example of slices."""
     example = inputs(batch=2, past=9, new=3, sliced=True)
-    path = os.fspath(tmp_path_factory.mktemp("package") / "step.pt2")
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
         program = torch.export.export(Step(), (), copy.deepcopy(example), dynamic_shapes=dynamic_shapes(example))
-        return torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=path))
+        return compiled(program, tmp_path_factory.mktemp("package") / "step.pt2")
 
 
 @compiles
@@ -83,8 +90,7 @@ def test_a_package_that_was_compiled_elsewhere_is_called_as_it_was(tmp_path):
 
     x = torch.arange(12.0).reshape(2, 6)[:, 2:]
     program = torch.export.export(Add(), (x,))
-    path = os.fspath(tmp_path / "add.pt2")
-    package = torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=path))
+    package = compiled(program, tmp_path / "add.pt2")
     with register_flattening_functions():
         assert package(x).tolist() == Add()(x).tolist()
 

@@ -1,6 +1,7 @@
 """What every test gets: a check that it left no registry changed, and one set of Hypothesis settings."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 # Each of several processes has its share of the cores, and what they start as well: with all cores each, the threads of
@@ -28,3 +29,12 @@ def registries_left_as_found() -> Iterator[None]:
     changes = registry_snapshot.differences(before, registry_snapshot.take())
     if changes:
         pytest.fail("this test left registries changed:\n  " + "\n  ".join(changes), pytrace=False)
+
+
+@pytest.fixture
+def python_handles_ctrl_c() -> Iterator[None]:
+    """Python's handler of SIGINT, whatever runs the tests; the test fails if it leaves another."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)

@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 
 from tests import fresh_process
 from tests.flatten.nodes import Dense, DenseParams, FieldState, FixedShape, Keyed, LinearParams, MyState, TrainState
+from tests.flatten.pair import Pair
 from yobx_flatten import (
     functions_from_fields,
     make_flattening_function_for_dataclass,
@@ -26,11 +27,6 @@ from yobx_flatten import (
     unregister_class_flattening,
 )
 from yobx_flatten.errors import AlreadyRegisteredError, InvalidArgumentError, InvalidRegistrationError
-
-
-class Pair:
-    def __init__(self, a: Any, b: Any) -> None:
-        self.a, self.b = a, b
 
 
 def flatten(pair):

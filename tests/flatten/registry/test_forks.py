@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
+from tests.flatten.pair import Pair
 from yobx_flatten import register_class_flattening, register_flattening_functions, unregister_class_flattening
 from yobx_flatten.trace.hook import _PLAIN_ATTENTION
 
@@ -25,11 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called:RuntimeWarning"),
 ]
 PATIENCE = 30
-
-
-class Pair:
-    def __init__(self, a, b):
-        self.a, self.b = a, b
 
 
 def status_of_child(work):

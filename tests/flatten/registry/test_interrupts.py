@@ -11,7 +11,7 @@ import torch.fx._pytree as fx_pytree
 import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 
-from tests.runtime.ctrl_c import interrupt_at_line
+from tests.ctrl_c import interrupt_at_line, press
 from yobx_flatten import register_flattening_functions
 from yobx_flatten.registry.claims import REGISTRY
 from yobx_flatten.registry.interrupts import Uninterrupted
@@ -20,20 +20,8 @@ from yobx_flatten.trace.hook import EXPORT_HOOK
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("python_handles_ctrl_c")
 STEP = 41  # by hand, every line was tried
-
-
-@pytest.fixture(autouse=True)
-def handler():
-    """Python's handler, whatever runs the tests."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
-
-
-def press():
-    signal.raise_signal(signal.SIGINT)
 
 
 # Lines together.

@@ -1,22 +1,16 @@
 """optree, in our own namespace: accessors, and registrations that were there before optree was."""
 
-from typing import Any
-
 import pytest
 import torch.utils._pytree as pytree
 
 from tests import fresh_process
 from tests.flatten.nodes import Dense, Keyed, LinearParams
+from tests.flatten.pair import Pair
 from yobx_flatten import register_class_flattening, unregister_class_flattening
 
 optree = pytest.importorskip("optree", reason="optree is not installed")
 
 NAMESPACE = "yobx_flatten"
-
-
-class Pair:
-    def __init__(self, a: Any, b: Any) -> None:
-        self.a, self.b = a, b
 
 
 def flatten(pair):

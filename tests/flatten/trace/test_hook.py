@@ -10,6 +10,7 @@ import torch.fx.experimental._config as fx_config
 import torch.utils._pytree as pytree
 from torch.export import Dim, ExportedProgram, export  # imported before any block is open, as users do
 
+from tests.flatten.pair import Pair
 from yobx_flatten import register_class_flattening, register_flattening_functions, unregister_class_flattening
 from yobx_flatten.errors import NotRegisteredError, SpecMismatchError
 
@@ -37,11 +38,6 @@ class OneStep(torch.nn.Module):
 class Add(torch.nn.Module):
     def forward(self, x, y):
         return x.sum() + y.sum()
-
-
-class Pair:
-    def __init__(self, a, b):
-        self.a, self.b = a, b
 
 
 class AddPair(torch.nn.Module):

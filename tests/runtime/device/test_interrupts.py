@@ -8,20 +8,9 @@ import threading
 import pytest
 
 from roundpipe_runtime.device.interrupts import Uninterrupted, wait_for
-from tests.runtime.ctrl_c import interrupt_at_line
+from tests.ctrl_c import interrupt_at_line, press
 
-
-def press():
-    signal.raise_signal(signal.SIGINT)
-
-
-@pytest.fixture(autouse=True)
-def handler():
-    """Python's handler, whatever runs the tests."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("python_handles_ctrl_c")
 
 
 def test_the_interruption_comes_at_the_end():

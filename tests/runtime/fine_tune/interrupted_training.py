@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
-from tests.runtime.ctrl_c import interrupt_at_line
+from tests.ctrl_c import interrupt_at_line
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

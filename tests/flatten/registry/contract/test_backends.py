@@ -13,6 +13,8 @@ import torch.utils._pytree as pytree
 from tests import fresh_process, registry_snapshot
 from tests.flatten import other_libraries
 from tests.flatten.other_libraries import their_flatten, their_fx_match, their_fx_rule, their_unflatten
+from tests.flatten.pair import Pair, flatten, flatten_with_keys, unflatten
+from tests.registry_snapshot import changes_since
 from yobx_flatten.errors import SpecMismatchError
 from yobx_flatten.recipe.contract import Recipe
 from yobx_flatten.registry.jax import Jax
@@ -30,11 +32,6 @@ BACKENDS = [os.environ[ONLY]] if ONLY in os.environ else ["torch_python", "torch
 in_the_main_run = pytest.mark.skipif(ONLY in os.environ, reason="runs once, in the main run")
 
 
-class Pair:
-    def __init__(self, a: Any, b: Any) -> None:
-        self.a, self.b = a, b
-
-
 class Other(Pair):
     pass
 
@@ -48,18 +45,6 @@ class Setting:
 class Point:
     x: Any
     y: Any
-
-
-def flatten(pair):
-    return [pair.a, pair.b], None
-
-
-def unflatten(children, static):
-    return Pair(*children)
-
-
-def flatten_with_keys(pair):
-    return [(pytree.GetAttrKey("a"), pair.a), (pytree.GetAttrKey("b"), pair.b)], None
 
 
 def recipe_for(cls=None, name="tests:Pair"):
@@ -255,10 +240,6 @@ def library(request, monkeypatch):
 @pytest.fixture
 def backend(library):
     return library.backend
-
-
-def changes_since(before):
-    return registry_snapshot.differences(before, registry_snapshot.take())
 
 
 def test_an_unknown_class_reads_as_none(backend):

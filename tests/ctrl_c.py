@@ -6,11 +6,16 @@ import signal
 import sys
 from collections.abc import Callable
 
-__all__ = ["interrupt_at_line"]
+__all__ = ["interrupt_at_line", "press"]
 
 # A block `with` ends in a call with three times None. Its line comes again before that, and Python looks for signals
 # after calls, but not there.
 _WITH_ENDS = bytes([dis.opmap["LOAD_CONST"]]) * 3
+
+
+def press() -> None:
+    """Press Ctrl-C, in this thread."""
+    signal.raise_signal(signal.SIGINT)
 
 
 def interrupt_at_line(number: int, call: Callable[[], object], *, files: tuple[str, ...] = ("",)) -> bool:
@@ -32,7 +37,7 @@ def interrupt_at_line(number: int, call: Callable[[], object], *, files: tuple[s
         ends_with = code.co_code[frame.f_lasti : frame.f_lasti + 10 : 2].find(_WITH_ENDS) >= 0
         if event == "line" and not ends_with and next(lines) == number:
             pressed = True
-            signal.raise_signal(signal.SIGINT)
+            press()
         return trace
 
     before = sys.gettrace()

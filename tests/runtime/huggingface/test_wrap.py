@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from matrix.models import make_config, make_model
-from roundpipe_runtime import Replicate, RoundPipe, RoundPipeRunConfig
+from roundpipe_runtime import Replicate, RoundPipe, RoundPipeRunConfig, Timeline
 from roundpipe_runtime.errors import ConfigError, LossError
 from roundpipe_runtime.huggingface import CutError, CutRefusedWarning, wrap_model_to_roundpipe
 from roundpipe_runtime.huggingface.cutting.capture_old import is_old
@@ -291,6 +291,13 @@ def test_a_model_that_cannot_be_cut_warns_and_runs_whole():
         wrap_model_to_roundpipe(Uncuttable(), True, lower_threshold=0, example=example)
 
 
+def microbatches(pipeline):
+    """How many a batch of eight rows is split into."""
+    with Timeline() as timeline, torch.no_grad():
+        pipeline(tokens(8))
+    return len({record.microbatch for record in timeline.records if record.kind == "forward"})
+
+
 def test_thresholds_keep_small_models_whole():
     """Below the lower one, also in one microbatch; a preset that is refused is one piece."""
     with warnings.catch_warnings():
@@ -299,8 +306,7 @@ def test_thresholds_keep_small_models_whole():
         medium = wrap_model_to_roundpipe(Toy(), lower_threshold=0, upper_threshold=10**6, devices="virtual:2")
         refused = wrap_model_to_roundpipe(Toy(), False, lower_threshold=0, devices="virtual:2")
     assert [len(p.cut.pieces) for p in (small, medium, refused)] == [1, 1, 1]
-    assert small._rp_config(None).num_microbatch == 1
-    assert medium._rp_config(None).num_microbatch == 3
+    assert [microbatches(small), microbatches(medium)] == [1, 3]
     assert torch.allclose(medium(tokens()), medium.cut.model(tokens()))
     for pipeline in (small, medium, refused):
         pipeline.close()
@@ -313,7 +319,7 @@ def test_configurations_of_parts_are_refused():
         wrap_model_to_roundpipe(model, override_config={model.head: RoundPipeRunConfig()})
     own = {model: RoundPipeRunConfig(num_microbatch=7)}
     pipeline = wrap_model_to_roundpipe(model, False, override_config=own, lower_threshold=0, devices="virtual:1")
-    assert pipeline._rp_config(None).num_microbatch == 7
+    assert microbatches(pipeline) == 7
     pipeline.close()
 
 

@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("--devices", default="2")
     options = parser.parse_args()
     warnings.simplefilter("error")
+    torch.set_num_threads(1)  # the same in every process that goes on with a training
     options.folder.mkdir(parents=True, exist_ok=True)
     draws = random.Random(options.seed)
     devices = [int(count) for count in options.devices.split(",")]

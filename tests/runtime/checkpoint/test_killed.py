@@ -1,7 +1,6 @@
 """A run that is killed at random points and resumed each time ends as the run that nobody killed, to the last bit."""
 
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -9,6 +8,8 @@ import time
 from functools import cache
 
 import pytest
+
+from tests import fresh_process
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
@@ -18,21 +19,12 @@ if not hasattr(os, "fork"):
 
 # `make kills` asks for thirty.
 KILLS = int(os.environ.get("ROUNDPIPE_KILLS", "4"))
-ROOT = pathlib.Path(__file__).parents[3]
-
-
-def command(folder, *options):
-    return [sys.executable, "-m", "tests.runtime.checkpoint.killed_training", str(folder), *map(str, options)]
+PROGRAM = "tests.runtime.checkpoint.killed_training"
 
 
 def training(folder, *options):
     """Run the program and return what it printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command(folder, *options), cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return fresh_process.run("-m", PROGRAM, folder, *map(str, options), timeout=600).stdout
 
 
 def losses(folder):
@@ -74,9 +66,8 @@ def test_kills_change_no_bit(tmp_path, uninterrupted, kind, at):
 
 def test_a_new_interpreter_goes_on(tmp_path, uninterrupted):
     """Killed with the interpreter that ran it; another one, started anew, ends it on other devices."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    options = command(tmp_path, "--steps", 12, "--here", "--devices", 2)
-    with subprocess.Popen(options, cwd=ROOT, env=environment) as process:
+    options = [str(tmp_path), "--steps", "12", "--here", "--devices", "2"]
+    with subprocess.Popen([sys.executable, "-m", PROGRAM, *options], cwd=fresh_process.ROOT) as process:
         deadline = time.monotonic() + 120
         while not (tmp_path / "losses").exists() or len(losses(tmp_path)) < 4:
             assert process.poll() is None

@@ -7,7 +7,7 @@ import torch
 
 from yobx_flatten import export_onnx, register_flattening_functions
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")]
 
 
 class _Rotary(torch.nn.Module):

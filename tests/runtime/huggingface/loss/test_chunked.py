@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from matrix.models import make_model
 from roundpipe_runtime.errors import LossError
-from roundpipe_runtime.huggingface.loss import lazy_logits
 from roundpipe_runtime.huggingface.loss.chunked import chunked_cross_entropy
 from roundpipe_runtime.huggingface.loss.lazy_logits import LazyLogits, lazy_head, loss_only
 from roundpipe_runtime.huggingface.loss.weights import counting
@@ -206,11 +205,6 @@ def test_a_large_vocabulary_gives_the_same_numbers():
 
 # A plain head; tied weights; soft caps; scales of logits; heads with a bias; experts
 MODELS = ["llama", "gpt2", "gemma2", "gemma3_text", "cohere", "granite", "phi", "gptj", "bloom", "mixtral", "opt"]
-
-
-@pytest.fixture
-def everything_is_large(monkeypatch):
-    monkeypatch.setattr(lazy_logits, "_SMALL", 0)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,7 +9,6 @@ from transformers.trainer_pt_utils import LabelSmoother
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
 from roundpipe_runtime.errors import LossError
 from roundpipe_runtime.huggingface import SmoothedLoss
-from roundpipe_runtime.huggingface.loss import lazy_logits
 from roundpipe_runtime.huggingface.loss.lazy_logits import LazyLogits
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
 from tests.runtime.huggingface.loss.test_chunked import Memory
@@ -17,11 +16,6 @@ from tests.runtime.huggingface.trainer.trainer_runs import make_model
 
 # A plain head; tied weights and a soft cap; experts; an encoder and a decoder, which shifts nothing
 MODELS = {"llama": True, "gemma2": True, "mixtral": True, "t5": False}
-
-
-@pytest.fixture
-def everything_is_large(monkeypatch):
-    monkeypatch.setattr(lazy_logits, "_SMALL", 0)
 
 
 def make(name: str) -> torch.nn.Module:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
 import logging
 import os
 import pathlib
@@ -15,11 +17,46 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from ..errors import FlattenError, InvalidArgumentError
+from ..errors import FlattenError, InvalidArgumentError, ReplayError
+from ..messages import first_line
+from ..runners.onnx_session import open_session
 from .onnx_axes import name_axes
 from .onnx_graph import repair_graph
+from .onnx_optimize import optimize_graph
+from .untranslated import decompose_untranslated
 
-__all__ = ["UnprovenFile", "convert", "unproven_file"]
+__all__ = ["LARGE", "UnprovenFile", "check_opset", "convert", "unproven_file"]
+
+LARGE = 2**28
+"""Bytes of weights from which on they are written to a second file, next to the model."""
+
+
+def check_opset(opset_version: int | None) -> None:
+    """Refuse a version of ONNX's operators that the installed onnxruntime does not run, before anything is traced.
+
+    Args:
+        opset_version: the version; ``None`` for the exporter's own choice.
+
+    Raises:
+        InvalidArgumentError: with what onnxruntime supports.
+    """
+    if opset_version is None:
+        return
+    import onnx
+    import onnx.helper
+
+    shape = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
+    result = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "probe", [shape], [result])
+    versions = [onnx.helper.make_opsetid("", opset_version)]
+    probe = onnx.helper.make_model(graph, opset_imports=versions, ir_version=10)
+    try:
+        open_session(probe.SerializeToString(), caller="export_onnx")
+    except ReplayError as error:
+        raise InvalidArgumentError(
+            f"opset_version={opset_version}: the installed onnxruntime does not run it, so nothing could be proven "
+            f"({first_line(error.__cause__ or error)}). Take None for the exporter's own choice."
+        ) from error
 
 
 def convert(
@@ -43,12 +80,11 @@ def convert(
     """
     with _without_noise():
         converted = torch.onnx.export(
-            program,
-            input_names=list(input_names),
-            output_names=list(output_names),
+            _decomposed_where_needed(program),
             opset_version=opset_version,
             dynamo=True,
             verbose=False,
+            optimize=False,
         )
     if converted is None:  # typed as optional, for the other exporter
         raise FlattenError("torch.onnx.export returned nothing.")
@@ -58,9 +94,29 @@ def convert(
             f"opset_version={opset_version}: torch's exporter cannot write it for this model, it came to {found}. "
             f"Take opset_version={found}, or None for the exporter's own choice. Nothing was written."
         )
+    optimize_graph(converted.model)
+    # after the passes, one of which makes an output of an input a value of its own
+    graph = converted.model.graph
+    for values, names in ((graph.inputs, input_names), (graph.outputs, output_names)):
+        for value, name in zip(values, names, strict=True):
+            value.name = name
     repair_graph(converted.model)
     name_axes(converted.model, axes)
     return converted
+
+
+def _decomposed_where_needed(program: ExportedProgram) -> ExportedProgram:
+    """The program with a shorter way to its decompositions, which the exporter asks for."""
+    kind = type(program)
+
+    class Shortened(kind):  # type: ignore[valid-type, misc] # the class that the hook gave the program
+        def run_decompositions(self, decomp_table: Any = None, *args: Any, **kwargs: Any) -> Any:
+            found = None if decomp_table is None or args or kwargs else decompose_untranslated(self, decomp_table)
+            return super().run_decompositions(decomp_table, *args, **kwargs) if found is None else found
+
+    shortened = copy.copy(program)
+    shortened.__class__ = Shortened
+    return shortened
 
 
 class UnprovenFile:
@@ -77,8 +133,21 @@ class UnprovenFile:
         self.path = folder / target.name
 
     def save(self, converted: torch.onnx.ONNXProgram) -> int:
-        """Write the file; return the number of bytes written, with those of weights in a second file."""
-        converted.save(self.path)
+        """Write the file; return the number of bytes written, with those of weights in a second file.
+
+        A second file is written tensor by tensor from the memory of the module, and read where it lies; what is in the
+        first goes through protobuf, which holds it twice.
+        """
+        import onnx_ir
+
+        weights = converted.model.graph.initializers.values()
+        if sum(value.const_value.nbytes for value in weights if value.const_value is not None) < LARGE:
+            onnx_ir.save(converted.model, self.path)
+        else:
+            # an older onnx_ir, which has no such arguments, always aligns
+            takes = inspect.signature(onnx_ir.save).parameters
+            aligned = {"alignment": 4096, "align_threshold": 4096} if "alignment" in takes else {}
+            onnx_ir.save(converted.model, self.path, external_data=f"{self.path.name}.data", **aligned)
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def publish(self) -> None:

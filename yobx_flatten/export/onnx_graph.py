@@ -3,6 +3,8 @@
 * A value inside may have the name that an output was given (an output called ``relu`` and a node of that name).
 * ``RotaryEmbedding`` of opset 23 is made of a pattern in which cosines of one row meet tokens of several. The operator
   takes as many rows of both, and onnxruntime refuses the others.
+* The table of a tied head is transposed for its product. onnxruntime does that when it loads the file, in memory of its
+  own: a second table. ``Gemm`` multiplies with the table as it is.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ def repair_graph(model: Any) -> None:
     """
     _name_apart(model.graph)
     _as_many_rows(model.graph)
+    _without_transposed_tables(model.graph)
 
 
 def _values(graph: Any) -> Iterator[Any]:
@@ -67,3 +70,31 @@ def _as_many_rows(graph: Any) -> None:
             expanded = ir.node("Expand", [table, shape.outputs[0]])
             node.graph.insert_before(node, [rows, rest, shape, expanded])
             node.replace_input_with(place, expanded.outputs[0])
+
+
+def _without_transposed_tables(graph: Any) -> None:
+    """Multiply with weights that are transposed at every call as they are, where ``Gemm`` can."""
+    import onnx_ir as ir
+    from onnx_ir.convenience import replace_nodes_and_values as replace
+
+    for transpose in list(graph.all_nodes()):
+        table = transpose.inputs[0] if transpose.op_type == "Transpose" else None
+        if table is None or table.name not in graph.initializers or table.shape is None or len(table.shape) != 2:
+            continue
+        if table.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):  # what onnxruntime multiplies so on the CPU
+            continue
+        for product, place in list(transpose.outputs[0].uses()):
+            tokens, result = product.inputs[0], product.outputs[0]
+            if product.op_type != "MatMul" or place != 1 or tokens.shape is None or len(tokens.shape) < 2:
+                continue
+            width = ir.node("Constant", [], {"value_ints": [-1, table.shape[1]]})
+            size = ir.node("Constant", [], {"value_ints": [table.shape[0]]})
+            rows = ir.node("Reshape", [tokens, width.outputs[0]])
+            gemm = ir.node("Gemm", [rows.outputs[0], table], {"transB": 1})
+            leading = ir.node("Shape", [tokens], {"start": 0, "end": -1})
+            shape = ir.node("Concat", [leading.outputs[0], size.outputs[0]], {"axis": 0})
+            back = ir.node("Reshape", [gemm.outputs[0], shape.outputs[0]])
+            nodes = [width, size, rows, gemm, leading, shape, back]
+            replace(product.graph, product, [product], nodes, [result], back.outputs)
+        if not transpose.outputs[0].uses():
+            transpose.graph.remove(transpose, safe=True)

@@ -41,6 +41,7 @@ from .adapted_shapes import adapted_shapes
 from .compiled_packages import called_contiguous, remembering_strides
 from .ignored_inputs import refusal_of_ignored_inputs
 from .onnx_operators import TRANSLATIONS, Translation, add_translation
+from .type_promotion import without_running
 
 __all__ = ["EXPORT_HOOK", "ExportHook", "TraceSupport", "require_registered"]
 
@@ -75,6 +76,10 @@ class ExportHook:
         self._on_import = [
             ImportedPatch("torch.export._trace", self._trace_patch),
             ImportedPatch("torch.onnx._internal.exporter._registration", self._translations_patch),
+            ImportedPatch(
+                "torch.onnx._internal.fx.passes.type_promotion",
+                _wrapping("_TypePromotionInterpreter", "run_node", without_running),
+            ),
             ImportedPatch("torch._inductor.compile_fx", _wrapping(None, "_aoti_flatten_inputs", remembering_strides)),
             ImportedPatch(
                 "torch.export.pt2_archive._package", _wrapping("AOTICompiledModel", "__call__", called_contiguous)

@@ -20,7 +20,7 @@ def blocks(language):
 
 def without_numbers(report):
     """The lines of a report up to the difference; the first line holds times, the differences are rounding."""
-    return [re.split(r"\d\.\de[-+]\d\d", line)[0].rstrip() for line in report.splitlines()[1:]]
+    return [re.split(r"\d\.\de[-+]\d\d|\d+\.\d s", line)[0].rstrip() for line in report.splitlines()[1:]]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ __all__ = [
     "InvalidRegistrationError",
     "MissingDependencyError",
     "ModelSourceError",
+    "NoRoomError",
     "NotRegisteredError",
     "RecordError",
     "ReplayError",
@@ -113,6 +114,10 @@ class FolderExistsError(FlattenError, FileExistsError):
 
 class GenerationError(FlattenError, RuntimeError):
     """A file cannot generate: it is missing, is not made for generation, or fails while it runs."""
+
+
+class NoRoomError(FlattenError, OSError):
+    """Memory or disk space is too small for what is asked; nothing was begun."""
 
 
 class MissingDependencyError(FlattenError, ImportError):

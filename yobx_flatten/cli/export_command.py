@@ -37,6 +37,10 @@ def export(
         Literal["all", "length"], typer.Option(help="What may vary: batch and lengths, or lengths only.")
     ] = "all",
     batch: Annotated[int, typer.Option(min=1, help="Number of rows, with --dynamic length.")] = 1,
+    proof: Annotated[
+        Literal["auto", "full", "sample", "none"],
+        typer.Option(help="What is replayed; auto: full below 1 GB of weights, sample above. none: unproven."),
+    ] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what DIR holds.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
@@ -45,6 +49,7 @@ def export(
     The files have the names and inputs that generation tools know; configuration and tokenizer stand beside them. Each
     file is replayed against the model below, at and past its window, and 40 tokens are generated as model.generate
     does. DIR appears when all of that is right. Exit status: 0 right; 1 a file differs from the model, nothing written.
+    Of a model with 1 GB of weights or more a sample is replayed, and 8 tokens are generated (--proof).
     """
     check_target(output, overwrite)
     with progress(f"loading {model}"):
@@ -58,6 +63,7 @@ def export(
             opset_version=opset,
             batch=None if dynamic == "all" else batch,
             overwrite=overwrite,
+            proof=proof,
         )
     if json:
         say_json(_as_dict(done, found))
@@ -86,6 +92,9 @@ def _as_dict(done: ExportedFolder, found: FoundModel) -> dict[str, object]:
                 "outputs": report.output_names,
                 "bytes": report.onnx_bytes,
                 "remarks": report.remarks,
+                "proof": report.proof,
+                "seconds": report.seconds,
+                "peak_growth": report.peak_growth,
             }
             for name, report in done.reports.items()
         },

@@ -71,11 +71,12 @@ class Example:
         """
         return Case("the example", self.args, self.kwargs, steps)
 
-    def other_cases(self, steps: int) -> tuple[list[Case], list[str]]:
+    def other_cases(self, steps: int, *, only_largest: bool = False) -> tuple[list[Case], list[str]]:
         """Make cases of other sizes.
 
         Args:
             steps: number of calls of each.
+            only_largest: whether to make the one of most tokens only; ``False`` by default.
 
         Returns:
             The cases, and notes on those that are missing.
@@ -88,6 +89,8 @@ class Example:
         from ..huggingface.cases import default_sizes
 
         sizes, remark = default_sizes(self.module)
+        if only_largest:
+            sizes = [max(sizes, key=lambda s: s.batch * (s.past + s.new))]
         cases = [Case(str(s), (), resized(self.module, self.kwargs, s, seed), steps) for seed, s in enumerate(sizes)]
         return cases, [remark] if remark else []
 

@@ -20,11 +20,13 @@ from ..log import STEP
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
 from .example import Example, make_example
-from .onnx_file import convert, unproven_file
+from .onnx_file import check_opset, convert, unproven_file
 from .onnx_replay import replay_file
 from .program import ExportedModel, cases_of, finish, replay_program, traced_example
+from .proof import Proof, choose_proof
 from .replay import Case, check_cases, clone
 from .report import ExportReport, tolerance_of
+from .room import check_room
 from .traced import Traced
 from .undisturbed import seeded, undisturbed
 
@@ -46,11 +48,13 @@ def export_onnx(
     opset_version: int | None = None,
     keep_failed: str | os.PathLike[str] | None = None,
     counter_input: bool = False,
+    proof: Proof = "auto",
 ) -> ExportedModel:
     """Export a module to an ONNX file and replay it in onnxruntime, as a loop over its own outputs.
 
     Inputs, outputs and axes have the names that tools for generation know: ``past_key_values.0.key``,
-    ``present.0.key``, ``past_sequence_length``. Weights of 2 GB and more are stored in a second file next to it.
+    ``present.0.key``, ``past_sequence_length``. Weights of 256 MB and more are stored in a second file next to it,
+    ``model.onnx.data``, tensor by tensor; onnxruntime maps that file into memory.
 
     Args:
         module: the module, in the mode (``eval()``) it is to be exported in.
@@ -67,6 +71,8 @@ def export_onnx(
         counter_input: for a cache of which every layer slides: whether to add an input ``past_key_values.length``, as
             the program has. By default the file has the inputs that tools feed, ``attention_mask`` and ``position_ids``
             among them, and reads from the mask how many tokens were seen.
+        proof: what is replayed, see :func:`export_program`. ``"sample"`` replays the file, and not the program in
+            addition; with ``"none"`` the file is not even loaded.
 
     Returns:
         The program, the path and a report.
@@ -76,6 +82,7 @@ def export_onnx(
         NotRegisteredError: when an input holds an object of a class that is not registered.
         DynamicShapesError: when ``dynamic_shapes`` does not fit the inputs.
         MissingDependencyError: when onnx, onnxscript or onnxruntime is not installed.
+        NoRoomError: when the disk or the memory is too small; this is checked before anything else is done.
         ReplayError: when a case fails or differs by more than ``tolerance``, or onnxruntime cannot load the file.
 
     >>> import tempfile
@@ -96,7 +103,9 @@ def export_onnx(
             "replace one that did not. Name another folder."
         )
     tolerance = tolerance_of(module) if tolerance is None else tolerance
-    report = ExportReport(type(module).__qualname__, tolerance=tolerance)
+    report = ExportReport(type(module).__qualname__, tolerance=tolerance, proof=choose_proof(proof, module))
+    check_opset(opset_version)
+    check_room(module, target, in_memory=0 if report.proof == "none" else 1)
     with register_flattening_functions(**options_in_use()):
         example = make_example(module, args, dict(kwargs or {}), dynamic_shapes)
         if example.no_data:
@@ -107,7 +116,8 @@ def export_onnx(
             traced = program = traced_example(example, report)
             with report.timed("replay"):
                 chosen = cases_of(example, cases, steps, report)
-                report.cases += replay_program(ProgramRunner(traced.program), example, traced, chosen)
+                if report.proof == "full":  # else the file alone, which holds what the program does
+                    report.cases += replay_program(ProgramRunner(traced.program), example, traced, chosen)
             fed = None if counter_input else _without_counter(example, traced, report)
             if fed is not None:
                 decoder: Any = fed.module
@@ -117,7 +127,9 @@ def export_onnx(
             logger.info("converting %s to ONNX", type(example.module).__qualname__, extra=STEP)
             with report.timed("convert"):
                 converted = convert(program.program, *names, opset_version, example.axis_names)
+            with report.timed("save"):
                 report.onnx_bytes = file.save(converted)
+            del converted
             replay_file(file.path, example, program, chosen, report)
             if report.ok:
                 file.publish()

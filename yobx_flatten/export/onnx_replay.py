@@ -16,7 +16,7 @@ from ..huggingface.sliding_decoder import SlidingDecoder
 from ..log import STEP
 from ..messages import first_line
 from ..runners.onnx_runner import OnnxRunner
-from ..runners.onnx_session import open_session
+from ..runners.onnx_session import has_mapped_weights, open_session, session_options
 from .example import Example
 from .program import following
 from .replay import Case, CaseResult, replay
@@ -42,10 +42,13 @@ def replay_file(
         report: gets one result per case, times and notes; where the file cannot be loaded, one result that states why.
     """
     report.remark(*_remarks(example, traced))
+    if not cases:
+        return
     module = example.module
     try:
         with report.timed("load"):
-            runner = OnnxRunner(open_session(path, caller="export_onnx"), path.name)
+            options = session_options(pack=not has_mapped_weights(path))  # the module is in memory, too
+            runner = OnnxRunner(open_session(path, caller="export_onnx", options=options), path.name)
     except ReplayError as error:
         reason = _why_not_loaded(module, error.__cause__ or error)
         report.cases.append(CaseResult("(loading)", OnnxRunner.runtime, 0, {}, 0.0, reason))

@@ -27,6 +27,7 @@ from ..log import STEP
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
 from .example import Example, make_example
+from .proof import Proof, choose_proof, sampled
 from .replay import Case, CaseResult, check_cases, replay
 from .report import ExportReport
 from .sides import Nested
@@ -109,6 +110,7 @@ def export_program(
     cases: Iterable[Case] | None = None,
     steps: int = 3,
     tolerance: float = 1e-4,
+    proof: Proof = "auto",
 ) -> ExportedModel:
     """Export a module with ``torch.export`` and replay the program against the module.
 
@@ -126,6 +128,9 @@ def export_program(
         steps: number of calls per case, 3 by default; after the first, each gets the cache that the call before
             returned.
         tolerance: largest absolute difference to the module's own outputs; 1e-4 by default.
+        proof: what is replayed: ``"full"``, the example and all cases; ``"sample"``, the example and the largest case,
+            two calls each; ``"none"``, nothing, which the report states as unproven. ``"auto"``, the default, is
+            ``"full"`` for weights of less than 1 GB, and ``"sample"`` for others.
 
     Returns:
         The program with a report. It can also be called outside ``register_flattening_functions``.
@@ -147,13 +152,14 @@ def export_program(
     """
     check_arguments(module, args, kwargs)
     cases = cases if cases is None else check_cases(cases)
-    report = ExportReport(type(module).__qualname__, tolerance=tolerance)
+    report = ExportReport(type(module).__qualname__, tolerance=tolerance, proof=choose_proof(proof, module))
     with register_flattening_functions(**options_in_use()):
         example = make_example(module, args, dict(kwargs or {}), dynamic_shapes)
         traced = traced_example(example, report, strict=strict)
         with report.timed("replay"):
             chosen = cases_of(example, cases, steps, report)
-            report.cases += replay_program(ProgramRunner(traced.program), example, traced, chosen)
+            if chosen:
+                report.cases += replay_program(ProgramRunner(traced.program), example, traced, chosen)
     return finish(traced, report)
 
 
@@ -212,14 +218,20 @@ def cases_of(example: Example, cases: Iterable[Case] | None, steps: int, report:
     Returns:
         The cases; none where nothing can be run.
     """
+    if report.proof == "none":
+        return []
     if example.no_data:
         report.remark(f"nothing was replayed, since {example.no_data}.")
         return []
-    if cases is not None:
-        return [example.case(steps), *cases]
-    others, remarks = example.other_cases(steps)
-    report.remark(*remarks)
-    return [example.case(steps), *others]
+    is_sample = report.proof == "sample"
+    steps = min(steps, 2) if is_sample else steps  # the second call gets the cache of the first
+    if cases is None:
+        others, remarks = example.other_cases(steps, only_largest=is_sample)
+        report.remark(*remarks)
+    else:
+        others = sampled(list(cases)) if is_sample else list(cases)
+    chosen = [example.case(steps), *others]
+    return [dataclasses.replace(case, steps=min(case.steps, steps)) for case in chosen] if is_sample else chosen
 
 
 def finish(

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 import torch
 
 from ..diagnose.report import Report, table
+from .proof import UNPROVEN
 from .replay import CaseResult
+from .room import peak_memory
 
 __all__ = ["TOLERANCES", "ExportReport", "tolerance_of"]
 
@@ -42,6 +44,8 @@ class ExportReport(Report):
         onnx_bytes: size of the ONNX file and its external data, in bytes; ``None`` without one.
         cases: one result per case and runtime.
         tolerance: largest absolute difference allowed; 1e-4 by default.
+        proof: what was replayed: ``"full"``, ``"sample"``, or ``"none"``.
+        peak_growth: by how many bytes each step raised the peak memory of the process, by its name.
         remarks: notes on what was not checked, and why.
 
     >>> import torch
@@ -58,6 +62,8 @@ class ExportReport(Report):
     onnx_bytes: int | None = None
     cases: list[CaseResult] = dataclasses.field(default_factory=list)
     tolerance: float = 1e-4
+    proof: str = "full"
+    peak_growth: dict[str, int] = dataclasses.field(default_factory=dict)
     remarks: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -76,16 +82,17 @@ class ExportReport(Report):
 
     @contextlib.contextmanager
     def timed(self, step: str) -> Iterator[None]:
-        """Add the time spent inside to the seconds of a step.
+        """Add the time spent inside to the seconds of a step, and what it raised the peak memory by.
 
         Args:
             step: its name.
         """
-        start = time.perf_counter()
+        start, before = time.perf_counter(), peak_memory()
         try:
             yield
         finally:
             self.seconds[step] = self.seconds.get(step, 0.0) + time.perf_counter() - start
+            self.peak_growth[step] = self.peak_growth.get(step, 0) + peak_memory() - before
 
     def remark(self, *texts: str) -> None:
         """Add notes that are not there yet.
@@ -98,13 +105,19 @@ class ExportReport(Report):
     def __str__(self) -> str:
         sizes = f", ONNX in {self.onnx_seconds:.1f} s, {self.onnx_bytes / 1e6:.2f} MB" if self.onnx_bytes else ""
         lines = [f"{self.module}: exported in {self.export_seconds:.1f} s{sizes}"]
+        if self.proof == "none":
+            lines.append(f"  {UNPROVEN}")
         if self.cases:
             header = ["case", "runtime".ljust(12), "steps", "max difference", "worst output"]
             lines += table(
                 [header, *([case.case, case.runtime, str(case.steps), *case.cells()] for case in self.cases)]
             )
         lines += [f"  note: {remark}" for remark in (*self.remarks, *_of_padding(self.cases))]
-        return "\n".join(lines)
+        steps = ", ".join(
+            f"{step} {took:.1f} s (+{self.peak_growth.get(step, 0) / 1e6:.0f} MB)"
+            for step, took in self.seconds.items()
+        )
+        return "\n".join([*lines, f"  proof: {self.proof}; {steps}"])
 
 
 def _of_padding(cases: list[CaseResult]) -> list[str]:

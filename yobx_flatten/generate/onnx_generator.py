@@ -30,6 +30,8 @@ class OnnxGenerator(Generator):
             cache.
         settings: special tokens; by default read from ``config.json`` and ``generation_config.json`` next to the file.
         threads: number of threads that one operator may use; ``None`` for onnxruntime's own choice.
+        pack: whether onnxruntime copies the weights into the order in which its kernels read them, ``True`` by default.
+            Without, tokens take longer, and the weights stay in the file, mapped into memory.
 
     Raises:
         GenerationError: when a file is missing, cannot be loaded, or is not made for generation.
@@ -57,11 +59,12 @@ class OnnxGenerator(Generator):
         prefill: str | os.PathLike[str] | None = None,
         settings: GenerationSettings | None = None,
         threads: int | None = None,
+        pack: bool = True,
     ) -> None:
         path = pathlib.Path(model)
         found = find_parts(path, ".onnx", prefill)
         require_onnxruntime("OnnxGenerator")
-        options = session_options(threads=threads)
+        options = session_options(threads=threads, pack=pack)
 
         def runner(file: pathlib.Path) -> OnnxRunner:
             session = open_session(file, caller="OnnxGenerator", options=options, failure=GenerationError)

@@ -12,7 +12,7 @@ from ..errors import DamagedFileError, ForeignFileError
 __all__ = ["MANIFEST", "FolderManifest", "read_manifest", "write_manifest"]
 
 MANIFEST = "yobx_flatten.json"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,7 @@ class FolderManifest:
         files: names of the exported files.
         cases: paths of the stored cases, by the file that they are for; those for generation by ``""``.
         versions: versions of the libraries that made it, by name.
+        proof: what was replayed before the folder appeared: ``"full"``, ``"sample"``, or ``"none"``: unproven.
     """
 
     model: str
@@ -38,6 +39,7 @@ class FolderManifest:
     files: list[str]
     cases: dict[str, list[str]]
     versions: dict[str, str]
+    proof: str = "full"  # folders of version 1 do not state it
 
 
 def write_manifest(folder: pathlib.Path, manifest: FolderManifest) -> None:

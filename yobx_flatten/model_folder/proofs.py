@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,13 @@ from ..export.replay import Case, clone
 from ..trees.naming import leaf_names, output_names
 from .pieces import Piece
 
-__all__ = ["GenerationCase", "generation_case", "stored_calls"]
+__all__ = ["SAMPLED_TOKENS", "TOKENS", "GenerationCase", "generation_case", "stored_calls"]
 
 TOKENS = 40
 """How many tokens the case for generation has: with its prompt more than a small window holds."""
+
+SAMPLED_TOKENS = 8
+"""How many it has in a sample, where each token of a large model takes a second."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +43,16 @@ class GenerationCase:
     margins: torch.Tensor
 
 
-def stored_calls(piece: Piece) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+def stored_calls(piece: Piece, cases: Sequence[Case]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Yield the name, the inputs and the eager outputs of the example and of each case, leaf by leaf under its name.
 
     No class is needed to read them back.
 
     Args:
         piece: the file to be.
+        cases: what is stored in addition to the example.
     """
-    for case in (Case("the example", (), piece.kwargs), *piece.cases):
+    for case in (Case("the example", (), piece.kwargs), *cases):
         with register_flattening_functions(patch_transformers=True), torch.no_grad():
             kwargs = clone(dict(case.kwargs))
             inputs = dict(zip(leaf_names(kwargs), pytree.tree_leaves(clone(kwargs)), strict=True))
@@ -63,20 +67,21 @@ def _without_none(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def generation_case(model: TransformersModel, task: str, rows: int = 3) -> GenerationCase:
+def generation_case(model: TransformersModel, task: str, rows: int = 3, tokens: int = TOKENS) -> GenerationCase:
     """Let the eager model generate greedily; of three rows two are padded on the left.
 
     Args:
         model: of transformers.
         task: what it is for.
         rows: how many.
+        tokens: how many new tokens, where the model has room for them.
 
     Returns:
         The prompt, the tokens and their margins.
     """
     text = model.config.get_text_config(decoder=True)
     room = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None) or 512
-    new_tokens = min(TOKENS, room - 12)
+    new_tokens = min(tokens, room - 12)
     if task == "automatic-speech-recognition":
         frames = 2 * model.config.max_source_positions
         sound = torch.randn(rows, model.config.num_mel_bins, frames, generator=torch.Generator().manual_seed(0))

@@ -16,6 +16,7 @@ from ..generate.generator import Generator
 from ..generate.onnx_generator import OnnxGenerator
 from ..generate.program_generator import ProgramGenerator
 from ..messages import first_line
+from ..runners.onnx_session import has_mapped_weights, session_options
 from ..runners.open import open_runner
 from ..runners.runner import Runner
 from ..storage.cases import StoredCase, load_case
@@ -78,14 +79,16 @@ class FolderReport(Report):
 
     @property
     def ok(self) -> bool:
-        """Whether every case does what the eager model did."""
-        return all(check.ok for check in self.checks)
+        """Whether every case does what the eager model did; ``False`` for a folder without cases."""
+        return bool(self.checks) and all(check.ok for check in self.checks)
 
     def __bool__(self) -> bool:
         return self.ok
 
     def __str__(self) -> str:
         title = f"{self.path}: {self.manifest.model}, {self.manifest.task}, {self.manifest.dtype}"
+        if not self.checks:
+            return f'{title}\n  UNPROVEN: the folder holds no cases, since it was exported with proof="none".'
         return "\n".join([title, *table(check.cells() for check in self.checks)])
 
 
@@ -125,7 +128,8 @@ def verify_folder(folder: str | os.PathLike[str], *, on_check: Callable[[str], N
         case = load_case(path / case_path)
         if on_check is not None:
             on_check(f"{name or 'generate'}: {case.name}")
-        file = opened(name) if name else None  # one that cannot be opened is not a failed check: the folder is not ours
+        file = None  # the last one, so that it can be closed
+        file = opened(name)  # one that cannot be opened is not a failed check: the folder is not ours
         start = time.perf_counter()
         try:
             if file is None:
@@ -163,16 +167,19 @@ def _cases(manifest: FolderManifest) -> Iterator[tuple[str, str]]:
 
 
 class _Opened:
-    """The file that was asked for last, opened once for all of its cases."""
+    """The file that was asked for last, opened once for all of its cases; an empty name closes it."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder, self._name = folder, ""
         self._runner: Runner | None = None
 
-    def __call__(self, name: str) -> Runner:
+    def __call__(self, name: str) -> Runner | None:
         if self._runner is None or name != self._name:
             self._name, self._runner = name, None  # a large file is closed before the next is opened
-            self._runner = open_runner(self._folder / name, caller="verify_folder")
+            if name:
+                path = self._folder / name
+                options = {"options": session_options(pack=False)} if has_mapped_weights(path) else {}
+                self._runner = open_runner(path, caller="verify_folder", **options)
         return self._runner
 
 
@@ -183,7 +190,10 @@ def _check_tokens(folder: pathlib.Path, case: StoredCase, tolerance: float) -> f
     another text. So a row whose first different token was such a tie is not counted (half precision, mostly).
     """
     expected = case.outputs["sequences"]
-    found = open_generator(folder).generate(**case.inputs, max_new_tokens=case.outputs["new_tokens"])
+    is_program = any(folder.glob("*.pt2"))
+    pack = not any(map(has_mapped_weights, folder.glob("*.onnx")))  # the model that was exported may be in memory, too
+    generator: Generator = ProgramGenerator(folder) if is_program else OnnxGenerator(folder, pack=pack)
+    found = generator.generate(**case.inputs, max_new_tokens=case.outputs["new_tokens"])
     if found.shape != expected.shape:
         return float(max(found.numel(), expected.numel()))
     differs = found != expected

@@ -15,21 +15,25 @@ import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from ..aliases import TransformersModel
 from ..dependencies import is_installed, require
 from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
 from ..export.onnx_export import export_onnx
+from ..export.onnx_file import check_opset
 from ..export.program import ExportedModel, export_program
+from ..export.proof import Proof, choose_proof, sampled
+from ..export.replay import Case
 from ..export.report import TOLERANCES, ExportReport
+from ..export.room import check_room
 from ..log import STEP
 from ..storage.cases import save_case
 from ..trees.shapes import dynamic_shapes
 from .manifest import FolderManifest, write_manifest
 from .pieces import Piece
-from .proofs import generation_case, stored_calls
+from .proofs import SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .sidecar_files import genai_config, write_companions, write_genai_config
 from .source import require_transformers
 from .tasks import GENERATES, pieces_for
@@ -74,6 +78,7 @@ def export_folder(
     opset_version: int | None = None,
     batch: int | None = None,
     overwrite: bool = False,
+    proof: Proof = "auto",
 ) -> ExportedFolder:
     """Export a model of transformers to a folder that generation tools open, and prove that it generates the same.
 
@@ -90,6 +95,10 @@ def export_folder(
         opset_version: version of ONNX's operators; ``None`` for the exporter's own choice.
         batch: a fixed batch size; ``None`` for any.
         overwrite: whether to replace the contents of ``folder``; ``False`` by default.
+        proof: what is proven before the folder appears. ``"full"``: every file is replayed with the example and all
+            cases, and 40 tokens are generated. ``"sample"``: the example, the largest case and 8 tokens. ``"none"``:
+            nothing; the manifest, the report and :func:`verify_folder` state that the folder is unproven. ``"auto"``,
+            the default, is ``"full"`` for weights of less than 1 GB, and ``"sample"`` for others.
 
     Returns:
         The folder, with a report of every export and every replay.
@@ -98,6 +107,7 @@ def export_folder(
         InvalidArgumentError: when ``to`` is unknown, or onnxruntime has no kernels for the type of the weights.
         FolderExistsError: when the folder is not empty.
         OSError: when it cannot be written; this is checked before anything is exported.
+        NoRoomError: when the disk or the memory is too small; this is checked before, as well.
         ReplayError: when a file does not return what the model returns; nothing is written then.
         GenerationError: when the model cannot be cut into files that generate.
         MissingDependencyError: when an optional library is not installed.
@@ -123,17 +133,22 @@ def export_folder(
             f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Take float32 or float16, or to='program'."
         )
     target = pathlib.Path(folder)
+    proof = choose_proof(proof, model)
     check_target(target, overwrite)
+    check_room(model, target, in_memory=0 if proof == "none" else 1)
+    if to == "onnx":
+        check_opset(opset_version)
     task, pieces = pieces_for(model, task, batch)
     with _appears_when_done(target) as work:
         reports, cases = {}, {}
         for piece in pieces:
             name = piece.stem + _SUFFIXES[to]
-            reports[name] = _export(piece, work / name, batch, opset_version, TOLERANCES[dtype]).report
-            cases[name] = _store_calls(piece, work)
-        if task in GENERATES:
+            reports[name] = _export(piece, work / name, batch, opset_version, TOLERANCES[dtype], proof).report
+            if proof != "none":
+                cases[name] = _store_calls(piece, sampled(piece.cases) if proof == "sample" else piece.cases, work)
+        if task in GENERATES and proof != "none":
             logger.info("generating with %s", type(model).__qualname__, extra=STEP)
-            cases[""] = [_store_generation(model, task, batch, work)]
+            cases[""] = [_store_generation(model, task, batch, TOKENS if proof == "full" else SAMPLED_TOKENS, work)]
         write_companions(work, model, None if source is None else pathlib.Path(source))
         if task == "text-generation" and to == "onnx":
             contents = genai_config(model, reports["model.onnx"].input_names)
@@ -141,11 +156,10 @@ def export_folder(
                 write_genai_config(work, contents)
         versions = {name: importlib.metadata.version(name) for name in _LIBRARIES if is_installed(name)}
         names = [piece.stem + _SUFFIXES[to] for piece in pieces]
-        write_manifest(
-            work, FolderManifest(type(model).__qualname__, task, to, dtype, TOLERANCES[dtype], names, cases, versions)
-        )
+        name, tolerance = type(model).__qualname__, TOLERANCES[dtype]
+        write_manifest(work, FolderManifest(name, task, to, dtype, tolerance, names, cases, versions, proof))
         verified = verify_folder(work)
-        if not verified.ok:
+        if not verified.ok and proof != "none":
             raise ReplayError(f"The exported {type(model).__qualname__} does not do what the model does.\n{verified}")
     return ExportedFolder(target, task, reports, dataclasses.replace(verified, path=target))
 
@@ -167,13 +181,13 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
 
 
 def _export(
-    piece: Piece, path: pathlib.Path, batch: int | None, opset_version: int | None, tolerance: float
+    piece: Piece, path: pathlib.Path, batch: int | None, opset_version: int | None, tolerance: float, proof: Any
 ) -> ExportedModel:
     logger.info("exporting %s", path.name, extra=STEP)
     shapes: Any = piece.dynamic_shapes
     if batch is not None and shapes is not None:
         shapes = _with_fixed_batch(dynamic_shapes(dict(piece.kwargs)) if shapes == "auto" else shapes)
-    how: dict[str, Any] = {"dynamic_shapes": shapes, "cases": piece.cases, "tolerance": tolerance}
+    how: dict[str, Any] = {"dynamic_shapes": shapes, "cases": piece.cases, "tolerance": tolerance, "proof": proof}
     if path.suffix == ".onnx":
         return export_onnx(piece.module, (), piece.kwargs, path, opset_version=opset_version, **how)
     exported = export_program(piece.module, (), piece.kwargs, **how)
@@ -190,18 +204,18 @@ def _with_fixed_batch(shapes: Any) -> Any:
     return [_with_fixed_batch(below) for below in shapes] if isinstance(shapes, (list, tuple)) else shapes
 
 
-def _store_calls(piece: Piece, work: pathlib.Path) -> list[str]:
+def _store_calls(piece: Piece, cases: Sequence[Case], work: pathlib.Path) -> list[str]:
     (work / "cases").mkdir(exist_ok=True)
     names = []
-    for number, (name, inputs, outputs) in enumerate(stored_calls(piece)):
+    for number, (name, inputs, outputs) in enumerate(stored_calls(piece, cases)):
         # not .onnx: tools look for models by that suffix, in folders below, too
         names.append(f"cases/{piece.stem}-{number}.case")
         save_case(work / names[-1], inputs, outputs, name=name)
     return names
 
 
-def _store_generation(model: TransformersModel, task: str, batch: int | None, work: pathlib.Path) -> str:
-    case = generation_case(model, task, batch or 3)
+def _store_generation(model: TransformersModel, task: str, batch: int | None, tokens: int, work: pathlib.Path) -> str:
+    case = generation_case(model, task, batch or 3, tokens)
     outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
     save_case(work / "cases/generate.case", case.inputs, outputs, name=f"{case.new_tokens} tokens, greedily")
     return "cases/generate.case"

@@ -10,7 +10,7 @@ from ..dependencies import require
 from ..errors import FlattenError, ReplayError
 from ..messages import first_line
 
-__all__ = ["open_session", "require_onnxruntime", "session_options"]
+__all__ = ["has_mapped_weights", "open_session", "require_onnxruntime", "session_options"]
 
 
 def require_onnxruntime(caller: str) -> Any:
@@ -31,11 +31,22 @@ def require_onnxruntime(caller: str) -> Any:
     return onnxruntime
 
 
-def session_options(*, threads: int | None = None) -> Any:
+def has_mapped_weights(path: str | os.PathLike[str]) -> bool:
+    """Return whether the weights of an ONNX file are in a second file next to it, as those of 256 MB and more are.
+
+    Args:
+        path: the ONNX file.
+    """
+    return os.path.isfile(f"{os.fspath(path)}.data")
+
+
+def session_options(*, threads: int | None = None, pack: bool = True) -> Any:
     """Make the options of a session.
 
     Args:
         threads: number of threads that one operator may use; ``None`` for onnxruntime's own choice.
+        pack: whether onnxruntime copies the weights into the order in which its kernels read them, ``True`` by default.
+            Without, it computes with the file as it is mapped into memory, more slowly.
 
     Returns:
         An ``onnxruntime.SessionOptions``.
@@ -46,6 +57,8 @@ def session_options(*, threads: int | None = None) -> Any:
     options.log_severity_level = 4  # what goes wrong is raised; it is not printed to the terminal in addition
     if threads is not None:
         options.intra_op_num_threads = threads
+    if not pack:
+        options.add_session_config_entry("session.disable_prepacking", "1")
     return options
 
 

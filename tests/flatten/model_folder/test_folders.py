@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 import subprocess
 import sys
 
@@ -23,6 +24,8 @@ from yobx_flatten import (
     export_folder,
     verify_folder,
 )
+from yobx_flatten.__main__ import main
+from yobx_flatten.export.room import weight_bytes
 from yobx_flatten.model_folder import write
 from yobx_flatten.model_folder.manifest import read_manifest
 from yobx_flatten.model_folder.pieces import decoder_pieces, vision_language_pieces
@@ -186,14 +189,52 @@ def test_arguments_that_mean_nothing_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_full_leaves_nothing(tmp_path):
-    """A file system of 300 KB, where the first file does not fit."""
+@pytest.mark.parametrize(("room", "message"), [(-4096, "The disk is too small"), (8192, "the disk is full")])
+def test_a_disk_that_is_full_leaves_nothing(tmp_path, room, message):
+    """A file system in which the weights do not fit, or the weights and nothing else."""
     place = tmp_path / "disk"
     place.mkdir()
-    mount = f"mount -t tmpfs -o size=300k tmpfs {place}"
+    mount = f"mount -t tmpfs -o size={weight_bytes(small_model('llama')) + room} tmpfs {place}"
     if sys.platform != "linux" or subprocess.run(["unshare", "-rm", "sh", "-c", mount], check=False).returncode:
         pytest.skip("no file system can be mounted here")
     command = f"{mount} && {sys.executable} -m yobx_flatten export llama -o {place}/out; echo $?; ls -A {place}"
     shown = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, check=False)
     assert shown.stdout == "2\n"
-    assert shown.stderr.splitlines()[-1].startswith("yobx-flatten: the disk is full")
+    assert shown.stderr.splitlines()[-1].startswith(f"yobx-flatten: {message}")
+
+
+# -- how much is proven ------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_without_proof_is_called_unproven_by_everything(tmp_path):
+    """The report, the manifest, and `verify`, which does not pass it; its file can be loaded and run all the same."""
+    folder = tmp_path / "out"
+    model = small_model("llama")
+    done = export_folder(model, folder, proof="none")
+    assert str(done).count("UNPROVEN") == 2
+    assert read_manifest(folder).proof == "none"
+    assert not verify_folder(folder)
+    assert main(["verify", str(folder)]) == 1
+    assert not (folder / "cases").exists()
+    prompt = torch.tensor([[5, 6, 7]])
+    found = OnnxGenerator(folder, pack=False).generate(prompt, max_new_tokens=4)
+    assert torch.equal(found, model.generate(prompt, max_new_tokens=4, do_sample=False))
+
+
+def test_a_sampled_folder_holds_the_sample_as_cases(tmp_path):
+    """The example, the case of most tokens, and a short generation."""
+    done = export_folder(small_model("mistral"), tmp_path / "out", proof="sample")
+    cases = [check.case for check in done.verified.checks]
+    assert cases == ["the example", "batch 4, past 19, new 1, 9 padded", "8 tokens, greedily"]
+    assert [result.case for result in done.reports["model.onnx"].cases] == cases[:2]
+    assert read_manifest(tmp_path / "out").proof == "sample"
+
+
+def test_a_folder_of_an_earlier_version_was_proven_in_full(tmp_path):
+    """It does not state it."""
+    shutil.copytree(exported("llama")[1], tmp_path / "old")
+    path = tmp_path / "old" / "yobx_flatten.json"
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    del manifest["proof"]
+    path.write_text(json.dumps({**manifest, "format_version": 1}), encoding="utf-8")
+    assert read_manifest(tmp_path / "old").proof == "full"

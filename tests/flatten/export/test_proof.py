@@ -1,0 +1,132 @@
+"""How much of an export is replayed, and what the report states of it."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+
+from yobx_flatten import export_onnx, export_program
+from yobx_flatten.errors import InvalidArgumentError, NoRoomError
+from yobx_flatten.export import proof as proofs
+from yobx_flatten.export import room
+from yobx_flatten.export.replay import Case
+
+pytestmark = pytest.mark.slow
+
+pytest.importorskip("onnxruntime")
+
+EXAMPLE = (torch.ones(2, 3),)
+CASES = [Case("5 rows", (torch.ones(5, 3),)), Case("9 rows", (torch.ones(9, 3),)), Case("4 rows", (torch.ones(4, 3),))]
+
+
+def replayed(report):
+    return [(result.case, result.runtime) for result in report.cases]
+
+
+def test_a_full_proof_replays_every_case_in_both_runtimes(tmp_path):
+    """The default for a small model."""
+    report = export_onnx(torch.nn.Linear(3, 2), EXAMPLE, path=tmp_path / "a.onnx", cases=CASES[:1]).report
+    expected = [("the example", "torch.export"), ("5 rows", "torch.export")]
+    assert replayed(report) == [*expected, ("the example", "onnxruntime"), ("5 rows", "onnxruntime")]
+    assert report.proof == "full"
+
+
+def test_a_sample_is_the_example_and_the_largest_case_of_the_file(tmp_path):
+    """The program, which the file is made of, is not replayed in addition."""
+    found = export_onnx(torch.nn.Linear(3, 2), EXAMPLE, path=tmp_path / "a.onnx", cases=CASES, proof="sample")
+    assert replayed(found.report) == [("the example", "onnxruntime"), ("9 rows", "onnxruntime")]
+    assert str(found).splitlines()[-1].strip().startswith("proof: sample; trace ")
+
+
+def test_a_sample_of_a_program_is_the_example_and_the_largest_case():
+    """A program has no other runtime."""
+    found = export_program(torch.nn.Linear(3, 2), EXAMPLE, cases=CASES, proof="sample")
+    assert replayed(found.report) == [("the example", "torch.export"), ("9 rows", "torch.export")]
+
+
+def test_a_sample_still_finds_a_wrong_file(tmp_path, monkeypatch):
+    """A file that computes something else does not appear."""
+    module = torch.nn.Linear(3, 2)
+
+    def wrong(converted, *args, **kwargs):
+        initializer = converted.model.graph.initializers["bias"]
+        initializer.const_value = type(initializer.const_value)(torch.full((2,), 7.0), name="bias")
+
+    from yobx_flatten.errors import ReplayError
+    from yobx_flatten.export import onnx_file
+
+    save = onnx_file.UnprovenFile.save
+    monkeypatch.setattr(onnx_file.UnprovenFile, "save", lambda self, model: (wrong(model), save(self, model))[1])
+    with pytest.raises(ReplayError):
+        export_onnx(module, EXAMPLE, path=tmp_path / "a.onnx", cases=CASES, proof="sample")
+    assert not (tmp_path / "a.onnx").exists()
+
+
+def test_without_a_proof_the_report_says_unproven(tmp_path):
+    """The file is there, nothing was run, and the report states it in its second line."""
+    found = export_onnx(torch.nn.Linear(3, 2), EXAMPLE, path=tmp_path / "a.onnx", cases=CASES, proof="none")
+    assert found.report.cases == []
+    assert str(found).splitlines()[1].strip().startswith("UNPROVEN")
+    assert (tmp_path / "a.onnx").is_file()
+
+
+def test_the_size_of_the_weights_decides_by_default(monkeypatch):
+    """Full below the limit, a sample from there."""
+    module = torch.nn.Linear(3, 2)  # 32 bytes
+    monkeypatch.setattr(proofs, "SAMPLED_FROM", 33)
+    assert proofs.choose_proof("auto", module) == "full"
+    monkeypatch.setattr(proofs, "SAMPLED_FROM", 32)
+    assert proofs.choose_proof("auto", module) == "sample"
+    assert proofs.choose_proof("full", module) == "full"
+
+
+def test_an_unknown_proof_is_refused():
+    """The message lists what there is."""
+    with pytest.raises(InvalidArgumentError, match="'auto', 'full', 'sample', 'none'"):
+        export_program(torch.nn.Linear(3, 2), EXAMPLE, proof="some")
+
+
+def test_the_report_has_time_and_memory_of_every_step(tmp_path):
+    """Seconds are positive; the peak never shrinks."""
+    report = export_onnx(torch.nn.Linear(3, 2), EXAMPLE, path=tmp_path / "a.onnx", cases=[]).report
+    assert list(report.seconds) == ["trace", "replay", "convert", "save", "load"]
+    assert all(seconds > 0 for seconds in report.seconds.values())
+    assert report.peak_growth.keys() == report.seconds.keys()
+    assert all(growth >= 0 for growth in report.peak_growth.values())
+
+
+def test_tied_weights_are_counted_once():
+    """Two modules that share a table of 4 rows and 2 columns of float32 hold 32 bytes."""
+    first, second = torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False)
+    second.weight = first.weight
+    assert room.weight_bytes(torch.nn.Sequential(first, second)) == 32
+
+
+def test_a_full_disk_is_found_before_anything_is_traced(tmp_path, monkeypatch):
+    """The message names the folder, what is needed and what is free."""
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 10}))
+    module = torch.nn.Linear(3, 2)
+    monkeypatch.setattr(module, "forward", lambda *args: pytest.fail("the module was called"))
+    with pytest.raises(NoRoomError, match=r"the weights take 32 bytes, and 10 bytes are free in "):
+        export_onnx(module, EXAMPLE, path=tmp_path / "a.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_memory_is_found_before_anything_is_traced(monkeypatch):
+    """The message names what is needed, what there is, and the argument that needs less."""
+    monkeypatch.setattr(room, "weight_bytes", lambda module: 2**31)
+    monkeypatch.setattr(room, "_memory_available", lambda: 2**30)
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 2**40}))
+    with pytest.raises(NoRoomError, match=r"needs 2\.68 GB .* 1\.07 GB are available(?s:.*)proof=\"none\""):
+        room.check_room(torch.nn.Linear(3, 2), pathlib.Path("a.onnx"))
+    room.check_room(torch.nn.Linear(3, 2), pathlib.Path("a.onnx"), in_memory=0)
+
+
+def test_an_opset_that_onnxruntime_lacks_is_found_before_anything_is_traced(tmp_path, monkeypatch):
+    """No onnxruntime has version 99."""
+    module = torch.nn.Linear(3, 2)
+    monkeypatch.setattr(module, "forward", lambda *args: pytest.fail("the module was called"))
+    with pytest.raises(InvalidArgumentError, match="opset_version=99: the installed onnxruntime"):
+        export_onnx(module, EXAMPLE, path=tmp_path / "a.onnx", opset_version=99)

@@ -18,8 +18,17 @@ from tests.runtime.device.measuring_device import MeasuringDevice
 VIRTUAL = Hardware(("virtual:0", "virtual:1"), "cpu", 1e9, 1e9, None, None, 1e9, {})
 
 
+@pytest.fixture(scope="module")
+def earlier_objects_left_out():
+    """To collect what a test left behind takes a second otherwise, after thousands of tests."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
-def no_collections():
+def no_collections(earlier_objects_left_out):
     """Memory must not wait for Python's collector of cycles, which does not know that a device is full."""
     gc.collect()
     gc.disable()

@@ -8,9 +8,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..export.quantization import Quantization
 from ..model_folder.source import MODEL_NAMES, FoundModel, find_model
 from ..model_folder.tasks import TASKS
 from ..model_folder.write import ExportedFolder, check_target, export_folder
+from ..terminal.failures import UserError
 from ..terminal.output import progress, say, say_json
 
 __all__ = ["export"]
@@ -30,7 +32,8 @@ def export(
     task: Annotated[str, typer.Option(metavar="TASK", help=f"One of {_TASKS}.")] = "auto",
     to: Annotated[Literal["onnx", "program"], typer.Option(help="onnxruntime's files, or torch.export's.")] = "onnx",
     dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"], typer.Option(help="Of the weights. bfloat16: programs only.")
+        Literal["float32", "float16", "bfloat16"],
+        typer.Option(help="Of weights. bfloat16: programs; or --proof none."),
     ] = "float32",
     opset: Annotated[int | None, typer.Option(min=18, help="Of ONNX; by default the exporter's choice.")] = None,
     dynamic: Annotated[
@@ -41,6 +44,13 @@ def export(
         Literal["auto", "full", "sample", "none"],
         typer.Option(help="What is replayed; auto: full below 1 GB of weights, sample above. none: unproven."),
     ] = "auto",
+    quantize: Annotated[
+        Literal["int8", "int4"] | None, typer.Option(help="Store weights of projections in 8 or 4 bits.")
+    ] = None,
+    perplexity_ratio: Annotated[
+        float | None,
+        typer.Option(help="With --quantize: largest perplexity, relative to the model's; int8 1.01, int4 1.1."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what DIR holds.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
@@ -49,8 +59,11 @@ def export(
     The files have the names and inputs that generation tools know; configuration and tokenizer stand beside them. Each
     file is replayed against the model below, at and past its window, and 40 tokens are generated as model.generate
     does. DIR appears when all of that is right. Exit status: 0 right; 1 a file differs from the model, nothing written.
+    With --quantize a file is also compared with the model in scores, greedy tokens and perplexity on a text of Python.
     Of a model with 1 GB of weights or more a sample is replayed, and 8 tokens are generated (--proof).
     """
+    if perplexity_ratio is not None and quantize is None:
+        raise UserError("--perplexity-ratio is of quantised weights. Add --quantize int8 or --quantize int4.")
     check_target(output, overwrite)
     with progress(f"loading {model}"):
         found = find_model(model)
@@ -64,6 +77,7 @@ def export(
             batch=None if dynamic == "all" else batch,
             overwrite=overwrite,
             proof=proof,
+            quantize=None if quantize is None else Quantization(quantize, perplexity_ratio=perplexity_ratio),
         )
     if json:
         say_json(_as_dict(done, found))
@@ -95,6 +109,7 @@ def _as_dict(done: ExportedFolder, found: FoundModel) -> dict[str, object]:
                 "proof": report.proof,
                 "seconds": report.seconds,
                 "peak_growth": report.peak_growth,
+                "quality": None if report.quality is None else report.quality.as_dict(),
             }
             for name, report in done.reports.items()
         },

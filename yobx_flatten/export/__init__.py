@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .onnx_export import export_onnx
 from .program import ExportedModel, export_program
+from .quality import Quality
+from .quantization import Quantization
 from .replay import Case, CaseResult
 from .report import ExportReport
 
@@ -12,6 +14,8 @@ __all__ = [
     "CaseResult",
     "ExportReport",
     "ExportedModel",
+    "Quality",
+    "Quantization",
     "export_onnx",
     "export_program",
 ]

@@ -20,13 +20,17 @@ from ..log import STEP
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
 from .example import Example, make_example
+from .kernels import check_kernels
 from .onnx_file import check_opset, convert, unproven_file
+from .onnx_quantized import quantize_file
 from .onnx_replay import replay_file
 from .program import ExportedModel, cases_of, finish, replay_program, traced_example
 from .proof import Proof, choose_proof
+from .quantization import Quantization, WeightBits, choose_quantization
 from .replay import Case, check_cases, clone
 from .report import ExportReport, tolerance_of
 from .room import check_room
+from .text_cases import check_text
 from .traced import Traced
 from .undisturbed import seeded, undisturbed
 
@@ -49,6 +53,7 @@ def export_onnx(
     keep_failed: str | os.PathLike[str] | None = None,
     counter_input: bool = False,
     proof: Proof = "auto",
+    quantize: WeightBits | Quantization | None = None,
 ) -> ExportedModel:
     """Export a module to an ONNX file and replay it in onnxruntime, as a loop over its own outputs.
 
@@ -73,6 +78,10 @@ def export_onnx(
             among them, and reads from the mask how many tokens were seen.
         proof: what is replayed, see :func:`export_program`. ``"sample"`` replays the file, and not the program in
             addition; with ``"none"`` the file is not even loaded.
+        quantize: ``"int8"`` or ``"int4"`` to store the weights of projections in blocks of so many bits, with a scale
+            and a zero point each; a :class:`.quantization.Quantization` for other blocks, another threshold, or a text
+            for the perplexity. The file is replayed in float first; then ``report.quality`` states how far the
+            quantised one is from the model. ``None``, the default, stores all weights as they are.
 
     Returns:
         The program, the path and a report.
@@ -83,7 +92,8 @@ def export_onnx(
         DynamicShapesError: when ``dynamic_shapes`` does not fit the inputs.
         MissingDependencyError: when onnx, onnxscript or onnxruntime is not installed.
         NoRoomError: when the disk or the memory is too small; this is checked before anything else is done.
-        ReplayError: when a case fails or differs by more than ``tolerance``, or onnxruntime cannot load the file.
+        ReplayError: when a case fails or differs by more than ``tolerance``, onnxruntime cannot load the file, or its
+            quantised weights change more than is allowed.
 
     >>> import tempfile
     >>> linear = torch.nn.Linear(3, 2).eval()
@@ -102,8 +112,11 @@ def export_onnx(
             f"keep_failed={os.fspath(folder)!r} is the folder of the file itself, where a file that failed would "
             "replace one that did not. Name another folder."
         )
+    quantization = choose_quantization(quantize, module, "export_onnx")
     tolerance = tolerance_of(module) if tolerance is None else tolerance
     report = ExportReport(type(module).__qualname__, tolerance=tolerance, proof=choose_proof(proof, module))
+    if report.proof != "none" and folder is None:
+        check_kernels(module, "export_onnx")
     check_opset(opset_version)
     check_room(module, target, in_memory=0 if report.proof == "none" else 1)
     with register_flattening_functions(**options_in_use()):
@@ -112,6 +125,7 @@ def export_onnx(
             raise InvalidArgumentError(
                 f"export_onnx writes the weights, and {example.no_data}. Load them first; export_program works without."
             )
+        check_text(example, quantization)
         with unproven_file(target) as file:
             traced = program = traced_example(example, report)
             with report.timed("replay"):
@@ -131,6 +145,8 @@ def export_onnx(
                 report.onnx_bytes = file.save(converted)
             del converted
             replay_file(file.path, example, program, chosen, report)
+            if report.ok and quantization is not None:
+                quantize_file(file, quantization, example, program, chosen, report)
             if report.ok:
                 file.publish()
                 return finish(traced, report, target)

@@ -133,22 +133,38 @@ class UnprovenFile:
         self.path = folder / target.name
 
     def save(self, converted: torch.onnx.ONNXProgram) -> int:
-        """Write the file; return the number of bytes written, with those of weights in a second file.
+        """Write the file; see :meth:`save_model`."""
+        return self.save_model(converted.model)
+
+    def save_model(self, model: Any) -> int:
+        """Write an ``onnx_ir.Model``; return the number of bytes written, with those of weights in a second file.
 
         A second file is written tensor by tensor from the memory of the module, and read where it lies; what is in the
         first goes through protobuf, which holds it twice.
         """
         import onnx_ir
 
-        weights = converted.model.graph.initializers.values()
+        weights = model.graph.initializers.values()
         if sum(value.const_value.nbytes for value in weights if value.const_value is not None) < LARGE:
-            onnx_ir.save(converted.model, self.path)
+            onnx_ir.save(model, self.path)
         else:
             # an older onnx_ir, which has no such arguments, always aligns
             takes = inspect.signature(onnx_ir.save).parameters
             aligned = {"alignment": 4096, "align_threshold": 4096} if "alignment" in takes else {}
-            onnx_ir.save(converted.model, self.path, external_data=f"{self.path.name}.data", **aligned)
+            onnx_ir.save(model, self.path, external_data=f"{self.path.name}.data", **aligned)
         return sum(file.stat().st_size for file in self.folder.iterdir())
+
+    def replace_by(self, model: Any) -> int:
+        """Write another model in its place, whose weights may be those of the file; return the number of bytes."""
+        old = [file for file in self.folder.iterdir() if file.is_file()]
+        other = UnprovenFile(self.path, self.folder / "replacement")
+        other.folder.mkdir()
+        size = other.save_model(model)
+        for file in old:
+            file.unlink()
+        other.publish()
+        other.folder.rmdir()
+        return size
 
     def publish(self) -> None:
         """Give it its name, in place of a file of that name and of the weights next to that."""

@@ -252,11 +252,7 @@ def finish(
         ReplayError: when a case failed or differs too much.
     """
     if not report.ok:
-        raise ReplayError(
-            f"The exported {report.module} does not do what the eager model does (largest difference "
-            f"{report.max_difference:.1e}, allowed {report.tolerance:.1e}).\n{report}{otherwise}",
-            report,
-        )
+        raise ReplayError(f"{report.failure()}\n{report}{otherwise}", report)
     return ExportedModel(traced.program, report, path, options_in_use())
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ..diagnose.report import Report, table
 from .proof import UNPROVEN
+from .quality import Quality
 from .replay import CaseResult
 from .room import peak_memory
 
@@ -47,6 +48,8 @@ class ExportReport(Report):
         proof: what was replayed: ``"full"``, ``"sample"``, or ``"none"``.
         peak_growth: by how many bytes each step raised the peak memory of the process, by its name.
         remarks: notes on what was not checked, and why.
+        quality: how far the file is from the model with its weights quantised; ``None`` where they are not, or nothing
+            was replayed.
 
     >>> import torch
     >>> from yobx_flatten import export_program
@@ -65,6 +68,7 @@ class ExportReport(Report):
     proof: str = "full"
     peak_growth: dict[str, int] = dataclasses.field(default_factory=dict)
     remarks: list[str] = dataclasses.field(default_factory=list)
+    quality: Quality | None = None
 
     @property
     def export_seconds(self) -> float:
@@ -79,6 +83,24 @@ class ExportReport(Report):
     def differences(self) -> Iterator[float]:
         """Yield the largest difference of every case, infinite for one that stopped."""
         return (case.max_difference for case in self.cases)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every difference is within the tolerance, and quantised weights as close as is asked for."""
+        return super().ok and (self.quality is None or self.quality.ok)
+
+    def failure(self) -> str:
+        """Return why it is not ok, in a sentence."""
+        if self.quality is not None and super().ok:
+            return (
+                f"The exported {self.module} is further from the eager model than its quantised weights explain "
+                f"({self.quality}). Store more of them:\n"
+                '    quantize="int8", quantize=Quantization("int4", block_size=16), or another perplexity_ratio of it'
+            )
+        return (
+            f"The exported {self.module} does not do what the eager model does (largest difference "
+            f"{self.max_difference:.1e}, allowed {self.tolerance:.1e})."
+        )
 
     @contextlib.contextmanager
     def timed(self, step: str) -> Iterator[None]:
@@ -112,6 +134,8 @@ class ExportReport(Report):
             lines += table(
                 [header, *([case.case, case.runtime, str(case.steps), *case.cells()] for case in self.cases)]
             )
+        if self.quality is not None:
+            lines.append(f"  {self.quality}")
         lines += [f"  note: {remark}" for remark in (*self.remarks, *_of_padding(self.cases))]
         steps = ", ".join(
             f"{step} {took:.1f} s (+{self.peak_growth.get(step, 0) / 1e6:.0f} MB)"

@@ -29,6 +29,8 @@ class FolderManifest:
         cases: paths of the stored cases, by the file that they are for; those for generation by ``""``.
         versions: versions of the libraries that made it, by name.
         proof: what was replayed before the folder appeared: ``"full"``, ``"sample"``, or ``"none"``: unproven.
+        quality: for each file with quantised weights, how far it was from the model: the attributes of a
+            :class:`.quality.Quality`.
     """
 
     model: str
@@ -40,6 +42,7 @@ class FolderManifest:
     cases: dict[str, list[str]]
     versions: dict[str, str]
     proof: str = "full"  # folders of version 1 do not state it
+    quality: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
 
 def write_manifest(folder: pathlib.Path, manifest: FolderManifest) -> None:

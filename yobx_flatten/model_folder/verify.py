@@ -6,12 +6,13 @@ import dataclasses
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
 from ..diagnose.report import Report, table
-from ..errors import FlattenError, ForeignFileError
+from ..errors import FlattenError, ForeignFileError, ReplayError
+from ..export.quality import Quality
 from ..generate.generator import Generator
 from ..generate.onnx_generator import OnnxGenerator
 from ..generate.program_generator import ProgramGenerator
@@ -22,6 +23,7 @@ from ..runners.runner import Runner
 from ..storage.cases import StoredCase, load_case
 from ..storage.replay import run_case
 from .manifest import FolderManifest, read_manifest
+from .verify_quality import measure_again
 
 __all__ = ["FolderCheck", "FolderReport", "open_generator", "verify_folder"]
 
@@ -37,6 +39,7 @@ class FolderCheck:
         ok: whether the difference is small enough.
         seconds: duration of the case.
         error: reason why it stopped, ``None`` if it did not.
+        quality: how far a file with quantised weights is from the model; ``None`` for others.
     """
 
     file: str
@@ -45,11 +48,14 @@ class FolderCheck:
     ok: bool
     seconds: float
     error: str | None = None
+    quality: Quality | None = None
 
     def cells(self) -> list[str]:
         """Return the row of a table: mark and file, case, and what was found."""
         shown = f"{self.difference:.0f} tokens differ"
-        if self.file != "generate":
+        if self.quality is not None:
+            shown = str(self.quality)
+        elif self.file != "generate":
             shown = f"{self.difference:.1e} max difference"
         return [f"{'ok  ' if self.ok else 'FAIL'} {self.file}", self.case, self.error or shown]
 
@@ -123,8 +129,15 @@ def verify_folder(folder: str | os.PathLike[str], *, on_check: Callable[[str], N
     if not path.is_dir():
         raise ForeignFileError(f"There is no folder {path}.")
     manifest = read_manifest(path)
-    checks, opened = [], _Opened(path)
+    checks, opened = [], _Opened(path, manifest.quality)
+    stored = {name: Quality(**found) for name, found in manifest.quality.items()}
+    # each of two scores may be off by as much
+    tolerance = max([manifest.tolerance, *(quality.max_difference for quality in stored.values())])
+    for name in stored:
+        checks.append(_check_quality(path, name, stored[name], manifest.cases.get(name, []), opened, on_check))
     for name, case_path in _cases(manifest):
+        if name in stored:
+            continue
         case = load_case(path / case_path)
         if on_check is not None:
             on_check(f"{name or 'generate'}: {case.name}")
@@ -133,7 +146,7 @@ def verify_folder(folder: str | os.PathLike[str], *, on_check: Callable[[str], N
         start = time.perf_counter()
         try:
             if file is None:
-                difference = _check_tokens(path, case, manifest.tolerance)
+                difference = _check_tokens(path, case, tolerance)
             else:
                 difference = run_case(case, file, tolerance=manifest.tolerance).max_difference
             ok = difference <= manifest.tolerance if name else difference == 0
@@ -143,6 +156,30 @@ def verify_folder(folder: str | os.PathLike[str], *, on_check: Callable[[str], N
         seconds = time.perf_counter() - start
         checks.append(FolderCheck(name or "generate", case.name, difference, ok, seconds, error))
     return FolderReport(path, manifest, tuple(checks))
+
+
+def _check_quality(
+    folder: pathlib.Path,
+    name: str,
+    stored: Quality,
+    cases: list[str],
+    opened: _Opened,
+    on_check: Callable[[str], None] | None,
+) -> FolderCheck:
+    """Measure a file with quantised weights."""
+    if on_check is not None:
+        on_check(f"{name}: {len(cases)} cases")
+    runner = opened(name)
+    assert runner is not None
+    start = time.perf_counter()
+    shown = f"{len(cases)} cases"
+    try:
+        found = measure_again(stored, (load_case(folder / case) for case in cases), runner)
+    except (ReplayError, KeyError) as failed:
+        seconds = time.perf_counter() - start
+        return FolderCheck(name, shown, float("inf"), False, seconds, first_line(failed))
+    seconds = time.perf_counter() - start
+    return FolderCheck(name, shown, found.max_difference, found.ok, seconds, None, found)
 
 
 def open_generator(folder: str | os.PathLike[str], *, threads: int | None = None) -> Generator:
@@ -169,8 +206,8 @@ def _cases(manifest: FolderManifest) -> Iterator[tuple[str, str]]:
 class _Opened:
     """The file that was asked for last, opened once for all of its cases; an empty name closes it."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
-        self._folder, self._name = folder, ""
+    def __init__(self, folder: pathlib.Path, packed: Collection[str]) -> None:
+        self._folder, self._name, self._packed = folder, "", packed
         self._runner: Runner | None = None
 
     def __call__(self, name: str) -> Runner | None:
@@ -178,9 +215,13 @@ class _Opened:
             self._name, self._runner = name, None  # a large file is closed before the next is opened
             if name:
                 path = self._folder / name
-                options = {"options": session_options(pack=False)} if has_mapped_weights(path) else {}
+                options = {"options": session_options(pack=False)} if self._maps(name) else {}
                 self._runner = open_runner(path, caller="verify_folder", **options)
         return self._runner
+
+    def _maps(self, name: str) -> bool:
+        """Whether its weights stay where they are; those in few bits are computed with in another order only."""
+        return has_mapped_weights(self._folder / name) and name not in self._packed
 
 
 def _check_tokens(folder: pathlib.Path, case: StoredCase, tolerance: float) -> float:
@@ -191,7 +232,10 @@ def _check_tokens(folder: pathlib.Path, case: StoredCase, tolerance: float) -> f
     """
     expected = case.outputs["sequences"]
     is_program = any(folder.glob("*.pt2"))
-    pack = not any(map(has_mapped_weights, folder.glob("*.onnx")))  # the model that was exported may be in memory, too
+    is_small = bool(read_manifest(folder).quality)
+    pack = is_small or not any(
+        map(has_mapped_weights, folder.glob("*.onnx"))
+    )  # the model that was exported may be in memory, too
     generator: Generator = ProgramGenerator(folder) if is_program else OnnxGenerator(folder, pack=pack)
     found = generator.generate(**case.inputs, max_new_tokens=case.outputs["new_tokens"])
     if found.shape != expected.shape:

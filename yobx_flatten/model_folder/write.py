@@ -18,22 +18,29 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import torch
+
 from ..aliases import TransformersModel
 from ..dependencies import is_installed, require
 from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
+from ..export.kernels import has_kernels
 from ..export.onnx_export import export_onnx
 from ..export.onnx_file import check_opset
 from ..export.program import ExportedModel, export_program
 from ..export.proof import Proof, choose_proof, sampled
+from ..export.quality import SCORES, text_losses
+from ..export.quantization import Quantization, WeightBits, choose_quantization, has_projections
 from ..export.replay import Case
 from ..export.report import TOLERANCES, ExportReport
 from ..export.room import check_room
+from ..export.text_cases import text_cases
 from ..log import STEP
 from ..storage.cases import save_case
 from ..trees.shapes import dynamic_shapes
 from .manifest import FolderManifest, write_manifest
 from .pieces import Piece
 from .proofs import SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
+from .quality_text import python_text
 from .sidecar_files import genai_config, write_companions, write_genai_config
 from .source import require_transformers
 from .tasks import GENERATES, pieces_for
@@ -79,6 +86,7 @@ def export_folder(
     batch: int | None = None,
     overwrite: bool = False,
     proof: Proof = "auto",
+    quantize: WeightBits | Quantization | None = None,
 ) -> ExportedFolder:
     """Export a model of transformers to a folder that generation tools open, and prove that it generates the same.
 
@@ -99,6 +107,9 @@ def export_folder(
             cases, and 40 tokens are generated. ``"sample"``: the example, the largest case and 8 tokens. ``"none"``:
             nothing; the manifest, the report and :func:`verify_folder` state that the folder is unproven. ``"auto"``,
             the default, is ``"full"`` for weights of less than 1 GB, and ``"sample"`` for others.
+        quantize: see :func:`export_onnx`. For a model that generates text the perplexity is measured on the source of
+            modules of Python, in the tokens of the model; the folder keeps what the model made of it, and
+            :func:`verify_folder` measures again.
 
     Returns:
         The folder, with a report of every export and every replay.
@@ -128,24 +139,37 @@ def export_folder(
     if to == "onnx":
         require("onnx", "onnxscript", "onnxruntime", purpose="export_folder", extra="onnx")
     dtype = str(model.dtype).removeprefix("torch.")
-    if dtype not in TOLERANCES or (dtype == "bfloat16" and to == "onnx"):
-        raise InvalidArgumentError(
-            f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Take float32 or float16, or to='program'."
-        )
-    target = pathlib.Path(folder)
     proof = choose_proof(proof, model)
+    if dtype not in TOLERANCES or (to == "onnx" and proof != "none" and not has_kernels(dtype)):
+        raise InvalidArgumentError(
+            f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Take float32 or float16, or to='program'; "
+            'or proof="none" for files of another provider, unproven.'
+        )
+    if quantize is not None and to != "onnx":
+        raise InvalidArgumentError(f"quantize={quantize!r} is for ONNX files; leave it out with to={to!r}.")
+    quantization = choose_quantization(quantize, model, "export_folder")
+    target = pathlib.Path(folder)
     check_target(target, overwrite)
     check_room(model, target, in_memory=0 if proof == "none" else 1)
     if to == "onnx":
         check_opset(opset_version)
     task, pieces = pieces_for(model, task, batch)
+    if quantization is not None and quantization.tokens is None and task == "text-generation":
+        rows = (8 if proof == "full" else 2) if batch is None else batch
+        tokens = python_text(model, None if source is None else pathlib.Path(source), rows)
+        quantization = dataclasses.replace(quantization, tokens=tokens)
     with _appears_when_done(target) as work:
         reports, cases = {}, {}
         for piece in pieces:
             name = piece.stem + _SUFFIXES[to]
-            reports[name] = _export(piece, work / name, batch, opset_version, TOLERANCES[dtype], proof).report
+            quantized = quantization if has_projections(piece.module) else None
+            how: dict[str, Any] = {"opset_version": opset_version, "quantize": quantized} if to == "onnx" else {}
+            how |= {"tolerance": TOLERANCES[dtype], "proof": proof}
+            reports[name] = _export(piece, work / name, batch, how).report
             if proof != "none":
                 cases[name] = _store_calls(piece, sampled(piece.cases) if proof == "sample" else piece.cases, work)
+                if quantized is not None and quantized.tokens is not None:
+                    cases[name] += _store_text(piece, quantized.tokens, work)
         if task in GENERATES and proof != "none":
             logger.info("generating with %s", type(model).__qualname__, extra=STEP)
             cases[""] = [_store_generation(model, task, batch, TOKENS if proof == "full" else SAMPLED_TOKENS, work)]
@@ -157,7 +181,8 @@ def export_folder(
         versions = {name: importlib.metadata.version(name) for name in _LIBRARIES if is_installed(name)}
         names = [piece.stem + _SUFFIXES[to] for piece in pieces]
         name, tolerance = type(model).__qualname__, TOLERANCES[dtype]
-        write_manifest(work, FolderManifest(name, task, to, dtype, tolerance, names, cases, versions, proof))
+        quality = {name: dataclasses.asdict(report.quality) for name, report in reports.items() if report.quality}
+        write_manifest(work, FolderManifest(name, task, to, dtype, tolerance, names, cases, versions, proof, quality))
         verified = verify_folder(work)
         if not verified.ok and proof != "none":
             raise ReplayError(f"The exported {type(model).__qualname__} does not do what the model does.\n{verified}")
@@ -180,16 +205,14 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
     check_writable(folder, beside=True)
 
 
-def _export(
-    piece: Piece, path: pathlib.Path, batch: int | None, opset_version: int | None, tolerance: float, proof: Any
-) -> ExportedModel:
+def _export(piece: Piece, path: pathlib.Path, batch: int | None, options: dict[str, Any]) -> ExportedModel:
     logger.info("exporting %s", path.name, extra=STEP)
     shapes: Any = piece.dynamic_shapes
     if batch is not None and shapes is not None:
         shapes = _with_fixed_batch(dynamic_shapes(dict(piece.kwargs)) if shapes == "auto" else shapes)
-    how: dict[str, Any] = {"dynamic_shapes": shapes, "cases": piece.cases, "tolerance": tolerance, "proof": proof}
+    how: dict[str, Any] = {"dynamic_shapes": shapes, "cases": piece.cases, **options}
     if path.suffix == ".onnx":
-        return export_onnx(piece.module, (), piece.kwargs, path, opset_version=opset_version, **how)
+        return export_onnx(piece.module, (), piece.kwargs, path, **how)
     exported = export_program(piece.module, (), piece.kwargs, **how)
     exported.save(path)
     return exported
@@ -211,6 +234,16 @@ def _store_calls(piece: Piece, cases: Sequence[Case], work: pathlib.Path) -> lis
         # not .onnx: tools look for models by that suffix, in folders below, too
         names.append(f"cases/{piece.stem}-{number}.case")
         save_case(work / names[-1], inputs, outputs, name=name)
+    return names
+
+
+def _store_text(piece: Piece, tokens: torch.Tensor, work: pathlib.Path) -> list[str]:
+    """Store what the model makes of a text: its losses, since the scores are larger than the model."""
+    names = []
+    for number, case in enumerate(text_cases(piece.module, piece.kwargs, tokens)):
+        ((_, inputs, outputs),) = stored_calls(dataclasses.replace(piece, kwargs=case.kwargs), ())
+        names.append(f"cases/{piece.stem}-text-{number}.case")
+        save_case(work / names[-1], inputs, text_losses(outputs[SCORES], inputs["input_ids"]), name=case.name)
     return names
 
 

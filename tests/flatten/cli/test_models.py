@@ -75,6 +75,8 @@ def test_a_folder_that_holds_something_is_left_alone(folder, capsys):
         (["llama", "--task", "poetry"], "There is no task 'poetry'"),
         (["llama", "--task", "fill-mask"], "is for text-generation, not for fill-mask"),
         (["llama", "--dtype", "bfloat16"], "Take float32 or float16, or to='program'"),
+        (["llama", "--to", "program", "--quantize", "int4"], "leave it out with to='program'"),
+        (["llama", "--perplexity-ratio", "1.2"], "Add --quantize int8 or --quantize int4"),
     ],
 )
 def test_an_export_that_cannot_be_leaves_nothing(arguments, words, tmp_path, monkeypatch, capsys):
@@ -84,6 +86,19 @@ def test_an_export_that_cannot_be_leaves_nothing(arguments, words, tmp_path, mon
     shown = capsys.readouterr().err.splitlines()
     assert words in shown[-1]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_quantised_folder_states_its_quality(tmp_path, capsys):
+    """In the table and as JSON. Weights of a model that was not trained bear less rounding, which is asked for."""
+    out = tmp_path / "out"
+    arguments = ["--quantize", "int4", "--perplexity-ratio", "2", "--json"]
+    assert main(["export", "llama", "-o", str(out), *arguments]) == 0
+    quality = json.loads(capsys.readouterr().out)["files"]["model.onnx"]["quality"]
+    assert (quality["weights"], quality["ok"], quality["allowed"]) == ("int4", True, 2.0)
+    assert quality["perplexity_ratio"] == quality["perplexity"] / quality["model_perplexity"]
+    assert main(["verify", str(out)]) == 0
+    assert "int4, blocks of 32: max difference" in capsys.readouterr().out
 
 
 def test_every_way_to_name_a_model_is_known_here_too(tmp_path, capsys, monkeypatch):

@@ -1,0 +1,268 @@
+"""Files with weights in 8 and 4 bits: as small as they should be, and as close to the model as rounding allows."""
+
+import heapq
+import logging
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from tests.flatten.export.trained_model import text_of, trained_model
+from yobx_flatten import (
+    Case,
+    DecodeSizes,
+    InvalidArgumentError,
+    MissingDependencyError,
+    ReplayError,
+    decode_inputs,
+    export_onnx,
+)
+from yobx_flatten.export import quantization as quantizing
+from yobx_flatten.export.kernels import has_kernels
+from yobx_flatten.export.quality import Distance, text_losses
+from yobx_flatten.export.quantization import Quantization
+
+
+def _held_out(rows: int = 4) -> torch.Tensor:
+    return text_of(heapq)[: rows * 96].reshape(rows, 96)
+
+
+def _exported(path, quantize, **options):
+    model = trained_model()
+    inputs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
+    longer = Case("past 20", (), decode_inputs(model, DecodeSizes(3, 20, 1, padding=2)), steps=3)
+    return export_onnx(model, kwargs=inputs, path=path, cases=[longer], steps=2, quantize=quantize, **options)
+
+
+def _stored(path) -> dict[str, tuple[int, int]]:
+    """By name of a product: bytes in the file, and in float32."""
+    import onnx
+
+    graph = onnx.load(path).graph
+    sizes = {tensor.name: len(tensor.raw_data) for tensor in graph.initializer}
+    found = {}
+    for number, node in enumerate(graph.node):
+        if node.op_type == "MatMulNBits":
+            shape = {a.name: a.i for a in node.attribute}
+            found[f"{number}"] = sum(sizes[name] for name in node.input[1:]), 4 * shape["K"] * shape["N"]
+    return found
+
+
+@pytest.mark.parametrize(("weights", "allowed", "bytes_each"), [("int8", 1.005, 0.29), ("int4", 1.03, 0.2)])
+def test_a_trained_model_keeps_its_perplexity(tmp_path, weights, allowed, bytes_each):
+    """All 29 projections are stored in so many bits; the text is one that the model has not seen."""
+    import onnxruntime
+
+    tokens, path = _held_out(), tmp_path / "model.onnx"
+    exported = _exported(path, Quantization(weights, tokens=tokens))
+    stored = _stored(path)
+    assert len(stored) == 4 * 7 + 1
+    assert sum(size for size, _ in stored.values()) <= bytes_each * sum(full for _, full in stored.values())
+    assert exported.report.onnx_bytes == os.path.getsize(path)
+
+    # the perplexity again, of all tokens but the first of each row, without any of our own code
+    model, session = trained_model(), onnxruntime.InferenceSession(path)
+    feeds = {"input_ids": tokens.numpy(), "attention_mask": torch.ones_like(tokens).numpy()}
+    for node in session.get_inputs():
+        if node.name.startswith("past_key_values"):
+            feeds[node.name] = torch.zeros(4, 2, 0, 32).numpy()
+    found = torch.from_numpy(session.run(["logits"], feeds)[0])
+    with torch.no_grad():
+        eager = model(input_ids=tokens).logits
+    losses = [
+        torch.nn.functional.cross_entropy(scores[:, 1:-1].flatten(0, 1), tokens[:, 2:].flatten())
+        for scores in (found, eager)
+    ]
+    quality = exported.report.quality
+    assert float(losses[1].exp()) < 80  # of 259: it has learned
+    assert 1 / allowed < float((losses[0] - losses[1]).exp()) < allowed
+    assert quality.perplexity == pytest.approx(float(losses[0].exp()), rel=1e-3)
+    assert quality.model_perplexity == pytest.approx(float(losses[1].exp()), rel=1e-3)
+    assert quality.text_tokens == 4 * 94
+    assert quality.ok
+    assert quality.agreement > 0.8
+
+
+def test_a_file_that_is_too_far_from_its_model_is_not_written(tmp_path):
+    """With the figures, and what to type; what was there stays."""
+    path = tmp_path / "model.onnx"
+    path.write_text("before")
+    with pytest.raises(ReplayError, match=r'(?s)further from the eager.*perplexity ratio.*quantize="int8"') as found:
+        _exported(path, Quantization("int4", block_size=128, perplexity_ratio=1.0000001))
+    assert path.read_text() == "before"
+    assert not found.value.report.ok
+    assert found.value.report.max_difference <= found.value.report.tolerance  # of the float file: it is the rounding
+
+
+def test_a_weight_that_is_also_an_embedding_is_stored_twice_and_named(tmp_path):
+    """GPT-2: the products with biases are quantised, and the tied table stays for the embedding."""
+    import onnx
+
+    from yobx_flatten.model_folder.tiny_models import small_model
+
+    model = small_model("gpt2")
+    inputs = decode_inputs(model, DecodeSizes())
+    report = export_onnx(model, kwargs=inputs, path=tmp_path / "gpt2.onnx", cases=[], steps=2, quantize="int8").report
+    assert any(remark.startswith("lm_head.weight is in the file twice") for remark in report.remarks)
+    graph = onnx.load(tmp_path / "gpt2.onnx").graph
+    assert sum(node.op_type == "MatMulNBits" for node in graph.node) == 9
+    assert not [node.op_type for node in graph.node if node.op_type == "Gemm"]
+    assert "lm_head.weight" in {tensor.name for tensor in graph.initializer}
+    assert report.quality.divergence < 0.01
+
+
+def test_products_of_other_modules_are_compared_by_their_outputs(tmp_path):
+    """Without scores there is no perplexity; a matrix of less than a block stays as it is."""
+    import onnx
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 8)).eval()
+        x = torch.randn(5, 64)
+    report = export_onnx(module, (x,), path=tmp_path / "m.onnx", cases=[], quantize="int4").report
+    assert report.quality.perplexity_ratio is None
+    assert report.quality.agreement is None
+    assert 0.001 < report.quality.relative_difference < 0.3
+    graph = onnx.load(tmp_path / "m.onnx").graph
+    kinds = [node.op_type for node in graph.node if node.op_type in ("MatMulNBits", "Gemm", "MatMul")]
+    assert sorted(kinds) == ["Gemm", "MatMulNBits"]
+
+
+def test_quantised_weights_are_those_of_the_model_up_to_half_a_step(tmp_path):
+    """A step of 4 bits is a fifteenth of the range of 32 weights; the identity reads them out."""
+    import onnxruntime
+
+    linear = torch.nn.Linear(64, 40, bias=False)
+    x = torch.eye(64)
+    export_onnx(linear, (x,), path=tmp_path / "m.onnx", cases=[], quantize="int4", dynamic_shapes=None)
+    found = onnxruntime.InferenceSession(tmp_path / "m.onnx").run(None, {"input": x.numpy()})[0]
+    blocks = linear.weight.detach().reshape(40, 2, 32)
+    step = (blocks.amax(-1).clamp(min=0) - blocks.amin(-1).clamp(max=0)) / 15
+    apart = (torch.from_numpy(found).T.reshape(40, 2, 32) - blocks).abs()
+    assert bool(
+        (apart <= 1.01 * step[..., None]).all()
+    )  # a zero point is a whole number, so that an end may be a step off
+    assert float(apart.mean()) < 0.3 * float(step.mean())
+
+
+def test_what_cannot_be_quantised_is_refused_before_anything_is_traced(tmp_path, monkeypatch):
+    """Unknown types, no projections, a type without kernels, a text that is none."""
+    monkeypatch.setattr(torch.export, "export", None)
+    linear, x, path = torch.nn.Linear(64, 64), torch.ones(2, 64), tmp_path / "m.onnx"
+    with pytest.raises(InvalidArgumentError, match=r'quantize must be None, "int8", "int4" .*found \'int3\''):
+        export_onnx(linear, (x,), path=path, quantize="int3")
+    with pytest.raises(InvalidArgumentError, match="found the int 4"):
+        export_onnx(linear, (x,), path=path, quantize=4)
+    with pytest.raises(InvalidArgumentError, match=r"ReLU has none\. Leave quantize out"):
+        export_onnx(torch.nn.ReLU(), (x,), path=path, quantize="int4")
+    with pytest.raises(InvalidArgumentError, match=r"some of float64.*model\.float\(\)"):
+        export_onnx(torch.nn.Linear(64, 64).double(), (x.double(),), path=path, quantize="int4")
+    with pytest.raises(InvalidArgumentError, match="cannot read the text of tokens=, since Linear is not"):
+        export_onnx(linear, (x,), path=path, quantize=Quantization(tokens=torch.ones(2, 5, dtype=torch.int64)))
+    with pytest.raises(InvalidArgumentError, match="block_size must be one of 16, 32"):
+        Quantization(block_size=33)
+    with pytest.raises(InvalidArgumentError, match=r"must be a number above 1, found 0\.9"):
+        Quantization(perplexity_ratio=0.9)
+    with pytest.raises(InvalidArgumentError, match=r"found float32 of shape \(2, 5\)"):
+        Quantization(tokens=torch.ones(2, 5))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_of_another_vocabulary_is_refused(tmp_path):
+    """Before anything is traced: a token that the table of the model does not have."""
+    tokens = torch.full((1, 8), 259)
+    with pytest.raises(InvalidArgumentError, match="its vocabulary has 259 tokens, and the text has 259 to 259"):
+        _exported(tmp_path / "m.onnx", Quantization(tokens=tokens))
+
+
+def test_an_onnxruntime_without_the_operator_is_named(monkeypatch):
+    """What it says, and the line to type; without its quantizer as well."""
+    monkeypatch.setattr(quantizing, "_why_not_run", lambda bits: "MatMulNBits(-1) is not a registered function/op")
+    with pytest.raises(MissingDependencyError, match=r"MatMulNBits with 4 bits.*not a registered.*\n    pip install"):
+        export_onnx(torch.nn.Linear(64, 64), (torch.ones(2, 64),), quantize="int4")
+    monkeypatch.setitem(__import__("sys").modules, "onnxruntime.quantization", None)
+    quantizing._library.cache_clear()
+    try:
+        with pytest.raises(MissingDependencyError, match=r"cannot be imported(?s:.*)pip install --upgrade onnxruntime"):
+            export_onnx(torch.nn.Linear(64, 64), (torch.ones(2, 64),), quantize="int4")
+    finally:
+        quantizing._library.cache_clear()
+
+
+def test_the_quantizer_leaves_logging_as_it_is():
+    """Its module calls basicConfig when it is imported; an application's own handlers stay alone."""
+    import subprocess
+    import sys
+
+    code = (
+        "import logging; from yobx_flatten.export.quantization import Quantization; import numpy;"
+        "Quantization().quantize(numpy.ones((32, 32), numpy.float32));"
+        "assert logging.getLogger().handlers == [] and logging.getLogger().level == logging.WARNING"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert logging.getLogger("onnxruntime.quantization").level in (logging.NOTSET, logging.WARNING)
+
+
+def test_distances_are_those_that_are_written_out():
+    """Two rows of two scores, three of which differ: one of two tokens agrees; the divergence is its definition."""
+    expected = torch.tensor([[[2.0, 0.0], [0.0, 1.0]]])
+    found = torch.tensor([[[2.0, 1.0], [0.5, 0.25]]])
+    distance = Distance()
+    distance.add({"logits": expected}, {"logits": found})
+    quality = distance.quality(Quantization("int8"))
+    assert quality.max_difference == 1.0
+    assert quality.mean_difference == pytest.approx((1 + 0.5 + 0.75) / 4)
+    assert (quality.positions, quality.agreement) == (2, 0.5)
+    p, q = expected.softmax(-1), found.softmax(-1)
+    assert quality.divergence == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-5)
+    assert quality.perplexity_ratio == pytest.approx(2.718281828**quality.divergence, rel=1e-5)
+    assert not quality.ok
+
+
+def test_losses_are_of_the_next_token():
+    """A uniform distribution has the perplexity of its vocabulary."""
+    found = text_losses(torch.zeros(1, 4, 7), torch.tensor([[1, 2, 3, 4]]))
+    assert found["losses"].shape == (1, 3)
+    assert float(found["losses"].mean().exp()) == pytest.approx(7)
+
+
+def test_weights_without_kernels_are_refused_before_the_export(tmp_path, monkeypatch):
+    """bfloat16 on the CPU: the provider is asked once, with a small file, and the way out is named."""
+    monkeypatch.setattr(torch.export, "export", None)
+    assert has_kernels("float16")
+    assert not has_kernels("bfloat16")
+    module, x = torch.nn.Linear(3, 4).bfloat16(), torch.ones(2, 3, dtype=torch.bfloat16)
+    with pytest.raises(InvalidArgumentError, match=r'(?s)no kernels for weights of bfloat16.*proof="none"'):
+        export_onnx(module, (x,), path=tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_without_kernels_are_written_unproven(tmp_path):
+    """For another provider: the file has bfloat16, and the report states that nothing was run."""
+    import onnx
+
+    module, x = torch.nn.Linear(3, 4).bfloat16(), torch.ones(2, 3, dtype=torch.bfloat16)
+    report = export_onnx(module, (x,), path=tmp_path / "m.onnx", proof="none").report
+    assert "UNPROVEN" in str(report)
+    graph = onnx.load(tmp_path / "m.onnx").graph
+    assert {value.type.tensor_type.elem_type for value in graph.input} == {onnx.TensorProto.BFLOAT16}
+
+
+def test_weights_in_float16_are_quantised_with_scales_of_float16(tmp_path):
+    """The operator takes activations of that type."""
+    import onnx
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        linear, x = torch.nn.Linear(64, 64).half(), torch.randn(3, 64).half()
+    report = export_onnx(linear, (x,), path=tmp_path / "m.onnx", cases=[], quantize="int8").report
+    assert report.quality.relative_difference < 0.02
+    types = {tensor.data_type for tensor in onnx.load(tmp_path / "m.onnx").graph.initializer}
+    assert types == {onnx.TensorProto.FLOAT16, onnx.TensorProto.UINT8}
+    assert isinstance(report.quality.as_dict(), dict)
+    assert SimpleNamespace(**report.quality.as_dict()).ok

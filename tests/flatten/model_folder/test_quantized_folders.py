@@ -1,0 +1,98 @@
+"""A folder with weights in few bits: measured at the export, measured again from what it holds, and it generates."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from tests.flatten.export.trained_model import trained_model
+from yobx_flatten import InvalidArgumentError, OnnxGenerator, export_folder, verify_folder
+from yobx_flatten.model_folder.quality_text import python_text
+from yobx_flatten.model_folder.tiny_models import small_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The trained model in 4 bits."""
+    path = tmp_path_factory.mktemp("quantized") / "out"
+    done = export_folder(trained_model(), path, quantize="int4")
+    report = done.reports["model.onnx"]
+    assert report.quality.perplexity_ratio < 1.03
+    assert report.quality.text_tokens == 8 * 126  # of a row, one token is in the cache, and one more is only read
+    assert str(report.quality) in str(done)
+    return path
+
+
+def test_the_quality_is_measured_again_from_the_folder(folder):
+    """The manifest states it, and the stored cases give the same figures without the model."""
+    stored = json.loads((folder / "yobx_flatten.json").read_text(encoding="utf-8"))["quality"]["model.onnx"]
+    report = verify_folder(folder)
+    assert report.ok
+    assert [check.file for check in report.checks] == ["model.onnx", "generate"]
+    found = report.checks[0].quality
+    assert found.perplexity == pytest.approx(stored["perplexity"], rel=1e-6)
+    assert found.model_perplexity == pytest.approx(stored["model_perplexity"], rel=1e-6)
+    assert found.weights == stored["weights"] == "int4"
+
+
+def test_a_file_with_other_weights_fails(folder, tmp_path):
+    """A scale that is changed: the structure is right, and the perplexity is not."""
+    import onnx
+    from onnx import numpy_helper
+
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    model = onnx.load(broken / "model.onnx")
+    for tensor in model.graph.initializer:
+        if tensor.name.endswith("_scales"):
+            tensor.CopyFrom(numpy_helper.from_array(2 * numpy_helper.to_array(tensor), tensor.name))
+    onnx.save(model, broken / "model.onnx")
+    report = verify_folder(broken)
+    assert not report.checks[0].ok
+    assert report.checks[0].quality.perplexity_ratio > 1.1
+
+
+def test_the_folder_generates(folder):
+    """As its file does, token by token, when it is fed everything from the start."""
+    import onnxruntime
+
+    ids = torch.tensor([[108, 115, 104, 107, 106]])
+    sequence = OnnxGenerator(folder, threads=1).generate(ids, max_new_tokens=12)
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    feeds = {"input_ids": sequence[:, :-1].numpy(), "attention_mask": torch.ones_like(sequence[:, :-1]).numpy()}
+    for node in session.get_inputs():
+        if node.name.startswith("past_key_values"):
+            feeds[node.name] = torch.zeros(1, 2, 0, 32).numpy()
+        elif node.name == "position_ids":
+            feeds[node.name] = torch.arange(sequence.shape[1] - 1)[None].numpy()
+    scores = torch.from_numpy(session.run(["logits"], feeds)[0])[0, 4:]
+    chosen = scores.gather(1, sequence[0, 5:, None])[:, 0]
+    assert sequence.shape[1] == 17
+    assert bool((scores.amax(-1) - chosen < 0.05).all())  # activations of one call are rounded in blocks of their own
+
+
+def test_a_text_is_in_the_tokens_of_the_model(tmp_path):
+    """Rows of 128, or as many as the model has room for; none for a vocabulary that is too small."""
+    model = small_model("llama")
+    assert python_text(model, None, 8).shape == (8, 128)
+    model.config.max_position_embeddings = 40
+    text = python_text(model, None, 3)
+    assert text.shape == (3, 40)
+    assert bytes((text[0, :20] - 3).tolist()) == b'"""Text wrapping and'
+    model.config.vocab_size = 50
+    assert python_text(model, None, 3) is None
+    assert python_text(small_model("llama"), tmp_path, 3) is None  # no tokenizer there
+
+
+def test_programs_are_not_quantised(tmp_path):
+    """Before anything is exported, and with the argument to leave out."""
+    with pytest.raises(InvalidArgumentError, match=r"is for ONNX files; leave it out with to='program'"):
+        export_folder(small_model("llama"), tmp_path / "out", to="program", quantize="int4")
+    with pytest.raises(InvalidArgumentError, match="found 'int2'"):
+        export_folder(small_model("llama"), tmp_path / "out", quantize="int2")
+    assert list(tmp_path.iterdir()) == []

@@ -146,6 +146,7 @@ class UnprovenFile:
 
         weights = model.graph.initializers.values()
         if sum(value.const_value.nbytes for value in weights if value.const_value is not None) < LARGE:
+            onnx_ir.external_data.load_to_model(model)  # of a file whose weights were next to it
             onnx_ir.save(model, self.path)
         else:
             # an older onnx_ir, which has no such arguments, always aligns

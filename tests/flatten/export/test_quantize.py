@@ -150,6 +150,21 @@ def test_quantised_weights_are_those_of_the_model_up_to_half_a_step(tmp_path):
     assert float(apart.mean()) < 0.3 * float(step.mean())
 
 
+@pytest.mark.parametrize("large", [8000, 1])
+def test_weights_next_to_the_float_file_are_found_again(tmp_path, monkeypatch, large):
+    """Where the quantised ones are few enough to be in the file itself, and where they are not."""
+    monkeypatch.setattr("yobx_flatten.export.onnx_file.LARGE", large)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        linear, x = torch.nn.Linear(64, 64), torch.randn(3, 64)
+    report = export_onnx(linear, (x,), path=tmp_path / "m.onnx", cases=[], quantize="int8").report
+    assert report.quality.relative_difference < 0.02
+    second = tmp_path / "m.onnx.data"
+    assert second.exists() == (large == 1)
+    assert report.onnx_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} <= {"m.onnx", "m.onnx.data"}
+
+
 def test_what_cannot_be_quantised_is_refused_before_anything_is_traced(tmp_path, monkeypatch):
     """Unknown types, no projections, a type without kernels, a text that is none."""
     monkeypatch.setattr(torch.export, "export", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import pathlib
 from collections.abc import Iterable, Mapping
@@ -16,14 +15,13 @@ from ..dependencies import require
 from ..diagnose.compare import largest_difference
 from ..errors import InvalidArgumentError
 from ..huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
-from ..log import STEP
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
 from .example import Example, make_example
 from .kernels import check_kernels
-from .onnx_file import check_opset, convert, unproven_file
+from .onnx_attempts import write_proven
+from .onnx_file import check_opset, unproven_file
 from .onnx_quantized import quantize_file
-from .onnx_replay import replay_file
 from .program import ExportedModel, cases_of, finish, replay_program, traced_example
 from .proof import Proof, choose_proof
 from .quantization import Quantization, WeightBits, choose_quantization
@@ -35,8 +33,6 @@ from .traced import Traced
 from .undisturbed import seeded, undisturbed
 
 __all__ = ["export_onnx"]
-
-logger = logging.getLogger("yobx_flatten")
 
 
 def export_onnx(
@@ -71,7 +67,9 @@ def export_onnx(
         steps: see :func:`export_program`; 3 by default.
         tolerance: see :func:`export_program`; by default what the type of the weights explains: 1e-4, for float16 6e-2,
             for bfloat16 2e-1.
-        opset_version: as for ``torch.onnx.export``; ``None`` for the exporter's own choice.
+        opset_version: version of ONNX's operators; ``None``, the default, for the newest whose attention and
+            normalisation the installed onnxruntime computes right (23, found with a small model that is run once), and
+            for the exporter's own choice where the replay of such a file fails. The report names it.
         keep_failed: a folder for a file that failed its replay; ``None``, the default, removes such a file.
         counter_input: for a cache of which every layer slides: whether to add an input ``past_key_values.length``, as
             the program has. By default the file has the inputs that tools feed, ``attention_mask`` and ``position_ids``
@@ -137,14 +135,7 @@ def export_onnx(
                 decoder: Any = fed.module
                 example, chosen = fed, [Case(c.name, (), decoder.inputs(c.kwargs), c.steps) for c in chosen]
                 program = traced_example(example, report)
-            names = program.input_names, program.output_names
-            logger.info("converting %s to ONNX", type(example.module).__qualname__, extra=STEP)
-            with report.timed("convert"):
-                converted = convert(program.program, *names, opset_version, example.axis_names)
-            with report.timed("save"):
-                report.onnx_bytes = file.save(converted)
-            del converted
-            replay_file(file.path, example, program, chosen, report)
+            write_proven(file, example, program, chosen, report, opset_version)
             if report.ok and quantization is not None:
                 quantize_file(file, quantization, example, program, chosen, report)
             if report.ok:

@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from ..errors import FlattenError, InvalidArgumentError, ReplayError
 from ..messages import first_line
 from ..runners.onnx_session import open_session
+from .onnx_attention import fuse_attention
 from .onnx_axes import name_axes
 from .onnx_graph import repair_graph
 from .onnx_optimize import optimize_graph
@@ -65,6 +66,8 @@ def convert(
     output_names: Sequence[str],
     opset_version: int | None,
     axes: Mapping[tuple[str, int], str] | None = None,
+    *,
+    fuse: bool = False,
 ) -> torch.onnx.ONNXProgram:
     """Convert a program.
 
@@ -74,6 +77,8 @@ def convert(
         output_names: one for each output of the graph.
         opset_version: of ONNX; ``None`` for the exporter's own choice.
         axes: names of axes, by input and axis.
+        fuse: whether attention takes the cache itself, and is one operator where a model spells it out; not before
+            opset 23.
 
     Raises:
         InvalidArgumentError: when the exporter has no such opset, and would write another.
@@ -101,6 +106,8 @@ def convert(
         for value, name in zip(values, names, strict=True):
             value.name = name
     repair_graph(converted.model)
+    if fuse:
+        fuse_attention(converted.model)
     name_axes(converted.model, axes)
     return converted
 

@@ -3,6 +3,8 @@
 * A value inside may have the name that an output was given (an output called ``relu`` and a node of that name).
 * ``RotaryEmbedding`` of opset 23 is made of a pattern in which cosines of one row meet tokens of several. The operator
   takes as many rows of both, and onnxruntime refuses the others.
+* ``RMSNormalization`` of opset 23 is made of a pattern in which tokens of half precision meet weights of single
+  precision (Gemma). onnxruntime refuses two types.
 * The table of a tied head is transposed for its product. onnxruntime does that when it loads the file, in memory of its
   own: a second table. ``Gemm`` multiplies with the table as it is.
 """
@@ -22,7 +24,12 @@ def repair_graph(model: Any) -> None:
         model: an ``onnx_ir.Model``.
     """
     _name_apart(model.graph)
-    _as_many_rows(model.graph)
+    _one_type(model.graph)
+    if any(_rotates(node) for node in model.graph.all_nodes()):
+        import onnx_ir.passes.common as passes
+
+        passes.CommonSubexpressionEliminationPass()(model)  # every operator got cosines and sines of its own
+        _as_many_rows(model.graph)
     _without_transposed_tables(model.graph)
 
 
@@ -50,26 +57,53 @@ def _name_apart(graph: Any) -> None:
         value.name = name
 
 
-def _as_many_rows(graph: Any) -> None:
-    """Expand the cosines and sines of ``RotaryEmbedding`` to the rows of its tokens, where positions are no input."""
+def _one_type(graph: Any) -> None:
+    """Cast the tokens of ``RMSNormalization`` to the type of its weights, which is that of its output."""
     import onnx_ir as ir
 
     for node in list(graph.all_nodes()):
-        if node.op_type != "RotaryEmbedding" or node.domain not in ("", "ai.onnx"):
-            continue
-        if len(node.inputs) > 3 and node.inputs[3] is not None:
+        if node.op_type == "RMSNormalization" and node.domain in ("", "ai.onnx"):
+            tokens, weights = node.inputs
+            if None not in (tokens.dtype, weights.dtype) and tokens.dtype != weights.dtype:
+                cast = ir.node("Cast", [tokens], attributes={"to": int(weights.dtype)})
+                cast.outputs[0].dtype, cast.outputs[0].shape = weights.dtype, tokens.shape
+                node.graph.insert_before(node, cast)
+                node.replace_input_with(0, cast.outputs[0])
+
+
+def _rotates(node: Any) -> bool:
+    """Whether a node is a ``RotaryEmbedding`` whose cosines have rows, for want of positions as an input."""
+    if node.op_type != "RotaryEmbedding" or node.domain not in ("", "ai.onnx"):
+        return False
+    return len(node.inputs) < 4 or node.inputs[3] is None
+
+
+def _as_many_rows(graph: Any) -> None:
+    """Expand the cosines and sines of ``RotaryEmbedding`` to the rows of its tokens, once for all that have as many."""
+    import onnx_ir as ir
+
+    known: dict[tuple[Any, str], Any] = {}
+    for node in list(graph.all_nodes()):
+        if not _rotates(node):
             continue
         tokens = node.inputs[0]
+        count = None if tokens.shape is None else tokens.shape[0]
         for place in (1, 2):
             table = node.inputs[place]
-            if table.shape is not None and tokens.shape is not None and table.shape[0] == tokens.shape[0]:
+            if count is not None and table.shape is not None and table.shape[0] == count:
                 continue
-            rows = ir.node("Shape", [tokens], attributes={"start": 0, "end": 1})
-            rest = ir.node("Shape", [table], attributes={"start": 1})
-            shape = ir.node("Concat", [rows.outputs[0], rest.outputs[0]], attributes={"axis": 0})
-            expanded = ir.node("Expand", [table, shape.outputs[0]])
-            node.graph.insert_before(node, [rows, rest, shape, expanded])
-            node.replace_input_with(place, expanded.outputs[0])
+            size = str(count if isinstance(count, int) or count is None else count.value)
+            expanded = known.get((table, size))
+            if expanded is None or size == "None" or node.graph is not graph:
+                rows = ir.node("Shape", [tokens], attributes={"start": 0, "end": 1})
+                rest = ir.node("Shape", [table], attributes={"start": 1})
+                shape = ir.node("Concat", [rows.outputs[0], rest.outputs[0]], attributes={"axis": 0})
+                expand = ir.node("Expand", [table, shape.outputs[0]])
+                node.graph.insert_before(node, [rows, rest, shape, expand])
+                expanded = expand.outputs[0]
+                if node.graph is graph:
+                    known[table, size] = expanded
+            node.replace_input_with(place, expanded)
 
 
 def _without_transposed_tables(graph: Any) -> None:

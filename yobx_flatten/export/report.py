@@ -43,6 +43,8 @@ class ExportReport(Report):
         seconds: duration of each step, in seconds, by its name: ``"trace"`` (``torch.export``), ``"replay"`` (all calls
             of the module, the program and the file), and for an ONNX file ``"convert"`` and ``"load"``.
         onnx_bytes: size of the ONNX file and its external data, in bytes; ``None`` without one.
+        opset: version of ONNX's operators in the file; ``None`` without one.
+        operators: how often the file has each operator of attention and normalisation.
         cases: one result per case and runtime.
         tolerance: largest absolute difference allowed; 1e-4 by default.
         proof: what was replayed: ``"full"``, ``"sample"``, or ``"none"``.
@@ -63,6 +65,8 @@ class ExportReport(Report):
     output_names: list[str] = dataclasses.field(default_factory=list)
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     onnx_bytes: int | None = None
+    opset: int | None = None
+    operators: dict[str, int] = dataclasses.field(default_factory=dict)
     cases: list[CaseResult] = dataclasses.field(default_factory=list)
     tolerance: float = 1e-4
     proof: str = "full"
@@ -129,6 +133,9 @@ class ExportReport(Report):
         lines = [f"{self.module}: exported in {self.export_seconds:.1f} s{sizes}"]
         if self.proof == "none":
             lines.append(f"  {UNPROVEN}")
+        if self.opset is not None:
+            counts = [f"{count} {name}" for name, count in self.operators.items()]
+            lines.append(f"  opset {self.opset}" + (f": {', '.join(counts)}" if counts else ""))
         if self.cases:
             header = ["case", "runtime".ljust(12), "steps", "max difference", "worst output"]
             lines += table(

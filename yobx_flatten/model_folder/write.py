@@ -100,7 +100,7 @@ def export_folder(
         to: format of the files: ``"onnx"``, the default, for onnxruntime, or ``"program"`` for ``torch.export``.
         source: the folder the model is from, whose tokenizer and processor are copied. Without one the folder gets a
             tokenizer of bytes.
-        opset_version: version of ONNX's operators; ``None`` for the exporter's own choice.
+        opset_version: version of ONNX's operators; ``None``, the default, for what :func:`export_onnx` finds best.
         batch: a fixed batch size; ``None`` for any.
         overwrite: whether to replace the contents of ``folder``; ``False`` by default.
         proof: what is proven before the folder appears. ``"full"``: every file is replayed with the example and all

@@ -3,6 +3,8 @@
 * ``unsqueeze`` of complex numbers (rotary embeddings of Llama 4 and DeepSeek V2).
 * ``_is_all_true`` (the checks of ProphetNet).
 * ``sort(stable=True)`` (the blocks that Qwen 4 chooses).
+* ``scaled_dot_product_attention`` from opset 23 on, which the exporter refuses where one head of keys serves all
+  queries without saying so (Falcon), or with other than four axes.
 * ``erf_inv`` (``Normal.icdf``, Gemma 3n's sparse activations): a polynomial, exact to the last digits of float32.
 """
 
@@ -24,11 +26,13 @@ class Translation(NamedTuple):
         operator: of PyTorch.
         function: builds it from ONNX operators, called with the values of its arguments.
         is_complex: it is the operator's form for complex numbers, which ONNX holds as an axis of two more.
+        opset: the first version of ONNX's operators for which it is used; 18 by default.
     """
 
     operator: Any
     function: Callable[..., Any]
     is_complex: bool = False
+    opset: int = 18
 
 
 def add_translation(registry: Any, module: ModuleType, translation: Translation) -> None:
@@ -39,6 +43,8 @@ def add_translation(registry: Any, module: ModuleType, translation: Translation)
         module: the module that defines it.
         translation: what to add.
     """
+    if registry.opset_version < translation.opset:
+        return
     # `register_op` would ask the function for a signature, and say on the terminal that a plain function has none
     entry = module.OnnxDecompMeta(
         onnx_function=translation.function,
@@ -105,7 +111,41 @@ def _erf_inv(x: Any) -> Any:
     return op.CastLike(op.Where(op.Equal(op.Abs(given), number(1.0)), op.Mul(given, number(float("inf"))), found), x)
 
 
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    from onnxscript import opset23 as op
+
+    if dropout_p == 0 and _is_one_operator(query, key, value, enable_gqa):
+        return op.Attention(query, key, value, attn_mask, scale=scale, is_causal=int(is_causal))[0]
+    from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
+
+    return aten_scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _is_one_operator(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool:
+    """Whether ONNX's ``Attention`` takes these: four axes, one batch size, heads of keys that divide the others."""
+    shapes = [one.shape for one in (query, key, value)]
+    if any(shape is None or len(shape) != 4 for shape in shapes):
+        return False
+    rows, heads = ([shape[axis] for shape in shapes] for axis in (0, 1))
+    if rows[0] != rows[1] or rows[1] != rows[2] or not all(isinstance(count, int) for count in heads):
+        return False
+    one_for_each = heads[0] == heads[1] or heads[1] == 1  # a single head is broadcast, also where nobody says so
+    return heads[1] == heads[2] and heads[0] % heads[1] == 0 and (enable_gqa or one_for_each)
+
+
 TRANSLATIONS = (
+    Translation(torch.ops.aten.scaled_dot_product_attention.default, _attention, opset=23),
     Translation(torch.ops.aten.unsqueeze.default, _unsqueeze, is_complex=True),
     Translation(torch.ops.aten._is_all_true.default, _is_all_true),
     Translation(torch.ops.aten.sort.stable, _stable_sort),

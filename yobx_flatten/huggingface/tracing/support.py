@@ -3,7 +3,8 @@
 A trace follows one branch. transformers branches on the number of tokens seen (is the window full?), on mask lengths
 and on whether a mask can be left out; each would fix the example's case in the program. The versions put in place here
 compute the same values without a branch: of the layers (:mod:`.layers`), of the masks
-(:mod:`.masks`), and of some models (:mod:`.models`).
+(:mod:`.masks`), and of some models (:mod:`.models`). One computes the same values with less memory
+(:mod:`.attention`).
 
 The replacements are active during a trace only, for the thread that traces, and the originals are asked again for
 what they do not cover.
@@ -24,6 +25,7 @@ from ...registry.locking import LOCK
 from ...registry.patches import AttributePatch, TracePatch, tracing_here
 from ...trace.onnx_operators import Translation
 from ..loaded import subclasses_of
+from .attention import attention_replacements
 from .layers import layer_replacements
 from .masks import mask_replacements
 from .model_patches import upstream_replacements
@@ -142,6 +144,7 @@ def _replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Target, attribute and replacement, for what the installed and imported transformers has."""
     yield from layer_replacements()
     yield from mask_replacements()
+    yield from attention_replacements()
     yield from model_replacements()
     yield from upstream_replacements()  # last: where ours replace the same function, ours is in force
 

@@ -1,0 +1,212 @@
+"""Attention of exported files: one operator that takes the cache, with the numbers of the eager model."""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir
+import pytest
+import torch
+
+from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, export_onnx
+from yobx_flatten.export import onnx_attempts, onnx_opset
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+SLIDING = {"head_dim": 8, "sliding_window": 6}
+MIXED = {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
+OTHER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
+
+# class, configuration, options; all of them have two layers
+MODELS = {
+    "llama": ("Llama", SMALL),
+    "mistral, all layers slide": ("Mistral", {**SMALL, "sliding_window": 6}),
+    "gemma 2, soft cap": ("Gemma2", {**SMALL, **MIXED, "attn_logit_softcapping": 2.0}),
+    "qwen 3, norms of heads": ("Qwen3", {**SMALL, "head_dim": 8}),
+    "phi 3, one projection": ("Phi3", SMALL),
+    "llama, spelled out": ("Llama", {**SMALL, "attn_implementation": "eager"}),
+    "falcon, one key head": ("Falcon", OTHER),
+}
+
+
+def make(family, settings, seed=0):
+    torch.manual_seed(seed)
+    settings = dict(settings)
+    how = {name: settings.pop(name) for name in ("attn_implementation",) if name in settings}
+    config = getattr(transformers, f"{family}Config")(**settings)
+    return getattr(transformers, f"{family}ForCausalLM")._from_config(config, **how).eval()
+
+
+def decode(model):
+    return decode_inputs(model, DecodeSizes())
+
+
+def nodes_of(path, *types):
+    return [node for node in onnx.load(path, load_external_data=False).graph.node if node.op_type in types]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_is_one_operator_per_layer_that_takes_the_cache(name, tmp_path):
+    """Each layer is one ``Attention`` with past and present, and no softmax is left; replayed in other sizes."""
+    model = make(*MODELS[name])
+    report = export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx").report
+    attention = nodes_of(tmp_path / "model.onnx", "Attention", "Softmax")
+
+    assert report.opset == 23
+    assert report.operators["Attention"] == 2
+    assert [node.op_type for node in attention] == ["Attention", "Attention"]
+    assert all(node.input[4].startswith("past_key_values.") and len(node.output) == 3 for node in attention)
+    assert not [remark for remark in report.remarks if "left out:" in remark]
+    assert sum(case.runtime == "onnxruntime" for case in report.cases) >= 4
+
+
+def test_keys_have_the_heads_of_the_cache(tmp_path):
+    """Two heads of keys serve four of queries: nothing in the file has the keys of four."""
+    model = make("Llama", SMALL)
+    export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx")
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    shapes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in graph.value_info}
+
+    for node in nodes_of(tmp_path / "model.onnx", "Attention"):
+        assert [shapes[name][1] for name in node.input[:3]] == [4, 2, 2]
+
+
+def test_half_precision_has_the_same_operator(tmp_path):
+    """Weights of float16 come to the same two operators; the replay allows what half precision rounds."""
+    model = make("Gemma2", {**SMALL, **MIXED}).half()
+    report = export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx").report
+
+    assert (report.opset, report.operators["Attention"]) == (23, 2)
+
+
+def test_attention_sinks_stay_spelled_out(tmp_path):
+    """The operator has no sinks: gpt-oss keeps its softmax over one more column."""
+    model = make("GptOss", {**SMALL, **MIXED, "num_local_experts": 4, "num_experts_per_tok": 2})
+    report = export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx").report
+
+    assert "Attention" not in report.operators
+    assert report.operators["Softmax"] >= 2
+
+
+def test_an_opset_that_was_asked_for_is_written(tmp_path):
+    """``opset_version=18`` has no operator for attention, and none is put in its place."""
+    model = make("Llama", SMALL)
+    report = export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx", opset_version=18).report
+
+    assert report.opset == 18
+    assert report.operators == {"Softmax": 2}
+
+
+class Spelled(torch.nn.Module):
+    """Attention as models write it, with a soft cap and a mask; the scores are returned on request."""
+
+    def __init__(self, weights: bool = False):
+        super().__init__()
+        self.weights = weights
+
+    def forward(self, query, key, value, mask):
+        key, value = (x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(x.shape[0], 4, -1, 8) for x in (key, value))
+        scores = torch.tanh(query @ key.transpose(2, 3) * 0.25 / 3.0) * 3.0 + mask
+        scores = scores.softmax(-1, dtype=torch.float32)
+        return (scores @ value, scores) if self.weights else scores @ value
+
+
+def spelled_inputs():
+    torch.manual_seed(0)
+    query, key, value = (4 * torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
+    return query, key, value, torch.randn(2, 1, 5, 5)
+
+
+def test_attention_that_is_spelled_out_becomes_the_operator(tmp_path):
+    """Scale, soft cap, mask and repeated heads are found; the numbers are those of the module."""
+    report = export_onnx(Spelled(), spelled_inputs(), path=tmp_path / "model.onnx", dynamic_shapes=None).report
+    (node,) = nodes_of(tmp_path / "model.onnx", "Attention")
+    attributes = {attribute.name: attribute.f for attribute in node.attribute}
+
+    assert attributes == pytest.approx({"scale": 0.25, "softcap": 3.0})
+    assert not nodes_of(tmp_path / "model.onnx", "Softmax", "Expand", "Tanh")
+    assert report.max_difference < 1e-5
+
+
+def test_attention_whose_scores_are_returned_stays_as_it_is(tmp_path):
+    """The operator does not return what the softmax returns, so that a file with both keeps the softmax."""
+    report = export_onnx(Spelled(True), spelled_inputs(), path=tmp_path / "model.onnx", dynamic_shapes=None).report
+
+    assert report.operators == {"Softmax": 1}
+
+
+class MaskOfKeys(torch.nn.Module):
+    """The mask is made from the keys themselves: they are needed before the attention."""
+
+    def forward(self, query, key, value, past_key, past_value):
+        key, value = torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
+        mask = key.mean(dim=(1, 3))[:, None, None] > 0
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask), key
+
+
+def test_a_mask_made_of_the_keys_keeps_their_concatenation(tmp_path):
+    """An operator that returned the keys could not take a mask made of them; a row that sees nothing gets zeros."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 4, tokens, 8) for tokens in (3, 3, 3, 4, 4)]
+    inputs[1][0], inputs[3][0] = -1.0, -1.0  # no key of the first row is seen
+    report = export_onnx(MaskOfKeys(), tuple(inputs), path=tmp_path / "model.onnx", dynamic_shapes=None).report
+
+    assert report.operators == {"Attention": 1}
+    assert len(nodes_of(tmp_path / "model.onnx", "Attention")[0].output) == 1
+    assert report.max_difference < 1e-5
+
+
+def test_operators_whose_replay_fails_are_left_out_and_named(tmp_path, monkeypatch):
+    """A fusion that computes something else is not handed out: the plainer file is, and the report names the reason."""
+
+    def wrong(model):
+        for node in model.graph:
+            if node.op_type == "Attention":
+                node.attributes.add(onnx_ir.AttrFloat32("scale", 9.0))
+
+    monkeypatch.setattr("yobx_flatten.export.onnx_file.fuse_attention", wrong)
+    model = make("Llama", SMALL)
+    report = export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx").report
+
+    assert report.ok
+    assert "Attention" not in report.operators
+    (remark,) = [remark for remark in report.remarks if "was left out" in remark]
+    assert remark.startswith("opset 23, attention in one operator was left out: the example: it differs by")
+
+
+def test_a_module_that_is_wrong_in_every_opset_fails_once(tmp_path, monkeypatch):
+    """Where no attempt holds, the error reports the cases of the last one, and no file is left."""
+    monkeypatch.setattr(onnx_attempts, "attention_opset", lambda: 23)
+    with pytest.raises(ReplayError) as caught:
+        export_onnx(torch.nn.Linear(3, 2), (torch.ones(4, 3),), path=tmp_path / "a.onnx", tolerance=-1.0)
+
+    assert [case.runtime for case in caught.value.report.cases] == ["torch.export", "onnxruntime"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("difference", [1e-2, float("inf"), float("nan")])
+def test_an_onnxruntime_that_computes_attention_wrong_gets_the_exporters_choice(difference, monkeypatch):
+    """The probe decides by numbers; what it found is kept for the process."""
+    monkeypatch.setattr(onnx_opset, "_difference", lambda: difference)
+    onnx_opset.attention_opset.cache_clear()
+    try:
+        assert onnx_opset.attention_opset() is None
+    finally:
+        onnx_opset.attention_opset.cache_clear()
+
+
+def test_an_onnxruntime_without_the_operator_gets_the_exporters_choice(monkeypatch):
+    """An error of the probe is an answer."""
+
+    def fails():
+        raise RuntimeError("Opset 23 is under development and support for this is limited.")
+
+    monkeypatch.setattr(onnx_opset, "_difference", fails)
+    onnx_opset.attention_opset.cache_clear()
+    try:
+        assert onnx_opset.attention_opset() is None
+    finally:
+        onnx_opset.attention_opset.cache_clear()

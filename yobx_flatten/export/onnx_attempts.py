@@ -1,0 +1,93 @@
+"""Convert a program with the fastest operators of which the replay shows that onnxruntime computes them right."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+from ..log import STEP
+from ..messages import first_line
+from .example import Example
+from .onnx_attention import count_operators
+from .onnx_file import UnprovenFile, convert
+from .onnx_opset import ATTENTION_OPSET, attention_opset
+from .onnx_replay import replay_file
+from .replay import Case
+from .report import ExportReport
+from .traced import Traced
+
+__all__ = ["write_proven"]
+
+logger = logging.getLogger("yobx_flatten")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attempt:
+    """What is written.
+
+    Attributes:
+        opset: version of ONNX's operators; ``None`` for the exporter's own choice.
+        fuse: whether attention is one operator that takes the cache.
+    """
+
+    opset: int | None
+    fuse: bool
+
+    def __str__(self) -> str:
+        return f"opset {self.opset}, attention in one operator" if self.fuse else f"opset {self.opset}"
+
+
+def write_proven(
+    file: UnprovenFile,
+    example: Example,
+    traced: Traced,
+    cases: Sequence[Case],
+    report: ExportReport,
+    opset_version: int | None,
+) -> None:
+    """Convert a program and replay the file; where that fails, again with plainer operators. The block must be open.
+
+    Args:
+        file: where to write it.
+        example: what the program was traced from.
+        traced: the program.
+        cases: what to replay.
+        report: gets the results of the last attempt, the opset and the operators, and a note on what was left out.
+        opset_version: the opset to write; ``None`` for the newest that onnxruntime computes right.
+    """
+    attempts = _attempts(opset_version)
+    done, names = len(report.cases), (traced.input_names, traced.output_names)
+    for number, attempt in enumerate(attempts, 1):
+        last = number == len(attempts)
+        logger.info("converting %s to ONNX", type(example.module).__qualname__, extra=STEP)
+        try:
+            with report.timed("convert"):
+                converted = convert(traced.program, *names, attempt.opset, example.axis_names, fuse=attempt.fuse)
+            with report.timed("save"):
+                report.onnx_bytes = file.save(converted)
+        except Exception as error:  # whatever torch's exporter raises for an operator of that opset
+            if last:
+                raise
+            report.remark(f"{attempt} was left out: the conversion raised {type(error).__name__}: {first_line(error)}")
+            continue
+        report.opset = converted.model.opset_imports.get("")
+        report.operators = count_operators(converted.model.graph)
+        del converted
+        replay_file(file.path, example, traced, cases, report)
+        failed = [case for case in report.cases[done:] if not case.max_difference <= report.tolerance]
+        if not failed or last:
+            return
+        case = failed[0]
+        reason = case.error if case.error is not None else f"it differs by {case.max_difference:.1e}"
+        report.remark(f"{attempt} was left out: {case.case}: {reason}")
+        del report.cases[done:]
+
+
+def _attempts(opset_version: int | None) -> list[_Attempt]:
+    """What to try, the fastest first."""
+    if opset_version is not None:
+        fused = [_Attempt(opset_version, True)] if opset_version >= ATTENTION_OPSET else []
+        return [*fused, _Attempt(opset_version, False)]
+    newest = attention_opset()
+    return [*([] if newest is None else [_Attempt(newest, True)]), _Attempt(None, False)]

@@ -129,13 +129,14 @@ class ExportReport(Report):
         self.remarks += [text for text in texts if text not in self.remarks]
 
     def __str__(self) -> str:
-        sizes = f", ONNX in {self.onnx_seconds:.1f} s, {self.onnx_bytes / 1e6:.2f} MB" if self.onnx_bytes else ""
+        sizes = (
+            f", ONNX in {self.onnx_seconds:.1f} s, {self.onnx_bytes / 1e6:.2f} MB, opset {self.opset}"
+            if self.onnx_bytes
+            else ""
+        )
         lines = [f"{self.module}: exported in {self.export_seconds:.1f} s{sizes}"]
         if self.proof == "none":
             lines.append(f"  {UNPROVEN}")
-        if self.opset is not None:
-            counts = [f"{count} {name}" for name, count in self.operators.items()]
-            lines.append(f"  opset {self.opset}" + (f": {', '.join(counts)}" if counts else ""))
         if self.cases:
             header = ["case", "runtime".ljust(12), "steps", "max difference", "worst output"]
             lines += table(
@@ -143,6 +144,8 @@ class ExportReport(Report):
             )
         if self.quality is not None:
             lines.append(f"  {self.quality}")
+        if self.operators:
+            lines.append(f"  operators: {', '.join(f'{count} {name}' for name, count in self.operators.items())}")
         lines += [f"  note: {remark}" for remark in (*self.remarks, *_of_padding(self.cases))]
         steps = ", ".join(
             f"{step} {took:.1f} s (+{self.peak_growth.get(step, 0) / 1e6:.0f} MB)"

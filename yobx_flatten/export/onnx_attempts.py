@@ -22,6 +22,12 @@ __all__ = ["write_proven"]
 logger = logging.getLogger("yobx_flatten")
 
 
+_SEVERAL_ROWS = (
+    "GroupQueryAttention of onnxruntime takes several tokens after others for one row only: give several rows their "
+    "prompts at once, and then one token per call, as generation loops do."
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Attempt:
     """What is written.
@@ -29,12 +35,16 @@ class _Attempt:
     Attributes:
         opset: version of ONNX's operators; ``None`` for the exporter's own choice.
         fuse: whether attention is one operator that takes the cache.
+        share: whether it is that of onnxruntime.
     """
 
     opset: int | None
     fuse: bool
+    share: bool = False
 
     def __str__(self) -> str:
+        if self.share:
+            return f"opset {self.opset}, attention of onnxruntime"
         return f"opset {self.opset}, attention in one operator" if self.fuse else f"opset {self.opset}"
 
 
@@ -45,6 +55,8 @@ def write_proven(
     cases: Sequence[Case],
     report: ExportReport,
     opset_version: int | None,
+    *,
+    share: bool = False,
 ) -> None:
     """Convert a program and replay the file; where that fails, again with plainer operators. The block must be open.
 
@@ -55,15 +67,20 @@ def write_proven(
         cases: what to replay.
         report: gets the results of the last attempt, the opset and the operators, and a note on what was left out.
         opset_version: the opset to write; ``None`` for the newest that onnxruntime computes right.
+        share: whether to try attention of onnxruntime first, whose cache stays in one piece of memory.
     """
     attempts = _attempts(opset_version)
+    if share and attempts[0].fuse:
+        attempts.insert(0, dataclasses.replace(attempts[0], share=True))
     done, names = len(report.cases), (traced.input_names, traced.output_names)
     for number, attempt in enumerate(attempts, 1):
         last = number == len(attempts)
         logger.info("converting %s to ONNX", type(example.module).__qualname__, extra=STEP)
         try:
             with report.timed("convert"):
-                converted = convert(traced.program, *names, attempt.opset, example.axis_names, fuse=attempt.fuse)
+                converted = convert(
+                    traced.program, *names, attempt.opset, example.axis_names, fuse=attempt.fuse, share=attempt.share
+                )
             with report.timed("save"):
                 report.onnx_bytes = file.save(converted)
         except Exception as error:  # whatever torch's exporter raises for an operator of that opset
@@ -77,6 +94,8 @@ def write_proven(
         replay_file(file.path, example, traced, cases, report)
         failed = [case for case in report.cases[done:] if not case.max_difference <= report.tolerance]
         if not failed or last:
+            if "GroupQueryAttention" in report.operators:
+                report.remark(_SEVERAL_ROWS)
             return
         case = failed[0]
         reason = case.error if case.error is not None else f"it differs by {case.max_difference:.1e}"

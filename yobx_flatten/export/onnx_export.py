@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -50,6 +50,7 @@ def export_onnx(
     counter_input: bool = False,
     proof: Proof = "auto",
     quantize: WeightBits | Quantization | None = None,
+    optimize: Literal["onnxruntime"] | None = None,
 ) -> ExportedModel:
     """Export a module to an ONNX file and replay it in onnxruntime, as a loop over its own outputs.
 
@@ -80,6 +81,10 @@ def export_onnx(
             and a zero point each; a :class:`.quantization.Quantization` for other blocks, another threshold, or a text
             for the perplexity. The file is replayed in float first; then ``report.quality`` states how far the
             quantised one is from the model. ``None``, the default, stores all weights as they are.
+        optimize: ``"onnxruntime"`` for operators that only onnxruntime has: attention that writes into the memory of
+            the cache instead of copying it (:class:`OnnxGenerator` and onnxruntime-genai use it so), for every layer
+            whose cache holds all tokens. Several tokens after others are taken for one row only then. ``None``, the
+            default, for the operators of ONNX.
 
     Returns:
         The program, the path and a report.
@@ -103,6 +108,12 @@ def export_onnx(
     require("onnx", "onnxscript", "onnxruntime", purpose="export_onnx", extra="onnx")
     check_arguments(module, args, kwargs)
     cases = cases if cases is None else check_cases(cases)
+    if optimize not in (None, "onnxruntime"):
+        raise InvalidArgumentError(f'optimize must be "onnxruntime" or None, found {optimize!r}.')
+    if optimize is not None and quantize is not None:
+        raise InvalidArgumentError(
+            "quantize= is measured on files of ONNX's own operators: leave optimize= out with it."
+        )
     target = pathlib.Path(path)
     folder = None if keep_failed is None else pathlib.Path(keep_failed)
     if folder is not None and folder.absolute() == target.parent.absolute():
@@ -135,7 +146,7 @@ def export_onnx(
                 decoder: Any = fed.module
                 example, chosen = fed, [Case(c.name, (), decoder.inputs(c.kwargs), c.steps) for c in chosen]
                 program = traced_example(example, report)
-            write_proven(file, example, program, chosen, report, opset_version)
+            write_proven(file, example, program, chosen, report, opset_version, share=optimize is not None)
             if report.ok and quantization is not None:
                 quantize_file(file, quantization, example, program, chosen, report)
             if report.ok:

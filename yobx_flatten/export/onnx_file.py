@@ -24,6 +24,8 @@ from .onnx_attention import fuse_attention
 from .onnx_axes import name_axes
 from .onnx_graph import repair_graph
 from .onnx_optimize import optimize_graph
+from .onnx_projections import join_projections
+from .onnx_shared_cache import share_cache
 from .untranslated import decompose_untranslated
 
 __all__ = ["LARGE", "UnprovenFile", "check_opset", "convert", "unproven_file"]
@@ -68,6 +70,7 @@ def convert(
     axes: Mapping[tuple[str, int], str] | None = None,
     *,
     fuse: bool = False,
+    share: bool = False,
 ) -> torch.onnx.ONNXProgram:
     """Convert a program.
 
@@ -79,6 +82,7 @@ def convert(
         axes: names of axes, by input and axis.
         fuse: whether attention takes the cache itself, and is one operator where a model spells it out; not before
             opset 23.
+        share: whether attention is then that of onnxruntime, which writes into the memory of the cache.
 
     Raises:
         InvalidArgumentError: when the exporter has no such opset, and would write another.
@@ -108,6 +112,9 @@ def convert(
     repair_graph(converted.model)
     if fuse:
         fuse_attention(converted.model)
+    if share:
+        share_cache(converted.model)
+        join_projections(converted.model)
     name_axes(converted.model, axes)
     return converted
 

@@ -36,7 +36,7 @@ def attention_opset() -> int | None:
 
 
 def _difference() -> float:
-    """The largest difference between onnxruntime and PyTorch; infinite where one of them is no number."""
+    """The largest difference between onnxruntime and PyTorch; infinite where one of them is not a number."""
     import onnxruntime
 
     generator = torch.Generator().manual_seed(0)

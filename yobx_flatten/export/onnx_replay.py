@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import pathlib
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from .example import Example
 from .program import following
 from .replay import Case, CaseResult, replay
 from .report import ExportReport
+from .shared_replay import InSharedMemory, fitting
 from .sides import ByName
 from .traced import Traced
 
@@ -48,17 +50,22 @@ def replay_file(
     try:
         with report.timed("load"):
             options = session_options(pack=not has_mapped_weights(path))  # the module is in memory, too
-            runner = OnnxRunner(open_session(path, caller="export_onnx", options=options), path.name)
+            session = open_session(path, caller="export_onnx", options=options)
+            runner = OnnxRunner(session, path.name)
     except ReplayError as error:
         reason = _why_not_loaded(module, error.__cause__ or error)
         report.cases.append(CaseResult("(loading)", OnnxRunner.runtime, 0, {}, 0.0, reason))
         return
     types = zip(traced.output_names, traced.output_types, strict=True)
     pairs = [name for name, dtype in types if dtype is not None and dtype.is_complex]
-    side = ByName(runner, example.names, example.cache_is, pairs)
+    sides = [ByName(runner, example.names, example.cache_is, pairs)]
+    if runner.shared:
+        sides.append(ByName(InSharedMemory(session, path.name), example.names, example.cache_is, pairs))
+        rows = next(iter(runner.ports.values())).shape[0]
+        cases = [fitting(case, any_rows=rows is None) for case in cases]
     after = module.next_inputs if isinstance(module, SlidingDecoder) else following()
-    for case in cases:
-        logger.info("replaying %s with onnxruntime", case.name, extra=STEP)
+    for case, side in itertools.product(cases, sides):
+        logger.info("replaying %s with %s", case.name, side.runtime, extra=STEP)
         with report.timed("replay"):
             result = replay(side, module, case, after, taken=example.names, written=traced.written)
         report.cases.append(result)

@@ -20,7 +20,9 @@ __all__ = [
     "cache_name",
     "decode_inputs",
     "default_sizes",
+    "keeps_all",
     "next_inputs",
+    "slides",
     "why_not_resizable",
 ]
 
@@ -329,11 +331,31 @@ def _dynamic_cache(config: Any) -> Any:
     return DynamicCache(config=config) if takes_config else DynamicCache()
 
 
+def slides(config: Any) -> bool:
+    """Return whether a model of this configuration makes a cache of which a layer keeps the last tokens only.
+
+    Args:
+        config: of the decoder.
+    """
+    return any(getattr(layer, "is_sliding", False) for layer in _dynamic_cache(config).layers)
+
+
+def keeps_all(cache: Any) -> bool:
+    """Return whether every layer of a ``DynamicCache`` keeps all tokens.
+
+    Args:
+        cache: the cache, possibly without layers yet.
+    """
+    return all(type(layer).__name__ == "DynamicLayer" for layer in cache.layers)
+
+
 def _fresh_cache(model: Any, example: Any) -> Any:
     """An empty cache like the example's, where a model does not make such a one by itself; ``None`` lets it."""
     kind = type(example).__name__
     if kind == "QuantizedCache" and _is_fp8(example):
         return type(example)("fp8", model.config)
+    if kind == "DynamicCache" and keeps_all(example) and slides(model.config.get_text_config(decoder=True)):
+        return type(example)()
     if kind != "StaticCache":
         return None
     from transformers.cache_utils import StaticCache

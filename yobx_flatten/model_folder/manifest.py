@@ -31,6 +31,8 @@ class FolderManifest:
         proof: what was replayed before the folder appeared: ``"full"``, ``"sample"``, or ``"none"``: unproven.
         quality: for each file with quantised weights, how far it was from the model: the attributes of a
             :class:`.quality.Quality`.
+        cache: form of the cache of the file that generates: ``"growing"``, where each call returns a longer one, or
+            ``"shared"``, where calls may write into one piece of memory, layer by layer where the layers allow it.
     """
 
     model: str
@@ -43,6 +45,7 @@ class FolderManifest:
     versions: dict[str, str]
     proof: str = "full"  # folders of version 1 do not state it
     quality: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    cache: str = "growing"
 
 
 def write_manifest(folder: pathlib.Path, manifest: FolderManifest) -> None:

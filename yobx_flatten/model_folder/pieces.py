@@ -23,7 +23,7 @@ from ..aliases import TransformersModel
 from ..errors import GenerationError
 from ..export.replay import Case
 from ..huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
-from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes
+from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes, keeps_all, slides
 from ..huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
 from ..trees.shapes import dynamic_shapes
 
@@ -33,6 +33,7 @@ __all__ = [
     "decoder_pieces",
     "encoder_decoder_pieces",
     "images_for",
+    "keeps_more",
     "random_tokens",
     "vision_language_pieces",
 ]
@@ -60,12 +61,14 @@ class Piece:
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def decoder_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
+def decoder_pieces(model: TransformersModel, rows: int | None = None, *, whole_cache: bool = False) -> list[Piece]:
     """A model that reads tokens and goes on with them: one file, ``model``.
 
     Args:
         model: a causal model of transformers.
         rows: batch size of every example and case; ``None`` for several.
+        whole_cache: whether layers that slide keep all tokens in the cache, and leave those outside of their window
+            out by the mask; ``False`` by default.
 
     Returns:
         One file.
@@ -81,7 +84,11 @@ def decoder_pieces(model: TransformersModel, rows: int | None = None) -> list[Pi
             "do. Export its two calls yourself, and pass the first as prefill:\n"
             "    OnnxGenerator(path, prefill=first_path)"
         )
-    like = dict.fromkeys(names)
+    like: dict[str, Any] = dict.fromkeys(names)
+    if whole_cache and slides(model.config.get_text_config(decoder=True)):
+        from transformers.cache_utils import DynamicCache
+
+        like["past_key_values"] = DynamicCache()
     first, *others = [
         dataclasses.replace(sizes, batch=rows or sizes.batch) for sizes in (DecodeSizes(), *default_sizes(model)[0])
     ]
@@ -94,6 +101,18 @@ def decoder_pieces(model: TransformersModel, rows: int | None = None) -> list[Pi
         cases = [Case(case.name, (), decoder.inputs(case.kwargs)) for case in cases]
         return [Piece("model", decoder, decoder.inputs(example), cases, decoder.shapes(dynamic_shapes(example)))]
     return [Piece("model", model, example, cases)]
+
+
+def keeps_more(piece: Piece, model: TransformersModel) -> bool:
+    """Return whether the cache of a piece keeps tokens that the model's own would not.
+
+    Args:
+        piece: the file to be.
+        model: what it is of.
+    """
+    cache = piece.kwargs.get("past_key_values")
+    slid = type(cache).__name__ == "DynamicCache" and slides(model.config.get_text_config(decoder=True))
+    return slid and keeps_all(cache)
 
 
 # -- encoder and decoder ---------------------------------------------------------------------------------------------

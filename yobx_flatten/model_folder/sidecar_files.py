@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..aliases import TransformersModel
@@ -41,12 +41,16 @@ def write_companions(folder: pathlib.Path, model: TransformersModel, source: pat
                 shutil.copyfile(path, folder / path.name)
 
 
-def genai_config(model: TransformersModel, inputs: Sequence[str]) -> dict[str, Any] | None:
+def genai_config(
+    model: TransformersModel, inputs: Sequence[str], *, shared: Collection[str] = ()
+) -> dict[str, Any] | None:
     """Return the contents of ``genai_config.json``, which onnxruntime-genai reads.
 
     Args:
         model: a decoder of transformers.
         inputs: names of the inputs of ``model.onnx``.
+        shared: those whose memory may be that of an output; none by default. The library writes into one piece of
+            memory where these are all of the cache.
 
     Returns:
         ``None`` for a model that onnxruntime-genai 0.18 cannot run: it knows keys and values, and no other leaves; and
@@ -56,7 +60,8 @@ def genai_config(model: TransformersModel, inputs: Sequence[str]) -> dict[str, A
     layers = config.num_hidden_layers
     fed = {f"past_key_values.{index}.{part}" for index in range(layers) for part in ("key", "value")}
     plain = [name for name in ("input_ids", "attention_mask", "position_ids") if name in inputs]
-    if set(inputs) != fed | set(plain) or _slides(config):
+    one_memory = fed == set(shared)
+    if set(inputs) != fed | set(plain) or (_slides(config) and not one_memory):
         return None
     heads = config.num_attention_heads
     room = getattr(config, "max_position_embeddings", None) or 2048
@@ -68,8 +73,8 @@ def genai_config(model: TransformersModel, inputs: Sequence[str]) -> dict[str, A
         tokens["pad_token_id"] = first_end
     return {
         "model": {
-            # what decides how the library feeds a decoder; all of them with keys and values are fed alike
-            "type": "decoder" if config.model_type == "gpt2" else config.model_type.removesuffix("_text"),
+            # the library feeds all decoders with keys and values alike, and has no names for most of them
+            "type": "decoder",
             **{name: token for name, token in tokens.items() if token is not None},
             "context_length": room,
             "vocab_size": config.vocab_size,
@@ -97,7 +102,7 @@ def genai_config(model: TransformersModel, inputs: Sequence[str]) -> dict[str, A
             "do_sample": False,
             "num_beams": 1,
             "max_length": room,
-            "past_present_share_buffer": False,
+            "past_present_share_buffer": one_memory,
             "temperature": 1.0,
             "top_k": 1,
             "top_p": 1.0,

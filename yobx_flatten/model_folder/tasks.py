@@ -58,13 +58,16 @@ def task_of(model: TransformersModel) -> str:
     return next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), "feature-extraction")
 
 
-def pieces_for(model: TransformersModel, task: str, rows: int | None = None) -> tuple[str, list[Piece]]:
+def pieces_for(
+    model: TransformersModel, task: str, rows: int | None = None, *, whole_cache: bool = False
+) -> tuple[str, list[Piece]]:
     """Make the files to be of a model.
 
     Args:
         model: of transformers.
         task: one of :data:`TASKS`, or ``"auto"``.
         rows: of every example and case; ``None`` for several numbers of them.
+        whole_cache: see :func:`.decoder_pieces`; ``False`` by default.
 
     Returns:
         The task, and the pieces.
@@ -80,4 +83,6 @@ def pieces_for(model: TransformersModel, task: str, rows: int | None = None) -> 
         raise InvalidArgumentError(
             f"A {type(model).__qualname__} is for {found}, not for {wanted}. Leave the task out, or say {found}."
         )
+    if TASKS[wanted] is decoder_pieces:
+        return wanted, decoder_pieces(model, rows, whole_cache=whole_cache)
     return wanted, TASKS[wanted](model, rows)

@@ -21,11 +21,13 @@ from typing import Any, Literal
 import torch
 
 from ..aliases import TransformersModel
+from ..declare.scopes import register_flattening_functions
 from ..dependencies import is_installed, require
 from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
 from ..export.kernels import has_kernels
 from ..export.onnx_export import export_onnx
 from ..export.onnx_file import check_opset
+from ..export.onnx_shared_cache import shared_inputs
 from ..export.program import ExportedModel, export_program
 from ..export.proof import Proof, choose_proof, sampled
 from ..export.quality import SCORES, text_losses
@@ -33,12 +35,13 @@ from ..export.quantization import Quantization, WeightBits, choose_quantization,
 from ..export.replay import Case
 from ..export.report import TOLERANCES, ExportReport
 from ..export.room import check_room
+from ..export.shared_replay import fitting
 from ..export.text_cases import text_cases
 from ..log import STEP
 from ..storage.cases import save_case
 from ..trees.shapes import dynamic_shapes
 from .manifest import FolderManifest, write_manifest
-from .pieces import Piece
+from .pieces import Piece, keeps_more
 from .proofs import SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .quality_text import python_text
 from .sidecar_files import genai_config, write_companions, write_genai_config
@@ -87,6 +90,7 @@ def export_folder(
     overwrite: bool = False,
     proof: Proof = "auto",
     quantize: WeightBits | Quantization | None = None,
+    optimize: Literal["onnxruntime"] | None = None,
 ) -> ExportedFolder:
     """Export a model of transformers to a folder that generation tools open, and prove that it generates the same.
 
@@ -110,6 +114,8 @@ def export_folder(
         quantize: see :func:`export_onnx`. For a model that generates text the perplexity is measured on the source of
             modules of Python, in the tokens of the model; the folder keeps what the model made of it, and
             :func:`verify_folder` measures again.
+        optimize: ``"onnxruntime"`` for attention that writes into the memory of the cache instead of copying it, where
+            the model's layers allow it; see :func:`export_onnx`. ``None`` by default.
 
     Returns:
         The folder, with a report of every export and every replay.
@@ -150,22 +156,32 @@ def export_folder(
     quantization = choose_quantization(quantize, model, "export_folder")
     target = pathlib.Path(folder)
     check_target(target, overwrite)
+    if optimize not in (None, "onnxruntime") or (optimize is not None and to != "onnx"):
+        raise InvalidArgumentError(f'optimize must be None, or "onnxruntime" for to="onnx"; found {optimize!r}.')
     check_room(model, target, in_memory=0 if proof == "none" else 1)
     if to == "onnx":
         check_opset(opset_version)
-    task, pieces = pieces_for(model, task, batch)
+    task, pieces = pieces_for(model, task, batch, whole_cache=optimize is not None)
     if quantization is not None and quantization.tokens is None and task == "text-generation":
         rows = (8 if proof == "full" else 2) if batch is None else batch
         tokens = python_text(model, None if source is None else pathlib.Path(source), rows)
         quantization = dataclasses.replace(quantization, tokens=tokens)
     with _appears_when_done(target) as work:
         reports, cases = {}, {}
+        shared: list[str] = []
         for piece in pieces:
             name = piece.stem + _SUFFIXES[to]
             quantized = quantization if has_projections(piece.module) else None
-            how: dict[str, Any] = {"opset_version": opset_version, "quantize": quantized} if to == "onnx" else {}
-            how |= {"tolerance": TOLERANCES[dtype], "proof": proof}
+            how: dict[str, Any] = {"tolerance": TOLERANCES[dtype], "proof": proof}
+            if to == "onnx":
+                how |= {"opset_version": opset_version, "quantize": quantized, "optimize": optimize}
             reports[name] = _export(piece, work / name, batch, how).report
+            shared = [] if optimize is None else shared_inputs(work / name)
+            if shared:
+                piece = _fitting(piece, batch)
+            elif keeps_more(piece, model):
+                (piece,) = pieces_for(model, task, batch)[1]
+                reports[name] = _export(piece, work / name, batch, {**how, "optimize": None}).report
             if proof != "none":
                 cases[name] = _store_calls(piece, sampled(piece.cases) if proof == "sample" else piece.cases, work)
                 if quantized is not None and quantized.tokens is not None:
@@ -175,14 +191,16 @@ def export_folder(
             cases[""] = [_store_generation(model, task, batch, TOKENS if proof == "full" else SAMPLED_TOKENS, work)]
         write_companions(work, model, None if source is None else pathlib.Path(source))
         if task == "text-generation" and to == "onnx":
-            contents = genai_config(model, reports["model.onnx"].input_names)
+            contents = genai_config(model, reports["model.onnx"].input_names, shared=shared)
             if contents is not None:
                 write_genai_config(work, contents)
         versions = {name: importlib.metadata.version(name) for name in _LIBRARIES if is_installed(name)}
         names = [piece.stem + _SUFFIXES[to] for piece in pieces]
         name, tolerance = type(model).__qualname__, TOLERANCES[dtype]
+        cache = "shared" if shared else "growing"
         quality = {name: dataclasses.asdict(report.quality) for name, report in reports.items() if report.quality}
-        write_manifest(work, FolderManifest(name, task, to, dtype, tolerance, names, cases, versions, proof, quality))
+        described = (name, task, to, dtype, tolerance, names, cases, versions, proof, quality, cache)
+        write_manifest(work, FolderManifest(*described))
         verified = verify_folder(work)
         if not verified.ok and proof != "none":
             raise ReplayError(f"The exported {type(model).__qualname__} does not do what the model does.\n{verified}")
@@ -216,6 +234,14 @@ def _export(piece: Piece, path: pathlib.Path, batch: int | None, options: dict[s
     exported = export_program(piece.module, (), piece.kwargs, **how)
     exported.save(path)
     return exported
+
+
+def _fitting(piece: Piece, batch: int | None) -> Piece:
+    """The same piece, with calls to be stored that attention of onnxruntime takes."""
+    calls = (Case("", (), piece.kwargs), *piece.cases)
+    with register_flattening_functions(patch_transformers=True):
+        example, *others = [fitting(case, any_rows=batch is None) for case in calls]
+    return dataclasses.replace(piece, kwargs=example.kwargs, cases=others)
 
 
 def _with_fixed_batch(shapes: Any) -> Any:

@@ -4,6 +4,8 @@
 
     step 1   past (empty)  ──> session ──> present ──┐ an OrtValue: memory that onnxruntime owns
     step 2   past  <── the same OrtValue ────────────┘ ──> session ──> present ── ...
+
+Where a file says that memory of its inputs may be that of its outputs, the cache is an :class:`.BufferedCache`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 
 from ..errors import GenerationError, ReplayError
 from ..messages import first_line
+from .onnx_buffers import SHARED_CACHE, BufferedCache
 from .onnx_values import from_value, to_value, value_type
 from .ports import CacheSlot, Port, cache_slots, split_cache
 
@@ -27,6 +30,9 @@ class OnnxRunner:
     Args:
         session: an ``onnxruntime.InferenceSession``; see :func:`.onnx_session.open_session`.
         name: of the file, for messages.
+
+    Attributes:
+        shared: the inputs of the cache whose memory may be that of an output, and the names of these outputs.
     """
 
     runtime: ClassVar[str] = "onnxruntime"
@@ -41,6 +47,9 @@ class OnnxRunner:
         }
         self.outputs: Sequence[str] = [node.name for node in session.get_outputs()]
         self.slots: Sequence[CacheSlot] = cache_slots(self.ports.values())
+        shared = session.get_modelmeta().custom_metadata_map.get(SHARED_CACHE, "").split(",")
+        pairs = {slot.port.name: slot.present for slot in self.slots}
+        self.shared: Mapping[str, str] = {name: pairs[name] for name in shared if name in pairs}
         self._has_text = any(node.type == "tensor(string)" for node in (*nodes, *session.get_outputs()))
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,24 +70,37 @@ class OnnxRunner:
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Run one call of a loop; see :meth:`.runner.Runner.step`."""
         values = {name: to_value(name, self._kinds[name], tensor) for name, tensor in feeds.items()}
+        buffers = self._buffers(feeds, cache) if self.shared else None
         for slot in self.slots:
-            values[slot.port.name] = cache[slot.port.name]
+            if slot.port.name not in self.shared:
+                values[slot.port.name] = cache[slot.port.name]
         try:
-            found = self._call(values)
+            found = self._call(values, buffers)
         except Exception as error:  # onnxruntime has no base class for its errors
             raise GenerationError(f"{self.name} stopped: {first_line(error)}") from error
         outputs, following = split_cache(found, self.slots, cache)
+        if buffers is not None:
+            buffers.update(following)
+            following = buffers
         return {name: from_value(value) for name, value in outputs.items()}, following
 
-    def _call(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        binding = self._session.io_binding()
+    def _buffers(self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]) -> BufferedCache:
+        buffers = cache if isinstance(cache, BufferedCache) else BufferedCache(self._session, cache, self.shared)
+        tokens = feeds["input_ids"] if "input_ids" in feeds else feeds["inputs_embeds"]
+        buffers.reserve(feeds["attention_mask"].shape[1], tokens.shape[1])
+        return buffers
+
+    def _call(self, values: Mapping[str, Any], buffers: BufferedCache | None = None) -> dict[str, Any]:
+        binding = self._session.io_binding() if buffers is None else buffers.binding
+        kept = [] if buffers is None else list(buffers.presents.values())
+        made = [name for name in self.outputs if name not in kept]
         for name, value in values.items():
             binding.bind_ortvalue_input(name, value)
-        for name in self.outputs:
+        for name in made:
             # without a shape: onnxruntime takes new memory for it, and never that of an input
             binding.bind_output(name)
         self._session.run_with_iobinding(binding)
-        return dict(zip(self.outputs, binding.get_outputs(), strict=True))
+        return dict(zip([*kept, *made], binding.get_outputs(), strict=True))  # in the order in which they were bound
 
     def _call_with_text(self, values: Mapping[str, Any]) -> dict[str, Any]:
         # no OrtValue holds text; `run` takes arrays and OrtValues and returns arrays

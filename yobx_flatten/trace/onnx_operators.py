@@ -140,7 +140,7 @@ def _is_one_operator(query: Any, key: Any, value: Any, enable_gqa: bool) -> bool
     rows, heads = ([shape[axis] for shape in shapes] for axis in (0, 1))
     if rows[0] != rows[1] or rows[1] != rows[2] or not all(isinstance(count, int) for count in heads):
         return False
-    one_for_each = heads[0] == heads[1] or heads[1] == 1  # a single head is broadcast, also where nobody says so
+    one_for_each = heads[0] == heads[1] or heads[1] == 1  # a single head is broadcast, whatever enable_gqa is
     return heads[1] == heads[2] and heads[0] % heads[1] == 0 and (enable_gqa or one_for_each)
 
 

@@ -24,15 +24,15 @@ def saved(name: str) -> tuple[Any, pathlib.Path]:
     return model, folder
 
 
-def exported(name: str, to: str = "onnx") -> tuple[Any, pathlib.Path]:
+def exported(name: str, to: str = "onnx", optimize: str | None = None) -> tuple[Any, pathlib.Path]:
     """Return a small model and its exported folder."""
-    return _exported(name, to)
+    return _exported(name, to, optimize)
 
 
 @functools.cache
-def _exported(name: str, to: str) -> tuple[Any, pathlib.Path]:
+def _exported(name: str, to: str, optimize: str | None) -> tuple[Any, pathlib.Path]:
     model, _ = saved(name)
-    folder = pathlib.Path(_ROOT.name) / f"{name}-{to}"
+    folder = pathlib.Path(_ROOT.name) / f"{name}-{to}-{optimize}"
     with torch.no_grad():
-        export_folder(model, folder, to=to)
+        export_folder(model, folder, to=to, optimize=optimize)
     return model, folder

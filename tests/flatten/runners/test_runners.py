@@ -126,7 +126,7 @@ def test_a_session_gets_the_caller_s_options_and_providers(files):
 def test_a_report_states_the_seconds_of_each_step(tmp_path):
     """Of a file: trace, convert, load and replay. None of them is nothing, and what is added up is one entry."""
     report = export_onnx(torch.nn.Linear(3, 2), (torch.ones(2, 3),), path=tmp_path / "a.onnx", cases=[]).report
-    assert sorted(report.seconds) == ["convert", "load", "replay", "trace"]
+    assert sorted(report.seconds) == ["convert", "load", "replay", "save", "trace"]
     assert min(report.seconds.values()) > 0
     assert report.export_seconds == report.seconds["trace"]
     assert report.onnx_seconds == report.seconds["convert"]

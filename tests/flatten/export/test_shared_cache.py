@@ -1,0 +1,121 @@
+"""A cache in one piece of memory: the file for it, its proof, and the steps of a loop that write into it."""
+
+import onnx
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from yobx_flatten import DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx
+from yobx_flatten.export.replay import Case
+from yobx_flatten.export.shared_replay import fitting
+from yobx_flatten.model_folder.tiny_models import small_model
+from yobx_flatten.runners import onnx_buffers
+from yobx_flatten.runners.open import open_runner
+
+NAMES = [f"past_key_values.{layer}.{part}" for layer in range(2) for part in ("key", "value")]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A model, its file, and the report."""
+    model, path = small_model("llama"), tmp_path_factory.mktemp("shared") / "model.onnx"
+    return model, path, export_onnx(model, (), decode_inputs(model, DecodeSizes()), path, optimize="onnxruntime").report
+
+
+def test_each_layer_has_the_attention_of_onnxruntime_and_one_product_before_it(llama):
+    """Three products of queries, keys and values are one; four others of a layer stay, and the head."""
+    _, path, report = llama
+    assert report.operators["GroupQueryAttention"] == 2
+    nodes = [node.op_type for node in onnx.load(path).graph.node]
+    assert nodes.count("MatMul") + nodes.count("Gemm") == 2 * 5 + 1
+    assert "Attention" not in nodes
+
+
+def test_it_is_replayed_in_both_forms(llama):
+    """With a cache that grows, and in memory for more tokens than there are; several tokens for one row."""
+    _, _, report = llama
+    assert report.ok
+    runtimes = [case.runtime for case in report.cases]
+    assert runtimes.count("onnxruntime") == runtimes.count("onnxruntime, shared cache") == 4
+    assert "the example, one row" in [case.case for case in report.cases]
+    assert any("for one row only" in remark for remark in report.remarks)
+
+
+def test_steps_write_into_the_same_memory(llama, monkeypatch):
+    """Eleven tokens in memory for sixteen, which then becomes twice as large; the model's own scores throughout."""
+    monkeypatch.setattr(onnx_buffers, "_LEAST", 16)
+    model, path, _ = llama
+    runner = open_runner(path)
+    tokens = torch.randint(4, 259, (3, 20), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    cache = runner.cache({name: torch.zeros(3, 2, 0, 16) for name in NAMES})
+    past, places = None, []
+    for start, end in ((0, 5), *((place, place + 1) for place in range(5, 20))):
+        feeds = {"input_ids": tokens[:, start:end], "attention_mask": mask[:, :end]}
+        found, cache = runner.step(feeds, cache)
+        with torch.no_grad():
+            wanted = model(**feeds, past_key_values=past, use_cache=True)
+        past = wanted.past_key_values
+        torch.testing.assert_close(found["logits"][:, -1], wanted.logits[:, -1], atol=1e-4, rtol=0)
+        places.append((cache.capacity, *(cache[name].data_ptr() for name in NAMES)))
+    assert [capacity for capacity, *_ in places] == [16] * 12 + [34] * 4
+    assert len(set(places)) == 2
+
+
+def test_a_cache_of_another_file_is_taken_over(llama):
+    """One that was filled elsewhere, as by a file for the first call."""
+    model, path, _ = llama
+    runner = open_runner(path)
+    inputs = decode_inputs(model, DecodeSizes(batch=2, past=6, new=1))
+    layers = inputs["past_key_values"].layers
+    leaves = [leaf.clone() for layer in layers for leaf in (layer.keys, layer.values)]
+    feeds = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    found, _ = runner.step(feeds, runner.cache(dict(zip(NAMES, leaves, strict=True))))
+    with torch.no_grad():
+        wanted = model(**inputs).logits
+    torch.testing.assert_close(found["logits"], wanted, atol=1e-4, rtol=0)
+
+
+def test_calls_that_the_operator_refuses_are_replayed_as_it_takes_them():
+    """Several tokens after others: of one row, or one token where the number of rows is fixed."""
+    tokens, mask = torch.ones(2, 3).long(), torch.ones(2, 8).long()
+    after = Case("a", (), {"input_ids": tokens, "attention_mask": mask}, steps=3)
+    assert fitting(after).kwargs["input_ids"].shape == (1, 3)
+    assert fitting(after).kwargs["attention_mask"].shape == (1, 8)
+    one = fitting(after, any_rows=False)
+    assert (one.kwargs["input_ids"].shape, one.kwargs["attention_mask"].shape) == ((2, 1), (2, 6))
+    prompt = Case("b", (), {"input_ids": tokens, "attention_mask": torch.ones(2, 3).long()}, steps=3)
+    assert fitting(prompt).steps == 1
+    assert fitting(prompt).kwargs["input_ids"].shape == (2, 3)
+    single = Case("c", (), {"input_ids": tokens[:, :1], "attention_mask": mask}, steps=3)
+    assert fitting(single) is single
+
+
+@pytest.mark.slow
+def test_layers_that_slide_keep_their_cache_and_the_others_share(tmp_path):
+    """Exported with the cache that the model makes: of two layers, the one that keeps all tokens."""
+    model = small_model("gemma3_text")
+    export_onnx(model, (), decode_inputs(model, DecodeSizes()), tmp_path / "a.onnx", optimize="onnxruntime")
+    kinds = model.config.layer_types
+    assert list(open_runner(tmp_path / "a.onnx").shared) == [
+        f"past_key_values.{layer}.{part}"
+        for layer, kind in enumerate(kinds)
+        if kind == "full_attention"
+        for part in ("key", "value")
+    ]
+
+
+def test_a_model_without_attention_stays_as_it_is(tmp_path):
+    """There is nothing to replace, and the file is proven as any other."""
+    report = export_onnx(torch.nn.Linear(3, 2), (torch.ones(2, 3),), path=tmp_path / "a.onnx", optimize="onnxruntime")
+    assert report.report.operators == {}
+
+
+def test_there_is_one_runtime_to_optimize_for(tmp_path):
+    """Nothing is traced for another."""
+    with pytest.raises(InvalidArgumentError, match='optimize must be "onnxruntime" or None'):
+        export_onnx(torch.nn.Linear(3, 2), (torch.ones(2, 3),), path=tmp_path / "a.onnx", optimize="tensorrt")

@@ -1,0 +1,237 @@
+"""A cache in memory that one call after the other writes into, where onnxruntime's own attention can do it.
+
+.. code-block:: text
+
+    past (1, 2, 1024, 64), 7 tokens seen ──> GroupQueryAttention ──> present: the same memory, 8 tokens seen
+
+``GroupQueryAttention`` of onnxruntime writes the new keys and values after those that were seen, and copies nothing, if
+a past and its present are bound to the same memory. The number of tokens seen is then no longer the length of the past,
+so a file reads it from the length of its mask. The same file takes a cache that grows.
+
+A layer whose cache holds other tokens than those of the mask (one that slides) stays as it is. The operator takes
+several tokens after others for one row only: for several rows, the prompt is read at once, and then token by token.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..runners.onnx_buffers import SHARED_CACHE
+
+__all__ = ["share_cache", "shared_inputs"]
+
+_SWAP = (0, 2, 1, 3)  # (batch, tokens, heads, size) to (batch, heads, tokens, size), and back
+_LOWEST = {1: -3.4028234663852886e38, 10: -65504.0}  # by ONNX's number of the type: float32, float16
+
+
+def share_cache(model: Any) -> bool:
+    """Replace ``Attention`` that takes and returns a cache by ``GroupQueryAttention``, in place.
+
+    Args:
+        model: an ``onnx_ir.Model`` of opset 23.
+
+    Returns:
+        Whether there was any such attention.
+    """
+    import onnx_ir.passes.common as passes
+
+    graph = model.graph
+    inputs = {value.name: value for value in graph.inputs}
+    tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs), None)
+    mask = inputs.get("attention_mask")
+    if tokens is None or mask is None or mask.shape is None or len(mask.shape) != 2:
+        return False
+    nodes = [node for node in graph if _is_shareable(node)]
+    if not nodes:
+        return False
+    lengths = _Lengths(graph, tokens, mask)
+    pasts = [past for node in nodes for past in node.inputs[4:6]]
+    for node in nodes:
+        _replace(node, lengths)
+    for past in pasts:
+        for reader in {reader for reader, _ in past.uses() if reader.op_type == "Shape"}:
+            if _axes(reader) == (2, 3):
+                reader.outputs[0].replace_all_uses_with(lengths.past)
+    graph.sort()
+    passes.RemoveUnusedNodesPass()(model)
+    model.opset_imports["com.microsoft"] = 1
+    model.metadata_props[SHARED_CACHE] = ",".join(past.name for past in pasts)
+    return True
+
+
+def shared_inputs(path: str | os.PathLike[str]) -> list[str]:
+    """Return the names of a file's inputs whose memory may be that of an output.
+
+    Args:
+        path: an ONNX file.
+    """
+    import onnx
+
+    properties = onnx.load(path, load_external_data=False).metadata_props
+    return next((entry.value.split(",") for entry in properties if entry.key == SHARED_CACHE), [])
+
+
+def _is_shareable(node: Any) -> bool:
+    """Whether an attention's cache is that of the file as it is, and read by nothing else than this attention."""
+    if node.op_type != "Attention" or node.domain != "" or len(node.inputs) != 6 or len(node.outputs) != 3:
+        return False
+    query, key, value, mask, past_key, past_value = node.inputs
+    if mask is None or past_key is None or past_value is None or mask.dtype not in (9, query.dtype):
+        return False
+    if query.dtype not in _LOWEST or any(_heads(one) is None for one in (query, key, value)):
+        return False
+    if _heads(key) != _heads(value) or _heads(query)[1] != _heads(key)[1]:  # type: ignore[index] # tested above
+        return False
+    if any(_attribute(node, name, 0) for name in ("is_causal", "qk_matmul_output_mode")):
+        return False
+    for past, present in zip((past_key, past_value), node.outputs[1:], strict=True):
+        if not past.is_graph_input() or not present.is_graph_output() or list(present.uses()):
+            return False
+        for reader, _ in past.uses():
+            if reader is not node and (reader.op_type != "Shape" or _axes(reader) not in ((0, 1), (1, 2), (2, 3))):
+                return False
+    return True
+
+
+def _heads(value: Any) -> tuple[int, int] | None:
+    """Number and size of the heads of (batch, heads, tokens, size)."""
+    if value is None or value.shape is None or len(value.shape) != 4:
+        return None
+    heads, size = value.shape[1], value.shape[3]
+    return (heads, size) if isinstance(heads, int) and isinstance(size, int) else None
+
+
+class _Lengths:
+    """What the operators of all layers take: the number of tokens, and masks as numbers that are added."""
+
+    def __init__(self, graph: Any, tokens: Any, mask: Any) -> None:
+        self.graph = graph
+        self.biases: dict[Any, Any] = {}
+        batch = self.make("Shape", tokens, start=0, end=1)
+        new, total = self.make("Shape", tokens, start=1, end=2), self.make("Shape", mask, start=1, end=2)
+        self.past = self.make("Sub", total, new)
+        last = self.make("Cast", self.make("Sub", total, self.constant([1])), to=6)
+        self.last = self.make("Expand", last, batch)  # place of each row's last token
+        self.total = self.make("Squeeze", self.make("Cast", total, to=6))
+
+    def make(self, op_type: str, *inputs: Any, **attributes: Any) -> Any:
+        """Add an operator; return its output."""
+        import onnx_ir as ir
+
+        node = ir.node(op_type, inputs, attributes)
+        self.graph.append(node)
+        return node.outputs[0]
+
+    def constant(self, numbers: list[int]) -> Any:
+        """Return a constant of integers."""
+        return self.make("Constant", value_ints=numbers)
+
+    def bias(self, mask: Any, dtype: Any) -> Any:
+        """Return a mask as numbers that are added to the scores."""
+        import onnx_ir as ir
+
+        if mask.dtype == dtype:
+            return mask
+        if mask not in self.biases:
+            numbers = [self.make("Constant", value=_scalar(number, dtype)) for number in (0.0, _LOWEST[dtype])]
+            bias = self.make("Where", mask, *numbers)
+            bias.dtype, bias.shape = dtype, ir.Shape(mask.shape)
+            self.biases[mask] = bias
+        return self.biases[mask]
+
+
+def _scalar(number: float, dtype: Any) -> Any:
+    import numpy
+    import onnx_ir as ir
+
+    return ir.tensor(numpy.array(number, dtype.numpy()))
+
+
+def _replace(node: Any, lengths: _Lengths) -> None:
+    """Put the other operator in the place of an attention, with tokens before heads."""
+    import onnx_ir as ir
+
+    query, key, value, mask, *pasts = node.inputs
+    heads, size = _heads(query)  # type: ignore[misc] # that of an attention that is shareable
+    settings: Mapping[str, Any] = {
+        "num_heads": heads,
+        "kv_num_heads": _heads(key)[0],  # type: ignore[index]
+        "scale": _attribute(node, "scale", 0.0) or size**-0.5,
+        "softcap": _attribute(node, "softcap", 0.0),
+    }
+    taken = [_tokens_first(one, lengths) for one in (query, key, value)]
+    taken += [*pasts, lengths.last, lengths.total, None, None, None, lengths.bias(mask, query.dtype)]
+    new = ir.node("GroupQueryAttention", taken, settings, domain="com.microsoft", num_outputs=3, name=node.name)
+    lengths.graph.insert_before(node, new)
+    new.outputs[0].dtype = query.dtype
+    _heads_first(node.outputs[0], new.outputs[0], heads, size, lengths)
+    for old, present in zip(node.outputs[1:], new.outputs[1:], strict=True):
+        present.shape, present.type, name = old.shape, old.type, old.name
+        old.replace_all_uses_with(present, replace_graph_outputs=True)
+        old.name, present.name = f"{name}_before", name
+
+
+def _tokens_first(value: Any, lengths: _Lengths) -> Any:
+    """(batch, heads, tokens, size) as (batch, tokens, heads * size), the way they came if they came so."""
+    node = value.producer()
+    if node is not None and node.op_type == "RotaryEmbedding" and node.domain == "" and not node.inputs[3:]:
+        before = _unswapped(node.inputs[0])
+        if before is not None and len(list(value.uses())) == 1:
+            heads, _ = _heads(value)  # type: ignore[misc]
+            settings = {**{one.name: one.value for one in node.attributes.values()}, "num_heads": heads}
+            return lengths.make("RotaryEmbedding", before, *node.inputs[1:], **settings)
+    before = _unswapped(value)
+    if before is not None:
+        return before
+    swapped = lengths.make("Transpose", value, perm=_SWAP)
+    return lengths.make("Reshape", swapped, lengths.constant([0, 0, -1]))
+
+
+def _unswapped(value: Any) -> Any | None:
+    """What ``value`` was before its heads were told apart, (batch, tokens, heads * size)."""
+    swap = value.producer()
+    if swap is None or swap.op_type != "Transpose" or tuple(_attribute(swap, "perm", ())) != _SWAP:
+        return None
+    split = swap.inputs[0].producer()
+    if split is None or split.op_type != "Reshape" or split.inputs[0].shape is None:
+        return None
+    flat, (heads, size) = split.inputs[0], _heads(value) or (0, 0)
+    return flat if len(flat.shape) == 3 and flat.shape[2] == heads * size else None
+
+
+def _heads_first(old: Any, new: Any, heads: int, size: int, lengths: _Lengths) -> None:
+    """Let the readers of (batch, heads, tokens, size) read (batch, tokens, heads * size)."""
+    place = old
+    while (reader := _only_reader(place)) is not None:
+        found = reader.outputs[0]
+        if reader.op_type == "Reshape" and found.shape is not None and found.shape == place.shape:
+            place = found
+            continue
+        if reader.op_type == "Transpose" and tuple(_attribute(reader, "perm", ())) == _SWAP:
+            joined = _only_reader(found)
+            flat = None if joined is None or joined.op_type != "Reshape" else joined.outputs[0]
+            if flat is not None and flat.shape is not None and list(flat.shape)[2:] == [heads * size]:
+                new.shape = flat.shape
+                flat.replace_all_uses_with(new)
+                return
+        break
+    split = lengths.make("Reshape", new, lengths.constant([0, 0, heads, size]))
+    swapped = lengths.make("Transpose", split, perm=_SWAP)
+    swapped.shape, swapped.type = old.shape, old.type
+    old.replace_all_uses_with(swapped)
+
+
+def _only_reader(value: Any) -> Any | None:
+    uses = list(value.uses())
+    return uses[0][0] if len(uses) == 1 and uses[0][1] == 0 and not value.is_graph_output() else None
+
+
+def _axes(shape: Any) -> tuple[int, int]:
+    return _attribute(shape, "start", 0), _attribute(shape, "end", 4)
+
+
+def _attribute(node: Any, name: str, default: Any) -> Any:
+    found = node.attributes.get(name)
+    return default if found is None else found.value

@@ -1,0 +1,360 @@
+"""A language model's ONNX file by several exporters: the cost of making it, and of each token that it decodes.
+
+Every file is made in a process of its own, from the same folder of weights. Then one process with one thread opens all
+of them in onnxruntime and runs them by turns, next to the eager model and ``torch.compile`` with a static cache. The
+clock is that of the processor: it does not count what other programs took. Each number is the least of all rounds.
+
+What is not installed in this environment is brought by another one: optimum needs an older transformers.
+
+    python benchmarks/bench_export.py --genai /path/to/python --optimum /path/to/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+SIZES = {
+    "135M": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49152,
+    },
+    "2M": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 4096,
+    },
+}
+FAMILIES = ("llama", "mistral", "qwen3", "gemma3_text")
+STEPS, PREFILL_AFTER, PREFILL = 4, 16, 256
+
+OURS = """
+import sys, transformers, yobx_flatten
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+yobx_flatten.export_folder(model, sys.argv[2], source=sys.argv[1], {options})
+"""
+OPTIMUM = """
+import sys
+from optimum.exporters.onnx import main_export
+main_export(sys.argv[1], sys.argv[2], task="text-generation-with-past")
+"""
+GENAI = """
+import runpy, sys
+sys.argv[1:] = ["-i", sys.argv[1], "-o", sys.argv[2], "-p", "fp32", "-e", "cpu", "-c", sys.argv[2] + "-cache"]
+runpy.run_module("onnxruntime_genai.models.builder", run_name="__main__")
+"""
+
+
+def save_model(family: str, size: str, layers: int | None, folder: pathlib.Path) -> int:
+    """Save a model with random weights and a fast tokenizer; return the bytes of its weights."""
+    import torch
+    import transformers
+
+    sizes = {**SIZES[size], "max_position_embeddings": 8192, "tie_word_embeddings": True}
+    if layers:
+        sizes["num_hidden_layers"] = layers
+    if family in ("mistral", "gemma3_text"):
+        sizes["sliding_window"] = 1024
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(folder)
+    _tokenizer(sizes["vocab_size"]).save_pretrained(folder)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _tokenizer(words: int) -> Any:
+    # the builders copy a tokenizer next to the file, and stop without one
+    import tokenizers
+    import transformers
+
+    names = ["<s>", "</s>", "<unk>", *(f"w{number}" for number in range(words - 3))]
+    model = tokenizers.models.WordLevel({name: number for number, name in enumerate(names)}, "<unk>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(model), bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def make(python: str, program: str, source: pathlib.Path, target: pathlib.Path) -> dict[str, Any]:
+    """Run an exporter in a process of its own; return what it cost, or why it failed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+    started = time.perf_counter()
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            [python, "-c", program, str(source), str(target)], env=environment, stdout=said, stderr=said
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        said.seek(0)
+        lines = said.read().decode(errors="replace").strip().splitlines() or [""]
+    if process.returncode:
+        return {"error": lines[-1][:300]}
+    unit = 1 if sys.platform == "darwin" else 1024
+    file = next(path for path in sorted(target.glob("*.onnx")) if path.stat().st_size)
+    return {
+        "processor seconds": used.ru_utime + used.ru_stime,
+        "seconds": time.perf_counter() - started,
+        "peak bytes": used.ru_maxrss * unit,
+        "bytes on disk": sum(path.stat().st_size for path in target.iterdir() if path.suffix in (".onnx", ".data")),
+        "file": str(file),
+        **count_nodes(file),
+    }
+
+
+def count_nodes(file: pathlib.Path) -> dict[str, Any]:
+    """Count the operators of a file."""
+    import onnx
+
+    names = [node.op_type for node in onnx.load(file, load_external_data=False).graph.node]
+    attention = {name: names.count(name) for name in ("Attention", "GroupQueryAttention", "MultiHeadAttention")}
+    return {"nodes": len(names), "attention": {name: count for name, count in attention.items() if count}}
+
+
+class File:
+    """An ONNX file with a cache that grows: what was returned is given again, without a copy by the host."""
+
+    def __init__(self, path: str) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self.outputs = [node.name for node in self.session.get_outputs()]
+
+    def prepare(self, past: int, new: int, cache: dict[int, tuple[Any, Any]]) -> Callable[[], Any]:
+        """Return a call of ``new`` tokens after a cache of ``past`` tokens."""
+        import numpy
+        import onnxruntime
+
+        ids = tokens(past, new)
+        known = {
+            "input_ids": ids.numpy(),
+            "attention_mask": numpy.ones((1, past + new), numpy.int64),
+            "position_ids": numpy.arange(past, past + new)[None],
+        }
+        values = {}
+        for node in self.session.get_inputs():
+            if node.name in known:
+                dtype = numpy.int32 if node.type == "tensor(int32)" else numpy.int64
+                array = known[node.name].astype(dtype)
+            else:
+                layer = int(node.name.split(".")[1])
+                array = cache[layer]["value" in node.name.split(".")[2]].numpy()
+            values[node.name] = onnxruntime.OrtValue.ortvalue_from_numpy(numpy.ascontiguousarray(array))
+
+        def call() -> Any:
+            binding = self.session.io_binding()
+            for name, value in values.items():
+                binding.bind_ortvalue_input(name, value)
+            for name in self.outputs:
+                binding.bind_output(name, "cpu")
+            self.session.run_with_iobinding(binding)
+            found = binding.get_outputs()[self.outputs.index("logits")].numpy()
+            return found[0, -1]
+
+        return call
+
+
+class Eager:
+    """The model of transformers, with a cache that grows."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def prepare(self, past: int, new: int, cache: dict[int, tuple[Any, Any]]) -> Callable[[], Any]:
+        """Return a call of ``new`` tokens after a cache of ``past`` tokens."""
+        import torch
+        import transformers
+
+        ids, mask = tokens(past, new), torch.ones(1, past + new, dtype=torch.int64)
+        positions = torch.arange(past, past + new)[None]
+
+        def call() -> Any:
+            held = transformers.DynamicCache(config=self.model.config)
+            for layer, (keys, values) in cache.items():
+                held.update(keys, values, layer)
+            start = time.process_time()  # the cache is made again for every call; that is not part of a token
+            found = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=held)
+            call.seconds = time.process_time() - start
+            return found.logits[0, -1].numpy()
+
+        return call
+
+
+class Compiled:
+    """``torch.compile`` with a static cache that has room for the tokens to come."""
+
+    def __init__(self, model: Any) -> None:
+        import torch
+
+        self.model = model
+        self.compiled = torch.compile(model, dynamic=False)
+
+    def prepare(self, past: int, new: int, cache: dict[int, tuple[Any, Any]]) -> Callable[[], Any]:
+        """Return a call of ``new`` tokens after a cache of ``past`` tokens."""
+        import torch
+        import transformers
+
+        held = transformers.StaticCache(config=self.model.config, max_cache_len=past + new)
+        for layer, (keys, values) in cache.items():
+            held.update(keys, values, layer)
+        ids, positions = tokens(past, new), torch.arange(past, past + new)[None]
+
+        def call() -> Any:
+            for layer in held.layers:
+                layer.cumulative_length.fill_(past)  # every call writes the same places again
+            start = time.process_time()
+            found = self.compiled(input_ids=ids, position_ids=positions, past_key_values=held)
+            call.seconds = time.process_time() - start
+            return found.logits[0, -1].numpy()
+
+        return call
+
+
+def tokens(past: int, new: int) -> Any:
+    """The same tokens for everyone."""
+    import torch
+
+    return torch.arange(past, past + new)[None] % 200 + 3
+
+
+def past_of(model: Any, length: int) -> dict[int, tuple[Any, Any]]:
+    """Keys and values per layer, as the model itself computes them for that many tokens."""
+    import transformers
+
+    held = transformers.DynamicCache(config=model.config)
+    for begin in range(0, length, 512):
+        model.model(input_ids=tokens(begin, min(512, length - begin)), past_key_values=held)
+    return {number: (layer.keys, layer.values) for number, layer in enumerate(held.layers)}
+
+
+def measure(sides: dict[str, Any], model: Any, pasts: list[int], rounds: int) -> Iterator[dict[str, Any]]:
+    """Time every side at every length, by turns, and compare its logits with the eager model's."""
+    work = [(f"decode, {past} cached", past, 1) for past in pasts]
+    for name, past, new in [*work, (f"prefill {PREFILL} after {PREFILL_AFTER}", PREFILL_AFTER, PREFILL)]:
+        cache = past_of(model, past)
+        calls = {side: sides[side].prepare(past, new, cache) for side in sides}
+        expected = calls["eager"]()
+        least = dict.fromkeys(calls, math.inf)
+        differences = {}
+        for side, call in calls.items():
+            differences[side] = float(abs(call() - expected).max())
+        for _ in range(rounds):
+            for side, call in calls.items():
+                for _ in range(STEPS if new == 1 else 1):
+                    start = time.process_time()
+                    call()
+                    took = getattr(call, "seconds", time.process_time() - start)
+                    least[side] = min(least[side], took)
+        yield {"work": name, "milliseconds": {side: 1e3 * took for side, took in least.items()}, "off": differences}
+        del calls, cache
+        gc.collect()
+
+
+def run(family: str, options: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
+    """Make all files of one family and time them."""
+    import torch
+    import transformers
+
+    source = folder / family
+    weights = save_model(family, options.size, options.layers, source)
+    exporters = {
+        "yobx_flatten": (sys.executable, OURS.format(options='proof="sample"')),
+        "yobx_flatten, onnxruntime's operators": (
+            sys.executable,
+            OURS.format(options='proof="sample", optimize="onnxruntime"'),
+        ),
+    }
+    if options.optimum:
+        exporters["optimum"] = (options.optimum, OPTIMUM)
+    if options.genai:
+        exporters["onnxruntime-genai"] = (options.genai, GENAI)
+    made = {
+        name: make(python, program, source, folder / f"{family}-{number}")
+        for number, (name, (python, program)) in enumerate(exporters.items())
+    }
+    for name, costs in made.items():
+        print(f"{family:12} {name:40} ", _made_line(costs, weights), flush=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
+    sides: dict[str, Any] = {name: File(costs["file"]) for name, costs in made.items() if "file" in costs}
+    sides["eager"] = Eager(model)
+    if options.compile:
+        sides["torch.compile, static cache"] = Compiled(model)
+    rows = []
+    with torch.no_grad():
+        for row in measure(sides, model, options.past, options.rounds):
+            rows.append(row)
+            print(f"{family:12} {row['work']}")
+            for side, took in sorted(row["milliseconds"].items(), key=lambda item: item[1]):
+                print(f"{'':12}   {side:40} {took:8.2f} ms   off by {row['off'][side]:.1e}", flush=True)
+    for costs in made.values():
+        costs.pop("file", None)
+    return {"bytes of the weights": weights, "made": made, "calls": rows}
+
+
+def _made_line(costs: dict[str, Any], weights: int) -> str:
+    if "error" in costs:
+        return f"failed: {costs['error']}"
+    return (
+        f"{costs['processor seconds']:6.1f} s of processor, peak {costs['peak bytes'] / weights:4.1f}x the weights, "
+        f"{costs['nodes']} nodes, {costs['attention'] or 'attention in single operations'}"
+    )
+
+
+def main() -> None:
+    """Measure, print, and store."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--size", choices=SIZES, default="135M", help="135M by default")
+    parser.add_argument("--layers", type=int, help="fewer layers than the size has")
+    parser.add_argument("--families", default="llama", help=f"of {', '.join(FAMILIES)}; with commas")
+    parser.add_argument("--past", default="128,1024,4096", help="tokens in the cache; with commas")
+    parser.add_argument("--rounds", type=int, default=3, help="3 by default")
+    parser.add_argument("--genai", help="Python of an environment with onnxruntime-genai")
+    parser.add_argument("--optimum", help="Python of an environment with optimum-onnx")
+    parser.add_argument("--compile", action="store_true", help="time torch.compile as well, which compiles for minutes")
+    parser.add_argument("--output", type=pathlib.Path, help="a JSON file to write")
+    options = parser.parse_args()
+    options.past = [int(length) for length in options.past.split(",")]
+    warnings.simplefilter("ignore")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "onnxruntime")}
+    print(", ".join(f"{name} {version}" for name, version in versions.items()), "- float32, one thread")
+    found: dict[str, Any] = {"machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"}
+    found |= {"versions": versions, "size": options.size, "load": list(os.getloadavg()), "models": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        for family in options.families.split(","):
+            found["models"][family] = run(family, options, pathlib.Path(folder))
+    if options.output:
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from yobx_flatten.dependencies import require
+from yobx_flatten.errors.dependencies import require
 
 from . import optim
 

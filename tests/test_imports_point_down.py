@@ -32,6 +32,7 @@ OPTIONAL = {
 }
 MAY_IMPORT_AT_THE_TOP: dict[str, set[str]] = {
     # "yobx_flatten.registry.jax": {"jax"},
+    "roundpipe_runtime.fine_tune.trainer": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.classes": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.checkpoints": {"transformers"},
 }
@@ -115,7 +116,7 @@ def test_packages_depend_in_one_direction(module):
     package = module.partition(".")[0]
     is_command_line = module.startswith(("roundpipe_runtime.cli.", "roundpipe_runtime.__main__"))
     shared = ("yobx_flatten.terminal.", "yobx_flatten.cli.", "yobx_flatten.model_folder.") if is_command_line else ()
-    public = {"yobx_flatten", "yobx_flatten.dependencies", "yobx_flatten.messages"}
+    public = {f"yobx_flatten{inside}" for inside in ("", ".errors.dependencies", ".errors.messages", ".recipe.aliases")}
     public |= {f"yobx_flatten.{folder}" for folder in yobx_flatten._HOMES}
     foreign = [found for found in imports_of(module) if found.target.partition(".")[0] in set(PACKAGES) - {package}]
     wrong = [

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .dependencies import require
 from .diagnose.conformance import check_recipe, recipe_of
+from .errors.dependencies import require
 from .recipe.roundtrip import CHECKS
 
 __all__ = ["check_recipe", "recipe_tests"]

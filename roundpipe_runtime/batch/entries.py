@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from yobx_flatten import find_unregistered
-from yobx_flatten.aliases import PyTree
+from yobx_flatten.recipe.aliases import PyTree
 
 from ..device.block_masks import HeldMask, held
 from ..errors import SplitError, UnregisteredObjectError

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from yobx_flatten.dependencies import require
+from yobx_flatten.errors.dependencies import require
 
 __all__ = ["need_safetensors", "open_tensors", "write_tensors"]
 

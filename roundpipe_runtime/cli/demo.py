@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.messages import format_bytes
+from yobx_flatten.errors.messages import format_bytes
 
 from ..device.virtual import VirtualDevice
 from ..engine.config import RoundPipeRunConfig

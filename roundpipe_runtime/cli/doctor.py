@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
-from yobx_flatten.messages import first_line, format_bytes
+from yobx_flatten.errors.messages import first_line, format_bytes
 
 from ..device.virtual import DeviceSpec
 from ..engine.config import RoundPipeRunConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from yobx_flatten.messages import format_bytes
+from yobx_flatten.errors.messages import format_bytes
 from yobx_flatten.terminal.output import console, say
 
 from ..fine_tune import Blocks, EvalRecord, ModelSource, StepRecord, Tokenizer, Training

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from yobx_flatten.aliases import PyTree
+from yobx_flatten.recipe.aliases import PyTree
 
 __all__ = ["HeldMask", "cut_mask", "held", "is_block_mask", "leaf_test", "parts_of_mask"]
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from yobx_flatten import find_unregistered
-from yobx_flatten.aliases import PyTree
+from yobx_flatten.recipe.aliases import PyTree
 
 from ..errors import UnregisteredObjectError
 from .block_masks import is_block_mask, leaf_test, parts_of_mask

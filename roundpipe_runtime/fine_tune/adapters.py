@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from yobx_flatten.dependencies import require
+from yobx_flatten.errors.dependencies import require
 
 from .errors import FineTuneError
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.dependencies import require
-from yobx_flatten.messages import first_line
+from yobx_flatten.errors.dependencies import require
+from yobx_flatten.errors.messages import first_line
 
 from .errors import FineTuneError
 

@@ -17,7 +17,7 @@ import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from yobx_flatten.dependencies import require
+from yobx_flatten.errors.dependencies import require
 
 from .errors import FineTuneError
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.dependencies import require
+from yobx_flatten.errors.dependencies import require
 
 from ..checkpoint import CheckpointError
 from ..device.virtual import parse_devices

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from yobx_flatten import leaves
-from yobx_flatten.aliases import Kwargs, PyTree
+from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..batch.joining import join
 from ..batch.spec import TensorChunkSpec, sizes

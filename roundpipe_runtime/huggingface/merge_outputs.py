@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.aliases import Kwargs, PyTree
+from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..batch.joining import join
 from ..batch.loss import WeightedLoss

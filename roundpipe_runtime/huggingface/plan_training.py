@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.aliases import Kwargs
-from yobx_flatten.messages import first_line
+from yobx_flatten.errors.messages import first_line
+from yobx_flatten.recipe.aliases import Kwargs
 
 from ..errors import ConfigError
 from ..estimate.hardware import Hardware

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from yobx_flatten.messages import format_bytes
+from yobx_flatten.errors.messages import format_bytes
 
 from ..errors import PlanError
 from .costs import LayerCost

@@ -6,7 +6,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from yobx_flatten.dependencies import require
+from yobx_flatten.errors.dependencies import require
 
 from .file import TimelineFileError
 from .record import Record

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from ..dependencies import require
 from ..errors import ReplayError
+from ..errors.dependencies import require
 from ..export.onnx_export import export_onnx
 from ..export.replay import Case
 from ..export.report import ExportReport

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-from ..dependencies import is_installed
+from ..errors.dependencies import is_installed
 
 __all__ = ["FlatteningRow", "flattening_list"]
 

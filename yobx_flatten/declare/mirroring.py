@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 
-from ..dependencies import require
 from ..errors import InvalidArgumentError, NotRegisteredError, describe_class
+from ..errors.dependencies import require
 from ..recipe.contract import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_node
 from ..recipe.keys import torch_key
 from ..recipe.roundtrip import check_round_trip

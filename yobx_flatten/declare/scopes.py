@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from ..dependencies import require
 from ..errors import InvalidRegistrationError, RoundTripError, describe_class
-from ..log import say, verbosity
+from ..errors.dependencies import require
+from ..errors.log import say, verbosity
 from ..recipe.contract import (
     Flatten,
     FlattenWithKeys,

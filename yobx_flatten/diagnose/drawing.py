@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from ..messages import format_bytes
+from ..errors.messages import format_bytes
 from ..trees.walk import children_of, class_name, format_entry
 from .contents import Layouts
 from .opaque import Unregistered, find_unregistered, format_count

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..messages import format_bytes
+from ..errors.messages import format_bytes
 from ..trees.walk import class_name, torch_leaves
 from .contents import Layouts
 from .inside import Holder, holders_in

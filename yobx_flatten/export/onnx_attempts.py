@@ -6,8 +6,8 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
-from ..log import STEP
-from ..messages import first_line
+from ..errors.log import STEP
+from ..errors.messages import first_line
 from .example import Example
 from .onnx_attention import count_operators
 from .onnx_file import UnprovenFile, convert

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 
 from ..declare.scopes import options_in_use, register_flattening_functions
-from ..dependencies import require
 from ..diagnose.compare import largest_difference
 from ..errors import InvalidArgumentError
+from ..errors.dependencies import require
 from ..huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments

@@ -18,7 +18,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ..errors import FlattenError, InvalidArgumentError, ReplayError
-from ..messages import first_line
+from ..errors.messages import first_line
 from ..runners.onnx_session import open_session
 from .onnx_attention import fuse_attention
 from .onnx_axes import name_axes

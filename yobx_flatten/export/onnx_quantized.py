@@ -16,8 +16,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..errors import InvalidArgumentError
+from ..errors.log import STEP
 from ..huggingface.sliding_decoder import SlidingDecoder
-from ..log import STEP
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import open_session
 from ..trees.naming import output_names

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ..errors import ReplayError
+from ..errors.log import STEP
+from ..errors.messages import first_line
 from ..huggingface.cases import CACHE_NAMES
 from ..huggingface.sliding_decoder import SlidingDecoder
-from ..log import STEP
-from ..messages import first_line
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import has_mapped_weights, open_session, session_options
 from .example import Example

@@ -23,7 +23,7 @@ from torch.export import ExportedProgram
 
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..errors import ReplayError
-from ..log import STEP
+from ..errors.log import STEP
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
 from .example import Example, make_example

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 
 from ..errors import FlattenError, InvalidArgumentError, MissingDependencyError, describe_class
-from ..messages import first_line
+from ..errors.messages import first_line
 from ..runners.onnx_session import open_session
 
 __all__ = ["PERPLEXITY_RATIOS", "Quantization", "WeightBits", "choose_quantization", "has_projections"]

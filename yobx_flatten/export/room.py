@@ -10,7 +10,7 @@ import sys
 import torch
 
 from ..errors import NoRoomError
-from ..messages import format_bytes
+from ..errors.messages import format_bytes
 
 __all__ = ["check_room", "peak_memory", "weight_bytes"]
 

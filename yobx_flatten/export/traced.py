@@ -14,7 +14,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from ..diagnose.export_errors import explain_error
 from ..diagnose.refused import explain_leaf
 from ..errors import FlattenError, InvalidArgumentError, NotRegisteredError
-from ..log import STEP
+from ..errors.log import STEP
 from ..trees.naming import output_names
 from ..trees.walk import torch_leaves
 from ..trees.weights import about_devices, on_other_devices

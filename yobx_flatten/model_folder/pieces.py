@@ -19,12 +19,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch.export import Dim
 
-from ..aliases import TransformersModel
 from ..errors import GenerationError
 from ..export.replay import Case
 from ..huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes, keeps_all, slides
 from ..huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
+from ..recipe.aliases import TransformersModel
 from ..trees.shapes import dynamic_shapes
 
 __all__ = [

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..aliases import TransformersModel
 from ..errors import GenerationError
 from ..export.replay import Case
+from ..recipe.aliases import TransformersModel
 from .pieces import Piece, random_tokens
 
 __all__ = ["plain_pieces"]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from ..aliases import TransformersModel
 from ..declare.scopes import register_flattening_functions
 from ..export.replay import Case, clone
+from ..recipe.aliases import TransformersModel
 from ..trees.naming import leaf_names, output_names
 from .pieces import Piece
 

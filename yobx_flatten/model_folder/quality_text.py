@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..aliases import TransformersModel
+from ..recipe.aliases import TransformersModel
 
 __all__ = ["LENGTH", "python_text"]
 

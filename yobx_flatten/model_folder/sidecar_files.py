@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ..aliases import TransformersModel
+from ..recipe.aliases import TransformersModel
 
 __all__ = ["genai_config", "write_companions"]
 

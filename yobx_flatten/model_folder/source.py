@@ -7,9 +7,9 @@ import pathlib
 import re
 from typing import Any
 
-from ..dependencies import require
 from ..errors import ModelSourceError
-from ..messages import first_line
+from ..errors.dependencies import require
+from ..errors.messages import first_line
 from .classes import class_for
 from .tiny_models import small_config
 

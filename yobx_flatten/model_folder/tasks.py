@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..aliases import TransformersModel
 from ..errors import InvalidArgumentError
+from ..recipe.aliases import TransformersModel
 from .pieces import Piece, decoder_pieces, encoder_decoder_pieces, vision_language_pieces
 from .plain_pieces import plain_pieces
 

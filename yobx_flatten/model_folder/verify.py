@@ -12,11 +12,11 @@ import torch
 
 from ..diagnose.report import Report, table
 from ..errors import FlattenError, ForeignFileError, ReplayError
+from ..errors.messages import first_line
 from ..export.quality import Quality
 from ..generate.generator import Generator
 from ..generate.onnx_generator import OnnxGenerator
 from ..generate.program_generator import ProgramGenerator
-from ..messages import first_line
 from ..runners.onnx_session import has_mapped_weights, session_options
 from ..runners.open import open_runner
 from ..runners.runner import Runner

@@ -20,10 +20,10 @@ from typing import Any, Literal
 
 import torch
 
-from ..aliases import TransformersModel
 from ..declare.scopes import register_flattening_functions
-from ..dependencies import is_installed, require
 from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
+from ..errors.dependencies import is_installed, require
+from ..errors.log import STEP
 from ..export.kernels import has_kernels
 from ..export.onnx_export import export_onnx
 from ..export.onnx_file import check_opset
@@ -37,7 +37,7 @@ from ..export.report import TOLERANCES, ExportReport
 from ..export.room import check_room
 from ..export.shared_replay import fitting
 from ..export.text_cases import text_cases
-from ..log import STEP
+from ..recipe.aliases import TransformersModel
 from ..storage.cases import save_case
 from ..trees.shapes import dynamic_shapes
 from .manifest import FolderManifest, write_manifest

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from ..dependencies import require
 from ..errors import RecordError
+from ..errors.dependencies import require
 from ..recipe.static_codec import dump_static, load_static
 from .snapshot import Fact, Snapshot, libraries_in_use
 

@@ -19,13 +19,13 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..dependencies import require
 from ..errors import (
     AlreadyRegisteredError,
     InvalidArgumentError,
     NotRegisteredError,
     describe_class,
 )
+from ..errors.dependencies import require
 from ..recipe.contract import Recipe
 from .backend import Backend
 from .jax import Jax

@@ -15,8 +15,8 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
-from ..dependencies import require
 from ..errors import FlattenError
+from ..errors.dependencies import require
 
 __all__ = ["BOOL", "DOUBLE", "ELEMENTS", "INT64", "STRING", "UINT8", "Element", "pack", "require_onnx", "unpack"]
 

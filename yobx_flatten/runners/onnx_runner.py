@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import GenerationError, ReplayError
-from ..messages import first_line
+from ..errors.messages import first_line
 from .onnx_buffers import SHARED_CACHE, BufferedCache
 from .onnx_values import from_value, to_value, value_type
 from .ports import CacheSlot, Port, cache_slots, split_cache

@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ..dependencies import require
 from ..errors import FlattenError, ReplayError
-from ..messages import first_line
+from ..errors.dependencies import require
+from ..errors.messages import first_line
 
 __all__ = ["has_mapped_weights", "open_session", "require_onnxruntime", "session_options"]
 

@@ -14,9 +14,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 
 from ..declare.scopes import options_in_use, register_flattening_functions
-from ..dependencies import is_installed
 from ..errors import FlattenError, GenerationError, ReplayError
-from ..messages import first_line
+from ..errors.dependencies import is_installed
+from ..errors.messages import first_line
 from ..trees.naming import leaf_names, output_names
 from .ports import CacheSlot, Port, cache_slots, split_cache
 

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..dependencies import is_installed
 from ..errors import FlattenError
+from ..errors.dependencies import is_installed
 from .failures import explain_failure
 
 __all__ = ["has_libraries", "run_app"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..aliases import PyTree
 from ..errors import DynamicShapesError, InvalidArgumentError, NotRegisteredError, describe_class
+from ..recipe.aliases import PyTree
 from .node import check_no_cycles
 from .walk import class_name, torch_leaves
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..aliases import PyTree
+from ..recipe.aliases import PyTree
 from ..registry.claims import REGISTRY
 from .node import key_name, leaf_places
 from .walk import Place, format_path, torch_children

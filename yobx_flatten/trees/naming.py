@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ..aliases import PyTree
 from ..huggingface.cases import CACHE_NAMES
+from ..recipe.aliases import PyTree
 from .node import key_name, node_of
 
 __all__ = ["leaf_names", "output_names"]

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
 
-from ..aliases import PyTree
 from ..errors import InvalidArgumentError
+from ..recipe.aliases import PyTree
 from ..recipe.contract import Recipe
 from ..registry.claims import REGISTRY
 from .walk import Children, Place, format_path, walk

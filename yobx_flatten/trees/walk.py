@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
 
-from ..aliases import PyTree
 from ..errors import describe_class
+from ..recipe.aliases import PyTree
 
 __all__ = [
     "NUMBERS",

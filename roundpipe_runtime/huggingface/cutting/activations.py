@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from yobx_flatten.aliases import Kwargs
+from yobx_flatten.recipe.aliases import Kwargs
 
 from .call_log import BoxUse, CallLog, CallSpec, Tree
 from .check import evaluating

@@ -22,7 +22,7 @@ from typing import Any, TypeGuard
 import torch
 
 from yobx_flatten import register_flattening_functions
-from yobx_flatten.aliases import Kwargs, TransformersModel
+from yobx_flatten.recipe.aliases import Kwargs, TransformersModel
 
 from ...batch.joining import join
 from ...batch.spec import Replicate

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from yobx_flatten.aliases import PyTree
+from yobx_flatten.recipe.aliases import PyTree
 
 from ...device.transfer import Static
 from .placeholder import Key

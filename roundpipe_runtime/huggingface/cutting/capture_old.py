@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from yobx_flatten.aliases import PyTree
+from yobx_flatten.recipe.aliases import PyTree
 
 __all__ = ["COLLECTOR", "collect_on_copy", "hook_layers", "is_old"]
 

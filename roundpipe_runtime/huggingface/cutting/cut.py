@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.aliases import Kwargs
+from yobx_flatten.recipe.aliases import Kwargs
 
 from ..errors import CutError
 from .capture import asked_for, install_hooks

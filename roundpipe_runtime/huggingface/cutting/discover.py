@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.aliases import Kwargs
+from yobx_flatten.recipe.aliases import Kwargs
 
 from ..errors import CutError, MissingEmbeddingError
 from .cut_plan import CutPlan

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.aliases import Kwargs
+from yobx_flatten.recipe.aliases import Kwargs
 
 from ..adapters import model_inside
 from ..configuration import text_config

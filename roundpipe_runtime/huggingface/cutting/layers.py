@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from yobx_flatten.aliases import PyTree
+from yobx_flatten.recipe.aliases import PyTree
 
 from .call_log import is_box
 

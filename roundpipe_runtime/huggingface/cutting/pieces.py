@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from yobx_flatten import find_unregistered
-from yobx_flatten.aliases import Kwargs, PyTree
+from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..errors import BatchStructureError, CutError, MissingEmbeddingError
 from ..loss.call_options import run_with_options, split_options

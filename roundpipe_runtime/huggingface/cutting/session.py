@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from yobx_flatten import find_unregistered
-from yobx_flatten.aliases import Kwargs, PyTree
+from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..errors import BatchStructureError, CutError, MissingEmbeddingError
 from .caches import HeldCache, swapped

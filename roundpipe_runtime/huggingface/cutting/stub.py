@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from yobx_flatten.aliases import Kwargs, PyTree
+from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..errors import CutError
 from .capture_old import collect_on_copy

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from yobx_flatten import pytree_dataclass
-from yobx_flatten.aliases import Kwargs, PyTree
+from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ...errors import ConfigError
 from .label_smoothing import SmoothedLoss, with_smoothed_loss

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from yobx_flatten.aliases import Kwargs, PyTree
+from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ...batch.loss import WeightedLoss
 from ...device.transfer import Static

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.aliases import PyTree
+from yobx_flatten.recipe.aliases import PyTree
 
 from ..adapters import model_inside
 from ..configuration import text_config

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
-from yobx_flatten.aliases import Kwargs, PyTree, TransformersModel
+from yobx_flatten.recipe.aliases import Kwargs, PyTree, TransformersModel
 
 from ...checkpoint.model_state import collect_progress, restore_progress
 from ...checkpoint.training_state import read_values, write_values

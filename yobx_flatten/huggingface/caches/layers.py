@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from ...errors import CacheStructureError, UnsupportedLayerError, describe_class
-from ...log import say
+from ...errors.log import say
 from .state import SIZES, Template
 
 __all__ = [

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from ...dependencies import is_installed
+from ...errors.dependencies import is_installed
 from ...registry.locking import LOCK
 from ...registry.patches import AttributePatch, TracePatch, tracing_here
 from ...trace.onnx_operators import Translation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from .errors import MissingDependencyError
+from . import MissingDependencyError
 
 __all__ = ["is_installed", "require"]
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from .onnx_graph import attribute
+
 __all__ = ["count_operators", "fuse_attention"]
 
 _COUNTED = (
@@ -65,7 +67,7 @@ def _take_cache(graph: Any, node: Any) -> bool:
 
     inputs = [*node.inputs, *[None] * (7 - len(node.inputs))]
     query, key, value, mask, *others = inputs
-    if any(other is not None for other in others) or _attribute(node, "is_causal", 0) or len(node.outputs) > 1:
+    if any(other is not None for other in others) or attribute(node, "is_causal", 0) or len(node.outputs) > 1:
         return False
     keys, values = _concatenated(key), _concatenated(value)
     if keys is None or values is None or key is value or any(_leads_to(read, node) for read in (key, value)):
@@ -91,7 +93,7 @@ def _concatenated(value: Any) -> tuple[Any, Any] | None:
     node = None if value is None else value.producer()
     if node is None or node.op_type != "Concat" or len(node.inputs) != 2 or value.shape is None:
         return None
-    axis = _attribute(node, "axis", 0)
+    axis = attribute(node, "axis", 0)
     return tuple(node.inputs) if len(value.shape) == 4 and axis in (2, -2) else None
 
 
@@ -138,7 +140,7 @@ def _fuse_spelled_out(graph: Any, softmax: Any) -> bool:
     import onnx_ir as ir
 
     product = _only_reader(_through_cast(softmax.outputs[0]), "MatMul", 0)
-    if product is None or _attribute(softmax, "axis", -1) not in (-1, 3):
+    if product is None or attribute(softmax, "axis", -1) not in (-1, 3):
         return False
     scores, mask = _uncast(softmax.inputs[0]), None
     parts, added = _scores(scores), _producer(scores, "Add")
@@ -197,7 +199,7 @@ def _scaled(value: Any) -> tuple[Any, float]:
 
 def _transposed(value: Any) -> Any | None:
     node = _producer(value, "Transpose")
-    if node is None or list(_attribute(node, "perm", ())) != [0, 1, 3, 2]:
+    if node is None or list(attribute(node, "perm", ())) != [0, 1, 3, 2]:
         return None
     return node.inputs[0]
 
@@ -233,11 +235,6 @@ def _replace(old: Any, new: Any) -> None:
     name = old.name
     old.replace_all_uses_with(new, replace_graph_outputs=True)
     old.name, new.name = f"{name}_before", name
-
-
-def _attribute(node: Any, name: str, default: Any) -> Any:
-    found = node.attributes.get(name)
-    return default if found is None else found.value
 
 
 def _producer(value: Any, op_type: str) -> Any | None:

@@ -56,9 +56,10 @@ def check_opset(opset_version: int | None) -> None:
     try:
         open_session(probe.SerializeToString(), caller="export_onnx")
     except ReplayError as error:
+        reason = first_line(error.__cause__ or error).rstrip(".").rpartition(". ")[2]  # the last sentence says how far
         raise InvalidArgumentError(
             f"opset_version={opset_version}: the installed onnxruntime does not run it, so nothing could be proven "
-            f"({first_line(error.__cause__ or error)}). Take None for the exporter's own choice."
+            f"({reason}). Take None for the exporter's own choice."
         ) from error
 
 

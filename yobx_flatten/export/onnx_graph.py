@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["repair_graph"]
+__all__ = ["attribute", "repair_graph"]
 
 
 def repair_graph(model: Any) -> None:
@@ -31,6 +31,18 @@ def repair_graph(model: Any) -> None:
         passes.CommonSubexpressionEliminationPass()(model)  # every operator got cosines and sines of its own
         _as_many_rows(model.graph)
     _without_transposed_tables(model.graph)
+
+
+def attribute(node: Any, name: str, default: Any) -> Any:
+    """Return an attribute of a node, or a default where it has none.
+
+    Args:
+        node: an ``onnx_ir.Node``.
+        name: of the attribute.
+        default: ONNX's own default.
+    """
+    found = node.attributes.get(name)
+    return default if found is None else found.value
 
 
 def _values(graph: Any) -> Iterator[Any]:

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..runners.onnx_buffers import SHARED_CACHE
+from .onnx_graph import attribute
 
 __all__ = ["share_cache", "shared_inputs"]
 
@@ -84,7 +85,7 @@ def _is_shareable(node: Any) -> bool:
         return False
     if _heads(key) != _heads(value) or _heads(query)[1] != _heads(key)[1]:  # type: ignore[index] # tested above
         return False
-    if any(_attribute(node, name, 0) for name in ("is_causal", "qk_matmul_output_mode")):
+    if any(attribute(node, name, 0) for name in ("is_causal", "qk_matmul_output_mode")):
         return False
     for past, present in zip((past_key, past_value), node.outputs[1:], strict=True):
         if not past.is_graph_input() or not present.is_graph_output() or list(present.uses()):
@@ -158,8 +159,8 @@ def _replace(node: Any, lengths: _Lengths) -> None:
     settings: Mapping[str, Any] = {
         "num_heads": heads,
         "kv_num_heads": _heads(key)[0],  # type: ignore[index]
-        "scale": _attribute(node, "scale", 0.0) or size**-0.5,
-        "softcap": _attribute(node, "softcap", 0.0),
+        "scale": attribute(node, "scale", 0.0) or size**-0.5,
+        "softcap": attribute(node, "softcap", 0.0),
     }
     taken = [_tokens_first(one, lengths) for one in (query, key, value)]
     taken += [*pasts, lengths.last, lengths.total, None, None, None, lengths.bias(mask, query.dtype)]
@@ -192,7 +193,7 @@ def _tokens_first(value: Any, lengths: _Lengths) -> Any:
 def _unswapped(value: Any) -> Any | None:
     """What ``value`` was before its heads were told apart, (batch, tokens, heads * size)."""
     swap = value.producer()
-    if swap is None or swap.op_type != "Transpose" or tuple(_attribute(swap, "perm", ())) != _SWAP:
+    if swap is None or swap.op_type != "Transpose" or tuple(attribute(swap, "perm", ())) != _SWAP:
         return None
     split = swap.inputs[0].producer()
     if split is None or split.op_type != "Reshape" or split.inputs[0].shape is None:
@@ -209,7 +210,7 @@ def _heads_first(old: Any, new: Any, heads: int, size: int, lengths: _Lengths) -
         if reader.op_type == "Reshape" and found.shape is not None and found.shape == place.shape:
             place = found
             continue
-        if reader.op_type == "Transpose" and tuple(_attribute(reader, "perm", ())) == _SWAP:
+        if reader.op_type == "Transpose" and tuple(attribute(reader, "perm", ())) == _SWAP:
             joined = _only_reader(found)
             flat = None if joined is None or joined.op_type != "Reshape" else joined.outputs[0]
             if flat is not None and flat.shape is not None and list(flat.shape)[2:] == [heads * size]:
@@ -229,9 +230,4 @@ def _only_reader(value: Any) -> Any | None:
 
 
 def _axes(shape: Any) -> tuple[int, int]:
-    return _attribute(shape, "start", 0), _attribute(shape, "end", 4)
-
-
-def _attribute(node: Any, name: str, default: Any) -> Any:
-    found = node.attributes.get(name)
-    return default if found is None else found.value
+    return attribute(shape, "start", 0), attribute(shape, "end", 4)

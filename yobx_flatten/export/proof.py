@@ -17,7 +17,7 @@ __all__ = ["SAMPLED_FROM", "UNPROVEN", "Proof", "choose_proof", "sampled"]
 Proof = Literal["auto", "full", "sample", "none"]
 """``"full"`` replays all cases, ``"sample"`` the example and the largest one, ``"none"`` nothing."""
 
-SAMPLED_FROM = 2**30
+SAMPLED_FROM = 10**9
 """Bytes of weights from which on ``"auto"`` means ``"sample"``."""
 
 UNPROVEN = 'UNPROVEN: nothing was replayed, as asked for by proof="none". Compare it with the model before it is used.'

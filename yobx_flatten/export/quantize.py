@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from .onnx_graph import attribute
 from .quantization import Quantization
 
 __all__ = ["QuantizedWeights", "quantize_graph"]
@@ -80,12 +81,12 @@ def _weight_of(node: Any, block_size: int) -> tuple[Any, bool] | None:
         return None
     value, transposed = node.inputs[1], False
     if node.op_type == "Gemm":
-        numbers = {name: _attribute(node, name, usual) for name, usual in (("alpha", 1.0), ("beta", 1.0))}
-        if set(numbers.values()) != {1.0} or _attribute(node, "transA", 0):
+        numbers = {name: attribute(node, name, usual) for name, usual in (("alpha", 1.0), ("beta", 1.0))}
+        if set(numbers.values()) != {1.0} or attribute(node, "transA", 0):
             return None
-        transposed = bool(_attribute(node, "transB", 0))
+        transposed = bool(attribute(node, "transB", 0))
     before = value.producer()
-    if before is not None and before.op_type == "Transpose" and list(_attribute(before, "perm", [1, 0])) == [1, 0]:
+    if before is not None and before.op_type == "Transpose" and list(attribute(before, "perm", [1, 0])) == [1, 0]:
         value, transposed = before.inputs[0], not transposed
     tensor = value.const_value
     if not value.is_initializer() or tensor is None or len(tensor.shape) != 2:
@@ -94,11 +95,6 @@ def _weight_of(node: Any, block_size: int) -> tuple[Any, bool] | None:
     if min(tensor.shape) < block_size or tensor.dtype.name not in ("FLOAT", "FLOAT16"):
         return None
     return value, transposed
-
-
-def _attribute(node: Any, name: str, usual: Any) -> Any:
-    found = node.attributes.get(name)
-    return usual if found is None else found.value
 
 
 def _quantized(graph: Any, value: Any, transposed: bool, quantization: Quantization) -> list[Any]:

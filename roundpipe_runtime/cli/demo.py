@@ -14,7 +14,6 @@ What a device holds at most is counted before, in steps of their own, as countin
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.diagnose.report import table
 from yobx_flatten.errors.messages import format_bytes
+from yobx_flatten.terminal.output import console as make_console
 
 from ..device.virtual import VirtualDevice
 from ..engine.config import RoundPipeRunConfig
@@ -80,7 +81,7 @@ def run_demo(steps: int = STEPS, *, as_json: Callable[[dict[str, Any]], None] | 
     Returns:
         0, or 1 when the losses differ by more than rounding.
     """
-    console = _console(stderr=as_json is not None)
+    console = make_console(stderr=as_json is not None)
     with _one_thread(), contextlib.closing(_pipeline()) as pipeline:
         plain = _build()
         _introduce(console, plain)
@@ -200,15 +201,6 @@ def _one_thread() -> Iterator[None]:
 # -- what the terminal shows -----------------------------------------------------------------------------------------
 
 
-def _console(*, stderr: bool) -> Any:
-    from rich.console import Console
-
-    console = Console(highlight=False, stderr=stderr)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(highlight=False, stderr=stderr, width=120)  # a log has no width; rich takes 80 for it
-    return console
-
-
 def _introduce(console: Any, model: nn.Module) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     console.print("A model that is larger than its device", style="bold")
@@ -220,12 +212,15 @@ def _introduce(console: Any, model: nn.Module) -> None:
 
 
 def _compare(console: Any, needs: Needs) -> None:
-    console.print(f"\n{'':<20}{'weights':>9}{'most on a device':>19}  device of {format_bytes(LIMIT)}", style="bold")
-    for name, most, verdict in (
-        ("plain PyTorch", needs.plain, "too small"),
-        ("through a pipeline", needs.pipeline, "large enough"),
-    ):
-        console.print(f"{name:<20}{format_bytes(needs.weights):>9}{format_bytes(most):>19}  {verdict}")
+    weights = format_bytes(needs.weights)
+    rows = [
+        ["", "weights", "most on a device", f"device of {format_bytes(LIMIT)}"],
+        ["plain PyTorch", weights, format_bytes(needs.plain), "too small"],
+        ["through a pipeline", weights, format_bytes(needs.pipeline), "large enough"],
+    ]
+    headings, *lines = table(rows, align="<>>", indent="")
+    console.print(f"\n{headings}", style="bold")
+    console.print("\n".join(lines))
     console.print(
         "\nPlain PyTorch has weights, gradients, what Adam remembers and all activations on the device, which refuses: "
         f"{needs.refusal} The pipeline has them on the host, and brings a few layers at a time.\n\n"

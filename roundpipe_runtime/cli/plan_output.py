@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from yobx_flatten.diagnose.report import table
 from yobx_flatten.errors.messages import format_bytes
 
 from ..estimate.report import PlanReport
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from ..huggingface.plan_training import PlannedTraining, SettingsChange
 
 __all__ = ["as_dict", "write_plan"]
+
+_COLUMNS = 78
 
 
 def as_dict(training: PlannedTraining, report: PlanReport, change: SettingsChange | None) -> dict[str, Any]:
@@ -105,9 +108,13 @@ def _model(training: PlannedTraining, report: PlanReport) -> list[str]:
         f"{dtype}, gradients and AdamW in {optim}",
         "",
         f"Devices: {devices}",
-        f"  memory   {memory:<14}{origin['memory'] if hardware.memory else ''}".rstrip(),
-        f"  link     {format_bytes(hardware.link) + '/s':<14}{origin['link']}",
-        f"  compute  {_operations(hardware.flops) + '/s':<14}{origin['flops']}",
+        *table(
+            [
+                ["memory", memory, origin["memory"]] if hardware.memory else ["memory", memory],
+                ["link", f"{format_bytes(hardware.link)}/s", origin["link"]],
+                ["compute", f"{_operations(hardware.flops)}/s", origin["flops"]],
+            ]
+        ),
     ]
     if "assumed" in origin.values():
         lines.append("  They are not here. What is assumed you can give: --bandwidth, --flops")
@@ -119,8 +126,7 @@ def _model(training: PlannedTraining, report: PlanReport) -> list[str]:
 
 
 def _layers(report: PlanReport) -> list[str]:
-    headings = ("", "parameters", "passed on", "kept", "forward", "backward")
-    rows = []
+    rows = [("", "parameters", "passed on", "kept", "forward", "backward")]
     for name, same in _runs(report.layers, lambda layer: dataclasses.replace(layer, name="")):
         one = same[0]
         rows.append(
@@ -133,7 +139,7 @@ def _layers(report: PlanReport) -> list[str]:
                 _operations(one.backward_flops),
             )
         )
-    return _table(headings, rows)
+    return table(rows, align="<>>>>>", width=_COLUMNS)
 
 
 def _size(count: int) -> str:
@@ -150,7 +156,6 @@ def _operations(flops: float) -> str:
 
 
 def _stages(report: PlanReport) -> list[str]:
-    headings = ("", "layers", "copied in", "copied back", "time", "share")
     total = sum(report.seconds) or 1.0
     sizes = [
         (
@@ -162,14 +167,14 @@ def _stages(report: PlanReport) -> list[str]:
         )
         for stage, seconds in zip(report.stages, report.seconds, strict=True)
     ]
-    rows = []
+    rows = [("", "layers", "copied in", "copied back", "time", "share")]
     for _, same in _runs(sizes, lambda size: size):
         kind, layers, up, down, seconds = same[0]
         times = report.num_microbatch * seconds
         count = f"{len(same)} {kind}" if len(same) > 1 else kind
         share = f"{100 * len(same) * seconds / total:.1f} %"
         rows.append((count, str(layers), format_bytes(up), _size(down), format_seconds(times) if times else "-", share))
-    return _table(headings, rows)
+    return table(rows, align="<>>>>>", width=_COLUMNS)
 
 
 def _memory(report: PlanReport) -> list[str]:
@@ -187,20 +192,22 @@ def _memory(report: PlanReport) -> list[str]:
     host = report.host_memory
     return [
         f"Memory of a device: {format_bytes(worst.total)} at most, in a {stage.kind} stage on {device}",
-        *(f"  {name:<26}{format_bytes(size):>10}" for name, size in rows if size),
+        *_sizes(rows),
         f"Memory of the host: {format_bytes(host.total)}",
-        *(
-            f"  {name:<26}{format_bytes(size):>10}"
-            for name, size in (
+        *_sizes(
+            [
                 ("weights", host.parameters),
                 ("gradients", host.gradients),
-                ("masters", host.masters),
+                ("master weights", host.masters),
                 ("AdamW", host.optimizer),
                 ("saved activations", host.activations),
-            )
-            if size
+            ]
         ),
     ]
+
+
+def _sizes(named: Sequence[tuple[str, float]]) -> list[str]:
+    return table([(name, format_bytes(size)) for name, size in named if size], align="<>")
 
 
 def _runs(items: Sequence[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:
@@ -218,18 +225,6 @@ def _namer(same: list[Any]) -> Callable[[Callable[[Any], str]], str]:
         return first if len(same) == 1 else f"{first} to {last.rpartition('.')[2]}"
 
     return name
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of 80 columns: the first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in [headings, *rows]) for column in range(len(headings))]
-    widths[0] = min(widths[0], 76 - sum(width + 2 for width in widths[1:]))
-    lines = []
-    for row in [headings, *rows]:
-        first = row[0] if len(row[0]) <= widths[0] else "..." + row[0][3 - widths[0] :]
-        others = "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-        lines.append(f"  {first:<{widths[0]}}{others}".rstrip())
-    return lines
 
 
 # -- times and verdict -----------------------------------------------------------------------------------------------

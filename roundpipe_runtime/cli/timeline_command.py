@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from yobx_flatten.diagnose.report import table
 from yobx_flatten.terminal.output import console, say, say_json
 
 from ..timeline.drawing import draw_on
@@ -23,13 +24,13 @@ def timeline(
     file: Annotated[pathlib.Path, typer.Argument(metavar="FILE", help="What train --timeline or Timeline.save wrote.")],
     stages: Annotated[int, typer.Option(min=0, metavar="N", help="How many of the slowest stages are listed.")] = 5,
     picture: Annotated[
-        pathlib.Path | None, typer.Option(metavar="FILE", help="Draw it into a .png, .svg or .pdf as well.")
+        pathlib.Path | None, typer.Option(metavar="FILE", help="Also draw it into a .png, .svg or .pdf.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print totals as JSON.")] = False,
 ) -> int:
     """Draw who computed what when, with what each device did and which stages took longest.
 
-    The file is a trace: chrome://tracing and ui.perfetto.dev open it as well.
+    The file is a trace: chrome://tracing and ui.perfetto.dev also open it.
     Exit status: 0 drawn; 2 there is no such file, or it is not a timeline.
     """
     read = load_timeline(file)
@@ -61,23 +62,19 @@ def _whole(devices: list[DeviceTotals]) -> float:
 
 def _devices(devices: list[DeviceTotals]) -> list[str]:
     whole = _whole(devices) or 1.0
-    width = max(6, *(len(totals.device) for totals in devices))
-    lines = [f"{'device':<{width}}  {'computed':>16}  {'only copied':>16}  {'waited':>16}"]
+    rows = [["device", "computed", "only copied", "waited"]]
     for totals in devices:
-        cells = (f"{format_seconds(t)} {100 * t / whole:>4.0f} %" for t in (totals.busy, totals.transfers, totals.idle))
-        lines.append(f"{totals.device:<{width}}" + "".join(f"  {cell:>16}" for cell in cells))
-    return lines
+        times = (totals.busy, totals.transfers, totals.idle)
+        rows.append([totals.device, *(f"{format_seconds(time)} {100 * time / whole:>4.0f} %" for time in times)])
+    return table(rows, align="<>>>", indent="")
 
 
 def _stages(slowest: list[StageTotals], count: int) -> list[str]:
     title = "Stages, slowest first" if len(slowest) == count else f"The slowest of {count} stages"
-    width = max(6, *(len(totals.device) for totals in slowest))
-    lines = [title, f"  {'stage':>5}  {'device':<{width}}  {'layers':<10}  {'computed':>9}  {'copied':>9}  work"]
+    rows = [["stage", "device", "layers", "computed", "copied", "work"]]
     for totals in slowest:
         first, last = totals.layers
         layers = "-" if first < 0 else str(first) if first == last else f"{first} to {last}"
-        lines.append(
-            f"  {totals.stage:>5}  {totals.device:<{width}}  {layers:<10}  {format_seconds(totals.seconds):>9}  "
-            f"{format_seconds(totals.copies):>9}  {', '.join(totals.kinds)}"
-        )
-    return lines
+        times = format_seconds(totals.seconds), format_seconds(totals.copies)
+        rows.append([str(totals.stage), totals.device, layers, *times, ", ".join(totals.kinds)])
+    return [title, *table(rows, align="><<>>")]

@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import io
 import logging
-import os
 import pathlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from ..export.report import ExportReport
 from ..huggingface.caches.layers import code_of
 from ..huggingface.cases import DecodeSizes, decode_inputs
 from ..model_folder.writable import check_writable
+from ..terminal.output import console as make_console
 
 __all__ = ["MODELS", "run_demo"]
 
@@ -110,7 +110,7 @@ def run_demo(
     check_writable(output)
     is_new = not output.exists()
     output.mkdir(parents=True, exist_ok=True)
-    console = _console(stderr=as_json is not None)
+    console = make_console(stderr=as_json is not None)
     text = _zen_of_python()
     _say(console, f"Text: the Zen of Python (python -c 'import this'), {len(text.encode())} bytes, one token each.")
     rows: list[_Row] = []
@@ -234,15 +234,6 @@ _LEGEND = (
     f"Cache layers: D keeps every token, W{WINDOW} slides over the last {WINDOW}; 2x is two of them, cross is what a "
     "decoder read of its encoder.\nDifferences are the largest of all outputs"
 )
-
-
-def _console(*, stderr: bool = False) -> Any:
-    from rich.console import Console
-
-    console = Console(highlight=False, stderr=stderr)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(highlight=False, stderr=stderr, width=120)  # a log has no width; rich takes 80 for it
-    return console
 
 
 def _say(console: Any, text: str) -> None:

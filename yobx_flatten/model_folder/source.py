@@ -13,7 +13,7 @@ from ..errors.messages import first_line
 from .classes import class_for
 from .tiny_models import small_config
 
-__all__ = ["MODEL_NAMES", "FoundModel", "find_model", "load_model", "require_transformers"]
+__all__ = ["MODEL_NAMES", "FoundModel", "find_model", "require_transformers"]
 
 MODEL_NAMES = (
     "A folder that save_pretrained wrote or an id of the hub (owner/name); or, with random weights, a config.json, a "
@@ -23,7 +23,7 @@ MODEL_NAMES = (
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# what stands beside the weights and is not code
+# what stands next to the weights and is not code
 _BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"]
 
 
@@ -117,20 +117,6 @@ def find_model(source: str, *, weights: bool = True) -> FoundModel:
         raise ModelSourceError(f"{source} holds no config.json: it is not a folder that save_pretrained wrote.")
     has_weights = folder is not None and any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
     return FoundModel(source, _read_config(file, source), folder, has_weights)
-
-
-def load_model(source: str, *, dtype: str = "float32") -> tuple[Any, pathlib.Path | None]:
-    """Load a model, in evaluation mode.
-
-    Args:
-        source: see :func:`find_model`.
-        dtype: of the weights.
-
-    Returns:
-        The model, and the folder it is from, ``None`` where there is none.
-    """
-    found = find_model(source)
-    return found.load(dtype=dtype), found.folder
 
 
 def _read_config(file: pathlib.Path, source: str) -> Any:

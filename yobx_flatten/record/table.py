@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..diagnose.report import table
 from .axes import Axes
 from .call import Call
 from .example import constants_of, varying_in
@@ -44,9 +45,7 @@ def _phase(calls: Sequence[Call], axes: Axes) -> Iterator[str]:
     rows += _merged([row for row in _rows(calls, axes) if row[0].partition(".")[0] not in constants])
     empty = [name for name in calls[0].snapshot.spec.context if name not in constants and not _holds(calls[0], name)]
     rows += [(name, "-", "holds nothing yet", "") for name in empty]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row in rows:
-        yield "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+    yield from table(rows)
     if constants:
         yield f"  constant: {', '.join(f'{name}={value!r}' for name, value in constants.items())}"
 

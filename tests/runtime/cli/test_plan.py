@@ -101,7 +101,7 @@ def test_what_is_assumed_is_said(folder, capsys):
     """Of devices that are not here; without --memory nobody knows whether it fits."""
     run(["plan", str(folder), "--devices", "cuda:0", "--batch", "2", "--length", "64"])
     out = capsys.readouterr().out
-    assert "20 GB/s       assumed" in out
+    assert "20 GB/s      assumed" in out
     assert "give: --bandwidth, --flops" in out
     assert "memory   unknown, give it with --memory" in out
     assert "Devices: unknown; they need" in out

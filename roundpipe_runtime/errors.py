@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import types
 import warnings
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "UnevenSplitWarning",
     "UnregisteredObjectError",
     "UseAfterReleaseError",
+    "call_site",
     "warn",
 ]
 
@@ -75,6 +78,9 @@ class UnevenSplitWarning(RoundPipeWarning):
     """Microbatches have different sizes, and a loss that is divided by their number is not the mean of the batch."""
 
 
+_INSIDE = ("roundpipe_runtime", "torch")
+
+
 def warn(message: str, category: type[Warning]) -> None:
     """Warn at the line of the user's call: the first one that is neither in this package nor in torch.
 
@@ -82,11 +88,18 @@ def warn(message: str, category: type[Warning]) -> None:
         message: text of the warning.
         category: class of the warning.
     """
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
+    warnings.warn(message, category, stacklevel=_of_caller()[0])
+
+
+def call_site() -> str:
+    """Return ``"file:line"`` of the user's call: the first line that is neither in this package nor in torch."""
+    frame = _of_caller()[1]
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _of_caller() -> tuple[int, types.FrameType]:
+    """The frame of the user's call, and its number as seen by the function that asks."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
-
-
-def _is_inside(module: str) -> bool:
-    return module.partition(".")[0] in ("roundpipe_runtime", "torch")
+    return level, frame

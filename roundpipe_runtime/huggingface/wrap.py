@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import os
-import sys
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
@@ -112,7 +110,7 @@ class WrappedModel(RoundPipe):
         if asked_for(model, prepared) != "none":
             install_hooks(model)
         self.cut.sync()  # after it, as copies share the hooks of the model, and would install them again
-        config = (given or RoundPipeRunConfig()).over(self._rp_options["model_run_config"])
+        config = (given or RoundPipeRunConfig()).over(self._rp_options.model_run_config)
         if config.split_input is None and (split := split_pictures(getattr(model, "config", None), prepared)):
             config = dataclasses.replace(config, split_input=split)
         options: CallOptions = prepared.setdefault(CALL_OPTIONS, CallOptions())
@@ -182,7 +180,7 @@ class WrappedModel(RoundPipe):
 
     def _rp_alike(self, made: Cut) -> WrappedModel:
         """A pipeline like this one, on the same devices, of another cut of the same parameters."""
-        config = self._rp_options["model_run_config"]
+        config = self._rp_options.model_run_config
         return WrappedModel(made, name=self.name, model_run_config=config, pin_model="off", devices=self.devices)
 
     def close(self) -> None:
@@ -400,10 +398,7 @@ def wrap_model_to_roundpipe(
         made = cut(model, example, check=check, skip_modules=skipped)
         if made.report.is_whole:
             _report_whole(made, use_sequential_preset is True)
-    frame = sys._getframe(1)
-    wrapped = WrappedModel(made, name=name, model_run_config=config, **roundpipe_kwargs)
-    wrapped._rp_options["title"] = name or f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-    return wrapped
+    return WrappedModel(made, name=name, model_run_config=config, **roundpipe_kwargs)
 
 
 def _config(

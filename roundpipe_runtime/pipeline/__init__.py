@@ -1,8 +1,9 @@
-"""``RoundPipe``, the pipeline that a user calls, and the model behind it."""
+"""``RoundPipe``, the pipeline that a user calls, and the model that it stands for."""
 
 from __future__ import annotations
 
+from .layers import layers_of
 from .model_proxy import wrapped_model
-from .roundpipe import RoundPipe, layers_of
+from .roundpipe import RoundPipe
 
 __all__ = ["RoundPipe", "layers_of", "wrapped_model"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,19 +9,20 @@ import torch
 from torch import nn
 
 from ..batch.arguments import check_call, check_loss_fn
-from ..device.accelerator import AcceleratorDevice
 from ..device.pinning import pin_parameters
 from ..device.virtual import Device, DeviceSpec, parse_devices
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
 from ..engine.progress import PipelineProgress
-from ..errors import ConfigError, StageError
+from ..errors import ConfigError, StageError, call_site
 from ..optim.parameters import scan
 from ..optim.step import in_optimizer_ctx
 from ..schedule.costs import LayerCost
+from .layers import as_module, layers_of
 from .model_proxy import ModelProxy
+from .options import PipelineOptions
 
-__all__ = ["RoundPipe", "layers_of"]
+__all__ = ["RoundPipe"]
 
 
 def _identity(outputs: Any, labels: Any) -> Any:
@@ -59,7 +58,7 @@ class RoundPipe(ModelProxy):
     """
 
     _rp_engine: Engine
-    _rp_options: dict[str, Any]
+    _rp_options: PipelineOptions
 
     def __init__(
         self,
@@ -71,31 +70,19 @@ class RoundPipe(ModelProxy):
         devices: DeviceSpec = None,
     ) -> None:
         super().__init__()
-        options = {
-            "optim_dtype": optim_dtype,
-            "name": name,
-            "model_run_config": RoundPipeRunConfig() if model_run_config is None else model_run_config,
-            "pin_model": pin_model,
-            "devices": devices,
-            "title": name or _call_site(),
-        }
-        self._rp_build(_as_module(model), options, None)
+        config = RoundPipeRunConfig() if model_run_config is None else model_run_config
+        options = PipelineOptions(name or call_site(), optim_dtype, name, config, pin_model, devices)
+        self._rp_build(as_module(model), options, None)
 
-    def _rp_build(self, model: nn.Module, options: dict[str, Any], original: nn.Module | None) -> None:
-        dtype = options["optim_dtype"]
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"optim_dtype must be a floating dtype, like torch.float32, found {dtype!r}.")
-        config = options["model_run_config"]
-        if not isinstance(config, RoundPipeRunConfig):
-            raise ConfigError(f"model_run_config must be a RoundPipeRunConfig, found {type(config).__qualname__}.")
-        found = parse_devices(options["devices"])
+    def _rp_build(self, model: nn.Module, options: PipelineOptions, original: nn.Module | None) -> None:
+        found = parse_devices(options.devices)
         layers = self._rp_layers(model)
         scan(layers)  # refuses what cannot travel
-        pin_parameters(model, options["pin_model"], found)
-        tag = f"{options['name'] or ''}|{len(layers)}|{sum(p.numel() for p in model.parameters())}"
+        pin_parameters(model, options.pin_model, found)
+        tag = f"{options.name or ''}|{len(layers)}|{sum(p.numel() for p in model.parameters())}"
         self._rp_stand_for(model, original)
         self._rp_options = options
-        self._rp_engine = Engine(model, layers, found, dtype, tag)
+        self._rp_engine = Engine(model, layers, found, options.optim_dtype, tag)
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
         """The layers that the engine runs."""
@@ -168,8 +155,7 @@ class RoundPipe(ModelProxy):
                 "    forward_backward(..., run_config=RoundPipeRunConfig(num_microbatch=4))\n"
                 "    model(..., roundpipe_run_config=RoundPipeRunConfig(num_microbatch=4))"
             )
-        defaults: RoundPipeRunConfig = self._rp_options["model_run_config"]
-        return (config or RoundPipeRunConfig()).over(defaults).resolved(self.num_devices)
+        return (config or RoundPipeRunConfig()).over(self._rp_options.model_run_config).resolved(self.num_devices)
 
     def _rp_check_layers(self) -> None:
         """Check that the model has the layers that were wrapped."""
@@ -282,7 +268,7 @@ class RoundPipe(ModelProxy):
     @property
     def name(self) -> str:
         """The name of the pipeline."""
-        return str(self._rp_options["title"])
+        return self._rp_options.title
 
     @property
     def model(self) -> nn.Module:
@@ -379,13 +365,10 @@ class RoundPipe(ModelProxy):
 
     def __getstate__(self) -> dict[str, Any]:
         self._rp_engine.synchronize()
-        options = dict(self._rp_options)
-        if not isinstance(options["devices"], (str, type(None))):
-            options["devices"] = _described(self._rp_engine.devices)
         return {
             "model": self._rp_model,
             "original": self._rp_original,
-            "options": options,
+            "options": self._rp_options.picklable(self._rp_engine.devices),
             "step": self._rp_engine.step,
             "masters": self._rp_engine.store.masters(),
         }
@@ -403,34 +386,3 @@ class _Holder(nn.Module):
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
         self.__dict__["_parameters"] = parameters
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model: the children of an ``nn.Sequential`` that runs like one, else the model itself."""
-    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and len(model):
-        return list(model)
-    return [model]
-
-
-def _as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    if isinstance(model, nn.ModuleList):
-        return nn.Sequential(*model)
-    if isinstance(model, RoundPipe):
-        raise ConfigError("The model is a RoundPipe already: use it as it is.")
-    if isinstance(model, nn.Module):
-        return model
-    if isinstance(model, (list, tuple)) and model and all(isinstance(layer, nn.Module) for layer in model):
-        return nn.Sequential(*model)
-    raise ConfigError(f"RoundPipe wraps an nn.Module or a list of them, found {type(model).__qualname__}.")
-
-
-def _described(devices: Sequence[Device]) -> Any:
-    """Describe devices, so that the same ones can be created elsewhere."""
-    if all(isinstance(device, AcceleratorDevice) for device in devices):
-        return [device.name for device in devices]
-    return f"virtual:{len(devices)}"
-
-
-def _call_site() -> str:
-    frame = sys._getframe(2)
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -1,0 +1,35 @@
+"""The layers of what a user wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..errors import ConfigError
+from .model_proxy import ModelProxy
+
+__all__ = ["as_module", "layers_of"]
+
+
+def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """Return a model as one module; layers in a list become an ``nn.Sequential``.
+
+    Raises:
+        ConfigError: it is something else, or wrapped already.
+    """
+    if isinstance(model, ModelProxy):
+        raise ConfigError("The model is a RoundPipe already: use it as it is.")
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        return model
+    layers = list(model) if isinstance(model, (nn.ModuleList, list, tuple)) else []
+    if isinstance(model, nn.ModuleList) or (layers and all(isinstance(layer, nn.Module) for layer in layers)):
+        return nn.Sequential(*layers)
+    raise ConfigError(f"RoundPipe wraps an nn.Module or a list of them, found {type(model).__qualname__}.")
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model: the children of an ``nn.Sequential`` that runs like one, else the model itself."""
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and len(model):
+        return list(model)
+    return [model]

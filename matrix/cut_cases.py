@@ -183,7 +183,7 @@ def microbatches(trial: CutTrial) -> dict[str, Any]:
         limit = max(TOLERANCE, 3 * worst["rounding"])
     for what, error in worst.items():
         if not error <= limit:
-            _refuse_dependent_rows(plain, batch, expected)
+            _check_rows_independent(plain, batch, expected)
             raise DifferenceError(f"{what} differ by {error:.1e} from those of the whole batch")
     return {what: _significant(error) for what, error in worst.items()}
 
@@ -240,7 +240,7 @@ def _double(trial: CutTrial) -> Any:
     return model
 
 
-def _refuse_dependent_rows(plain: Any, batch: dict[str, Any], expected: Any) -> None:
+def _check_rows_independent(plain: Any, batch: dict[str, Any], expected: Any) -> None:
     """Do not blame the pipeline where the plain model answers otherwise to a part of the batch."""
     from roundpipe_runtime.batch.splitting import split
     from roundpipe_runtime.huggingface.batches import split_pictures

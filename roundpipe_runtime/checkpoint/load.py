@@ -15,9 +15,9 @@ from .manifest import verify
 from .model_state import check_masters, check_model, optimizer_targets, restore_parameters, restore_progress
 from .optimizer_state import check_optimizer, restore_optimizer
 from .rng import restore_random_state
-from .save import finish_writing, parts_of
+from .save import finish_writing, training_objects
 from .tensor_files import need_safetensors, open_tensors
-from .training_state import TRAINING, Parts, read_training
+from .training_state import TRAINING, TrainingObjects, read_training
 
 __all__ = ["load_checkpoint"]
 
@@ -73,7 +73,7 @@ def load_checkpoint(
         if not there:
             return None
         path = _newest(there)
-    return _restore(path, model, parts_of(optimizer, scheduler, scaler))
+    return _restore(path, model, training_objects(optimizer, scheduler, scaler))
 
 
 def _newest(there: list[pathlib.Path]) -> pathlib.Path:
@@ -99,7 +99,7 @@ def _check_writer(path: pathlib.Path) -> None:
         )
 
 
-def _restore(path: pathlib.Path, model: nn.Module, parts: Parts) -> dict[str, Any]:
+def _restore(path: pathlib.Path, model: nn.Module, parts: TrainingObjects) -> dict[str, Any]:
     stored = read_training(path)
     with open_tensors(path, "model") as tensors:
         targets = optimizer_targets(model)
@@ -122,7 +122,7 @@ def _restore(path: pathlib.Path, model: nn.Module, parts: Parts) -> dict[str, An
     return dict(stored["data"])
 
 
-def _check_parts(stored: dict[str, Any], parts: Parts) -> None:
+def _check_parts(stored: dict[str, Any], parts: TrainingObjects) -> None:
     """Check that the requested parts are in the checkpoint; warn of parts that were not requested."""
     scalers = [stored["scaler"]] if stored["scaler"] is not None else []
     kinds = [

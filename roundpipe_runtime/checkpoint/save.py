@@ -18,9 +18,9 @@ from ..device.worker import Worker, add_note_once
 from ..errors import ConfigError
 from .folder import appearing, checkpoints_in, make_folder, next_path, remove_leftovers, remove_old
 from .tensor_files import need_safetensors
-from .training_state import Parts, TrainingState, collect_state, read_training
+from .training_state import TrainingObjects, TrainingState, collect_state, read_training
 
-__all__ = ["Checkpoint", "finish_writing", "list_checkpoints", "parts_of", "save_checkpoint"]
+__all__ = ["Checkpoint", "finish_writing", "list_checkpoints", "save_checkpoint", "training_objects"]
 
 _LOG = logging.getLogger("roundpipe_runtime")
 _WRITER = Worker("checkpoint")  # its thread starts with the first checkpoint in the background
@@ -136,7 +136,7 @@ def save_checkpoint(
         raise ConfigError(f"save_checkpoint: data must be a dictionary, found {type(data).__qualname__}.")
     home = pathlib.Path(folder).absolute()
     finish_writing(home)
-    state = collect_state(model, parts_of(optimizer, scheduler, scaler), data or {}, copy=is_async)
+    state = collect_state(model, training_objects(optimizer, scheduler, scaler), data or {}, copy=is_async)
     with _WRITING:
         finish_writing(home)
         make_folder(home)
@@ -176,7 +176,7 @@ def finish_writing(folder: pathlib.Path) -> None:
         _finish(folder, writing)
 
 
-def parts_of(optimizer: Any, scheduler: Any, scaler: Any) -> Parts:
+def training_objects(optimizer: Any, scheduler: Any, scaler: Any) -> TrainingObjects:
     """Return the arguments that :func:`save_checkpoint` and ``load_checkpoint`` take.
 
     Args:
@@ -187,7 +187,7 @@ def parts_of(optimizer: Any, scheduler: Any, scaler: Any) -> Parts:
     Returns:
         The parts: lists of optimizers and schedulers, and the scaler.
     """
-    return Parts(_as_list(optimizer), _as_list(scheduler), scaler)
+    return TrainingObjects(_as_list(optimizer), _as_list(scheduler), scaler)
 
 
 def _as_list(value: Any) -> Sequence[Any]:

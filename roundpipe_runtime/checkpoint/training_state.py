@@ -26,13 +26,21 @@ from .optimizer_state import named_state
 from .rng import random_state
 from .tensor_files import open_tensors, write_tensors
 
-__all__ = ["TRAINING", "Parts", "TrainingState", "collect_state", "read_training", "read_values", "write_values"]
+__all__ = [
+    "TRAINING",
+    "TrainingObjects",
+    "TrainingState",
+    "collect_state",
+    "read_training",
+    "read_values",
+    "write_values",
+]
 
 TRAINING = "training.json"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Parts:
+class TrainingObjects:
     """The parts of a training that are stored in addition to the model.
 
     Attributes:
@@ -78,7 +86,7 @@ class TrainingState:
             shutil.copymode(folder / TRAINING, path)  # safetensors writes files that other users may not read
 
 
-def collect_state(model: nn.Module, parts: Parts, data: Mapping[str, Any], *, copy: bool) -> TrainingState:
+def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, Any], *, copy: bool) -> TrainingState:
     """Collect the state of a training.
 
     Args:

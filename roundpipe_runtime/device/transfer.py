@@ -21,7 +21,7 @@ from .block_masks import is_block_mask, leaf_test, parts_of_mask
 from .events import Event
 from .virtual import Device
 
-__all__ = ["HostValue", "Static", "TreeStructure", "fetch", "send", "separate", "shapes_of", "take_apart"]
+__all__ = ["HostValue", "Static", "TreeStructure", "fetch", "flatten_value", "send", "separate", "shapes_of"]
 
 
 class Static:
@@ -67,7 +67,7 @@ class TreeStructure:
 _ONE_TENSOR = TreeStructure(pytree.tree_structure(0), (0,), (None,))
 
 
-def take_apart(value: PyTree, *, what: str = "value") -> tuple[TreeStructure, list[torch.Tensor]]:
+def flatten_value(value: PyTree, *, what: str = "value") -> tuple[TreeStructure, list[torch.Tensor]]:
     """Return the structure of a value and its tensors, each once.
 
     Args:
@@ -80,7 +80,7 @@ def take_apart(value: PyTree, *, what: str = "value") -> tuple[TreeStructure, li
     Raises:
         UnregisteredObjectError: an object in it holds tensors, and no flattening function is registered for its class.
 
-    >>> structure, tensors = take_apart({"a": torch.ones(1), "b": 3})
+    >>> structure, tensors = flatten_value({"a": torch.ones(1), "b": 3})
     >>> structure.rebuild(["here"])
     {'a': 'here', 'b': 3}
     """
@@ -179,17 +179,17 @@ def send(
     return HostValue(structure, [copy for copy, _ in copies], list(needs_grad), [event for _, event in copies])
 
 
-def fetch(device: Device, parcel: HostValue) -> list[torch.Tensor]:
+def fetch(device: Device, on_host: HostValue) -> list[torch.Tensor]:
     """Return copies of the tensors of a host value in the memory of a device.
 
     Args:
         device: the device to copy to.
-        parcel: the value on the host.
+        on_host: the value on the host.
 
     Returns:
         The copies, in the order of the tensors.
     """
-    return [device.copy_in(tensor, ready) for tensor, ready in zip(parcel.tensors, parcel.ready, strict=True)]
+    return [device.copy_in(tensor, ready) for tensor, ready in zip(on_host.tensors, on_host.ready, strict=True)]
 
 
 def shapes_of(tensors: Sequence[torch.Tensor]) -> str:

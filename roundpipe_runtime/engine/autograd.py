@@ -47,26 +47,26 @@ class Executor(Protocol):
         """Return the version of the parameters to read now."""
 
 
-def call(engine: Executor, run: Run, parcels: Sequence[HostValue]) -> list[Any]:
+def call(engine: Executor, run: Run, host_values: Sequence[HostValue]) -> list[Any]:
     """Run forward now and, when the caller goes backward through the outputs, backward.
 
     Args:
         engine: engine that runs the stages.
         run: run of kind ``"train"``.
-        parcels: inputs of each microbatch.
+        host_values: inputs of each microbatch.
 
     Returns:
         The output of each microbatch; its tensors are part of the caller's graph.
     """
-    inputs = [t for parcel in parcels for t, flag in zip(parcel.tensors, parcel.needs_grad, strict=True) if flag]
+    inputs = [t for on_host in host_values for t, flag in zip(on_host.tensors, on_host.needs_grad, strict=True) if flag]
     # A node has a backward only if an input requires a gradient, and layers may have parameters in another dtype only.
     anchor = torch.empty(0, requires_grad=True)
     learned = _learned(run)
-    results = iter(_apply(engine, run, parcels, learned, anchor, *inputs, *learned))
+    results = iter(_apply(engine, run, host_values, learned, anchor, *inputs, *learned))
     outputs = []
     for number in range(run.spec.num_microbatch):
-        parcel = run.collected.outputs.pop(number)
-        outputs.append(parcel.structure.rebuild([next(results) for _ in parcel.tensors]))
+        on_host = run.collected.outputs.pop(number)
+        outputs.append(on_host.structure.rebuild([next(results) for _ in on_host.tensors]))
     return outputs
 
 
@@ -78,26 +78,26 @@ class _Pipeline(torch.autograd.Function):
         ctx: Any,
         engine: Executor,
         run: Run,
-        parcels: Sequence[HostValue],
+        host_values: Sequence[HostValue],
         learned: Sequence[torch.Tensor],
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        for number, parcel in enumerate(parcels):
-            run.start(number, parcel)
+        for number, on_host in enumerate(host_values):
+            run.start(number, on_host)
         engine.execute(run, [stage for stage in run.spec.stages if stage.kind == "forward"])
         ctx.engine, ctx.run, ctx.learned = engine, run, learned
         ctx.backward_stages = [stage for stage in run.spec.stages if stage.kind == "backward"]
-        ctx.flags = [parcel.needs_grad for parcel in parcels]
+        ctx.flags = [on_host.needs_grad for on_host in host_values]
         ctx.sizes = [len(run.collected.outputs[number].tensors) for number in range(run.spec.num_microbatch)]
         ctx.set_materialize_grads(False)
         run.remember_versions()
         engine.commit_forward(run)
         tensors, fixed = [], []
         for number in range(run.spec.num_microbatch):
-            parcel = run.collected.outputs[number]
-            parcel.wait()
-            tensors += parcel.tensors
-            fixed += [t for t, flag in zip(parcel.tensors, parcel.needs_grad, strict=True) if not flag]
+            on_host = run.collected.outputs[number]
+            on_host.wait()
+            tensors += on_host.tensors
+            fixed += [t for t, flag in zip(on_host.tensors, on_host.needs_grad, strict=True) if not flag]
         ctx.mark_non_differentiable(*fixed)
         return tuple(tensors)
 

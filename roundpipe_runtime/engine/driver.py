@@ -125,11 +125,11 @@ class Engine:
             microbatches = self.split(FlatBatch.of(args, kwargs, None), config)
             rows = [microbatch.rows for microbatch in microbatches]
             run = self.prepare("train" if config.requires_grad else "infer", config, rows)
-            parcels = _inputs_of(microbatches, run)
+            host_values = _inputs_of(microbatches, run)
             if run.spec.kind == "train":
-                outputs = call(self, run, parcels)
+                outputs = call(self, run, host_values)
             else:
-                self._start(run, parcels)
+                self._start(run, host_values)
                 self.execute(run, run.spec.stages)
                 outputs = outputs_of(run)
             joined = merge_outputs(outputs, rows, rows, config)
@@ -174,8 +174,8 @@ class Engine:
             rows = [microbatch.rows for microbatch in microbatches]
             labels = [host_value(m.labels, m.label_spec, requires_grad=False, what="label") for m in microbatches]
             run = self.prepare("fused", config, rows, labels=labels, loss_fn=loss_fn, keep_outputs=return_outputs)
-            parcels = _inputs_of(microbatches, run)
-            self._start(run, parcels)
+            host_values = _inputs_of(microbatches, run)
+            self._start(run, host_values)
             self.execute(run, run.spec.stages)
             outputs = None
             if return_outputs:
@@ -184,7 +184,7 @@ class Engine:
             total = pytree.tree_map(torch.Tensor.cpu, run.contract.total())
             self._warn(run, rows, config)
             run.collected.buffers.check()
-            feed_inputs(run, parcels)
+            feed_inputs(run, host_values)
             self.commit(run)
             return (total, outputs) if return_outputs else total
 
@@ -429,9 +429,9 @@ class Engine:
         limit = self.memory_limit()
         return limit is None or sum(c.param_bytes + c.grad_bytes for c in self.layer_costs()) <= limit * 1e9
 
-    def _start(self, run: Run, parcels: Sequence[HostValue]) -> None:
-        for number, parcel in enumerate(parcels):
-            run.start(number, parcel)
+    def _start(self, run: Run, host_values: Sequence[HostValue]) -> None:
+        for number, on_host in enumerate(host_values):
+            run.start(number, on_host)
 
     def _warn(self, run: Run, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
         if not self._warned and config.loss_reduction == "sum" and run.contract.kind != "pair":

@@ -35,17 +35,17 @@ def host_value(leaves: Sequence[Any], spec: pytree.TreeSpec, *, requires_grad: b
     return HostValue(structure, tensors, flags, [None] * len(tensors))
 
 
-def feed_inputs(run: Run, parcels: Sequence[HostValue]) -> None:
+def feed_inputs(run: Run, host_values: Sequence[HostValue]) -> None:
     """Continue backward from the inputs if they are part of a graph, such as that of another pipeline.
 
     Args:
         run: run that has gone backward.
-        parcels: inputs of each microbatch.
+        host_values: inputs of each microbatch.
     """
     scale = run.contract.gradient_scale()
     tensors, gradients = [], []
-    for number, parcel in enumerate(parcels):
-        for tensor, copy in zip(parcel.tensors, run.collected.input_gradients.get(number, []), strict=False):
+    for number, on_host in enumerate(host_values):
+        for tensor, copy in zip(on_host.tensors, run.collected.input_gradients.get(number, []), strict=False):
             if copy is not None and tensor.requires_grad:
                 gradient, ready = copy
                 ready.result()

@@ -13,8 +13,8 @@ from torch import nn
 from ..device.transfer import TreeStructure
 from ..device.virtual import Device
 from ..errors import StageError
+from .layer_graph import Values, enter, is_refused_write
 from .layer_traits import traits_of
-from .piece import Values, enter, is_refused_write
 from .recompute import CALL, run_seeded
 from .resident import LayerOnDevice
 from .run import Run

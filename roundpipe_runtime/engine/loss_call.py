@@ -12,8 +12,8 @@ from torch import nn
 from ..batch.loss import BackwardTerm
 from ..device.events import NOW
 from ..device.virtual import Device
+from .layer_graph import Values, enter, leaves_beside
 from .nested_checkpoint import run_backward
-from .piece import Values, enter, leaves_beside
 from .recompute import run_seeded
 from .resident import check_not_kept
 from .run import Run

@@ -53,7 +53,7 @@ def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
 
 
 @dataclasses.dataclass
-class _Seen:
+class _CheckpointCalls:
     """Functions of torch's checkpoints that ran in a thread; and whether these are all, as there was no profiler."""
 
     names: list[str] = dataclasses.field(default_factory=list)
@@ -61,11 +61,11 @@ class _Seen:
 
 
 @contextmanager
-def _watched() -> Iterator[_Seen]:
+def _watched() -> Iterator[_CheckpointCalls]:
     """Note in the block which code of torch's checkpoints runs in this thread, which has no profiler."""
     checkpoint = sys.modules.get("torch.utils.checkpoint")
     file = getattr(checkpoint, "__file__", None)
-    seen = _Seen()
+    seen = _CheckpointCalls()
 
     def look(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename == file:

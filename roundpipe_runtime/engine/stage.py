@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 
-from ..device.transfer import HostValue, fetch, send, shapes_of, take_apart
+from ..device.transfer import HostValue, fetch, flatten_value, send, shapes_of
 from ..device.virtual import Device
 from ..device.worker import StoppedRun, add_note_once
 from ..schedule.round_robin import Stage
 from .collected import Copies
 from .layer_call import CallKind, call_layer
+from .layer_graph import LayerGraph, Values, plain
 from .loss_call import MicrobatchLoss
 from .nested_checkpoint import run_backward
-from .piece import Piece, Values, plain
 from .resident import LayerOnDevice
 from .run import Run
 
@@ -132,26 +132,26 @@ class _Visit:
     # -- one microbatch ----------------------------------------------------------------------------------------------
 
     def _forward(self, microbatch: int) -> None:
-        parcel = self._take_input(microbatch)
-        values = self._open(parcel)
+        on_host = self._take_input(microbatch)
+        values = self._open(on_host)
         for layer in self.stage.layers:
             if layer in self.spec.restarts:
                 # What came in is kept as it is, but for the caller's own tensors: they may change before backward.
                 own = layer == self.stage.layers[0] and not (layer == 0 and self.spec.kind == "train")
-                self.collected.saved[layer, microbatch] = parcel if own else self._send(values)
+                self.collected.saved[layer, microbatch] = on_host if own else self._send(values)
             values = self._call(layer, microbatch, values, "forward")[0]  # the graph of a layer goes away at once
         self._hand_on(microbatch, self._send(values))
 
     def _fused(self, microbatch: int) -> None:
         values = self._open(self._take_input(microbatch))
-        pieces = []
+        graphs = []
         for layer in self.stage.layers:
-            values, piece = self._call(layer, microbatch, values, "fused")
-            pieces.append(piece)
+            values, graph = self._call(layer, microbatch, values, "fused")
+            graphs.append(graph)
         if self.spec.keep_outputs:
             self.collected.outputs[microbatch] = self._send(values)
         gradients = self._loss(microbatch, values)
-        self._go_back(microbatch, pieces, gradients)
+        self._go_back(microbatch, graphs, gradients)
 
     def _backward(self, microbatch: int) -> None:
         # Waited for before anything is recomputed, whose activations would take memory meanwhile.
@@ -160,31 +160,31 @@ class _Visit:
         if self.spec.recompute_grain == "layer":
             for layer in reversed(layers):
                 values = self._restart(layer, microbatch)
-                _, piece = self._call(layer, microbatch, values, "recompute")
-                gradients = self._back_through(microbatch, piece, gradients)
+                _, graph = self._call(layer, microbatch, values, "recompute")
+                gradients = self._back_through(microbatch, graph, gradients)
             self._hand_back(microbatch, gradients)
             return
         values = self._restart(layers[0], microbatch)
-        pieces = []
+        graphs = []
         for layer in layers:
-            values, piece = self._call(layer, microbatch, values, "recompute")
-            pieces.append(piece)
-        self._go_back(microbatch, pieces, gradients)
+            values, graph = self._call(layer, microbatch, values, "recompute")
+            graphs.append(graph)
+        self._go_back(microbatch, graphs, gradients)
 
-    def _go_back(self, microbatch: int, pieces: list[Piece], gradients: list[torch.Tensor | None]) -> None:
-        while pieces:  # popped, so that the graph of a layer is freed as soon as it was used
-            gradients = self._back_through(microbatch, pieces.pop(), gradients)
+    def _go_back(self, microbatch: int, graphs: list[LayerGraph], gradients: list[torch.Tensor | None]) -> None:
+        while graphs:  # popped, so that the graph of a layer is freed as soon as it was used
+            gradients = self._back_through(microbatch, graphs.pop(), gradients)
         self._hand_back(microbatch, gradients)
 
     def _back_through(
-        self, microbatch: int, piece: Piece, gradients: Sequence[torch.Tensor | None]
+        self, microbatch: int, graph: LayerGraph, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        self._layer, self._doing, self._tensors = piece.layer, "backward", piece.exits
-        with self._measure("backward", microbatch, piece.layer), self.device.computing():
+        self._layer, self._doing, self._tensors = graph.layer, "backward", graph.exits
+        with self._measure("backward", microbatch, graph.layer), self.device.computing():
             # with its copies in place: checkpoints inside of the layer call parts of it again
-            resident = self.residents[piece.layer]
+            resident = self.residents[graph.layer]
             back = partial(run_backward, code=resident.contents.module, device=self.device.torch_device)
-            results = resident.call(partial(piece.backward, gradients, back))
+            results = resident.call(partial(graph.backward, gradients, back))
             resident.take_gradients()
             if self.spec.take_gradient is not None:
                 resident.hand_over(self.spec.take_gradient)
@@ -193,8 +193,8 @@ class _Visit:
     def _loss(self, microbatch: int, values: Values) -> list[torch.Tensor | None]:
         """Compute the loss of a microbatch and go back through it, to the outputs of the last layer."""
         self._layer, self._doing, self._tensors = None, "loss", values.tensors
-        parcel = self.spec.labels[microbatch]
-        labels = parcel.structure.rebuild(fetch(self.device, parcel))
+        on_host = self.spec.labels[microbatch]
+        labels = on_host.structure.rebuild(fetch(self.device, on_host))
         with self._measure("loss", microbatch), self.device.computing(), self._modes():
             loss = MicrobatchLoss(self.run, self.device, microbatch, values)
             loss.compute(labels)
@@ -203,7 +203,7 @@ class _Visit:
 
     # -- one layer ---------------------------------------------------------------------------------------------------
 
-    def _call(self, layer: int, microbatch: int, values: Values, kind: CallKind) -> tuple[Values, Piece]:
+    def _call(self, layer: int, microbatch: int, values: Values, kind: CallKind) -> tuple[Values, LayerGraph]:
         resident, title = self.residents[layer], self.spec.contents[layer].title
         self._layer, self._doing, self._tensors = layer, kind, values.tensors
         data = None
@@ -214,15 +214,15 @@ class _Visit:
         with measured, self.device.computing(), self._modes():
             self.device.use(values.tensors)
             result = call_layer(self.run, self.device, resident, microbatch, values, kind, data)
-            structure, exits = take_apart(result.output, what=f"the output of {title}")
+            structure, exits = flatten_value(result.output, what=f"the output of {title}")
             results = [plain(tensor) for tensor in exits]
         if result.kept is not None:
-            skeleton_kept, tensors = take_apart(result.kept, what=f"save_for_recompute in {title}")
-            self.collected.kept[layer, microbatch] = send(self.device, skeleton_kept, tensors, [False] * len(tensors))
+            structure_kept, tensors = flatten_value(result.kept, what=f"save_for_recompute in {title}")
+            self.collected.kept[layer, microbatch] = send(self.device, structure_kept, tensors, [False] * len(tensors))
         if kind == "forward" and self.spec.has_backward:
             self.collected.buffers.follow(layer, resident.changed_buffers())
         flags = [tensor.requires_grad for tensor in exits]
-        return Values(structure, results, flags), Piece(layer, result.entries, exits)
+        return Values(structure, results, flags), LayerGraph(layer, result.entries, exits)
 
     def _modes(self) -> contextlib.AbstractContextManager[Any]:
         """The caller's autocast modes, in this thread."""
@@ -238,24 +238,24 @@ class _Visit:
 
     def _take_input(self, microbatch: int) -> HostValue:
         self._doing = "the upload of its input"
-        parcel: HostValue = self.run.mailbox.take(("activation", self.stage.layers[0], microbatch))
-        return parcel
+        on_host: HostValue = self.run.mailbox.take(("activation", self.stage.layers[0], microbatch))
+        return on_host
 
     def _restart(self, layer: int, microbatch: int) -> Values:
         return self._open(self.collected.saved.pop((layer, microbatch)))
 
-    def _open(self, parcel: HostValue) -> Values:
-        return Values(parcel.structure, fetch(self.device, parcel), parcel.needs_grad)
+    def _open(self, on_host: HostValue) -> Values:
+        return Values(on_host.structure, fetch(self.device, on_host), on_host.needs_grad)
 
     def _send(self, values: Values) -> HostValue:
         return send(self.device, values.structure, values.tensors, values.needs_grad)
 
-    def _hand_on(self, microbatch: int, parcel: HostValue) -> None:
+    def _hand_on(self, microbatch: int, on_host: HostValue) -> None:
         stop = self.stage.layers[-1] + 1
         if stop == len(self.spec.contents):
-            self.collected.outputs[microbatch] = parcel
+            self.collected.outputs[microbatch] = on_host
         else:
-            self.run.mailbox.put(("activation", stop, microbatch), parcel)
+            self.run.mailbox.put(("activation", stop, microbatch), on_host)
 
     def _take_gradients(self, microbatch: int) -> list[torch.Tensor | None]:
         self._doing = "the upload of gradients"
@@ -272,10 +272,10 @@ class _Visit:
             self.run.mailbox.put(("gradient", first, microbatch), copies)
 
     def _kept(self, layer: int, microbatch: int) -> tuple[Any, ...] | None:
-        parcel = self.collected.kept.pop((layer, microbatch), None)
-        if parcel is None:
+        on_host = self.collected.kept.pop((layer, microbatch), None)
+        if on_host is None:
             return None
-        kept: tuple[Any, ...] = parcel.structure.rebuild(fetch(self.device, parcel))
+        kept: tuple[Any, ...] = on_host.structure.rebuild(fetch(self.device, on_host))
         return kept
 
     # -- where we are ------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..device.transfer import take_apart
-from ..engine.piece import Values, enter, plain
+from ..device.transfer import flatten_value
+from ..engine.layer_graph import Values, enter, plain
 from ..optim.parameters import LayerContents, scan
 from .footprint import Footprint, storage_bytes
 from .meta_kernels import device_kernels
@@ -89,7 +89,7 @@ def measure_layers(
     contents = scan(layers)
     found = []
     values: Any = (tuple(args), dict(kwargs or {}))
-    structure, tensors = take_apart(values, what="inputs")
+    structure, tensors = flatten_value(values, what="inputs")
     given = Values(structure, tensors, [False] * len(tensors))
     with device_kernels(kind), torch.enable_grad():
         for index, one in enumerate(contents):
@@ -124,7 +124,7 @@ def _measure(
         found.ignore(held_before)
         entries, entered = enter(given, as_leaves=False)
         out = call(given.structure.rebuild(entered))
-        structure, exits = take_apart(out, what=f"the output of {contents.title}")
+        structure, exits = flatten_value(out, what=f"the output of {contents.title}")
         results = [plain(tensor) for tensor in exits]
     del out
     forward_peak, held, forward_flops = found.peak, found.restart(), found.flops

@@ -332,7 +332,7 @@ def _register_functions(
         if function is not None or (argument == "flatten") is (caller == "register_pytree_node"):
             require_callable(cls, argument, function, 1, caller=caller)
     require_callable(cls, "unflatten", unflatten, 2, caller=caller, needed="(static, children)")
-    _refuse_order_of_torch(cls, unflatten, caller)
+    _check_argument_order(cls, unflatten, caller)
     return _claim(cls, _functions_of_jax, (flatten, unflatten, flatten_with_keys), caller, backends)
 
 
@@ -355,7 +355,7 @@ def _register_methods(cls: type, caller: str, backends: Backends) -> bool:
     return _claim(cls, _functions_of_jax, (flatten, cls.tree_unflatten, keyed), caller, backends)  # type: ignore[attr-defined] # looked at above
 
 
-def _refuse_order_of_torch(cls: type, unflatten: JaxUnflatten, caller: str) -> None:
+def _check_argument_order(cls: type, unflatten: JaxUnflatten, caller: str) -> None:
     """An unflatten function written for torch would be handed the children as its static part, without a word."""
     try:
         first = next(iter(inspect.signature(unflatten).parameters), "")

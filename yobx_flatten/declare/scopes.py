@@ -26,7 +26,7 @@ from ..recipe.contract import (
 from ..recipe.fields import functions_of
 from ..recipe.roundtrip import check_round_trip
 from ..registry.claims import REGISTRY, TORCH
-from ..registry.interrupts import Uninterrupted
+from ..registry.interrupts import DeferredSignals
 from ..registry.locking import LOCK
 from ..registry.patches import ImportHook
 from ..trace.hook import EXPORT_HOOK, TraceSupport
@@ -259,7 +259,7 @@ def register_cache_flattening(
         _put_in_force(undo, patch_transformers, patch_diffusers, verbose)
         return undo
     except BaseException:
-        with Uninterrupted():
+        with DeferredSignals():
             undo._undo()
         raise
 
@@ -273,7 +273,7 @@ def _put_in_force(undo: Undo, patch_transformers: bool, patch_diffusers: bool, v
     if patch_diffusers:
         _require_library("diffusers", "patch_diffusers")
         from ..huggingface.diffusers_outputs import DIFFUSERS, diffusers_recipes
-    with Uninterrupted(), verbosity(verbose):
+    with DeferredSignals(), verbosity(verbose):
         if patch_transformers:
             for cls, recipe in transformers_recipes().items():
                 undo._add(cls, recipe)
@@ -312,7 +312,7 @@ def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> Non
             f"{describe_class(undo)}.\n    undo = register_cache_flattening(patch_transformers=True)\n"
             "    unregister_cache_flattening(undo)"
         )
-    with Uninterrupted(), verbosity(verbose):
+    with DeferredSignals(), verbosity(verbose):
         undo._undo()
         say(logging.INFO, "let go: %s", ", ".join(c.__name__ for c in undo) or "nothing")
 
@@ -385,7 +385,7 @@ class Block(contextlib.ContextDecorator, contextlib.AbstractContextManager[Undo]
             raise
 
     def _end(self) -> None:
-        with Uninterrupted():
+        with DeferredSignals():
             if self._undo is not None:
                 self._undo._undo()
             self._guard = None

@@ -91,7 +91,7 @@ def explain(tree: Any, *, name: str = "tree", width: int = 80) -> Drawing:
     │  └─ [0] … [23]: 24 × float32[4]
     └─ ['flag']: True
     """
-    reader = _Reader(find_unregistered(tree, name=name))
+    reader = _PartReader(find_unregistered(tree, name=name))
     root = reader.part(name, name, tree, 0)
     rows = [DrawingRow(0, root.label, root.text, root.kind, "")]
     _draw(root, 1, "", rows)
@@ -112,7 +112,7 @@ class _Part:
         return re.sub(r"\d+", "#", self.label), self
 
 
-class _Reader:
+class _PartReader:
     """Reads an object part by part."""
 
     def __init__(self, unregistered: list[Unregistered]) -> None:

@@ -53,11 +53,11 @@ def mapping_functions(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
         The three functions. Flatten raises :class:`~yobx_flatten.errors.RoundTripError` for an instance of a ``dict``
         or ``UserDict`` that holds what no item does, and unflatten when the constructor made other items.
     """
-    refuse_more = _check_of(cls)
+    check_items = _check_of(cls)
     rebuild = _rebuilding(cls)
 
     def flatten(obj: Any) -> tuple[list[Any], list[Any]]:
-        refuse_more(obj)
+        check_items(obj)
         return list(obj.values()), list(obj.keys())
 
     def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
@@ -89,7 +89,7 @@ def _check_of(cls: type) -> Callable[[Any], None]:
     if dataclasses.is_dataclass(cls):
         return _check_of_fields(cls)
     if issubclass(cls, (dict, collections.UserDict)) and cls.__dictoffset__:
-        return _refuse_attributes
+        return _check_attributes
     return lambda obj: None
 
 
@@ -97,16 +97,16 @@ def _check_of_fields(cls: Any) -> Callable[[Any], None]:
     """What a field holds is an item, or ``None``."""
     names = [field.name for field in dataclasses.fields(cls)]
 
-    def refuse_more(obj: Any) -> None:
+    def check_items(obj: Any) -> None:
         for name in names:
             value = getattr(obj, name, None)
             if value is not dict.get(obj, name):
                 raise _not_an_item(obj, name, [name])
 
-    return refuse_more
+    return check_items
 
 
-def _refuse_attributes(obj: Any) -> None:
+def _check_attributes(obj: Any) -> None:
     held = obj.__dict__
     if not held or held is obj:
         return
@@ -155,8 +155,8 @@ def _rebuilding(cls: type) -> Callable[[dict[Any, Any]], Any]:
         found = dict(base.items(obj))
         if list(found) != list(items) or not all(map(_kept, found.values(), items.values())):
             raise RoundTripError(
-                f"{cls.__qualname__}: its constructor, given the items, made other ones: {_spell(found)} instead of "
-                f"{_spell(items)}. Have it put together without its constructor:\n"
+                f"{cls.__qualname__}: its constructor, given the items, made other ones: {_format_items(found)} "
+                f"instead of {_format_items(items)}. Have it put together without its constructor:\n"
                 f"    f, k, u = functions_from_fields({cls.__qualname__}, [])\n"
                 f"    register_class_flattening({cls.__qualname__}, f, u, k)"
             )
@@ -170,5 +170,5 @@ def _kept(found: Any, given: Any) -> bool:
     return found is given or isinstance(given, (dict, list, tuple))
 
 
-def _spell(items: Mapping[Any, Any]) -> str:
+def _format_items(items: Mapping[Any, Any]) -> str:
     return f"{{{', '.join(f'{key!r}: {type(value).__name__}' for key, value in items.items())}}}"

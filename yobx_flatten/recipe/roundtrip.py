@@ -217,7 +217,7 @@ def _lost_tensors(sample: Any, rebuilt: Any) -> list[str]:
     ]
 
 
-class _Recorder(TorchDispatchMode):
+class _OperatorLog(TorchDispatchMode):
     """Notes the operators that run."""
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ class _Recorder(TorchDispatchMode):
 def _recorded() -> Iterator[dict[str, None]]:
     # `with recorder:` also writes down, for the whole process, that a mode is on; two threads that do so at the same
     # time leave that note behind (torch.utils._python_dispatch, torch 2.13)
-    recorder = _Recorder()
+    recorder = _OperatorLog()
     _push_mode(recorder)
     try:
         yield recorder.operators

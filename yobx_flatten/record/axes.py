@@ -58,7 +58,7 @@ class Axes:
 
 def read_axes(calls: Sequence[Call]) -> Axes:
     """Name the places that vary, of all phases at once: what one phase leaves open another one shows."""
-    reading = _Reading(calls)
+    reading = _AxisReading(calls)
     reading.read_declared()
     reading.match_known()
     reading.find_batch()
@@ -71,7 +71,7 @@ def read_axes(calls: Sequence[Call]) -> Axes:
     return reading.axes
 
 
-class _Reading:
+class _AxisReading:
     def __init__(self, calls: Sequence[Call]) -> None:
         self.calls, self.axes = calls, Axes()
         self.places: dict[Place, _Sizes] = {}

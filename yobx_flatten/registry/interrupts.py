@@ -9,12 +9,12 @@ import threading
 from types import FrameType
 from typing import Any
 
-__all__ = ["Uninterrupted"]
+__all__ = ["DeferredSignals"]
 
 _SIGNALS = tuple(sorted(signal.valid_signals()))
 
 
-class Uninterrupted:
+class DeferredSignals:
     """Context manager that defers the handlers of signals; those that are due are called at its end.
 
     Python calls handlers between any two lines of the main thread, and they may raise: Ctrl-C, a timeout, what ends a
@@ -24,10 +24,10 @@ class Uninterrupted:
     An interruption at the end of the block raises after its last line. Code that needs all or nothing undoes it then::
 
         try:
-            with Uninterrupted():
+            with DeferredSignals():
                 begin()
         except BaseException:
-            with Uninterrupted():
+            with DeferredSignals():
                 undo()
             raise
     """

@@ -20,7 +20,7 @@ __all__ = ["TorchFx"]
 _MISSING = object()
 
 
-class _Found(NamedTuple):
+class _FoundRules(NamedTuple):
     flatten_spec: Any
     exact_match: Any
 
@@ -30,12 +30,12 @@ class TorchFx:
 
     name = "torch_fx"
 
-    def read(self, cls: type) -> _Found | None:
+    def read(self, cls: type) -> _FoundRules | None:
         """Return both rules, or ``None``."""
         if cls not in fx_pytree.SUPPORTED_NODES:
             return None
         exact = fx_pytree.SUPPORTED_NODES_EXACT_MATCH.get(cls, _MISSING)
-        return _Found(fx_pytree.SUPPORTED_NODES[cls], exact)
+        return _FoundRules(fx_pytree.SUPPORTED_NODES[cls], exact)
 
     def holds(self, recipe: Recipe) -> bool:
         """Return whether fx's rule is the one made from this recipe."""
@@ -46,7 +46,7 @@ class TorchFx:
         """Put a rule made from the recipe in place of what is there."""
         fx_pytree.register_pytree_flatten_spec(recipe.cls, functools.partial(_flatten_spec, recipe))
 
-    def restore(self, recipe: Recipe, found: _Found | None) -> None:
+    def restore(self, recipe: Recipe, found: _FoundRules | None) -> None:
         """Restore both rules, unless another library registered the class after us."""
         cls = recipe.cls
         if cls in fx_pytree.SUPPORTED_NODES and not self.holds(recipe):

@@ -17,7 +17,7 @@ from ..recipe.static_codec import dump_static, load_static
 __all__ = ["TorchPython"]
 
 
-class _Found(NamedTuple):
+class _FoundNode(NamedTuple):
     node: Any  # NodeDef
     serial: Any  # _SerializeNodeDef, None for classes registered by very old code
     constant: bool
@@ -28,12 +28,12 @@ class TorchPython:
 
     name = "torch"
 
-    def read(self, cls: type) -> _Found | None:
+    def read(self, cls: type) -> _FoundNode | None:
         """Return the node, its serialised name and whether it is a constant."""
         node = pytree.SUPPORTED_NODES.get(cls)
         if node is None:
             return None
-        return _Found(node, pytree.SUPPORTED_SERIALIZED_TYPES.get(cls), cls in pytree.CONSTANT_NODES)
+        return _FoundNode(node, pytree.SUPPORTED_SERIALIZED_TYPES.get(cls), cls in pytree.CONSTANT_NODES)
 
     def holds(self, recipe: Recipe) -> bool:
         """Return whether torch holds this recipe's functions."""
@@ -67,7 +67,7 @@ class TorchPython:
                 pytree.CONSTANT_NODES.discard(cls)
             _forget_loaded_specs()
 
-    def restore(self, recipe: Recipe, found: _Found | None) -> None:
+    def restore(self, recipe: Recipe, found: _FoundNode | None) -> None:
         """Bring the tables back, unless another library registered the class after us."""
         cls = recipe.cls
         with pytree._NODE_REGISTRY_LOCK:

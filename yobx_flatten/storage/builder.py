@@ -17,7 +17,7 @@ from .nested import read
 from .onnx_read import open_model, structure_of
 from .onnx_write import OnnxWriter, check_size
 from .run import RunOutputs
-from .structure import Structure, put_together, take_apart
+from .structure import Structure, flatten_tree, unflatten_tree
 from .values import Payload
 
 __all__ = ["MiniOnnxBuilder", "create_input_tensors_from_onnx_model", "create_onnx_model_from_input_tensors"]
@@ -93,7 +93,7 @@ class MiniOnnxBuilder:
 
     def to_onnx(self) -> Any:
         """Return the ``onnx.ModelProto``; :func:`create_input_tensors_from_onnx_model` reads it as a dict."""
-        structure = take_apart({name: value for name, (_, value) in self._entries.items()})
+        structure = flatten_tree({name: value for name, (_, value) in self._entries.items()})
         check_size(sum(payload.nbytes for payload in structure.payloads), "MiniOnnxBuilder", "use save_nested")
         writer = OnnxWriter("MiniOnnxBuilder", opset=self._opset, ir_version=self._ir_version)
         payloads = {payload.record["name"]: payload for payload in structure.payloads}
@@ -156,7 +156,7 @@ def create_onnx_model_from_input_tensors(
     >>> create_input_tensors_from_onnx_model(model)
     {'x': tensor([0, 1, 2]), 'pair': (tensor([0.]), None)}
     """
-    structure = take_apart(inputs)
+    structure = flatten_tree(inputs)
     structure = randomized(structure) if randomize else structure
     function = "create_onnx_model_from_input_tensors"
     check_size(sum(payload.nbytes for payload in structure.payloads), function, "use save_nested")
@@ -198,7 +198,7 @@ def create_input_tensors_from_onnx_model(
     model, folder = open_model(proto, function)
     name = "The model" if folder is None else os.fspath(proto)
     structure = structure_of(model, name)
-    return put_together(structure, RunOutputs(model, None if folder is None else proto, engine, sep), device)
+    return unflatten_tree(structure, RunOutputs(model, None if folder is None else proto, engine, sep), device)
 
 
 def _records(part: dict[str, Any]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import DamagedFileError
 from .nested import read
 from .onnx_write import save
-from .structure import take_apart
+from .structure import flatten_tree
 
 __all__ = ["StoredCase", "load_case", "save_case"]
 
@@ -57,7 +57,7 @@ def save_case(
     'four rows'
     """
     case = {"inputs": inputs, "outputs": outputs, "name": name}
-    return save(path, take_apart(case), function="save_case", content="case", external_data=external_data)
+    return save(path, flatten_tree(case), function="save_case", content="case", external_data=external_data)
 
 
 def load_case(path: str | os.PathLike[str], *, device: Any = "cpu") -> StoredCase:

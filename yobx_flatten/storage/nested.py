@@ -7,7 +7,7 @@ from typing import Any
 
 from .onnx_read import Initializers, open_model, structure_of
 from .onnx_write import save
-from .structure import put_together, take_apart
+from .structure import flatten_tree, unflatten_tree
 
 __all__ = ["load_nested", "read", "save_nested"]
 
@@ -45,7 +45,7 @@ def save_nested(path: str | os.PathLike[str], values: Any, *, external_data: boo
     ...     load_nested(f"{folder}/inputs.onnx")
     {'x': tensor([1., 1.], dtype=torch.bfloat16), 'scale': 0.5, 'extra': [None]}
     """
-    return save(path, take_apart(values), function="save_nested", external_data=external_data)
+    return save(path, flatten_tree(values), function="save_nested", external_data=external_data)
 
 
 def load_nested(path: str | os.PathLike[str], *, device: Any = "cpu") -> Any:
@@ -92,4 +92,4 @@ def read(given: Any, function: str, *, device: Any, content: str | None) -> Any:
     model, folder = open_model(given, function)
     name = "The model" if folder is None else os.fspath(given)
     structure = structure_of(model, name, content)
-    return put_together(structure, Initializers(model, folder, name), device)
+    return unflatten_tree(structure, Initializers(model, folder, name), device)

@@ -22,7 +22,7 @@ from ..trees.node import check_no_cycles, recipe_for
 from .safe_static import import_served, load_trusted
 from .values import Payload, Source, read_leaf, write_leaf
 
-__all__ = ["Structure", "put_together", "take_apart", "unique"]
+__all__ = ["Structure", "flatten_tree", "unflatten_tree", "unique"]
 
 
 class Structure(NamedTuple):
@@ -39,7 +39,7 @@ class Structure(NamedTuple):
     again: list[dict[str, Any]]
 
 
-def take_apart(tree: Any) -> Structure:
+def flatten_tree(tree: Any) -> Structure:
     """Take a nested object apart by the registrations in force, or by those of our block outside of it.
 
     Args:
@@ -80,8 +80,8 @@ def take_apart(tree: Any) -> Structure:
     return Structure(visit(tree), payloads, again)
 
 
-def put_together(json: Any, source: Source, device: Any) -> Any:
-    """Rebuild what :func:`take_apart` was given.
+def unflatten_tree(json: Any, source: Source, device: Any) -> Any:
+    """Rebuild what :func:`flatten_tree` was given.
 
     Args:
         json: what it said.

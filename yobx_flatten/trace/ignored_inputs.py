@@ -34,10 +34,10 @@ def refusal_of_ignored_inputs(program: ExportedProgram) -> _Hook | None:
     spec = program.call_spec.in_spec
     if not places or spec is None or spec.num_leaves != len(given):
         return None
-    return functools.partial(_refuse, spec, places)
+    return functools.partial(_check_call, spec, places)
 
 
-def _refuse(
+def _check_call(
     spec: pytree.TreeSpec, places: list[int], module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     if torch.compiler.is_compiling():  # of a trace, the call that is made with the result is looked over

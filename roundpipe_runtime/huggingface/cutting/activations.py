@@ -94,7 +94,7 @@ def passed_tensors(made: Cut, example: Mapping[str, Any] | None = None) -> list[
 
 
 @dataclasses.dataclass
-class _Seen:
+class _StateTensor:
     """A tensor of the state, the piece that made it, and the pieces that read it."""
 
     tensor: torch.Tensor
@@ -102,9 +102,9 @@ class _Seen:
     read: list[int] = dataclasses.field(default_factory=list)
 
 
-def _followed(made: Cut, kwargs: Kwargs) -> tuple[dict[Any, _Seen], CallLog]:
+def _followed(made: Cut, kwargs: Kwargs) -> tuple[dict[Any, _StateTensor], CallLog]:
     """Run all pieces but the last one; return the tensors that passed, and the call log with all calls."""
-    seen: dict[Any, _Seen] = {}
+    seen: dict[Any, _StateTensor] = {}
     state = begin((), kwargs, made.model)
     last = len(made.pieces) - 1
     with evaluating(made.model), torch.no_grad():
@@ -114,7 +114,7 @@ def _followed(made: Cut, kwargs: Kwargs) -> tuple[dict[Any, _Seen], CallLog]:
             for key in _read_by(piece, state.call_log, before):
                 seen[key].read.append(number)
             for key, tensor in _contents(state).items():
-                seen.setdefault(key, _Seen(tensor, number))
+                seen.setdefault(key, _StateTensor(tensor, number))
     for key in _contents(state):
         seen[key].read.append(last)
     return seen, state.call_log

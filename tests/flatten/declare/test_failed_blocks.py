@@ -36,13 +36,13 @@ def test_a_failure_while_entering_leaves_nothing(left_as_found, monkeypatch, bac
     """Whichever library refuses whichever class, the classes before it are let go."""
     write, calls = backend.write, itertools.count(1)
 
-    def refuse_one(self, recipe):
+    def raise_for_one(self, recipe):
         if next(calls) == count:
             raise SomethingWrongError
         write(self, recipe)
 
     with monkeypatch.context() as patched:
-        patched.setattr(backend, "write", refuse_one)
+        patched.setattr(backend, "write", raise_for_one)
         with pytest.raises(SomethingWrongError):
             enter()
     assert [in_force(cls) for cls in CACHES] == [None, None, None]
@@ -53,13 +53,13 @@ def test_a_failure_while_entering_brings_theirs_back(cache_of_others, left_as_fo
     """The class that was taken over first goes back to the other library."""
     write, calls = backend.write, itertools.count(1)
 
-    def refuse_second(self, recipe):
+    def raise_for_second(self, recipe):
         if next(calls) == 2:
             raise SomethingWrongError
         write(self, recipe)
 
     with monkeypatch.context() as patched:
-        patched.setattr(backend, "write", refuse_second)
+        patched.setattr(backend, "write", raise_for_second)
         with pytest.raises(SomethingWrongError):
             enter()
     assert in_force() is other_libraries.their_flatten

@@ -14,7 +14,7 @@ from yobx_flatten import check_recipe, load_nested, pytree_dataclass, register, 
 BASES = [object, dict, collections.OrderedDict, list, tuple]
 
 
-def put_together(cls, base, fields, items):
+def rebuild(cls, base, fields, items):
     """An instance, past every constructor."""
     obj = base.__new__(cls, items) if base is tuple else base.__new__(cls)
     for number, item in enumerate(items):
@@ -54,7 +54,7 @@ def test_fields_and_items_come_back(tmp_path_factory, base, frozen, slots, stati
     bases = () if base is object else (base,)
     cls = dataclasses.make_dataclass("Made", declared, bases=bases, frozen=frozen, slots=slots, eq=False)
     items = [torch.zeros(i + 1) for i in range(count if bases else 0)]
-    obj = put_together(cls, base, fields, items)
+    obj = rebuild(cls, base, fields, items)
     by(cls, backends="torch")
     try:
         check_recipe(cls, obj)

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from tests.ctrl_c import interrupt_at_line, press
 from yobx_flatten import register_flattening_functions
 from yobx_flatten.registry.claims import REGISTRY
-from yobx_flatten.registry.interrupts import Uninterrupted
+from yobx_flatten.registry.interrupts import DeferredSignals
 from yobx_flatten.registry.locking import LOCK
 from yobx_flatten.trace.hook import EXPORT_HOOK
 
@@ -33,7 +33,7 @@ def test_handlers_are_called_at_the_end():
     before = signal.signal(signal.SIGALRM, lambda number, frame: done.append("alarm"))
 
     def block():
-        with Uninterrupted():
+        with DeferredSignals():
             press()
             signal.raise_signal(signal.SIGALRM)
             done.append("last line")
@@ -51,8 +51,8 @@ def test_a_block_inside_of_another_one_passes_signals_on():
     done = []
 
     def block():
-        with Uninterrupted():
-            with Uninterrupted():
+        with DeferredSignals():
+            with DeferredSignals():
                 press()
             done.append("behind the inner block")
 
@@ -66,7 +66,7 @@ def test_other_threads_leave_handlers_alone():
     found = []
 
     def work():
-        with Uninterrupted():
+        with DeferredSignals():
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)
@@ -80,7 +80,7 @@ def test_handlers_are_back_whatever_line_was_interrupted(first):
     """Also where the interruption comes while they are replaced, or put back."""
 
     def block():
-        with Uninterrupted():
+        with DeferredSignals():
             pass
 
     for number in itertools.count(first, 12):

@@ -10,12 +10,12 @@ import torch
 
 from tests.flatten.storage.storage_values import Mode, State
 from yobx_flatten import DamagedFileError, register_class_flattening, unregister_class_flattening
-from yobx_flatten.storage.structure import put_together, take_apart, unique
+from yobx_flatten.storage.structure import flatten_tree, unflatten_tree, unique
 
 
 def test_the_json_names_classes_and_leaves():
     """As the guide shows it."""
-    found = take_apart({"x": torch.ones(2, 3), "state": State(1.5, None, Mode.EVAL)})
+    found = flatten_tree({"x": torch.ones(2, 3), "state": State(1.5, None, Mode.EVAL)})
     assert found.json == {
         "node": "builtins:dict",
         "static": ["x", "state"],
@@ -33,7 +33,7 @@ def test_the_json_names_classes_and_leaves():
 def test_the_json_is_json():
     """Also for keys, text and numbers that JSON does not have."""
     values = {1: float("nan"), (2, "\ud800"): collections.OrderedDict(), None: 2**100}
-    json_ = json.loads(json.dumps(take_apart({"static only": values}).json))
+    json_ = json.loads(json.dumps(flatten_tree({"static only": values}).json))
     assert json_["node"] == "builtins:dict"
 
 
@@ -57,8 +57,8 @@ def test_a_registration_that_changed_is_named():
     """What it raises is in the message."""
     register_class_flattening(Strict, lambda obj: ([obj.x], "old"), strict_unflatten, None)
     try:
-        json_ = take_apart(Strict(None)).json
+        json_ = flatten_tree(Strict(None)).json
         with pytest.raises(DamagedFileError, match=r"Strict cannot be rebuilt.*KeyError: 'old'.*another one"):
-            put_together(json_, None, "cpu")
+            unflatten_tree(json_, None, "cpu")
     finally:
         unregister_class_flattening(Strict)

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from yobx_flatten import InvalidArgumentError, StaticDataError
-from yobx_flatten.storage.structure import take_apart
+from yobx_flatten.storage.structure import flatten_tree
 
 
 def fake():
@@ -27,7 +27,7 @@ def fake():
 )
 def test_a_tensor_without_plain_data_is_refused(tensor):
     with pytest.raises(InvalidArgumentError, match=r"^a\.0 is a tensor of type .*no plain data to store"):
-        take_apart({"a": [tensor]})
+        flatten_tree({"a": [tensor]})
 
 
 class Tagged(torch.Tensor):
@@ -63,16 +63,16 @@ def test_the_line_makes_what_can_be_stored(make, line):
     """Each kind of tensor has its own, and what it gives is stored."""
     tensor = quietly(make)
     with pytest.raises(InvalidArgumentError) as caught:
-        take_apart({"a": [tensor]})
+        flatten_tree({"a": [tensor]})
     assert str(caught.value).endswith(f". Store in its place:\n    {line}")
-    take_apart({"a": eval(line, {"torch": torch, "tensor": tensor, "list": list})})
+    flatten_tree({"a": eval(line, {"torch": torch, "tensor": tensor, "list": list})})
 
 
 def test_a_tensor_of_another_class_is_refused():
     """It would come back as a plain tensor, without what its class adds; a Parameter does, as documented."""
     with pytest.raises(InvalidArgumentError, match="a Tagged, which would come back as a plain tensor"):
-        take_apart(torch.ones(2).as_subclass(Tagged))
-    take_apart([torch.nn.Parameter(torch.ones(2)), torch.nn.Buffer(torch.ones(2))])
+        flatten_tree(torch.ones(2).as_subclass(Tagged))
+    flatten_tree([torch.nn.Parameter(torch.ones(2)), torch.nn.Buffer(torch.ones(2))])
 
 
 class Loud:
@@ -83,7 +83,7 @@ class Loud:
 def test_what_is_refused_is_not_asked_for_its_repr():
     """A `__repr__` that raises does not hide the message."""
     with pytest.raises(StaticDataError, match="a Loud, whose __repr__ raises RuntimeError at a,"):
-        take_apart({"a": Loud()})
+        flatten_tree({"a": Loud()})
 
 
 def test_what_holds_itself_is_refused_with_its_place():
@@ -91,7 +91,7 @@ def test_what_holds_itself_is_refused_with_its_place():
     values = {"x": [torch.ones(1)]}
     values["x"].append(values)
     with pytest.raises(InvalidArgumentError, match=r"^values\['x'\]\[1\] is values itself"):
-        take_apart(values)
+        flatten_tree(values)
 
 
 @pytest.mark.parametrize(
@@ -107,25 +107,25 @@ def test_what_holds_itself_is_refused_with_its_place():
 )
 def test_an_array_without_counterpart_is_refused(array):
     with pytest.raises(InvalidArgumentError, match=r"^a\.0 is a .*no counterpart in ONNX"):
-        take_apart({"a": [array]})
+        flatten_tree({"a": [array]})
 
 
 def test_other_leaves_are_refused():
     """A generator, say; the message says where."""
     with pytest.raises(StaticDataError, match=r"generator.* at a\.0"):
-        take_apart({"a": [(x for x in [])]})
+        flatten_tree({"a": [(x for x in [])]})
 
 
 def test_an_array_of_jax_is_refused_with_the_line_to_type():
     jax = pytest.importorskip("jax", reason="jax is not installed")
     with pytest.raises(InvalidArgumentError, match=r"^a is an array of JAX.*\n    numpy\.asarray\(array\)"):
-        take_apart({"a": jax.numpy.zeros(2)})
+        flatten_tree({"a": jax.numpy.zeros(2)})
 
 
 def test_data_are_read_when_they_are_asked_for():
     """Taking a tensor apart copies nothing."""
     tensor = torch.zeros(3)
-    (payload,) = take_apart(tensor).payloads
+    (payload,) = flatten_tree(tensor).payloads
     tensor += 1
     assert numpy.frombuffer(payload.data(), "float32").tolist() == [1, 1, 1]
     assert payload.nbytes == 12
@@ -133,6 +133,6 @@ def test_data_are_read_when_they_are_asked_for():
 
 def test_a_contiguous_tensor_is_not_copied():
     tensor = torch.zeros(3)
-    (payload,) = take_apart(tensor).payloads
+    (payload,) = flatten_tree(tensor).payloads
     payload.data()[:4] = numpy.float32(2.0).tobytes()
     assert tensor.tolist() == [2, 0, 0]

@@ -109,7 +109,7 @@ def test_the_host_holds_what_was_saved_for_the_backward():
     def loss_fn(outputs, labels):
         run = runs[0]
         saved.append(
-            sum(t.numel() * t.element_size() for parcel in run.collected.saved.values() for t in parcel.tensors)
+            sum(t.numel() * t.element_size() for on_host in run.collected.saved.values() for t in on_host.tensors)
         )
         return outputs.sum()
 

@@ -176,7 +176,7 @@ class _Reader:
             window = f"getattr(obj, {_WINDOW_TENSOR!r}, None)"  # not all versions of transformers have it
             return {**{name: f"obj.{name}" for name in self.template}, _WINDOW_TENSOR: window}
         self.body.append("held = obj.__dict__")
-        self._refuse(f"[*held] != {self.scope.name(list(self.names))}")
+        self._check(f"[*held] != {self.scope.name(list(self.names))}")
         variables = dict(zip(self.names, map(self._new, self.names), strict=True))
         self.body.append(f"[{', '.join(variables.values())}] = held.values()")
         return variables
@@ -185,7 +185,7 @@ class _Reader:
         self.count += 1
         return f"v{self.count - 1}"
 
-    def _refuse(self, condition: str, *, indent: int = 0) -> None:
+    def _check(self, condition: str, *, indent: int = 0) -> None:
         self.body.append(f"{' ' * indent}if {condition}: return False")
 
     def _bind(self, expression: str) -> str:
@@ -199,39 +199,39 @@ class _Reader:
     def _read(self, entry: list[Any], expression: str, name: str) -> None:
         kind, *rest = _structure(entry)
         if kind == "fixed" and _is_single(load_static(rest[0])):
-            self._refuse(f"{expression} is not {load_static(rest[0])!r}")
+            self._check(f"{expression} is not {load_static(rest[0])!r}")
             return
         value = self._bind(expression)
         if kind == "tensor":
-            self._refuse(" or ".join([f"type({value}) is not Tensor", *(f"{value} is {x}" for x in self.tensors)]))
+            self._check(" or ".join([f"type({value}) is not Tensor", *(f"{value} is {x}" for x in self.tensors)]))
             self.leaves.append(value)
             self.tensors.append(value)
         elif kind == "number":
-            self._refuse(f"type({value}) is not int")
+            self._check(f"type({value}) is not int")
             self.leaves.append(value)
         elif kind == "length":
-            self._refuse(f"type({value}) is not int")
+            self._check(f"type({value}) is not int")
             if leaf_types(self.template):  # an object that holds nothing yet has seen nothing
                 self.known.add("length")
                 self.body.append(f"if {value} != length: lengths.append(length := {value})")
         elif kind == "same":
-            self._refuse(f"{value} is not {self.leaves[rest[0]]}")
+            self._check(f"{value} is not {self.leaves[rest[0]]}")
         elif kind == "dict":
             self._read_dict(rest[0], value, name)
         elif kind in ("list", "tuple"):
-            self._refuse(f"type({value}) is not {kind} or len({value}) != {len(rest[0])}")
+            self._check(f"type({value}) is not {kind} or len({value}) != {len(rest[0])}")
             self._read_all(rest[0], value, [name] * len(rest[0]))
         elif kind == "object":
             attributes = list(rest[1])
             cls, names = self.scope.name(locate(rest[0])), self.scope.name(attributes)
-            self._refuse(f"type({value}) is not {cls} or [*{value}.__dict__] != {names}")
+            self._check(f"type({value}) is not {cls} or [*{value}.__dict__] != {names}")
             self._read_all(rest[1].values(), f"{value}.__dict__.values()", attributes)
         else:
             self._check_fixed(rest[0], value)
 
     def _read_dict(self, pairs: list[Any], value: str, name: str) -> None:
         keys = [load_static(key) for key, _ in pairs]
-        self._refuse(f"type({value}) is not dict or len({value}) != {len(keys)}")
+        self._check(f"type({value}) is not dict or len({value}) != {len(keys)}")
         if len(keys) > 1:  # their order is that of the leaves
             self.orders.append((value, keys))
         for key, (_, below) in zip(keys, pairs, strict=True):
@@ -249,17 +249,15 @@ class _Reader:
             found = ", ".join(f"*{value}" for value, _ in self.orders)
             # the very strings that stand in the dicts, mostly
             keys = [sys.intern(key) if type(key) is str else key for _, keys in self.orders for key in keys]
-            self._refuse(f"[{found}] != {self.scope.name(keys)}")
+            self._check(f"[{found}] != {self.scope.name(keys)}")
 
     def _check_fixed(self, data: Any, value: str) -> None:
         fixed = load_static(data)
         if type(fixed) in (int, str):
             same = self.scope.keep(fixed)  # what is identical need not be compared
-            self._refuse(
-                f"{value} is not {same} and (type({value}) is not {type(fixed).__name__} or {value} != {same})"
-            )
+            self._check(f"{value} is not {same} and (type({value}) is not {type(fixed).__name__} or {value} != {same})")
         else:
-            self._refuse(f"{self.scope.name(_Unchanged(data))}.differs({value})")
+            self._check(f"{self.scope.name(_Unchanged(data))}.differs({value})")
 
     def _may_follow(self, name: str, entry: list[Any]) -> bool:
         """Return whether a fixed dtype, device or size would follow a leaf if one had it."""
@@ -270,7 +268,7 @@ class _Reader:
         leaf = self.leaves[entry[1]] if entry[0] != "fixed" else ""
         if entry[0] == "shape":
             if leaf not in self.has_rank:
-                self._refuse(f"{leaf}.dim() < 2")
+                self._check(f"{leaf}.dim() < 2")
             self.has_rank.add(leaf)
             return
         paths = leaf_paths(self.template)
@@ -279,18 +277,18 @@ class _Reader:
         first = not (name.endswith(f"_{entry[0]}") and named) and entry[1:] == [0]
         if entry[0] == "fixed" or not (by_name or first):
             leaves = f"[{', '.join(self.leaves)}]"
-            self._refuse(f"read_like({name!r}, {value}, {leaves}, TEMPLATE) != {self.scope.name(entry)}")
+            self._check(f"read_like({name!r}, {value}, {leaves}, TEMPLATE) != {self.scope.name(entry)}")
             return
         if entry[0] == "dtype":
             condition, dtype = f"{value} is not {leaf}.dtype", value
         else:
             condition, dtype = f"{value} != {leaf}.device", f"{leaf}.dtype"
-        self._refuse(condition)
+        self._check(condition)
         if first and leaf not in self.floating:  # numbers of the model come before counters
             self.floating.add(leaf)
             self.known.add("floating")
             self.body.append(f"if {dtype} is not floating:")
-            self._refuse(f"not {dtype}.is_floating_point", indent=4)
+            self._check(f"not {dtype}.is_floating_point", indent=4)
             self.body.append(f"    floating = {dtype}")
 
     def _remember_window(self, variables: dict[str, str]) -> None:

@@ -89,7 +89,7 @@ def holds_full_only(names: list[str]) -> bool:
 # -- apart -----------------------------------------------------------------------------------------------------------
 
 
-class _Reading(NamedTuple):
+class _ReadLayers(NamedTuple):
     """What layers hold."""
 
     values: list[Any]
@@ -98,7 +98,7 @@ class _Reading(NamedTuple):
     reads: list[LayerRead] | None  # how each was read; None where that is not a rule for others
 
 
-def _read(layers: list[Any], plain: bool) -> _Reading:
+def _read(layers: list[Any], plain: bool) -> _ReadLayers:
     values: list[Any] = []
     names: list[str] = []
     reads: list[LayerRead] = []
@@ -146,7 +146,7 @@ def _read(layers: list[Any], plain: bool) -> _Reading:
             _check_agreement(key_count(values[full]), seen, *first)
     if plain and len(values) == 2 * len(layers) and all(_is_full(name) for name in names):
         names = list(_plain_names(len(layers)))
-    return _Reading(values, names, full, rule)
+    return _ReadLayers(values, names, full, rule)
 
 
 def _read_row(

@@ -375,7 +375,7 @@ class LibraryRefusedError(Exception):
     """What a library raises in these tests."""
 
 
-def refuse_ours(function):
+def raise_for_ours(function):
     """The library's own function, which refuses our recipe and nothing else."""
 
     def refusing(cls, flatten_function, *args, **kwargs):
@@ -393,7 +393,7 @@ def test_a_write_that_fails_changes_nothing(library, backend, monkeypatch):
         return
     before = registry_snapshot.take()
     with monkeypatch.context() as patched:
-        patched.setattr(*library.write_calls, refuse_ours(getattr(*library.write_calls)))
+        patched.setattr(*library.write_calls, raise_for_ours(getattr(*library.write_calls)))
         with pytest.raises(LibraryRefusedError):
             backend.write(recipe_for())
     assert changes_since(before) == []
@@ -408,7 +408,7 @@ def test_a_write_over_theirs_that_fails_keeps_theirs(name, monkeypatch):
         library.register(Pair, "theirs")
         before = registry_snapshot.take()
         with monkeypatch.context() as patched:
-            patched.setattr(*library.write_calls, refuse_ours(getattr(*library.write_calls)))
+            patched.setattr(*library.write_calls, raise_for_ours(getattr(*library.write_calls)))
             with pytest.raises(LibraryRefusedError):
                 library.backend.write(recipe_for())
         assert library.functions(Pair) == library.theirs

@@ -5,7 +5,7 @@ from collections import UserDict
 import torch
 from torch.utils import _pytree as pytree
 
-from roundpipe_runtime.device.transfer import take_apart
+from roundpipe_runtime.device.transfer import flatten_value
 from roundpipe_runtime.huggingface.cutting.call_log import (
     BoxUse,
     CallLog,
@@ -61,7 +61,7 @@ def test_boxes_are_what_layers_could_write():
 def test_a_call_log_is_passed_on_unchanged():
     """It holds no tensors, so it is a leaf on the way to a device."""
     call_log = CallLog().record({0: CallSpec(tree(A))})
-    structure, tensors = take_apart({"call_log": call_log, "value": torch.ones(1)})
+    structure, tensors = flatten_value({"call_log": call_log, "value": torch.ones(1)})
     assert len(tensors) == 1
     assert structure.rebuild(tensors)["call_log"] is call_log
 

@@ -3,7 +3,7 @@
 import torch
 from torch.utils import _pytree as pytree
 
-from roundpipe_runtime.device.transfer import take_apart
+from roundpipe_runtime.device.transfer import flatten_value
 from roundpipe_runtime.huggingface import SmoothedLoss, cut
 from roundpipe_runtime.huggingface.cutting.call_log import CallLog
 from roundpipe_runtime.huggingface.cutting.cut_state import CutState, begin, device_of
@@ -21,7 +21,7 @@ def test_a_state_is_flattened_into_its_tensors():
     state = CutState(
         ((tensors[0],), {"x": tensors[1]}), options, {Key(0, 0): tensors[3]}, {4: [tensors[4]]}, call_log, seed=7
     )
-    structure, found = take_apart(state)
+    structure, found = flatten_value(state)
     assert [tensor.item() for tensor in found] == [0.0, 1.0, 2.0, 3.0, 4.0]
     rebuilt = structure.rebuild([tensor + 10 for tensor in found])
     assert type(rebuilt) is CutState

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError
-from roundpipe_runtime.device.transfer import take_apart
+from roundpipe_runtime.device.transfer import flatten_value
+from roundpipe_runtime.engine.layer_graph import LayerGraph, Values, enter, is_refused_write
 from roundpipe_runtime.engine.layer_traits import traits_of
-from roundpipe_runtime.engine.piece import Piece, Values, enter, is_refused_write
 from tests.runtime.small import batch, gradients, relative_error
 
 F = nn.functional
@@ -112,7 +112,7 @@ def test_an_error_of_the_layer_s_own_is_not_taken_for_that(devices):
 @pytest.mark.parametrize("write", [lambda leaf: leaf.add_(1), lambda leaf: leaf.view(-1).add_(1)])
 def test_torch_refuses_to_write_a_leaf(write):
     """Its message is how it is known."""
-    structure, tensors = take_apart(torch.ones(2))
+    structure, tensors = flatten_value(torch.ones(2))
     (leaf,), (entered,) = enter(Values(structure, tensors, [True]), as_leaves=True)
     assert entered is leaf
     with pytest.raises(RuntimeError) as caught:
@@ -132,9 +132,9 @@ def test_where_no_gradient_flows_nothing_is_run():
         calls.append(call)
         call()
 
-    assert Piece(0, [None], [torch.ones(2)]).backward([torch.ones(2)], run) == [None]
-    assert Piece(0, [leaf], [leaf * 2]).backward([None], run) == [None]
+    assert LayerGraph(0, [None], [torch.ones(2)]).backward([torch.ones(2)], run) == [None]
+    assert LayerGraph(0, [leaf], [leaf * 2]).backward([None], run) == [None]
     assert calls == []
-    (found,) = Piece(0, [leaf], [leaf * 2]).backward([torch.ones(2)], run)
+    (found,) = LayerGraph(0, [leaf], [leaf * 2]).backward([torch.ones(2)], run)
     assert found.tolist() == [2.0, 2.0]
     assert len(calls) == 1

@@ -12,7 +12,7 @@ import torch
 from ..device.transfer import TreeStructure
 
 __all__ = [
-    "Piece",
+    "LayerGraph",
     "Values",
     "enter",
     "is_refused_write",
@@ -31,8 +31,8 @@ class Values:
 
 
 @dataclasses.dataclass(slots=True)
-class Piece:
-    """A layer call as a piece of graph: what gradients end in, and what they start from."""
+class LayerGraph:
+    """A layer call as a part of the autograd graph: what gradients end in, and what they start from."""
 
     layer: int
     entries: list[torch.Tensor | None]

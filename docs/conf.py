@@ -79,8 +79,8 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 logging.basicConfig(level=logging.WARNING)
 # matplotlib has no window here, which is what is wanted.
 warnings.filterwarnings("ignore", message=".*is non-interactive, and thus cannot be shown", category=UserWarning)
-# torch 2.13 copies its own `TreeSpec` through the deprecated `LeafSpec`, and says at the first conversion to ONNX which
-# operators of torchvision it leaves out, if that is not there. Both would be on the page, with the path to torch.
+# torch 2.13 copies its own `TreeSpec` through the deprecated `LeafSpec`, and states at the first conversion to ONNX
+# which operators of torchvision it leaves out, if that is not there. Both would be on the page, with the path to torch.
 warnings.filterwarnings("ignore", message=r".isinstance\(treespec, LeafSpec\). is deprecated", category=FutureWarning)
 logging.getLogger("torch.onnx._internal.exporter._registration").addFilter(
     lambda record: "torchvision" not in str(record.msg)
@@ -90,7 +90,7 @@ logging.getLogger("torch.onnx._internal.exporter._registration").addFilter(
 
 
 def _write_flattening_list() -> None:
-    """Write the table of `guide/flattening_list.md` from what the code itself says, next to it."""
+    """Write the table of `guide/flattening_list.md` from what the code itself states, next to it."""
     import dataclasses
 
     from yobx_flatten import flattening_list

@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Where a byte stands is learnt beside what it is."""
+    """The position of a byte is learnt in addition to its value."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -147,7 +147,7 @@ _HOMES = (
     "trees",
 )
 
-if TYPE_CHECKING:  # so that a type checker knows them, too
+if TYPE_CHECKING:  # so that a type checker also knows them
     from .declare import *  # noqa: F403
     from .diagnose import *  # noqa: F403
     from .errors import *  # noqa: F403

@@ -141,7 +141,7 @@ print(all(same), joined["text"].language, joined["state"].depth, joined["optiona
 # -------------------
 #
 # Layers hand the classes to each other, and the loss reads an attribute. Nothing is said about any of it but the
-# registration: the outputs are those of the plain model.
+# registration: the outputs are those of the reference model.
 
 
 class Read(nn.Module):
@@ -209,13 +209,13 @@ def show(call):
 show(lambda: pipeline(ModelOutput(torch.zeros(ROWS, 3), torch.zeros(ROWS, 8))))
 
 # %%
-# Above, inputs and labels agree on ten rows. Without labels, three class weights could be three rows as well, and
+# Above, inputs and labels agree on ten rows. Without labels, three class weights could also be three rows, and
 # nothing is guessed:
 
 show(lambda: pipeline(text))
 
 # %%
-# With the line from the message it runs. ``Replicate`` says that the weights go whole to every microbatch.
+# With the line from the message it runs. ``Replicate`` states that the weights go whole to every microbatch.
 
 whole = RoundPipeRunConfig(split_input={"args[0].weights": Replicate})
 print(torch.allclose(pipeline(text, roundpipe_run_config=whole).logits, plain.logits))

@@ -3,7 +3,7 @@ What a cut holds, drawn
 =======================
 
 A model of transformers is cut into *pieces*: calls of its layers, and *phases*, which are the model's own code before,
-between and behind them. This page draws the pieces of four models, and every tensor that passes between them. The words
+between and after them. This page draws the pieces of four models, and every tensor that passes between them. The words
 are explained in :doc:`../guide/runtime_huggingface`.
 
 The models are as wide as the real ones and a few layers deep. The weights of three of them are on ``meta``: they have
@@ -14,8 +14,8 @@ shapes, and take no memory.
 # Two calls
 # ---------
 #
-# ``cut`` makes the pieces and says how large they are. ``passed_tensors`` runs them on an example, one after the other,
-# and says of each tensor who makes it and who gets it.
+# ``cut`` makes the pieces and states how large they are. ``passed_tensors`` runs them on an example, one after the
+# other, and states of each tensor who makes it and who gets it.
 
 import matplotlib.pyplot as plt
 import torch
@@ -173,9 +173,9 @@ plt.show()
 # Mixtral, with the logits of its routers
 # ---------------------------------------
 #
-# Almost all bytes are in the layers, and a layer is the least that a device has to hold. What a router says is captured
-# in each layer and travels to the end, where the model makes a loss of it. That loss looks at numbers, so this model
-# has weights, and is a small one.
+# Almost all bytes are in the layers, and a layer is the least that a device has to hold. What a router returns is
+# captured in each layer and travels to the end, where the model makes a loss of it. That loss looks at numbers, so this
+# model has weights, and is a small one.
 
 config = MixtralConfig(
     hidden_size=256, intermediate_size=512, num_attention_heads=8, num_hidden_layers=4, vocab_size=1000

@@ -4,7 +4,7 @@ A failing export, diagnosed
 
 A decoder is to be exported. Its inputs are a cache, an object of a class that is not registered, and a mask; torch
 refuses them one after the other, naming a class each time and never a place. Here the inputs are drawn as torch sees
-them, what is marked is registered, and what torch says later is put into other words.
+them, what is marked is registered, and what torch reports later is put into other words.
 """
 
 # %%
@@ -74,7 +74,7 @@ kwargs = {
 }
 
 # %%
-# What torch says
+# What torch reports
 # ---------------
 #
 # The class, and three ways to go on. ``explain_error`` adds the place, and the way that fits.

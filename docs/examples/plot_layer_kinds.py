@@ -90,12 +90,12 @@ def names_of_arguments(model):
 
 
 @torch.no_grad()
-def generate(model, tokens, cache, steps, **beside):
+def generate(model, tokens, cache, steps, **extra):
     """Generate greedily from a cache, and return the logits of each step."""
     ids, past = names_of_arguments(model)
     logits = []
     for _ in range(steps):
-        outputs = model(**{ids: tokens, past: cache, **beside}, use_cache=True)
+        outputs = model(**{ids: tokens, past: cache, **extra}, use_cache=True)
         cache = getattr(outputs, past)
         logits.append(outputs.logits)
         tokens = outputs.logits[:, -1:].argmax(-1)
@@ -106,16 +106,16 @@ found = {}
 for name in MODELS:
     model = make(name)
     prompt = torch.randint(3, 128, (1, 12), generator=torch.Generator().manual_seed(1))
-    beside = {}
+    extra = {}
     if model.config.is_encoder_decoder:
         with torch.no_grad():
-            beside["encoder_outputs"] = model.get_encoder()(input_ids=prompt[:, :7])
-    _, cache, token = generate(model, prompt, None, steps=1, **beside)
+            extra["encoder_outputs"] = model.get_encoder()(input_ids=prompt[:, :7])
+    _, cache, token = generate(model, prompt, None, steps=1, **extra)
     with register_flattening_functions(patch_transformers=True):
         named, spec = pytree.tree_flatten_with_path(cache)
         rebuilt = pytree.tree_unflatten([copy.deepcopy(leaf) for _, leaf in named], spec)
-    expected, _, _ = generate(model, token, cache, steps=8, **beside)
-    logits, _, _ = generate(model, token, rebuilt, steps=8, **beside)
+    expected, _, _ = generate(model, token, cache, steps=8, **extra)
+    logits, _, _ = generate(model, token, rebuilt, steps=8, **extra)
     equal = [torch.equal(a, b) for a, b in zip(expected, logits, strict=True)]
     paths = [pytree.keystr(path) for path, _ in named]
     found[name] = (cache, paths, [leaf for _, leaf in named], equal)
@@ -125,7 +125,7 @@ for name in MODELS:
 # What the leaves are
 # -------------------
 #
-# The letters behind a name say what kind of layer it is; the Flattening List says what they stand for.
+# The letters after a name state the kind of layer; the Flattening List explains them.
 
 for name, (_, paths, leaves, _) in found.items():
     print(name)

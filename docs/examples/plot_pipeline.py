@@ -1,5 +1,5 @@
 """
-A pipeline beside plain training
+A pipeline next to plain training
 ================================
 
 A small transformer reads bytes. It is trained twice from the same weights: plainly, and through a pipeline over two
@@ -85,8 +85,9 @@ for inputs, labels in batches(seed=1):
 # The pipeline
 # ------------
 #
-# The loop has one call for forward and backward, and one for the step. ``loss_reduction="mean"`` says that ``loss_fn``
-# returns a mean over its rows; the total is then the mean over the batch, for microbatches of 4, 3 and 3 rows too.
+# The loop has one call for forward and backward, and one for the step. ``loss_reduction="mean"`` states that
+# ``loss_fn`` returns a mean over its rows; the total is then the mean over the batch, also for microbatches of 4, 3 and
+# 3 rows.
 
 pipeline = RoundPipe(build(), devices="virtual:2", model_run_config=RoundPipeRunConfig(loss_reduction="mean"))
 with OptimizerCtx():

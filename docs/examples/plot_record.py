@@ -53,7 +53,7 @@ with record_calls(model) as calls:
 # What varies
 # -----------
 #
-# The cache says how many tokens it has seen. Every other size is named for what it follows.
+# The cache states how many tokens it has seen. Every other size is named for what it follows.
 
 print(calls)
 

@@ -113,7 +113,7 @@ print(f"largest difference of all steps: {max(differences):.0e}")
 # on. The differences stay at the rounding of float32, on both sides of the window.
 
 fig, (above, below) = plt.subplots(2, 1, figsize=(8, 6.4), sharex=True, layout="constrained")
-beside = {"textcoords": "offset points", "ha": "right"}
+placement = {"textcoords": "offset points", "ha": "right"}
 styles = [
     {"color": "#4c72b0", "lw": 5, "alpha": 0.45},
     {"color": "#dd8452", "lw": 1.8},
@@ -122,7 +122,7 @@ styles = [
 for layer, (kind, style) in enumerate(zip(KINDS, styles, strict=True)):
     above.plot(tokens_seen, [row[layer] for row in kept], label=f"layer {layer}, {kind.replace('_', ' ')}", **style)
 above.axhline(WINDOW - 1, color="#7f7f7f", ls=":", lw=1.2)
-above.annotate(f"window - 1 = {WINDOW - 1}", (tokens_seen[-1], WINDOW - 1), (-4, 6), **beside)
+above.annotate(f"window - 1 = {WINDOW - 1}", (tokens_seen[-1], WINDOW - 1), (-4, 6), **placement)
 above.set_ylabel("keys kept")
 above.set_ylim(0)
 above.legend(frameon=False, loc="upper left")
@@ -130,7 +130,7 @@ above.set_title("Keys in the cache that the ONNX graph returns", loc="left", fon
 
 below.semilogy(tokens_seen, np.maximum(differences, 1e-9), "o-", ms=3.5, lw=1, color="#8172b3")
 below.axhline(np.finfo(np.float32).eps, color="#7f7f7f", ls=":", lw=1.2)
-below.annotate("float32 epsilon", (tokens_seen[-1], np.finfo(np.float32).eps), (-4, -12), **beside)
+below.annotate("float32 epsilon", (tokens_seen[-1], np.finfo(np.float32).eps), (-4, -12), **placement)
 below.set_ylim(1e-8, 1e-4)
 below.set_ylabel("largest difference of the logits")
 below.set_xlabel("tokens seen")

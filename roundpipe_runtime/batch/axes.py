@@ -1,4 +1,4 @@
-"""Find the batch axis of each leaf and the batch size, from all inputs together.
+"""Find the batch axis of each leaf and the batch size, from all inputs.
 
 ::
 
@@ -6,8 +6,8 @@
     labels       (8, 128)     8 rows: cut along axis 0
     mask         (1, 128)     size 1 broadcasts: whole
     weight       (3,)         no axis of 8: whole
-    a cache      (8, 4, 9, 16) its registration says {0: "batch", 2: "length"}: cut along axis 0
-    positions    (3, 8, 128)  8 stands elsewhere: an error, unless a rule says what to do
+    a cache      (8, 4, 9, 16) its registration states {0: "batch", 2: "length"}: cut along axis 0
+    positions    (3, 8, 128)  8 stands elsewhere: an error, unless a rule states what to do
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
 
 
 def _counted(entries: Sequence[Entry], others: set[int]) -> dict[int, list[str]]:
-    """The rows of packed data that does not report them; of several sizes, the one that another leaf has as well."""
+    """The rows of packed data that does not report them; of several sizes, the one that another leaf also has."""
     found: dict[int, list[str]] = {}
     for entry in entries:
         if entry.counted:
@@ -171,7 +171,7 @@ def _axis(entry: Entry, batch: int | None) -> int | None:
     if entry.is_known:
         if not shape and batch > 1:
             _check_not_array(entry, batch)
-        # size 1 beside a larger batch broadcasts
+        # size 1 next to a larger batch broadcasts
         return entry.axis if entry.axis is not None and shape[entry.axis] == batch else None
     if shape[0] == batch:
         return 0
@@ -210,7 +210,7 @@ def _check_paths(entries: Sequence[Entry], rules: Rules) -> None:
             raise SplitError(f"{path}: a reducer joins outputs. Inputs are cut or handed on whole.")
         if rule.dim is not None and below[0].path == path and not _has_rows(below[0]):
             raise SplitError(
-                f"{path}: the rule says TensorChunkSpec({rule.dim}), but there is no axis to cut in "
+                f"{path}: the rule is TensorChunkSpec({rule.dim}), but there is no axis to cut in "
                 f"{format_value(below[0].value)}."
             )
 

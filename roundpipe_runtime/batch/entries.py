@@ -28,7 +28,7 @@ _CLOSED = frozenset(
 
 # Arguments of transformers whose axis 0 is not the batch, or not always: {number of axes: axis}. The positions of
 # models with several kinds of tokens are (3, batch, length); `cache_position` counts along the length; `cu_seq_lens_*`
-# say where texts begin that stand one behind the other in a single row.
+# say where texts begin that follow one another in a single row.
 _KNOWN_ARGUMENTS: dict[str, dict[int, int]] = {
     "position_ids": {2: 0, 3: 1},
     "cache_position": {},
@@ -70,7 +70,7 @@ class Entry:
         """The rows of each microbatch of packed data that does not know them: those of its tensors, axis 0 or ruled."""
         if not isinstance(self.value, RoundPipePackedData) or self.told is not None:
             return None
-        # a rule that hands it on whole says nothing: entry by entry it goes in any case
+        # a rule that hands it on whole states nothing: entry by entry it goes in any case
         return counted_rows(self.value, 0 if self.rule is None or self.rule.dim is None else self.rule.dim)
 
 
@@ -158,7 +158,7 @@ def _axis_of_rule(path: str, value: torch.Tensor, rule: Rule) -> int | None:
         return None
     if not -value.dim() <= rule.dim < value.dim():
         raise SplitError(
-            f"{path}: the rule says TensorChunkSpec({rule.dim}), but this tensor has shape {tuple(value.shape)}, with "
+            f"{path}: the rule is TensorChunkSpec({rule.dim}), but this tensor has shape {tuple(value.shape)}, with "
             f"axes {list(range(value.dim()))}."
         )
     return rule.dim % value.dim()
@@ -167,7 +167,7 @@ def _axis_of_rule(path: str, value: torch.Tensor, rule: Rule) -> int | None:
 def _axis_of_mask(path: str, rule: Rule | None) -> int | None:
     if rule is not None and rule.dim not in (None, 0):
         raise SplitError(
-            f"{path}: the rule says TensorChunkSpec({rule.dim}), but a BlockMask is cut along its batch, which is axis "
+            f"{path}: the rule is TensorChunkSpec({rule.dim}), but a BlockMask is cut along its batch, which is axis "
             "0, or goes whole to every microbatch."
         )
     return 0 if rule is None else rule.dim

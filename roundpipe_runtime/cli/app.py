@@ -34,7 +34,7 @@ def _all_commands(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the stack trace of an error.")] = False,
 ) -> None:
-    """Train models larger than the device, and prove that they learn what the plain model learns.
+    """Train models larger than the device, and prove that they learn what the reference model learns.
 
     Exit status: 0 all went well; 1 something that was checked is wrong; 2 the
     request cannot be served; 130 interrupted.

@@ -100,7 +100,7 @@ def run_demo(steps: int = STEPS, *, as_json: Callable[[dict[str, Any]], None] | 
                 "largest_difference": largest,
             }
         )
-    return int(not largest < TOLERANCE)  # NaN is a difference, too
+    return int(not largest < TOLERANCE)  # NaN is also a difference
 
 
 def _side(

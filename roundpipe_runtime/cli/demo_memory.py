@@ -1,6 +1,6 @@
 """What a device needs to train a model, plainly and through a pipeline, counted operation by operation.
 
-A virtual device refuses copies beyond its limit. The devices here count what is computed on them as well, so that the
+A virtual device refuses copies beyond its limit. The devices here also count what is computed on them, so that the
 numbers are those of a device with memory of its own; that takes time, so they are for a few steps and not for a clock.
 """
 
@@ -35,7 +35,7 @@ class Needs:
     Attributes:
         weights: of the model.
         plain: where the device holds weights, gradients, what Adam remembers and all activations.
-        refusal: what a device with the limit says when it is to hold that.
+        refusal: the message of a device with the limit that is to hold that.
         pipeline: the most that one of the devices of the pipeline held, each of which has the limit.
     """
 

@@ -217,7 +217,7 @@ def _training() -> list[Check]:
 def _trained(devices: DeviceSpec, name: str) -> Check:
     title = f"training on {name}"
     difference = train_difference(devices)
-    if not difference < _ROUNDING:  # NaN is a difference, too
+    if not difference < _ROUNDING:  # NaN is also a difference
         return Check(title, "fail", f"differs from plain PyTorch by {difference:.1e}", "Report this, with these lines.")
     return Check(title, "ok", f"two steps, as plain PyTorch does them but for {difference:.0e}")
 

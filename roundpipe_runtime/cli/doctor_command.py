@@ -17,9 +17,9 @@ __all__ = ["doctor"]
 
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
-    """Look over this installation: versions, devices, memory, threads, disk, and a training beside plain PyTorch.
+    """Look over this installation: versions, devices, memory, threads, disk, and a training next to plain PyTorch.
 
-    Every line is ok, a warning or a fail, and says what to do. Exit status: 0
+    Every line is ok, a warning or a fail, and states what to do. Exit status: 0
     nothing fails; 1 something does.
     """
     with progress("looking around, and training for two steps"):
@@ -40,5 +40,5 @@ def _lines(findings: list[Check], width: int) -> list[str]:
         if finding.remedy:
             lines += textwrap.wrap(f"-> {finding.remedy}", width, initial_indent=" " * 9, subsequent_indent=" " * 12)
     counts = {status: sum(f.status == status for f in findings) for status in ("fail", "warning")}
-    says = [f"{count} {status}{'s' if count > 1 else ''}" for status, count in counts.items() if count]
-    return [*lines, "", ", ".join(says) if says else "all is well"]
+    states = [f"{count} {status}{'s' if count > 1 else ''}" for status, count in counts.items() if count]
+    return [*lines, "", ", ".join(states) if states else "all is well"]

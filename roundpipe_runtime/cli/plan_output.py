@@ -240,7 +240,7 @@ def _time(report: PlanReport) -> list[str]:
         f"  of that, transfers add {format_seconds(adds) if adds > 1e-3 * run.time else 'nothing'}",
         f"  AdamW then takes about {format_seconds(report.optimizer_seconds)} on this host, "
         f"which moves {format_bytes(report.hardware.host_rate)}/s",
-        f"Transfers hide behind computing from {needed:,.0f} tokens a step on; there are {report.tokens:,}",
+        f"Transfers overlap with computing from {needed:,.0f} tokens a step on; there are {report.tokens:,}",
         f"  ({report.tokens_forward:,.0f} in forward stages, {report.tokens_backward:,.0f} in backward stages)",
     ]
 

@@ -67,7 +67,7 @@ def train(
     """Train a language model on text, with no more of it on a device than fits there.
 
     What it learns is what it learns without a pipeline. Ctrl-C ends the step,
-    writes a checkpoint and says how to go on; the result is then the same, to
+    writes a checkpoint and states how to go on; the result is then the same, to
     the last bit. Exit status: 0 trained, saved and loaded again; 2 it cannot be
     done; 130 Ctrl-C; 143 SIGTERM.
     """

@@ -108,7 +108,7 @@ def format_training(training: Training) -> str:
     exact = report.equivalence
     proof = ""
     if exact is not None:
-        proof = f"; its gradients differ from those of the plain model by {exact.gradients:.0e}"
+        proof = f"; its gradients differ from those of the reference model by {exact.gradients:.0e}"
     devices = ", ".join(device.name for device in training.pipeline.devices)
     settings = training.settings
     batches = f"{settings.accumulate} batches of " if settings.accumulate > 1 else ""

@@ -31,7 +31,7 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="MODEL [FILES]...",
-        help=MODEL_NAMES + " Behind it, more text, as a shell makes of --text *.txt.",
+        help=MODEL_NAMES + " After it, more text, as a shell makes of --text *.txt.",
         callback=_model_is_named,
     ),
 ]

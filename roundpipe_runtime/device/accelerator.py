@@ -126,7 +126,7 @@ class AcceleratorDevice:
             host.copy_(tensor, non_blocking=True)
             tensor.record_stream(self._downloads)
         event = self._downloads.record_event()
-        # The next layer may write this tensor in place, so the computation goes on behind the copy.
+        # The next layer may write this tensor in place, so the computation goes on after the copy.
         self._compute.wait_event(event)
         return host, _StreamEvent(event)
 

@@ -1,6 +1,6 @@
 """Block masks of flex attention: split along the batch, and flattened for copies to a device.
 
-A ``BlockMask`` says which blocks count, row by row of the batch, and holds a function that says it for each place:
+A ``BlockMask`` states which blocks count, row by row of the batch, and holds a function that states it for each place:
 ``mask_mod(b, h, q, kv)``. A part of it begins at a later row, so its function is asked for ``b`` rows later. Registered
 with torch or not, a mask is one leaf here: its tensors alone can be cut, the function would go on counting from row 0.
 

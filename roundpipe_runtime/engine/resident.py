@@ -23,7 +23,7 @@ Gradients: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
 Buffers: TypeAlias = dict[int, tuple[torch.Tensor, Event]]
 
 
-# Stands on the copy of a parameter and says which layer it is of.
+# Stands on the copy of a parameter and states which layer it is of.
 _LAYER = "_roundpipe_layer"
 
 

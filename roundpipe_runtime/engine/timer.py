@@ -50,7 +50,7 @@ class Timer:
         if layer < 0:
             self._losses[microbatch] = self._losses.get(microbatch, 0.0) + end - start
         elif kind == "backward":
-            # The loss is part of the first backward behind it, that of the last layer.
+            # The loss is part of the first backward after it, that of the last layer.
             before = self._forwards.pop((layer, microbatch), 0.0) + self._losses.pop(microbatch, 0.0)
             self._costs.record(layer, "backward", end - start + before)
         else:

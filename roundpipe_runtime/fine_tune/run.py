@@ -14,7 +14,7 @@ from .training import Training
 
 __all__ = ["Outcome", "run"]
 
-# The first steps are spent on finding out what a layer costs; the plan is settled behind them.
+# The first steps are spent on finding out what a layer costs; the plan is settled after them.
 _RECORDED_STEP = 5
 
 

@@ -23,7 +23,7 @@ from .errors import FineTuneError
 
 __all__ = ["END", "find_texts", "read_texts"]
 
-# Behind each document.
+# After each document.
 END = None
 
 _PLAIN = ("", ".txt", ".text", ".md", ".rst", ".tex", ".py", ".html", ".log")

@@ -263,7 +263,7 @@ def _check_causal(model: nn.Module) -> None:
     with torch.no_grad():
         first, second = (model(input_ids=ids).logits[:, :3] for ids in (one, other))
     model.train(was_training)
-    # experts are given other tokens beside these, and round otherwise
+    # experts are given other tokens with these, and round otherwise
     rounding = 1e-4 if first.dtype == torch.float32 else 2e-2
     if (first - second).float().norm() > rounding * first.float().norm():
         raise FineTuneError(

@@ -78,5 +78,5 @@ class Adam(torch.optim.Adam):
         # torch refuses complex parameters in a group that has `fused=True`
         for group in self.param_groups:
             group["fused"] = not any(parameter.is_complex() for parameter in group["params"])
-        # a GradScaler hands its scale to an optimizer that says so; the loop does not take it
+        # a GradScaler hands its scale to an optimizer that states it; the loop does not take it
         self._step_supports_amp_scaling = all(group["fused"] for group in self.param_groups)

@@ -9,7 +9,7 @@ from torch import nn
 
 __all__ = ["ModelProxy", "wrapped_model"]
 
-# What nn.Module keeps in these dictionaries is the wrapped model's own, so that names, hooks and state dicts are too.
+# What nn.Module keeps in these dictionaries is the wrapped model's own, and so are names, hooks and state dicts.
 _SHARED = (
     "_parameters",
     "_buffers",

@@ -14,13 +14,13 @@ from ..errors import PlanError
 
 __all__ = ["LayerCost", "MeasuredCosts", "analytic_cost", "layer_costs"]
 
-# Work of a layer without parameters, and of a norm, beside one multiplication per parameter.
+# Work of a layer without parameters, and of a norm, next to one multiplication per parameter.
 _SMALLEST = 1e3
 
 # How many forwards count as recent.
 _RECENT = 8
 
-# A new measurement counts this much beside those before it.
+# A new measurement counts this much next to those before it.
 _NEWEST = 0.2
 
 

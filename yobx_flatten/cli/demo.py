@@ -75,7 +75,7 @@ CASES = {
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """What the table says of one model."""
+    """What the table states of one model."""
 
     model: str
     layers: str
@@ -194,7 +194,7 @@ def _inputs(model: Any, sizes: DecodeSizes, text: str) -> dict[str, Any]:
     """The inputs of a decode call, made from the text, with the cache that the model filled while it read it."""
     tokens = _tokens(text, sizes.batch, sizes.past + sizes.new)
     if model.config.is_encoder_decoder:
-        # what the decoder says is what the encoder read, as a summary begins
+        # the decoder begins with what the encoder read, as a summary does
         return decode_inputs(model, sizes, tokens=tokens, source=_tokens(text, sizes.batch, sizes.source))
     # positions are inputs, since a padded row does not begin at its first column
     names = ("input_ids", "attention_mask", "position_ids", "past_key_values")
@@ -297,7 +297,7 @@ def _next_steps(row: _Row) -> str:
 
 
 class _Stages(logging.Handler):
-    """Shows the last stage that an export logged: on a terminal beside a bar, elsewhere one plain line per stage."""
+    """Shows the last stage that an export logged: on a terminal next to a bar, elsewhere one plain line per stage."""
 
     def __init__(self, console: Any, bar: Any, total: int) -> None:
         super().__init__(logging.INFO)
@@ -309,7 +309,7 @@ class _Stages(logging.Handler):
         self._show(f"building {model}", f"building {model}")
 
     def emit(self, record: logging.LogRecord) -> None:
-        if getattr(record, "step", False):  # registrations are logged as well
+        if getattr(record, "step", False):  # registrations are also logged
             # one plain line for all cases: "replaying llama with onnxruntime"
             self._show(f"{self.model}: {record.getMessage()}", str(record.msg).replace("%s", self.model))
 

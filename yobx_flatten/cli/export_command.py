@@ -56,7 +56,7 @@ def export(
 ) -> int:
     """Export a model of transformers to a folder that generates, and prove that it does.
 
-    The files have the names and inputs that generation tools know; configuration and tokenizer stand beside them. Each
+    The files have the names and inputs that generation tools know; configuration and tokenizer are next to them. Each
     file is replayed against the model below, at and past its window, and 40 tokens are generated as model.generate
     does. DIR appears when all of that is right. Exit status: 0 right; 1 a file differs from the model, nothing written.
     With --quantize a file is also compared with the model in scores, greedy tokens and perplexity on a text of Python.

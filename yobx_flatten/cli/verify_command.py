@@ -21,7 +21,7 @@ def verify(
 ) -> int:
     """Replay the cases that are stored in an exported folder, and generate with its files.
 
-    The model is not needed: its outputs, and its tokens, are stored beside the files. Exit status: 0 all are as they
+    The model is not needed: its outputs, and its tokens, are stored next to the files. Exit status: 0 all are as they
     were; 1 one differs.
     """
     with progress(f"reading {folder}") as show:

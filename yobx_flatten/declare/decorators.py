@@ -3,7 +3,7 @@
 What is written once reaches torch (Python, C++ and ``fx``), optree and JAX. Neither of the last two is imported for
 it: a library that is imported already is told now, another one when it is imported.
 
-JAX says *aux* for what is called static here (torch says *context*), and puts it first: ``unflatten(aux, children)``.
+JAX calls *aux* what is called static here (torch: *context*), and puts it first: ``unflatten(aux, children)``.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _since(cls: type) -> str:
 
 # -- layers ----------------------------------------------------------------------------------------------------------
 
-# letter -> leaves, where it counts, what is static. The words that stand behind LETTERS and OTHER_LETTERS.
+# letter -> leaves, where it counts, what is static. The words that follow LETTERS and OTHER_LETTERS.
 _LAYERS: dict[str, tuple[str, str, str]] = {
     "D": ("key, value", "the length of its keys", "none"),
     "W": ("key, value", "length", "window; whether it records its past"),

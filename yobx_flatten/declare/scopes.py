@@ -59,7 +59,7 @@ def register_class_flattening(
     Args:
         cls: the class; subclasses need a registration of their own.
         f_flatten: ``obj -> (children, static)``: a list of tensors and containers, and what else is needed to rebuild
-            (torch says *context*, JAX *aux*): strings, numbers, tuples, dicts, dtypes, enums.
+            (torch: *context*, JAX *aux*): strings, numbers, tuples, dicts, dtypes, enums.
         f_unflatten: ``(children, static) -> obj``.
         f_flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of ``torch.utils._pytree``; ``None``
             numbers the children.
@@ -204,7 +204,7 @@ class Undo(dict[type, bool]):
                 self._stack.callback(REGISTRY.release, claim)
 
     def _add_imports(self, wanted: Callable[[str], bool], recipes_of: Callable[[ModuleType], list[Recipe]]) -> None:
-        """Register what modules define that are imported while this is in force."""
+        """Register what modules define that are imported while this is active."""
 
         def action(module: ModuleType) -> None:
             for recipe in recipes_of(module):
@@ -286,7 +286,7 @@ def _put_in_force(undo: Undo, patch_transformers: bool, patch_diffusers: bool, v
             undo._add_hook(DIFFUSERS)
         undo._add_hook(None)
         names = ", ".join(cls.__name__ for cls, done in undo.items() if done)
-        say(logging.INFO, "put in force: %s", names or "nothing new")
+        say(logging.INFO, "registered: %s", names or "nothing new")
 
 
 def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> None:

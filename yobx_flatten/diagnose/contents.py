@@ -69,7 +69,7 @@ def _by_position(cls: Any) -> _Items:
 
 
 def _of_a_set(cls: Any) -> _Items:
-    iterate = cls.__iter__  # an item of a set has no path in Python; the number says which one it is
+    iterate = cls.__iter__  # an item of a set has no path in Python; the number states which one it is
     return lambda obj: ((f"{{{index}}}", item) for index, item in enumerate(iterate(obj)))
 
 

@@ -111,7 +111,8 @@ def explain_error(
         return _misfit(failure, misfit, ())
     first = failure.message.strip().split("\n")[0]
     return Explanation(
-        f"This error is not known here. torch says: {type(error).__name__}{f': {first}' if first else ''}", known=False
+        f"This error is not known here. torch reports: {type(error).__name__}{f': {first}' if first else ''}",
+        known=False,
     )
 
 
@@ -262,7 +263,7 @@ def _shapes_do_not_fit(failure: _Failure, found: re.Match[str]) -> Explanation:
 
 
 def _misfit_in_our_words(failure: _Failure) -> str:
-    """What ``check_dynamic_shapes`` says, nothing where it cannot be asked or finds nothing."""
+    """What ``check_dynamic_shapes`` states, nothing where it cannot be asked or finds nothing."""
     if failure.dynamic_shapes is None:
         return ""
     inputs = failure.inputs()

@@ -1,6 +1,6 @@
 """Messages of the tools around ``torch.export``: the old tracer, ``vmap``, unflattened and stored programs, devices.
 
-A row of the table has the words that a message keeps from version to version, and a function that says what it means.
+A row of the table has the words that a message keeps from version to version, and a function that states what it means.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ _TABLE: list[tuple[str, Callable[[re.Match[str], Any, Inputs], Meaning | None]]]
     (
         r"We ran into an error when deserializing the saved file",
         _said(
-            "The stored program cannot be read; the warning before says why, most often a class that is not registered "
+            "The stored program cannot be read; a warning states why, most often a class that is not registered "
             "in this process. Load it where the class is:",
             "with register_flattening_functions(patch_transformers=True):\n"
             '    program = torch.export.load("model.pt2")',

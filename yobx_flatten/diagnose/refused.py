@@ -18,7 +18,7 @@ def explain_leaf(inputs: Mapping[str, Any], refusal: str) -> NotRegisteredError 
 
     Args:
         inputs: by parameter name.
-        refusal: what ``torch.export`` says, which names the class and neither place nor remedy.
+        refusal: what ``torch.export`` states, which names the class and neither place nor remedy.
 
     Returns:
         The error to raise; ``None`` if no input is of the class that torch names.

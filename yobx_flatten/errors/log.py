@@ -20,7 +20,7 @@ _WANTED: contextvars.ContextVar[int] = contextvars.ContextVar("yobx_flatten_verb
 
 @contextlib.contextmanager
 def verbosity(verbose: int) -> Iterator[None]:
-    """Let what this thread says in the block reach the handlers: with 1 from ``INFO`` on, with 2 from ``DEBUG`` on."""
+    """Let what this thread logs in the block reach the handlers: with 1 from ``INFO`` on, with 2 from ``DEBUG`` on."""
     level = sys.maxsize if not verbose else logging.INFO if verbose == 1 else logging.DEBUG
     before = _WANTED.set(min(level, _WANTED.get()))
     try:

@@ -6,12 +6,12 @@
 ``past_sequence_length``                   tokens in the cache
 ``total_sequence_length``                  both, as the mask has it (optimum writes the sum)
 ``past_window_length``                     tokens that a layer which slides has kept
-``decoder_sequence_length`` and so on      the same of a decoder beside an encoder
+``decoder_sequence_length`` and so on      the same of a decoder with an encoder
 ``encoder_sequence_length``, ``.._out``    what the encoder reads, and keys made of it
 =========================================  ===========================================================
 
 torch names an axis by a symbol (``s43``), and two axes that are equal in every call may have two of them, since nothing
-in the program says that they are.
+in the program states that they are.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def _names_of_symbols(graph: Any, chosen: dict[tuple[str, int], str]) -> dict[st
 
 def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[Any]]) -> dict[tuple[str, int], str]:
     """Input and axis to the part it plays, for the inputs that models of transformers take."""
-    beside = any(name.startswith(_ENCODER) for name in inputs) or any(".encoder." in name for name in inputs)
+    has_encoder = any(name.startswith(_ENCODER) for name in inputs) or any(".encoder." in name for name in inputs)
     cached = any(_CACHE.fullmatch(name) for name in inputs)
-    own, past = ("decoder_sequence_length", "past_decoder_") if beside else ("sequence_length", "past_")
-    total = ("total_decoder_sequence_length" if beside else "total_sequence_length") if cached else own
+    own, past = ("decoder_sequence_length", "past_decoder_") if has_encoder else ("sequence_length", "past_")
+    total = ("total_decoder_sequence_length" if has_encoder else "total_sequence_length") if cached else own
     read = {"decoder_input_ids": own, "decoder_inputs_embeds": own, "decoder_attention_mask": total}
     if "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs:
         read |= dict.fromkeys(("input_ids", "inputs_embeds", "attention_mask"), "encoder_sequence_length")

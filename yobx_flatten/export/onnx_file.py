@@ -56,7 +56,9 @@ def check_opset(opset_version: int | None) -> None:
     try:
         open_session(probe.SerializeToString(), caller="export_onnx")
     except ReplayError as error:
-        reason = first_line(error.__cause__ or error).rstrip(".").rpartition(". ")[2]  # the last sentence says how far
+        reason = (
+            first_line(error.__cause__ or error).rstrip(".").rpartition(". ")[2]
+        )  # the last sentence states how far
         raise InvalidArgumentError(
             f"opset_version={opset_version}: the installed onnxruntime does not run it, so nothing could be proven "
             f"({reason}). Take None for the exporter's own choice."
@@ -235,7 +237,7 @@ def _weights_beside(path: pathlib.Path) -> set[pathlib.Path]:
 @contextlib.contextmanager
 def _without_noise() -> Iterator[None]:
     """Keep two messages off the terminal that are about the insides of torch; all others come through."""
-    # The ONNX exporter translates four operators of torchvision, and says of each that torchvision is not installed,
+    # The ONNX exporter translates four operators of torchvision, and states of each that torchvision is not installed,
     # also for models that use none.
     log = logging.getLogger("torch.onnx._internal.exporter._registration")
 

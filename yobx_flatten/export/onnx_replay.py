@@ -49,7 +49,7 @@ def replay_file(
     module = example.module
     try:
         with report.timed("load"):
-            options = session_options(pack=not has_mapped_weights(path))  # the module is in memory, too
+            options = session_options(pack=not has_mapped_weights(path))  # the module is also in memory
             session = open_session(path, caller="export_onnx", options=options)
             runner = OnnxRunner(session, path.name)
     except ReplayError as error:

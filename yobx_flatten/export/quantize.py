@@ -18,7 +18,7 @@ __all__ = ["QuantizedWeights", "quantize_graph"]
 
 
 _INTEGERS = 4
-"""The ``accuracy_level`` at which onnxruntime rounds activations to 8 bits as well, in blocks, and multiplies integers.
+"""The ``accuracy_level`` at which onnxruntime also rounds activations to 8 bits, in blocks, and multiplies integers.
 Without it, 8 bits have no kernel of their own on the CPU and are 15 times slower."""
 
 

@@ -245,7 +245,7 @@ class Generator:
         ends = torch.tensor(self.settings.eos_token_ids, dtype=torch.int64)
         ended = torch.zeros(len(sequence.tokens), dtype=torch.bool)
         start = sequence.tokens.shape[1]
-        # a decoder behind an encoder has no padding in front
+        # a decoder after an encoder has no padding in front
         padded = None if self.parts.encoder is not None else sequence.mask
         call = GenerationCall(start, start + limit, self.settings.eos_token_ids, padded, sequence.source)
         processors = self.settings.processors_for(call)

@@ -42,7 +42,7 @@ class RuleOfCall:
     """A rule that depends on the call, as the last token does on how many there will be.
 
     Attributes:
-        make: returns the rule for a call, ``None`` where it says nothing of it.
+        make: returns the rule for a call, ``None`` where it states nothing of it.
     """
 
     make: Callable[[GenerationCall], ScoreProcessor | None]
@@ -194,7 +194,7 @@ def _suppressed_at_first(generation: Mapping[str, Any]) -> ScoreProcessor | None
     tokens = generation.get("begin_suppress_tokens")
     if not tokens:
         return None
-    # behind a first token that is forced
+    # after a first token that is forced
     further = generation.get("forced_bos_token_id") is not None
     return _rule(
         "SuppressTokensAtBeginLogitsProcessor",

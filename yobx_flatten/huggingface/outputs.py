@@ -172,8 +172,8 @@ def _container(cls: type) -> _Functions:
 
     def flatten(obj: Any) -> tuple[list[Any], list[Any]]:
         held = vars(obj)
-        beside = {name: value for name, value in held.items() if name != "data" and name not in _DROPPED}
-        return list(held["data"].values()), [list(held["data"]), beside]
+        attributes = {name: value for name, value in held.items() if name != "data" and name not in _DROPPED}
+        return list(held["data"].values()), [list(held["data"]), attributes]
 
     def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
         values, static = flatten(obj)

@@ -13,7 +13,7 @@ _AUTO_CLASSES = (
     "AutoModelForSpeechSeq2Seq",
     "AutoModelForImageTextToText",
     "AutoModelForSeq2SeqLM",
-    "AutoModelForMaskedLM",  # before the next: encoders can be told to decode, too
+    "AutoModelForMaskedLM",  # before the next: encoders can also be made to decode
     "AutoModelForCausalLM",
     "AutoModel",
 )

@@ -2,7 +2,7 @@
 
 .. code-block:: text
 
-    text                 tokens ──> model ──> logits, cache           one file; it takes an empty cache, too
+    text                 tokens ──> model ──> logits, cache           one file; it also takes an empty cache
     text or sound        encoder_model ──> decoder_model (first token) ──> decoder_with_past_model (every other)
     image and text       vision_encoder ──┐
                          embed_tokens ────┴─ by the caller ──> decoder_model_merged ──> logits, cache
@@ -187,7 +187,7 @@ def _pair(layer: Any) -> dict[str, Any]:
     return {"key": layer.keys, "value": layer.values}
 
 
-# A list says nothing of its axes, a cache does: rows and lengths vary, the number of heads and their size do not.
+# A list states nothing of its axes, a cache does: rows and lengths vary, the number of heads and their size do not.
 _VARYING = {0: Dim.AUTO, 2: Dim.AUTO}
 
 
@@ -233,7 +233,7 @@ def encoder_decoder_pieces(model: TransformersModel, rows: int | None = None) ->
         cases = [Case(name, (), made[place]) for name, made in others.items()]
         shapes = dynamic_shapes(examples[place])
         if stem == "encoder_model" and not hears:
-            # what it reads is called by the decoders as well
+            # what it reads is also called by the decoders
             shapes |= {name: {0: Dim.AUTO, 1: "encoder_sequence_length"} for name in shapes}
         if "past_key_values" in shapes:
             shapes["past_key_values"] = pytree.tree_map(lambda _: _VARYING, examples[place]["past_key_values"])

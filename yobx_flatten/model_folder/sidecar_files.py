@@ -12,7 +12,7 @@ from ..recipe.aliases import TransformersModel
 
 __all__ = ["genai_config", "write_companions"]
 
-# Everything that stands beside weights and is text, but for what is written anew.
+# Everything that is next to weights and is text, but for what is written anew.
 _PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 _WRITTEN_ANEW = {"config.json", "generation_config.json"}
 

@@ -86,7 +86,7 @@ def small_config(name: str) -> Any:
     try:
         return _shrunk(CONFIG_MAPPING[name])
     except Exception as error:  # each configuration checks its sizes in its own way
-        # where a field is checked, the second line says why
+        # where a field is checked, the second line states why
         lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2] or [type(error).__name__]
         raise InvalidArgumentError(
             f"A small {name} cannot be made: {' '.join(lines).rstrip('.:')}. Name a folder or a config.json instead."

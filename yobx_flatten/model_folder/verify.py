@@ -235,7 +235,7 @@ def _check_tokens(folder: pathlib.Path, case: StoredCase, tolerance: float) -> f
     is_small = bool(read_manifest(folder).quality)
     pack = is_small or not any(
         map(has_mapped_weights, folder.glob("*.onnx"))
-    )  # the model that was exported may be in memory, too
+    )  # the model that was exported can also be in memory
     generator: Generator = ProgramGenerator(folder) if is_program else OnnxGenerator(folder, pack=pack)
     found = generator.generate(**case.inputs, max_new_tokens=case.outputs["new_tokens"])
     if found.shape != expected.shape:

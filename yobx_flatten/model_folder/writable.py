@@ -10,7 +10,7 @@ import tempfile
 __all__ = ["check_writable"]
 
 
-def check_writable(folder: str | os.PathLike[str], *, beside: bool = False) -> None:
+def check_writable(folder: str | os.PathLike[str], *, in_parent: bool = False) -> None:
     """Refuse a folder that cannot be made, or in which nothing can be written.
 
     A folder is made where this one, or the nearest that is there above it, stands, and taken away again: permissions
@@ -18,13 +18,13 @@ def check_writable(folder: str | os.PathLike[str], *, beside: bool = False) -> N
 
     Args:
         folder: that was asked for; what the error names.
-        beside: check the folder that holds it, where it is made under another name first.
+        in_parent: check the folder that holds it, where it is made under another name first.
 
     Raises:
         OSError: naming the folder and the reason.
     """
     path = pathlib.Path(folder)
-    wanted = path.absolute().parent if beside else path.absolute()
+    wanted = path.absolute().parent if in_parent else path.absolute()
     there = next(place for place in (wanted, *wanted.parents) if os.path.lexists(place))
     if not there.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"it cannot be written: {there.name} is not a folder", str(path))

@@ -124,7 +124,7 @@ def export_folder(
         InvalidArgumentError: when ``to`` is unknown, or onnxruntime has no kernels for the type of the weights.
         FolderExistsError: when the folder is not empty.
         OSError: when it cannot be written; this is checked before anything is exported.
-        NoRoomError: when the disk or the memory is too small; this is checked before, as well.
+        NoRoomError: when the disk or the memory is too small; this is also checked before.
         ReplayError: when a file does not return what the model returns; nothing is written then.
         GenerationError: when the model cannot be cut into files that generate.
         MissingDependencyError: when an optional library is not installed.
@@ -220,7 +220,7 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
         raise FolderExistsError(
             f"{folder} holds something already. Name another folder, or pass overwrite=True (--overwrite)."
         )
-    check_writable(folder, beside=True)
+    check_writable(folder, in_parent=True)
 
 
 def _export(piece: Piece, path: pathlib.Path, batch: int | None, options: dict[str, Any]) -> ExportedModel:
@@ -257,7 +257,7 @@ def _store_calls(piece: Piece, cases: Sequence[Case], work: pathlib.Path) -> lis
     (work / "cases").mkdir(exist_ok=True)
     names = []
     for number, (name, inputs, outputs) in enumerate(stored_calls(piece, cases)):
-        # not .onnx: tools look for models by that suffix, in folders below, too
+        # not .onnx: tools look for models by that suffix, also in folders below
         names.append(f"cases/{piece.stem}-{number}.case")
         save_case(work / names[-1], inputs, outputs, name=name)
     return names

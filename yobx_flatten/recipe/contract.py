@@ -134,7 +134,7 @@ def require_node(target: object, function: str) -> None:
         )
     if is_constant_class(cls):
         raise InvalidRegistrationError(
-            f"{start}a class of constants: each is there once, and one put together from parts would be another. It is "
+            f"{start}a class of constants: each is there once, and one rebuilt from parts would be another. It is "
             "static data of the object that holds it:\n"
             f'    mode: {cls.__qualname__} = dataclasses.field(metadata={{"static": True}})'
         )

@@ -3,13 +3,13 @@
 =====================================  ================================  ===============================================
 class                                  children                          static part
 =====================================  ================================  ===============================================
-pydantic model                         fields, extra values, private     fields whose ``json_schema_extra`` says so, and
+pydantic model                         fields, extra values, private     fields with it in ``json_schema_extra``, and
                                        attributes                        which were set
-``tree_flatten``/``tree_unflatten``    as the author says                as the author says
-attrs class                            attributes                        those whose metadata says ``static``
+``tree_flatten``/``tree_unflatten``    as the author states              as the author states
+attrs class                            attributes                        those with metadata ``static``
 mapping-like: ``keys()``/``values()``  values                            keys
 dataclass on a ``dict`` or ``list``    fields, then items                names, ``static`` fields, keys
-dataclass, of flax, equinox, chex too  fields                            those whose metadata says ``static``, or flax's
+dataclass, of flax, equinox, chex too  fields                            those with metadata ``static``, or flax's
                                                                          ``pytree_node=False``
 ``__slots__`` and no ``__dict__``      slots
 =====================================  ================================  ===============================================
@@ -40,14 +40,14 @@ _Functions = tuple[Flatten, FlattenWithKeys, Unflatten]
 def functions_of(
     cls: type, caller: str = "make_flattening_function_for_dataclass"
 ) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
-    """Make the flatten, keyed flatten and unflatten functions of a class that says by itself what it holds.
+    """Make the flatten, keyed flatten and unflatten functions of a class that states by itself what it holds.
 
     Args:
         cls: a dataclass (flax, chex and equinox also write dataclasses), an attrs class, a pydantic model, a class with
             ``keys()`` and ``values()`` (a ``dict`` subclass, a ``ModelOutput``), one with JAX's ``tree_flatten()`` and
             ``tree_unflatten()``, or one with nothing but ``__slots__``. A field declared with
-            ``metadata={"static": True}`` becomes static data. What an instance holds beside its fields does not come
-            back; no constructor is called.
+            ``metadata={"static": True}`` becomes static data. What an instance holds in addition to its fields does not
+            come back; no constructor is called.
         caller: the function that the user called, for the messages.
 
     Returns:
@@ -59,7 +59,7 @@ def functions_of(
     require_node(cls, caller)
     for fits, read in _READERS:
         if fits(cls):
-            if read is not _jax_functions:  # their author says it all
+            if read is not _jax_functions:  # their author states it all
                 require_content(cls, caller)
             return name_functions(cls, read(cls))
     raise InvalidRegistrationError(
@@ -72,7 +72,7 @@ def functions_of(
 
 
 def recipe_of(cls: type) -> Recipe:
-    """Make a recipe of a class that says by itself what it holds; see :func:`functions_of`."""
+    """Make a recipe of a class that states by itself what it holds; see :func:`functions_of`."""
     flatten, flatten_with_keys, unflatten = functions_of(cls)
     return Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys)
 

@@ -12,7 +12,7 @@ _TORCH = (GetAttrKey, MappingKey, SequenceKey)
 
 
 def torch_key(key: Any) -> KeyEntry:
-    """Translate a key of JAX (or any other that says what it holds) to torch's.
+    """Translate a key of JAX (or any other that states what it holds) to torch's.
 
     Args:
         key: ``GetAttrKey``, ``DictKey``, ``SequenceKey`` or ``FlattenedIndexKey`` of ``jax.tree_util``, a key of torch,

@@ -31,7 +31,7 @@ def is_mapping_like(cls: type) -> bool:
 
 
 def is_mapping(cls: type) -> bool:
-    """Return whether the items of instances are all they hold, as far as their class says.
+    """Return whether the items of instances are all they hold, as far as their class states.
 
     chex writes dataclasses with the methods of a mapping, and a dataclass may derive from ``dict`` and never put its
     fields there; the fields say more then. A ``ModelOutput`` makes items of its fields when it is made.
@@ -131,11 +131,11 @@ def _not_an_item(obj: Any, name: str, names: list[str]) -> RoundTripError:
         line = f"register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
     return RoundTripError(
         f"{cls.__qualname__}: its attribute {name!r} is none of its items, and these alone are children: it would be "
-        f"lost. Make it an item, or a child beside them (names of static data go in a second list):\n    {line}"
+        f"lost. Make it an item, or a child next to them (names of static data go in a second list):\n    {line}"
     )
 
 
-# -- put together ----------------------------------------------------------------------------------------------------
+# -- unflattened ----------------------------------------------------------------------------------------------------
 
 
 def _rebuilding(cls: type) -> Callable[[dict[Any, Any]], Any]:
@@ -156,7 +156,7 @@ def _rebuilding(cls: type) -> Callable[[dict[Any, Any]], Any]:
         if list(found) != list(items) or not all(map(_kept, found.values(), items.values())):
             raise RoundTripError(
                 f"{cls.__qualname__}: its constructor, given the items, made other ones: {_format_items(found)} "
-                f"instead of {_format_items(items)}. Have it put together without its constructor:\n"
+                f"instead of {_format_items(items)}. Have it rebuilt without its constructor:\n"
                 f"    f, k, u = functions_from_fields({cls.__qualname__}, [])\n"
                 f"    register_class_flattening({cls.__qualname__}, f, u, k)"
             )

@@ -1,4 +1,4 @@
-"""The static part of a node (torch says *context*, JAX *aux*) to JSON and back, without loss.
+"""The static part of a node (torch: *context*, JAX *aux*) to JSON and back, without loss.
 
 JSON turns tuples into lists and integer keys into strings. A tree spec that went through plain JSON (as in
 ``torch.export.save``) then differs from the live one, and the loaded program refuses its own inputs. What plain JSON
@@ -73,7 +73,7 @@ def dump_static(value: Any, *, where: str = "") -> Any:
 
     Raises:
         StaticDataError: for anything else, a tensor first of all: tensors are children, not static data. The message
-            says where it stands: ``static['a'][0]``.
+            states where it stands: ``static['a'][0]``.
 
     >>> dump_static(["key_0", ("relu", None)])
     ['key_0', {'!tuple': ['relu', None]}]
@@ -214,7 +214,7 @@ def _numpy_dtype(name: str) -> Any:
 
 
 def _is_numpy_dtype(value: Any) -> bool:
-    # the class of its scalars says it all, except for structured dtypes and those of another byte order
+    # the class of its scalars states it all, except for structured dtypes and those of another byte order
     return _is_of("numpy", "dtype", value) and _has_name(value.type) and _numpy_dtype(_name_of(value.type)) == value
 
 

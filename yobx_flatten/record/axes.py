@@ -3,8 +3,8 @@
 A *place* is one axis of one tensor, or an integer itself. Its sizes over the calls are compared with what is known::
 
     call            0   1   2   3            name
-    past            0   8   9  10            the cache says so
-    new             8   1   1   1            the cache says so, after the call
+    past            0   8   9  10            the cache states it
+    new             8   1   1   1            the cache states it, after the call
     input_ids[1]    8   1   1   1            new
     mask[1]         8   9  10  11            total, which is past + new
     input_ids[0]    2   2   2   2            batch, which the registration of the cache names
@@ -145,7 +145,7 @@ class _AxisReading:
         elif counts or self.varies("batch"):
             known += self.known_batch()
         if max(self.places[place].values()) <= 1 and axis > 0 and not counts:
-            return []  # an axis of one element says nothing
+            return []  # an axis of one element states nothing
         return known
 
     def known_batch(self) -> list[str]:
@@ -237,7 +237,7 @@ class _AxisReading:
             seen = set(self.axes.sizes[name].values())
             if len(seen) == 1 and name != "new":
                 told = name in declared or name in self.declared.values()
-                why = "a registered class says so" if told else "axis 0 of every tensor has it"
+                why = "a registered class states it" if told else "axis 0 of every tensor has it"
                 self.axes.remarks.append(f"{name}: one size was seen ({seen.pop()}); it is taken to vary, since {why}.")
         if "new" in used and all(call.past in (0, None) for call in self.calls):
             self.axes.remarks.append("new and total cannot be told apart: no call with a filled cache was recorded.")

@@ -55,7 +55,7 @@ def _has_state(layer: Any) -> bool:
 
 
 def by_phase(calls: Sequence[Call]) -> dict[str, list[Call]]:
-    """Gather calls of one kind and one structure, under a name that says what is special about it."""
+    """Gather calls of one kind and one structure, under a name that states what is special about it."""
     groups: list[list[Call]] = []
     for call in calls:
         alike = next((group for group in groups if _alike(group[0], call)), None)

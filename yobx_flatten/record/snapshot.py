@@ -28,7 +28,7 @@ class Fact(NamedTuple):
         dtype: of a tensor, ``None`` for anything else.
         shape: of a tensor, ``()`` for anything else.
         device: where the tensor was.
-        axes: what its axes mean, if the registration of its class says so; see :class:`~yobx_flatten.trees.Leaf`.
+        axes: what its axes mean, if the registration of its class states it; see :class:`~yobx_flatten.trees.Leaf`.
         value: the leaf itself, where it is not a tensor.
     """
 

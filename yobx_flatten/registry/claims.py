@@ -4,7 +4,7 @@ A *library* is what a user chooses: torch (three tables), optree, JAX. A class w
 mentioned here. The first claim on it reads what each table of the library holds (*found*) and registers its recipe;
 the last claim to go restores *found*. Claims may go in any order.
 
-    claims on DynamicCache      in force        what happens
+    claims on DynamicCache      registered      what happens
     -                           theirs          found = theirs
     block 1                     ours            written once
     block 1, block 2            ours            nothing (two threads, or nested)
@@ -51,7 +51,7 @@ class Claim:
 
 @dataclasses.dataclass(slots=True)
 class _Slot:
-    recipe: Recipe  # in force
+    recipe: Recipe  # registered
     found: list[Any]  # per table of the library
     claims: list[Claim]
 
@@ -134,7 +134,7 @@ class Registry:
             if slot.by_user:
                 return None
             for backend in self._libraries[library]:
-                if backend.read(recipe.cls) is None:  # taken away behind our back, by torch's own deregistration say
+                if backend.read(recipe.cls) is None:  # taken away, such as by torch's own deregistration
                     backend.write(slot.recipe)
             claim = Claim(slot.recipe, False, TORCH)
             slot.claims.append(claim)
@@ -190,7 +190,7 @@ class Registry:
         slot = self._slots.get((library, cls))
         known = self._libraries[library][0].read(cls) is not None
         if slot is not None and slot.by_user and not known:
-            self._release(library, slot.claims[0])  # torch's own deregistration took it away behind our back
+            self._release(library, slot.claims[0])  # torch's own deregistration took it away
             slot = None
         return slot, known
 

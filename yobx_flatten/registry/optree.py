@@ -1,7 +1,7 @@
 """optree, in a namespace of our own: its C++ speed, and key paths, which torch's use of optree does not have.
 
 ``optree.tree_flatten(tree, namespace="yobx_flatten")`` flattens what is registered here, and
-``optree.tree_accessors(tree, namespace="yobx_flatten")[0].codify("inputs")`` says ``inputs['a'][0].x``.
+``optree.tree_accessors(tree, namespace="yobx_flatten")[0].codify("inputs")`` states ``inputs['a'][0].x``.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _entry(key: KeyEntry) -> Any:
 
 @functools.cache
 def _entry_type() -> Any:
-    """The one entry class that optree takes per class; each child gets the kind that its own key says."""
+    """The one entry class that optree takes per class; each child gets the kind that its own key states."""
     optree = sys.modules["optree"]
 
     class KeyedEntry(optree.PyTreeEntry):  # type: ignore[misc,name-defined] # optree counts as untyped

@@ -26,7 +26,7 @@ class Element(NamedTuple):
 
     Attributes:
         code: the type of the initializer, a value of ``onnx.TensorProto.DataType``.
-        pair: whether each element is stored as two numbers, in an axis of its own behind the others.
+        pair: whether each element is stored as two numbers, in an axis of its own after the others.
         cast: whether the graph returns float32 in its place.
         opset: the first version of ONNX's operators whose ``Cast`` knows the type.
         packed: how many numbers are stored in a byte; arrays of NumPy have each in a byte of its own then.

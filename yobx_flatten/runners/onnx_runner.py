@@ -5,7 +5,7 @@
     step 1   past (empty)  ──> session ──> present ──┐ an OrtValue: memory that onnxruntime owns
     step 2   past  <── the same OrtValue ────────────┘ ──> session ──> present ── ...
 
-Where a file says that memory of its inputs may be that of its outputs, the cache is an :class:`.BufferedCache`.
+Where a file states that memory of its inputs may be that of its outputs, the cache is an :class:`.BufferedCache`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str,
 
     A leaf has the name of an input if one of its spellings is equal to it; then if they are equal once all that is
     neither letter nor digit is an underscore, in small letters. Where names are left, and there are as many leaves as
-    names, the order decides, unless a name that was found says otherwise.
+    names, the order decides, unless a name that was found states otherwise.
 
     Args:
         graph: names of the graph's inputs, or of its outputs.

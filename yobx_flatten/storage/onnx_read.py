@@ -169,9 +169,9 @@ class Initializers:
         """The file with a tensor's data, where they begin, and how long they are."""
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")
-        # a file reads what is beside it and nothing else
+        # a file reads what is next to it and nothing else
         if not location or pathlib.PurePath(location).name != location or location == "..":
-            raise self._damaged(record, f"is stored in {location!r}, which is not a file beside this one")
+            raise self._damaged(record, f"is stored in {location!r}, which is not a file next to this one")
         if self._folder is None:
             raise InvalidArgumentError(
                 f"{self._name} keeps {record['name']!r} in the file {location!r}, and a model in memory does not know "
@@ -179,7 +179,7 @@ class Initializers:
             )
         start, length = int(entries.get("offset", 0)), int(entries.get("length", -1))
         if start < 0 or length < 0:
-            raise self._damaged(record, "has no place in the file beside this one")
+            raise self._damaged(record, "has no place in the file next to this one")
         return self._folder / location, start, length
 
     def _size(self, path: pathlib.Path, record: dict[str, Any]) -> int:

@@ -29,7 +29,7 @@ _PIECE = 16 * 2**20  # bytes written at once
 
 
 class OnnxWriter:
-    """Collects initializers and the nodes behind them, then makes a model of it.
+    """Collects initializers and the nodes after them, then makes a model of it.
 
     Args:
         function: what the user called, for the message that onnx is missing.
@@ -186,7 +186,7 @@ class OnnxWriter:
 
 
 def crc_of_strings(strings: Sequence[bytes]) -> int:
-    """The checksum of a tensor of strings, each with a zero behind it."""
+    """The checksum of a tensor of strings, each with a zero after it."""
     checksum = 0
     for text in strings:
         checksum = zlib.crc32(text + b"\0", checksum)
@@ -201,7 +201,7 @@ def save(
     content: str = "values",
     external_data: bool | None = None,
 ) -> int:
-    """Write a structure to a file, and to a second one beside it if there is much of it.
+    """Write a structure to a file, and to a second one next to it if there is much of it.
 
     Both are written under other names, and renamed when they are complete.
 
@@ -223,12 +223,12 @@ def save(
         check_size(total, function, "leave external_data as it is")
     require_onnx(function)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside, replaced = path.with_name(f"{path.name}.data"), path.exists()
+    data_path, replaced = path.with_name(f"{path.name}.data"), path.exists()
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".partial", dir=path.parent) as folder:
         written = pathlib.Path(folder)
         if external_data:
-            with open(written / beside.name, "wb") as external:
-                _write(written / path.name, structure, function, content, external, beside.name)
+            with open(written / data_path.name, "wb") as external:
+                _write(written / path.name, structure, function, content, external, data_path.name)
         else:
             _write(written / path.name, structure, function, content, None, "")
         files = sorted(written.iterdir(), reverse=True)  # the data first: a model without them is of no use
@@ -236,7 +236,7 @@ def save(
         for file in files:
             os.replace(file, path.parent / file.name)
     if replaced and not external_data:
-        beside.unlink(missing_ok=True)  # of the file that was there before
+        data_path.unlink(missing_ok=True)  # of the file that was there before
     return size
 
 

@@ -99,7 +99,7 @@ def _find(name: str) -> Any:
 
 
 def _bears(found: Any, name: str) -> bool:
-    """Whether something was defined where the file says: a module also holds what it imported itself."""
+    """Whether something was defined where the file states: a module also holds what it imported itself."""
     return f"{getattr(found, '__module__', None)}:{getattr(found, '__qualname__', None)}" == name
 
 

@@ -40,7 +40,7 @@ class Structure(NamedTuple):
 
 
 def flatten_tree(tree: Any) -> Structure:
-    """Take a nested object apart by the registrations in force, or by those of our block outside of it.
+    """Flatten a nested object by its registrations, or by those of our block outside of it.
 
     Args:
         tree: anything that is made of nodes and of what :func:`.values.write_leaf` takes.
@@ -106,7 +106,7 @@ def unflatten_tree(json: Any, source: Source, device: Any) -> Any:
                 return node.unflatten(children, static)
             except Exception as error:  # whatever the function of a registration raises
                 raise DamagedFileError(
-                    f"{part['node']} cannot be rebuilt by the registration in force "
+                    f"{part['node']} cannot be rebuilt by its registration "
                     f"({type(error).__name__}: {error}). Was it another one when the file was written?"
                 ) from error
         if part["leaf"] == "same":

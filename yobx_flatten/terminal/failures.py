@@ -36,10 +36,10 @@ def explain_failure(
     """Print what went wrong on stderr, and return the exit status.
 
     Args:
-        error: whatever ended the command. A ``KeyboardInterrupt`` with a text says what was written by then.
+        error: whatever ended the command. A ``KeyboardInterrupt`` with a text reports what was written by then.
         debug: whether to print the stack trace.
         program: what the command is called.
-        expected: errors whose message says all that a user needs; others are shown with their class.
+        expected: errors whose message states all that a user needs; others are shown with their class.
     """
     if debug:
         traceback.print_exception(error)
@@ -53,7 +53,7 @@ def _status_and_text(error: BaseException, expected: tuple[type[Exception], ...]
         return INTERRUPTED, str(error) or "interrupted, nothing was written"
     if isinstance(error, ReplayError):
         return CHECK_FAILED, str(error)  # with its report, case by case
-    # what a typed line of the message says belongs to it: "Install it:\n    pip install ..."
+    # the line to type belongs to the message: "Install it:\n    pip install ..."
     if isinstance(error, expected):
         return REFUSED, " ".join(str(error).split())
     if _names(error) & {"ClickException", "TyperException"}:

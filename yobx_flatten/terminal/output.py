@@ -90,7 +90,7 @@ class _Lines(logging.Handler):
         self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        if getattr(record, "step", False):  # registrations are logged as well
+        if getattr(record, "step", False):  # registrations are also logged
             self._show(record.getMessage())
 
 

@@ -39,7 +39,7 @@ def run_app(
         app: all commands, of typer.
         argv: the arguments; by default those of the process.
         program: what the command is called.
-        expected: errors whose message says all that a user needs; others are shown with their class.
+        expected: errors whose message states all that a user needs; others are shown with their class.
     """
     import typer
 

@@ -10,7 +10,7 @@ recognised, of a cache with n layers::
     ShapesCollection                                    entries by tensor; a counter is not a tensor
 
 The entries go to the tensors they were meant for. The number of tokens seen, where it is a leaf, varies if any axis of
-the cache does. What is not recognised is left as it is: torch says what is wrong with it.
+the cache does. What is not recognised is left as it is: torch reports what is wrong with it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 * Model libraries put their traceable versions in place (see :mod:`yobx_flatten.huggingface.tracing.support`).
 * ``torch.onnx.export`` knows a few operators more (see :mod:`yobx_flatten.trace.onnx_operators`).
 * A package of AOTInductor gets the strides that it was compiled for (see :mod:`yobx_flatten.trace.compiled_packages`).
-* A program remembers which classes it takes and returns. Called where they are not registered it says so; torch alone
+* A program remembers which classes it takes and returns. Called where they are not registered it states it; torch alone
   ends in ``KeyError: <class ...>``. It also refuses what stands where the example had ``None``.
 
 The replacements are active during the trace only, in the thread that traces; models that run eagerly inside a block
@@ -272,8 +272,8 @@ _LOADER_LOG = logging.getLogger("torch._export.serde.serialize")
 def _is_sound(record: logging.LogRecord) -> bool:
     """Leave out one record of torch 2.13 that has fewer arguments than its text needs.
 
-    Loading a program whose example inputs hold a cache unpickles them and says so; Python then prints the traceback of
-    the broken record to the terminal.
+    Loading a program whose example inputs hold a cache unpickles them and states it; Python then prints the traceback
+    of the broken record to the terminal.
     """
     return not (str(record.msg).startswith("Fallback to weights_only=False") and len(record.args or ()) < 2)
 

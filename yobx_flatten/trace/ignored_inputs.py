@@ -43,7 +43,7 @@ def _check_call(
     if torch.compiler.is_compiling():  # of a trace, the call that is made with the result is looked over
         return
     names = spec.children()[1].context
-    if set(names) != set(kwargs):  # torch says so
+    if set(names) != set(kwargs):  # torch reports it
         return
     call = (args, {name: kwargs[name] for name in names})
     leaves = pytree.tree_leaves(call)

@@ -43,7 +43,7 @@ _STRING, _UNDEFINED = _ELEMENT_TYPES["object"], _ELEMENT_TYPES["undefined"]
 # torch has no minimum for these: the nearest type that has one and keeps the values (uint64: to 53 bits).
 _COMPARABLE = {"uint16": torch.int64, "uint32": torch.int64, "uint64": torch.float64}
 
-# Far below Python's recursion limit: a level costs about four frames, and callers need some too.
+# Far below Python's recursion limit: a level costs about four frames, and callers also need some.
 _DEEPEST = 100
 _LONGEST_SET = 10
 _PAIR = ("keys", "values")

@@ -173,9 +173,9 @@ def _write(obj: Any, path: _Path, axes: dict[int, str] | None, overrides: dict[s
 def _write_leaf(obj: Any, axes: dict[int, str] | None) -> Any:
     if isinstance(obj, torch.Tensor):
         if axes is not None and obj.dim() <= max(axes, default=-1):
-            return {}  # not what the name says: a quantised layer has a scale, and an empty tensor in place of its keys
+            return {}  # other than its name: a quantised layer has a scale, and an empty tensor in place of its keys
         return dict.fromkeys(range(obj.dim()) if axes is None else axes, Dim.AUTO)
-    # a plain number is part of the program, unless a recipe says that it counts
+    # a plain number is part of the program, unless a recipe states that it counts
     return Dim.AUTO if axes is not None and type(obj) is int else None
 
 

@@ -69,7 +69,7 @@ def walk(tree: PyTree, children: Children) -> Iterator[Place]:
     [('tree', False, None), ("tree['x']", False, None), ("tree['x'][0]", True, None), ("tree['x'][1]", False, ())]
     """
     above: dict[int, tuple[Any, ...]] = {}
-    # an entry without keys says that its object has been left; it also keeps the object, and so its id, alive
+    # an entry without keys states that its object has been left; it also keeps the object, and so its id, alive
     stack: list[tuple[tuple[Any, ...] | None, Any, Any]] = [((), tree, None)]
     while stack:
         keys, obj, parent = stack.pop()

@@ -124,7 +124,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         # a mean over nothing divides by zero; what it is the mean of has no slope
         gradient = torch.where(gradient.isfinite(), gradient, 0.0)
-        saved = ctx.saved_tensors  # torch says so where the graph is gone
+        saved = ctx.saved_tensors  # torch reports it where the graph is gone
         found, ctx.found = ctx.found, None
         if found is None:  # a second backward of a retained graph: the stored gradients were scaled in the first one
             with torch.enable_grad():

@@ -70,7 +70,7 @@ class LazyLogits(torch.Tensor):
         computed: list[tuple[torch.Tensor, int]] | None = None,
     ) -> LazyLogits:
         """Make one without memory."""
-        with torch.no_grad():  # no row tells the dtype, under autocast as well
+        with torch.no_grad():  # no row states the dtype, also under autocast
             probe = _done(functional.linear(hidden.reshape(-1, hidden.shape[-1])[:0], *head), steps)
         shape = (*hidden.shape[:-1], head[0].shape[0])
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(

@@ -28,7 +28,7 @@ __all__ = ["CheckpointingTrainer", "newest_whole", "remove_all_but", "settle"]
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _STATE = "trainer_state.json"  # what a Trainer writes last
-_SENTINEL = "checkpoint-is-incomplete.txt"  # what it puts beside a checkpoint that a signal has asked for
+_SENTINEL = "checkpoint-is-incomplete.txt"  # what it puts next to a checkpoint that a signal has asked for
 
 
 class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts as untyped
@@ -58,7 +58,7 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
         """
         if resume_from_checkpoint is True:
             found = newest_whole(pathlib.Path(self.args.output_dir))
-            resume_from_checkpoint = found or True  # without any, it is the Trainer that says so
+            resume_from_checkpoint = found or True  # without any, the Trainer reports it
         elif resume_from_checkpoint and (pathlib.Path(resume_from_checkpoint) / MANIFEST).exists():
             _verify_given(pathlib.Path(resume_from_checkpoint))
         if isinstance(resume_from_checkpoint, os.PathLike):

@@ -40,7 +40,7 @@ from .checkpoints import CheckpointingTrainer
 
 __all__ = ["RoundPipeSeq2SeqTrainer", "RoundPipeTrainer"]
 
-# Beside the files of the Trainer: the runs that seeds of dropout count, and masters of ``optim_dtype``.
+# Next to the files of the Trainer: the runs that seeds of dropout count, and master weights of ``optim_dtype``.
 _PROGRESS = "roundpipe"
 
 

@@ -428,5 +428,5 @@ def test_what_is_not_known_is_called_unknown(error):
     explained = explain_error(error, Takes(), (X,))
     assert not explained.known
     first = str(error).split("\n")[0]
-    assert explained.text.endswith(f"torch says: {type(error).__name__}" + (f": {first}" if first else ""))
+    assert explained.text.endswith(f"torch reports: {type(error).__name__}" + (f": {first}" if first else ""))
     assert (explained.paths, explained.remedy) == ((), "")

@@ -138,7 +138,7 @@ def test_a_file_reads_nothing_but_what_is_beside_it(path, location):
         initializer(model, "x").external_data[0].value = location
 
     edit(path, change)
-    with pytest.raises(DamagedFileError, match="not a file beside this one"):
+    with pytest.raises(DamagedFileError, match="not a file next to this one"):
         load_nested(path)
 
 

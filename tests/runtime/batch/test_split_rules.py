@@ -70,7 +70,7 @@ def test_the_example_of_the_documentation_on_labels():
         ),
         (
             {"args[0]": TensorChunkSpec(2)},
-            "args[0]: the rule says TensorChunkSpec(2), but this tensor has shape (4, 2)",
+            "args[0]: the rule is TensorChunkSpec(2), but this tensor has shape (4, 2)",
         ),
         ({"args[0]": 1}, "args[0]: expected TensorChunkSpec(dim), Replicate or None, found 1."),
         (7, "split_input must be (spec of args, spec of kwargs), a mapping from key paths or a function, found 7."),
@@ -83,7 +83,7 @@ def test_wrong_rules_are_refused(rules, message):
 
 def test_a_rule_that_cuts_a_number_is_refused():
     with pytest.raises(
-        SplitError, match=r"kwargs\['n'\]: the rule says TensorChunkSpec\(0\), but there is no axis to cut in 5"
+        SplitError, match=r"kwargs\['n'\]: the rule is TensorChunkSpec\(0\), but there is no axis to cut in 5"
     ):
         split((rows(4),), {"n": 5}, None, 2, split_input={"kwargs['n']": TensorChunkSpec(0)})
 

@@ -47,7 +47,7 @@ def test_a_plan_says_what_is_needed_and_whether_it_fits(folder, capsys, monkeypa
     assert "12 rows of 2048 tokens, 24,576 in all, in 3 microbatches" in out
     assert "model.layers.0 to 30" in out
     assert "fused" in out
-    assert "Transfers hide behind computing from" in out
+    assert "Transfers overlap with computing from" in out
     assert "Devices: fits" in out
     assert "Host: fits" in out
     assert "\x1b" not in out

@@ -74,7 +74,7 @@ def test_an_exact_step_waits_for_the_gradients():
 
 
 def test_the_next_stage_is_copied_while_one_computes():
-    """Uploads of 2 s hide behind computations of 3 s, the first one does not."""
+    """Uploads of 2 s overlap with computations of 3 s, the first one does not."""
     result = simulate([StageLoad(3.0, upload=20)] * 3, Machine(1, link=10.0), 1)
     assert [timed.start for timed in result.steps] == [2.0, 5.0, 8.0]
 

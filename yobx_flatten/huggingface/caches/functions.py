@@ -1,7 +1,7 @@
 """Caches as nodes: ``DynamicCache``, ``StaticCache``, ``EncoderDecoderCache``.
 
 The static part of a cache is the list of its leaves' names. A cache of ``DynamicLayer`` only has the plain names
-``key_0, value_0, key_1, ...``; any other cache says for every layer what it is: ``key_D_0, value_D_0, key_W8_1, ...``
+``key_0, value_0, key_1, ...``; any other cache states for every layer what it is: ``key_D_0, value_D_0, key_W8_1, ...``
 (letters in :mod:`.layers`). A layer that holds nothing yet keeps its place as ``none_W8_1``.
 
 Nothing that depends on the tokens seen is static, so one exported program serves all lengths. Where the *length* of

@@ -1,8 +1,8 @@
 """A template as two generated functions, which cost what the attributes of a layer cost.
 
 Reading an object by walking its template costs twenty times what a plain list does, so each template becomes source
-that names every attribute once. The first function also *checks* that what it reads is what the template says, down to
-the order of the attributes: where it is not, it says so, and the object is read anew. Of a layer with one state::
+that names every attribute once. The first function also *checks* that what it reads is what the template states, down
+to the order of the attributes: where it is not, it states it, and the object is read anew. Of a layer with one state::
 
     def read(objects, leaves, lengths):
         floating = None
@@ -131,8 +131,8 @@ def reader(cls: type, names: tuple[str, ...] | None, template: str) -> Callable[
 
     Returns:
         ``read(objects, leaves, lengths)``, which appends the leaves of the objects, and the number of tokens that they
-        counted, once for as many as agree. ``False``, or an error, when an object is not as the template says; nothing
-        may be used then.
+        counted, once for as many as agree. ``False``, or an error, when an object is not as the template states;
+        nothing may be used then.
     """
     writer = _Reader(json.loads(template), names)
     return _compiled(f"<read {cls.__module__}.{cls.__qualname__}", "read", writer)
@@ -159,7 +159,9 @@ class _Reader:
                 late.append((name, entry))
             elif entry[0] not in ("dtype", "device", "shape"):
                 self._read(entry, variables[name], name)
-        for name, entry in sorted(late, key=lambda pair: pair[1][0] != "dtype"):  # what a dtype says, a device need not
+        for name, entry in sorted(
+            late, key=lambda pair: pair[1][0] != "dtype"
+        ):  # what a dtype states, a device need not
             self._check_like(name, entry, variables[name])
         self._check_orders()
         self._remember_window(variables)

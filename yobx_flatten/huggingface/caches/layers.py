@@ -1,7 +1,7 @@
 """One row per class of cache layer: its letter, its tensors, what counts tokens, what its configuration fixes.
 
 ========  ===========================  =======================  ==================  ==============================
-letter    class                        leaves                   counter             static (digits behind the letter)
+letter    class                        leaves                   counter             static (digits after the letter)
 ========  ===========================  =======================  ==================  ==============================
 ``D``     ``DynamicLayer``             ``key``, ``value``       their length        none
 ``W``     ``DynamicSlidingWindow-``    ``key``, ``value``       ``length``          window; ``r`` while it records
@@ -77,7 +77,7 @@ OTHER_LETTERS = {
     "DummyLayer": "Z",
 }
 
-# window -> device -> the tensor that transformers 5 keeps beside the window (DDP gathers it). Remembered when a layer
+# window -> device -> the tensor that transformers 5 keeps next to the window (DDP gathers it). Remembered when a layer
 # is flattened, because unflatten must not make tensors: inside a trace they become constants of the program.
 _WINDOW_TENSORS: dict[int, dict[torch.device, torch.Tensor]] = {}
 
@@ -89,7 +89,7 @@ class LayerKind:
     Attributes:
         cls: the class.
         letter: its letter code.
-        has_flag: instances have ``is_initialized`` (transformers >= 4.57); before, ``keys is None`` says it.
+        has_flag: instances have ``is_initialized`` (transformers >= 4.57); before, ``keys is None`` states it.
         has_recording: instances have ``record_past`` (transformers >= 5.17).
         derived: attributes that a filled static layer takes from its tensors.
         has_position: a static layer counts in a tensor (transformers >= 5.10 or so).
@@ -129,7 +129,7 @@ class LayerKind:
         """Return whether the layer holds keys and values.
 
         Raises:
-            CacheStructureError: when it holds only one of them, or says something else than it holds.
+            CacheStructureError: when it holds only one of them, or states something else than it holds.
         """
         held = vars(layer)
         if PLACEHOLDERS in held:
@@ -298,5 +298,5 @@ def kind_of_code(code: str) -> tuple[LayerKind, str]:
             return kind, parameter
     raise UnsupportedLayerError(
         f"{code!r} is not the code of a cache layer that this version of yobx_flatten knows. It knows D, and W, S and X"
-        " with the number of tokens behind it that a layer has room for, as in W8."
+        " with the number of tokens after it that a layer has room for, as in W8."
     )

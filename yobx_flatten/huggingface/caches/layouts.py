@@ -125,7 +125,7 @@ def _read(layers: list[Any], plain: bool) -> _ReadLayers:
                 seen, first = length, (f"layers[{index}]", code)
             else:
                 _check_agreement(seen, length, f"layers[{index}]", code)
-    # before 5.0 an empty layer says so by nothing but None, which may as well stand in for a leaf
+    # before 5.0 an empty layer is marked by None only, which can also stand in for a leaf
     unsure = any(
         not read.leaf_count and kind is not None and not kind.has_flag
         for read, kind in zip(reads, map(kind_of, map(type, layers)), strict=True)
@@ -171,7 +171,7 @@ def _read_row(
 
 
 def _held_uncounted(layer: Any, length: Any) -> int:
-    """Count the keys of a layer that says it has seen nothing: made by hand, it has seen what the others have."""
+    """Count the keys of a layer that states it has seen nothing: made by hand, it has seen what the others have."""
     held = vars(layer)
     keys = held.get("keys")
     if type(length) is not int or length or "max_cache_len" in held or type(keys) is not torch.Tensor:
@@ -194,7 +194,7 @@ def _read_attributes(layer: Any, index: int, values: list[Any], names: list[str]
     else:
         leaves = follow_state(template, held)
     code, dumped = code_of(layer), json.dumps(template)
-    # says how to rebuild the layer, and stands for no leaf
+    # states how to rebuild the layer, and stands for no leaf
     names.append(f"layer_{index}={cls.__module__}:{cls.__qualname__}={dumped}")
     names += [f"{_PARTS.get(path, path)}_{code}_{index}" for path in leaf_paths(template)]
     values += leaves

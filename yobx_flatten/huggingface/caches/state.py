@@ -1,6 +1,6 @@
 """Any object by its attributes: which are tensors, which count tokens, which are fixed. For classes without a row.
 
-A *template* says of every attribute what stands there. It is static data: it holds nothing that depends on the batch,
+A *template* states of every attribute what stands there. It is static data: it holds nothing that depends on the batch,
 the tokens seen, the dtype or the device, and it survives JSON.
 
 =====================  ==================================================================================
@@ -231,8 +231,8 @@ def build_state(template: Template, leaves: Iterator[Any], length: Any) -> tuple
         length: the number of tokens seen.
 
     Returns:
-        The attributes, the leaves that were used, and whether these are what the template says, not placeholders: torch
-        also counts leaves through with integers.
+        The attributes, the leaves that were used, and whether these are what the template states, not placeholders:
+        torch also counts leaves through with integers.
     """
     used: list[Any] = []
     real = True

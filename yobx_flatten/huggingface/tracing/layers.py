@@ -156,7 +156,7 @@ def _static_sliding_update(original: Any) -> Any:
         self.keys.copy_(keys.index_select(2, last))  # in place, like the original: a caller may hold these tensors
         self.values.copy_(values.index_select(2, last))
         vars(self)[counter] = seen + new
-        if counter != "cumulative_length":  # the tensor beside the integer, which stops where the layer is full
+        if counter != "cumulative_length":  # the tensor next to the integer, which stops where the layer is full
             self.cumulative_length.add_(new * torch.sym_min(torch.sym_max(size - seen - new + 1, 0), 1))
         return keys, values
 

@@ -31,7 +31,7 @@ def _next_position(original: Any) -> Any:
 
 
 def _positions_of_the_call(original: Any) -> Any:
-    # upstream cuts the mask's positions behind the past: the trace cannot know that as many are left as there are
+    # upstream cuts the mask's positions after the past: the trace cannot know that as many are left as there are
     # tokens, decides that it is not one, and the program refuses calls of one token
     signature = inspect.signature(original)
     if "position_ids" not in signature.parameters:

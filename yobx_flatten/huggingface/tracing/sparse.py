@@ -136,7 +136,7 @@ def _chosen_windows(
 ) -> Any:
     chosen = module.indexer(hidden_states, q_residual, position_ids, *cache)
     count = compressed.shape[1]
-    chosen = torch.where(chosen >= 0, chosen, count)  # what is not to be seen goes behind the last one
+    chosen = torch.where(chosen >= 0, chosen, count)  # what is not to be seen goes after the last one
     bias = compressed.new_full((hidden_states.shape[0], 1, hidden_states.shape[1], count + 1), float("-inf"))
     bias = bias.scatter(-1, chosen.unsqueeze(1), 0.0)
     unseen = torch.arange(count + 1, device=bias.device) == count  # there is always one, which no token sees

@@ -146,7 +146,7 @@ def _replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield from mask_replacements()
     yield from attention_replacements()
     yield from model_replacements()
-    yield from upstream_replacements()  # last: where ours replace the same function, ours is in force
+    yield from upstream_replacements()  # last: where ours replace the same function, ours is used
 
 
 TRANSFORMERS_TRACING = TransformersTracing()

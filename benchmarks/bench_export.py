@@ -47,8 +47,15 @@ SIZES = {
         "vocab_size": 4096,
     },
 }
-# No window: files for one differ in how many keys they want, so that one cache would not serve all of them.
-FAMILIES = ("llama", "qwen3", "granite", "olmo2")
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "granite": {},
+    "olmo2": {},
+    "mistral": {"sliding_window": 1024},
+    # every sixth layer sees everything
+    "gemma3_text": {"sliding_window": 512},
+}
 STEPS, PREFILL_AFTER, PREFILL = 4, 16, 256
 
 OURS = """
@@ -73,7 +80,7 @@ def save_model(family: str, size: str, layers: int | None, folder: pathlib.Path)
     import torch
     import transformers
 
-    sizes = {**SIZES[size], "max_position_embeddings": 8192, "tie_word_embeddings": True}
+    sizes = {**SIZES[size], "max_position_embeddings": 8192, "tie_word_embeddings": True, **FAMILIES[family]}
     if layers:
         sizes["num_hidden_layers"] = layers
     torch.manual_seed(0)
@@ -132,9 +139,12 @@ def count_nodes(file: pathlib.Path) -> dict[str, Any]:
 
 
 class File:
-    """An ONNX file with a cache that grows: what was returned is given again, without a copy by the host."""
+    """An ONNX file with a cache that grows: what was returned is given again, without a copy by the host.
 
-    def __init__(self, path: str) -> None:
+    ``kept`` is how many keys a layer's input holds at most, per layer with a window; other layers hold all.
+    """
+
+    def __init__(self, path: str, kept: dict[int, int]) -> None:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -142,6 +152,7 @@ class File:
         options.log_severity_level = 3
         self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.outputs = [node.name for node in self.session.get_outputs()]
+        self.kept = kept
 
     def prepare(self, past: int, new: int, cache: dict[int, tuple[Any, Any]]) -> Callable[[], Any]:
         """Return a call of ``new`` tokens after a cache of ``past`` tokens."""
@@ -159,9 +170,12 @@ class File:
             if node.name in known:
                 dtype = numpy.int32 if node.type == "tensor(int32)" else numpy.int64
                 array = known[node.name].astype(dtype)
+            elif node.name.endswith("length"):  # a cache that only has windows counts its tokens
+                array = numpy.full([1] * len(node.shape), past, numpy.int64)
             else:
                 layer = int(node.name.split(".")[1])
                 array = cache[layer]["value" in node.name.split(".")[2]].numpy()
+                array = array[:, :, -self.kept.get(layer, past) :]
             values[node.name] = onnxruntime.OrtValue.ortvalue_from_numpy(numpy.ascontiguousarray(array))
 
         def call() -> Any:
@@ -225,6 +239,8 @@ class Compiled:
         def call() -> Any:
             for layer in held.layers:
                 layer.cumulative_length.fill_(past)  # every call writes the same places again
+                if hasattr(layer, "cumulative_length_int"):  # what a layer with a window counts with
+                    layer.cumulative_length_int = past
             start = time.process_time()
             found = self.compiled(input_ids=ids, position_ids=positions, past_key_values=held)
             call.seconds = time.process_time() - start
@@ -241,13 +257,20 @@ def tokens(past: int, new: int) -> Any:
 
 
 def past_of(model: Any, length: int) -> dict[int, tuple[Any, Any]]:
-    """Keys and values per layer, as the model itself computes them for that many tokens."""
+    """All keys and values per layer, as the model itself computes them for that many tokens."""
     import transformers
 
-    held = transformers.DynamicCache(config=model.config)
+    held = transformers.DynamicCache()  # without a configuration no layer drops what its window has passed
     for begin in range(0, length, 512):
         model.model(input_ids=tokens(begin, min(512, length - begin)), past_key_values=held)
     return {number: (layer.keys, layer.values) for number, layer in enumerate(held.layers)}
+
+
+def keys_kept(config: Any) -> dict[int, int]:
+    """How many keys the cache of transformers keeps, per layer with a window."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    return {layer: window - 1 for layer, kind in enumerate(kinds) if window and kind == "sliding_attention"}
 
 
 def measure(sides: dict[str, Any], model: Any, pasts: list[int], rounds: int) -> Iterator[dict[str, Any]]:
@@ -298,7 +321,12 @@ def run(family: str, options: argparse.Namespace, folder: pathlib.Path) -> dict[
     for name, costs in made.items():
         print(f"{family:12} {name:40} ", _made_line(costs, weights), flush=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
-    sides: dict[str, Any] = {name: File(costs["file"]) for name, costs in made.items() if "file" in costs}
+    kept = keys_kept(model.config)  # GroupQueryAttention hides what a window has passed, and wants all keys
+    sides: dict[str, Any] = {
+        name: File(costs["file"], kept if name == "yobx_flatten" else {})
+        for name, costs in made.items()
+        if "file" in costs
+    }
     sides["eager"] = Eager(model)
     if options.compile:
         sides["torch.compile, static cache"] = Compiled(model)

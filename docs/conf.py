@@ -2,9 +2,13 @@
 
 import logging
 import os
+import sys
 import warnings
 from importlib.metadata import version as version_of
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from benchmark_tables import write_benchmarks
 
 project = "yobx_flatten"
 author = "The yobx_flatten authors"
@@ -133,3 +137,4 @@ def _write_command_lines() -> None:
 
 
 _write_command_lines()
+write_benchmarks(Path(__file__).parent / "_generated")

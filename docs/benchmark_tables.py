@@ -1,0 +1,143 @@
+"""The page of benchmarks: tables and plots of what `benchmarks/` has stored in `docs/data/`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).parent / "data"
+COLOURS = ("#2a7de1", "#8fbcf0", "#e1812c", "#3a923a", "#8b8b8b", "#9372b2")
+GREY = "#808080"  # axes and letters that are seen on a light and on a dark page
+
+
+def write_benchmarks(folder: Path) -> None:
+    """Write one file of Markdown per benchmark into ``folder``, and the pictures that they show."""
+    folder.mkdir(exist_ok=True)
+    for name, section in (("export", _export), ("pipeline", _pipeline), ("layers", _layers), ("store", _store)):
+        data = json.loads((DATA / f"bench-{name}.json").read_text(encoding="utf-8"))
+        text = "\n".join([*section(data, folder), "", _made_with(name, data), ""])
+        path = folder / f"bench_{name}.md"
+        if not path.exists() or path.read_text(encoding="utf-8") != text:  # an untouched file is not built again
+            path.write_text(text, encoding="utf-8")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---", *["---:"] * (len(head) - 1)], *rows)]
+
+
+def _made_with(name: str, data: Mapping[str, Any]) -> str:
+    versions = data.get("versions", {"torch": data.get("torch")})
+    shown = ", ".join(f"{library} {version}" for library, version in versions.items())
+    load = f", load {data['load'][0]:.1f}" if "load" in data and "load" not in data["machine"] else ""
+    made_by, numbers = f"`python benchmarks/bench_{name}.py`", f"`docs/data/bench-{name}.json`"
+    return f"{made_by}; {data['machine']}{load}; {shown}. All numbers: {numbers}."
+
+
+# --- files of several exporters ---------------------------------------------------------------------------------------
+
+
+def _export(data: Mapping[str, Any], folder: Path) -> list[str]:
+    lines = []
+    for family, found in data["models"].items():
+        weights, made, calls = found["bytes of the weights"], found["made"], found["calls"]
+        sides = list(calls[0]["milliseconds"])
+        picture = folder / f"bench_export_{family}.svg"
+        _draw_tokens(calls, sides, picture)
+        lines += ["", f"### {family}, {data['size']} parameters", ""]
+        lines += [f"```{{image}} _generated/{picture.name}", ":alt: milliseconds per token by tokens in the cache"]
+        lines += ["```", ""]
+
+        def cells(entry: str, form: str, made: Any = made, sides: Any = sides, scale: float = 1) -> list[str]:
+            return [format(made[side][entry] / scale, form) if entry in made.get(side, {}) else "" for side in sides]
+
+        rows = [
+            ["to make the file, s", *cells("processor seconds", ".1f")],
+            ["peak of memory, times the weights", *cells("peak bytes", ".1f", scale=weights)],
+            ["nodes", *cells("nodes", ",.0f")],
+        ]
+        for call in calls:
+            took = [f"{call['milliseconds'][side]:.1f}" if side in call["milliseconds"] else "" for side in sides]
+            rows.append([f"{call['work']}, ms", *took])
+        rows.append(["largest difference to eager", *(_largest_difference(calls, side) for side in sides)])
+        lines += _table(["", *sides], rows)
+        failed = [(side, costs["error"]) for side, costs in made.items() if "error" in costs]
+        lines += [f"\n{side} made no file: `{error}`." for side, error in failed]
+    return lines
+
+
+def _largest_difference(calls: Iterable[Mapping[str, Any]], side: str) -> str:
+    largest = max(call["off"].get(side, 0.0) for call in calls)
+    return "" if side == "eager" else f"{largest:.0e}"
+
+
+def _draw_tokens(calls: Sequence[Mapping[str, Any]], sides: Sequence[str], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    decode = [call for call in calls if call["work"].startswith("decode")]
+    lengths = [int(call["work"].split()[1]) for call in decode]
+    with pyplot.rc_context({"svg.hashsalt": path.name, "text.color": GREY, "font.size": 9}):  # the same bytes each time
+        figure, axes = pyplot.subplots(figsize=(7, 3.2))
+        for side, colour in zip(sides, COLOURS, strict=False):
+            points = [(length, call["milliseconds"].get(side)) for length, call in zip(lengths, decode, strict=True)]
+            axes.plot(*zip(*[point for point in points if point[1]], strict=True), "o-", color=colour, label=side)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        axes.set_xlabel("tokens in the cache", color=GREY)
+        axes.set_ylabel("ms per token, one thread", color=GREY)
+        axes.set_ylim(bottom=0)
+        axes.tick_params(colors=GREY)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(GREY)
+        axes.legend(frameon=False, labelcolor=GREY)
+        figure.tight_layout()
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+        pyplot.close(figure)
+
+
+# --- the others -------------------------------------------------------------------------------------------------------
+
+
+def _pipeline(data: Mapping[str, Any], _: Path) -> list[str]:
+    ours = data["milliseconds"]["pipeline"]
+    processor = data["milliseconds of processors"]
+    names = {"plain": "loop with checkpointing", "plain, one thread": "loop with checkpointing, one thread"}
+    rows = [
+        [
+            names.get(name, name),
+            f"{took:.0f}",
+            f"{ours / took:.2f}x" if name != "pipeline" else "",
+            f"{processor[name]:.0f}",
+        ]
+        for name, took in data["milliseconds"].items()
+    ]
+    per_layer = data["microseconds per layer and microbatch"]
+    return [
+        *_table(["a step", "ms", "the pipeline takes", "ms of processors"], rows),
+        "",
+        f"The pipeline adds {per_layer['overhead, processor']:.0f} µs of processor time per layer and microbatch.",
+    ]
+
+
+def _layers(data: Mapping[str, Any], _: Path) -> list[str]:
+    rows = []
+    for name, found in data["results"].items():
+        took, ratios = found["microseconds"], found["ratios"]
+        cells = [
+            f"{took[way]:.0f} µs, {ratios[way]:.1f}x ({ratios[f'least {way}']:.1f}x)"
+            for way in ("tree_flatten", "tree_unflatten")
+        ]
+        rows.append([f"`{name}`", str(found["leaves"]), *cells])
+    return _table(["layers of the cache", "leaves", "flatten", "unflatten"], rows)
+
+
+def _store(data: Mapping[str, Any], _: Path) -> list[str]:
+    rows = [
+        [f"`{name}`", f"{found['seconds']:.1f}", f"{found['above'] / 1e6:.0f}"]
+        for name, found in data["results"].items()
+    ]
+    return _table(["", "seconds", "memory above the values, MB"], rows)

@@ -140,7 +140,7 @@ print(all(same), joined["text"].language, joined["state"].depth, joined["optiona
 # From layer to layer
 # -------------------
 #
-# Layers hand the classes to each other, and the loss reads an attribute. Nothing is said about any of it but the
+# Layers hand the classes to each other, and the loss reads an attribute. Nothing is declared about any of it but the
 # registration: the outputs are those of the reference model.
 
 
@@ -222,7 +222,7 @@ print(torch.allclose(pipeline(text, roundpipe_run_config=whole).logits, plain.lo
 
 # %%
 # What is not a tensor must be the same in all microbatches. A layer that counts the rows of its microbatch and puts
-# the number into the static part is told so when the outputs are joined:
+# the number into the static part gets an error when the outputs are joined:
 
 
 class CountRows(nn.Module):

@@ -48,7 +48,7 @@ def check_loss_fn(loss_fn: Any) -> None:
     """Check that a loss function can be called.
 
     Raises:
-        ConfigError: saying what a loss function is.
+        ConfigError: it states what a loss function is.
     """
     if not callable(loss_fn):
         raise ConfigError(

@@ -78,8 +78,8 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
     entries = [*inputs, *labels]
     known = _sizes([e for e in entries if e.is_known and e.axis is not None])
     for entry in entries:
-        if entry.told is not None:
-            known.setdefault(sum(entry.told), []).append(entry.path)
+        if entry.stated is not None:
+            known.setdefault(sum(entry.stated), []).append(entry.path)
     if len(known) > 1:
         known.pop(1, None)
     if len(known) > 1:

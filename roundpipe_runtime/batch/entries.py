@@ -61,14 +61,14 @@ class Entry:
         return tuple(self.value.shape) if isinstance(self.value, torch.Tensor | HeldMask) else ()
 
     @property
-    def told(self) -> tuple[int, ...] | None:
+    def stated(self) -> tuple[int, ...] | None:
         """The rows of each microbatch, where this is packed data that knows them."""
         return known_rows(self.value) if isinstance(self.value, RoundPipePackedData) else None
 
     @property
     def counted(self) -> tuple[int, ...] | None:
         """The rows of each microbatch of packed data that does not know them: those of its tensors, axis 0 or ruled."""
-        if not isinstance(self.value, RoundPipePackedData) or self.told is not None:
+        if not isinstance(self.value, RoundPipePackedData) or self.stated is not None:
             return None
         # a rule that hands it on whole states nothing: entry by entry it goes in any case
         return counted_rows(self.value, 0 if self.rule is None or self.rule.dim is None else self.rule.dim)
@@ -115,7 +115,7 @@ def check_registered(flat: FlatTree, rules: Mapping[str, Rule]) -> None:
         return
     ours = [leaf.path for leaf in flat.leaves if isinstance(leaf.value, RoundPipePackedData | HeldMask)]
     allowed = [*ours, *(path for path, rule in rules.items() if rule.dim is None)]
-    # what is inside of a leaf needs a line of its own only once the leaf is registered, and is told then
+    # what is inside of a leaf needs a line of its own only once the leaf is registered, and gets it then
     found = [
         str(one)
         for one in find_unregistered(held(flat.tree), name=flat.name)
@@ -134,7 +134,7 @@ def check_registered(flat: FlatTree, rules: Mapping[str, Rule]) -> None:
 
 def _entry(path: str, value: Any, axes: dict[int, str] | None, rule: Rule | None) -> Entry:
     if isinstance(value, HeldMask):
-        # one row of masks broadcasts over any batch, and does not tell its size
+        # one row of masks broadcasts over any batch, and does not have its size
         axis = _axis_of_mask(path, rule)
         return Entry(path, value, rule, axis if value.shape[0] > 1 else None, True)
     if not isinstance(value, torch.Tensor):
@@ -148,7 +148,7 @@ def _entry(path: str, value: Any, axes: dict[int, str] | None, rule: Rule | None
     name = re.fullmatch(r"kwargs\['(\w+)'\]", path)
     if name is not None and name[1] in _KNOWN_ARGUMENTS:
         axis = _KNOWN_ARGUMENTS[name[1]].get(value.dim())
-        # one row of positions broadcasts over any batch, and does not tell its size
+        # one row of positions broadcasts over any batch, and does not have its size
         return Entry(path, value, None, None if axis is None or value.shape[axis] == 1 else axis, True)
     return Entry(path, value, None, None, value.dim() == 0)
 

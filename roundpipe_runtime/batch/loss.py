@@ -215,7 +215,7 @@ class LossContract:
         return totals if self.kind == "sequence" else totals[0]
 
     def _total(self, values: Sequence[LossValue], position: int) -> torch.Tensor:
-        # where a number stands for the sum of nothing, another microbatch tells dtype and device
+        # where a number stands for the sum of nothing, another microbatch has dtype and device
         first = next((value for value in values if value.weight != 0), values[0]).tensors[position]
         weights = [self._factor(index) for index in range(len(values))]
         # float64 where the device has it: the sum is then as exact as that of the whole batch
@@ -312,7 +312,7 @@ def _is_pair(value: Any) -> bool:
 
 def _read_pair(total: Any, weight: Any) -> LossValue:
     if isinstance(weight, torch.Tensor) and weight.requires_grad:
-        raise LossError("the weight of a pair (sum, weight) requires grad. It counts, it does not learn:\n"
+        raise LossError("the weight of a pair (sum, weight) requires grad. It is a count, not a trainable value:\n"
                         "    return WeightedLoss(total, weight.detach())")  # fmt: skip
     if isinstance(weight, torch.Tensor):
         weight = _scalar(weight, "the weight").item()

@@ -56,7 +56,7 @@ def rows_beside_packed(
     if not packed:
         return None
     paths, count = ", ".join(entry.path for entry in packed), len(packed[0].value)
-    found = {entry.told for entry in packed if entry.told is not None}
+    found = {entry.stated for entry in packed if entry.stated is not None}
     found |= {entry.counted for entry in packed if entry.counted and sum(entry.counted) == batch}
     if len(found) == 1:
         return list(found.pop())
@@ -92,8 +92,8 @@ def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whos
             continue
         if len(entry.value) != len(rows):
             raise SplitError(f"{entry.path} has {len(entry.value)} microbatches, and {whose} made {len(rows)}.")
-        own = entry.told or entry.counted
-        is_of_batch = own is not None and (entry.told is not None or sum(own) == sum(count or 0 for count in rows))
+        own = entry.stated or entry.counted
+        is_of_batch = own is not None and (entry.stated is not None or sum(own) == sum(count or 0 for count in rows))
         if own is not None and is_of_batch and None not in rows and own != tuple(rows):
             raise SplitError(
                 f"{entry.path} has microbatches of {list(own)} rows, and {whose} made microbatches of {list(rows)}. "
@@ -143,8 +143,8 @@ def _columns(parts: Sequence[Mapping[str, Any]]) -> tuple[set[Rows], dict[Rows, 
         column = [table[path] for table in tables]
         first = column[0]
         if isinstance(first.value, RoundPipePackedData):
-            if len(first.value) == len(parts) and first.told is not None:
-                known.add(first.told)
+            if len(first.value) == len(parts) and first.stated is not None:
+                known.add(first.stated)
             elif len(first.value) == len(parts) and first.counted is not None:
                 seen.setdefault(first.counted, []).append(path)
         elif all(entry.shape and (entry.axis is not None or not entry.is_known) for entry in column):

@@ -290,11 +290,11 @@ def _entries(trees: Mapping[str, Any], rules: Rules) -> list[Entry]:
 
 
 def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whose: str) -> list[Any]:
-    """Cut one side into the sizes that the user's function gave the other; ``rows`` learns what this side tells."""
+    """Cut one side into the sizes that the user's function gave the other; ``rows`` takes over what this side has."""
     entries = _entries(trees, rules)
-    told = next((entry.told for entry in entries if entry.told is not None), None)
-    if None in rows and told is not None and len(told) == len(rows):
-        rows[:] = told
+    stated = next((entry.stated for entry in entries if entry.stated is not None), None)
+    if None in rows and stated is not None and len(stated) == len(rows):
+        rows[:] = stated
     check_packed_rows(entries, rows, whose)
     decided = batch_axes(entries, [], {path: rule for path, rule in rules.items() if path.startswith(tuple(trees))})
     axes = decided.axes

@@ -87,7 +87,7 @@ def check_model(
 
 
 def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Check that the model has a place for all masters, before anything is changed.
+    """Check that the model has a place for all master weights, before anything is changed.
 
     Args:
         model: model to load into.
@@ -123,8 +123,8 @@ def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Map
 def collect_progress(model: nn.Module) -> dict[str, Any]:
     """Return the training state of a model that is not in its state dict.
 
-    The number of runs, which the seeds of dropout count; masters of ``optim_dtype``; gradients, if a step is still to
-    come; buffers that the model leaves out of its state dict.
+    The number of runs, which the seeds of dropout count; master weights of ``optim_dtype``; gradients, if a step is
+    still to come; buffers that the model leaves out of its state dict.
     """
     pipelines, masters = {}, {}
     for prefix, pipeline in _pipelines(model):
@@ -168,7 +168,7 @@ def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def optimizer_targets(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters for an optimizer of this model by name, with masters in place of theirs."""
+    """Return the parameters for an optimizer of this model by name, with master weights in place of theirs."""
     found: dict[str, nn.Parameter] = {}
     for prefix, pipeline in _pipelines(model):
         found.update(pipeline.optim_named_parameters(prefix))

@@ -3,7 +3,7 @@
 ::
 
     model.safetensors       parameters and buffers, by the model's own names      config.json, for transformers
-    training.safetensors    tensors of the rest: moments, masters, gradients, generators
+    training.safetensors    tensors of the rest: moments, master weights, gradients, generators
     training.json           the rest: hyperparameters, counters, the place in the data
 """
 

@@ -14,7 +14,7 @@ __all__ = ["demo"]
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Batches to learn.")] = STEPS,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Batches to train on.")] = STEPS,
     json: Annotated[bool, typer.Option("--json", help="Print JSON; the tables go to stderr.")] = False,
 ) -> int:
     """Train a transformer that is larger than its devices, next to plain PyTorch, and draw who computed what when.

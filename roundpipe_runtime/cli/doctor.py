@@ -174,18 +174,18 @@ def _pinned() -> list[Check]:
 def _threads() -> list[Check]:
     have, used = cores(), torch.get_num_threads()
     setting = os.environ.get("OMP_NUM_THREADS")
-    said = f"{have} cores, of which torch uses {used} at a time" + (f", OMP_NUM_THREADS={setting}" if setting else "")
+    text = f"{have} cores, of which torch uses {used} at a time" + (f", OMP_NUM_THREADS={setting}" if setting else "")
     devices = 0 if accelerators() else 2
     if used > have:
         return [
-            Check("threads", "warning", said, f"More threads than cores wait for each other: OMP_NUM_THREADS={have}")
+            Check("threads", "warning", text, f"More threads than cores wait for each other: OMP_NUM_THREADS={have}")
         ]
     if devices and used * devices > have and have > 1:
         line = f"{devices} virtual devices compute at the same time: OMP_NUM_THREADS={max(1, have // devices)}"
-        return [Check("threads", "warning", said, line)]
+        return [Check("threads", "warning", text, line)]
     if not devices and 2 * used < have:
-        return [Check("threads", "warning", said, "AdamW runs on the host, slowly so: unset OMP_NUM_THREADS")]
-    return [Check("threads", "ok", said)]
+        return [Check("threads", "warning", text, "AdamW runs on the host, slowly so: unset OMP_NUM_THREADS")]
+    return [Check("threads", "ok", text)]
 
 
 def _disk() -> list[Check]:

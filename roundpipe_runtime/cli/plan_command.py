@@ -69,7 +69,7 @@ def plan(
     lora: Lora = None,
     json: Json = False,
 ) -> int:
-    """Tell what a training will need and how long a step takes, and allocate nothing of it.
+    """Estimate what a training will need and how long a step takes, and allocate nothing of it.
 
     Layers, stages, memory of devices and host, tokens that hide transfers, time
     of a step, and whether it fits. Exit status: 0 it fits, as far as is known;

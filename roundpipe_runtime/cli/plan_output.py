@@ -26,7 +26,7 @@ def as_dict(training: PlannedTraining, report: PlanReport, change: SettingsChang
     return {
         "model": training.cut.report.model,
         "parameters": _parameters(training),
-        "learning": _parameters(training, learning=True),
+        "learning": _parameters(training, trainable=True),
         "refused": [": ".join(refusal) for refusal in training.cut.report.refused],
         "hardware": dataclasses.asdict(report.hardware),
         "microbatches": report.num_microbatch,
@@ -90,15 +90,15 @@ def write_plan(
 # -- what is planned -------------------------------------------------------------------------------------------------
 
 
-def _parameters(training: PlannedTraining, *, learning: bool = False) -> int:
-    return sum(p.numel() for p in training.model.parameters() if p.requires_grad or not learning)
+def _parameters(training: PlannedTraining, *, trainable: bool = False) -> int:
+    return sum(p.numel() for p in training.model.parameters() if p.requires_grad or not trainable)
 
 
 def _model(training: PlannedTraining, report: PlanReport) -> list[str]:
-    count, learning = _parameters(training), _parameters(training, learning=True)
+    count, trainable = _parameters(training), _parameters(training, trainable=True)
     dtype = str(next(p.dtype for p in training.model.parameters() if p.is_floating_point())).removeprefix("torch.")
     optim = str(training.optim_dtype or dtype).removeprefix("torch.")
-    some = "" if learning == count else f", of which {format_count(learning)} learn"
+    some = "" if trainable == count else f", of which {format_count(trainable)} are trainable"
     hardware = report.hardware
     devices = ", ".join(hardware.names[:4]) + (f" ... {hardware.names[-1]}" if len(hardware.names) > 4 else "")
     memory = "unknown, give it with --memory" if hardware.memory is None else format_bytes(hardware.memory)

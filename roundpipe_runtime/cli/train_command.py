@@ -78,7 +78,7 @@ def train(
     checkpoints = checkpoint or output.with_name(f"{output.name}-checkpoints")
     _check_files(output, checkpoints, [metrics, timeline], resume=resume, overwrite=overwrite)
     if steps is not None and epochs is not None:
-        raise UserError("--steps and --epochs both say how long. Leave one out")
+        raise UserError("--steps and --epochs both state how long. Leave one out")
     settings = tuning.Settings(
         batch=batch,
         microbatches=microbatches,
@@ -241,7 +241,7 @@ def _learner(
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """A block without the bars and tables of transformers: what goes wrong is said in one line."""
+    """A block without the bars and tables of transformers: what goes wrong is reported in one line."""
     from transformers.utils import logging
 
     had_bar, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

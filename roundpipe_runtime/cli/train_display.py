@@ -92,12 +92,12 @@ def format_text(blocks: Blocks, tokenizer: Tokenizer) -> str:
 
 
 def format_model(model: nn.Module, source: ModelSource) -> str:
-    """Return what learns."""
+    """Return the number of parameters, and how many are trainable."""
     parameters = list(model.parameters())
-    learning = sum(p.numel() for p in parameters if p.requires_grad)
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
     total = sum(p.numel() for p in parameters)
     dtype = str(parameters[0].dtype).removeprefix("torch.")
-    some = "" if learning == total else f", of which {learning:,} learn"
+    some = "" if trainable == total else f", of which {trainable:,} are trainable"
     weights = "" if source.has_weights else " with random weights"
     return f"model: {source.name}{weights}, {total:,} parameters in {dtype}{some}"
 

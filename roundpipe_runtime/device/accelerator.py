@@ -8,7 +8,7 @@
     # compute              ███████████████             ████████████
     # downloads                 ▪    ▪    ▪                 ▪   ▪
 
-A tensor belongs to the stream that it was made on; ``record_stream`` tells the allocator who else reads it, and it is
+A tensor belongs to the stream that it was made on; ``record_stream`` informs the allocator who else reads it, and it is
 not used again before they have. Host memory that a copy reads or writes is pinned, and its allocator keeps it until the
 copy is through. What the host itself may change, parameters above all, is safe once :meth:`synchronize` has returned,
 which the engine calls at the end of every run.

@@ -147,7 +147,7 @@ class VirtualDevice:
         self.check = check
         self.memory_limit = memory_limit
         self.peak = 0
-        # Of every copy that is alive: its size, and what tells that it is not any more.
+        # Of every copy that is alive: its size, and what reports that it is not any more.
         self._held: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
         self._lock = threading.Lock()
 

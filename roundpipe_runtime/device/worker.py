@@ -1,7 +1,7 @@
 """Worker threads, one per device, and the mailbox through which they pass results to each other.
 
 A result is a future. An error is not swallowed and does not end the interpreter: the first one stops the run, every
-other thread leaves at its next wait, and the caller raises the error itself, with notes that say where it happened.
+other thread leaves at its next wait, and the caller raises the error itself, with notes that state where it happened.
 """
 
 from __future__ import annotations

@@ -226,8 +226,8 @@ class Engine:
         # A publication that failed, for want of memory for example, is tried again before each run: the run would get
         # its error otherwise, also after the cause is gone.
         self.steps.resume()
-        # Stages read the masters' values only after this. While a step is pending they read frozen copies, and the
-        # thread of the step writes the parameters.
+        # Stages read the values of the master weights only after this. While a step is pending they read frozen copies,
+        # and the thread of the step writes the parameters.
         if not self.steps.pending:
             self.store.publish()
         # Autocast belongs to the thread of the caller. Labels and losses may also stay on the CPU.
@@ -333,7 +333,7 @@ class Engine:
     # -- state between runs ------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Wait for a background step; afterwards parameters and masters agree."""
+        """Wait for a background step; afterwards parameters and master weights agree."""
         self.steps.synchronize()
         self.store.publish()
 

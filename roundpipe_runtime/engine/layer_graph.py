@@ -95,7 +95,7 @@ def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None]
     return entries, entered
 
 
-# -- what a loss learns next to the layers ----------------------------------------------------------------------------
+# -- trainable parameters of a loss ------------------------------------------------------------------------------------
 
 
 def leaves_beside(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

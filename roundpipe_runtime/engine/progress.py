@@ -16,7 +16,8 @@ class PipelineProgress:
 
     Attributes:
         runs: Number of completed runs, from which the seeds of random layers follow.
-        masters: Copies of parameters in the dtype of the optimizer, by the name of the parameter. Default: none.
+        masters: Master weights: copies of parameters in the dtype of the optimizer, by the name of the parameter.
+            Default: none.
         gradients: Gradients of an optimizer step that is still to come, by the name of the parameter. Default: none.
     """
 

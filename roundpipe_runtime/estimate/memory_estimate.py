@@ -4,7 +4,7 @@
 
     # a device, while stage k computes                       the host
     #   parameters of stage k                                  parameters and buffers
-    #   sums of their gradients          (backward, fused)     gradients, masters, what the optimizer keeps
+    #   sums of their gradients          (backward, fused)     gradients, master weights, what the optimizer keeps
     #   a microbatch on its way through, at its highest        inputs of the stages that go back, all microbatches
     #   an accelerator also:                                   what is on its way between stages
     #     parameters of the next stage, which arrive meanwhile

@@ -75,8 +75,8 @@ def _fused(
     # the kernels that save memory take no others
     is_usual = query.dim() == 4 and value.shape[-1] == query.shape[-1] and key.shape[0] == query.shape[0]
     shares = key.shape[1] == query.shape[1] or enable_gqa
-    learns = attn_mask is not None and attn_mask.requires_grad
-    if is_usual and shares and (drops or not dropout_p) and not learns:
+    is_trainable = attn_mask is not None and attn_mask.requires_grad
+    if is_usual and shares and (drops or not dropout_p) and not is_trainable:
         found: torch.Tensor = _ATEN._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
         )[0]

@@ -179,7 +179,7 @@ class Training:
     def restore(self, folder: str | os.PathLike[str]) -> bool:
         """Continue where the last checkpoint was saved, and return whether there was one.
 
-        Unless the settings say otherwise, batches are cut into as many microbatches as they were, so that the results
+        Unless the settings state otherwise, batches are cut into as many microbatches as they were, so that the results
         are bitwise identical on any number of devices.
 
         Args:
@@ -240,9 +240,9 @@ class Training:
 
     def _groups(self) -> list[dict[str, Any]]:
         """Weights decay; parameters with one axis, norms and biases, do not."""
-        learning = [p for p in self.pipeline.optim_parameters() if p.requires_grad]
-        decaying = [p for p in learning if p.dim() > 1]
-        others = [p for p in learning if p.dim() <= 1]
+        trainable = [p for p in self.pipeline.optim_parameters() if p.requires_grad]
+        decaying = [p for p in trainable if p.dim() > 1]
+        others = [p for p in trainable if p.dim() <= 1]
         groups = [(decaying, self.settings.weight_decay), (others, 0.0)]
         return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 

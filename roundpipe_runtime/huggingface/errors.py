@@ -66,7 +66,7 @@ class CutRefusedWarning(RoundPipeWarning):
 def moved_away(device: str) -> ConfigError:
     """Return the error for moving the parameters of a pipeline."""
     return ConfigError(
-        f"The parameters of a pipeline stay on the host, and to({device!r}) would move them. Leave it out, and say "
+        f"The parameters of a pipeline stay on the host, and to({device!r}) would move them. Leave it out, and state "
         f"where the layers are to run:\n    wrap_model_to_roundpipe(model, devices=[{device!r}])"
     )
 

@@ -1,10 +1,10 @@
 """Parameters on the host: one copy, one gradient and one version of each, however often it is used.
 
 The user's own ``nn.Parameter`` is the host copy, and its ``grad`` is the gradient buffer, unless the optimizer
-works in another dtype. Then there is a *master* of that dtype next to it: gradients are added to the master, the
-optimizer updates the master, and :meth:`ParameterStore.publish` rounds it into the parameter. A change of the parameter
-itself (``load_state_dict``, an in-place edit) takes precedence: its version counter shows it, and the master is read
-from it again. The master of a frozen parameter takes no memory until the parameter is trainable.
+works in another dtype. Then there is a *master weight* of that dtype: gradients are added to it, the
+optimizer updates it, and :meth:`ParameterStore.publish` rounds it into the parameter. A change of the parameter
+itself (``load_state_dict``, an in-place edit) takes precedence: its version counter shows it, and the master weight is
+read from it again. The master weight of a frozen parameter takes no memory until the parameter is trainable.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class ParameterStore:
         self._before: list[tuple[str, nn.Parameter]] = []
 
     def named(self, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters for the optimizer: the master, or the parameter itself.
+        """Yield names and parameters for the optimizer: the master weight, or the parameter itself.
 
         Args:
             prefix: prefix of the names.
@@ -182,7 +182,7 @@ class ParameterStore:
         return self._dtype(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of parameters and of masters."""
+        """Clear the gradients of parameters and of master weights."""
         held = [parameter for _, parameter in self._listed()] + [master.tensor for master in self._masters.values()]
         for tensor in held:
             if set_to_none:
@@ -191,7 +191,7 @@ class ParameterStore:
                 tensor.grad = tensor.grad.detach().zero_()
 
     def publish(self, *, stepped: bool = False) -> None:
-        """Make parameters and masters agree: a parameter that was changed takes precedence, otherwise its master.
+        """Make parameters and master weights agree: a changed parameter takes precedence, otherwise its master weight.
 
         Args:
             stepped: whether the optimizer has just run.
@@ -201,22 +201,22 @@ class ParameterStore:
             self._masters[name].awaits_step = False
 
     def adopt(self) -> None:
-        """Read masters again where the parameter was changed."""
+        """Read master weights again where the parameter was changed."""
         for name, parameter in self._with_master():
             self._masters[name].adopt(parameter)
 
     def show_gradients(self) -> None:
-        """Copy the gradients of masters to their parameters, in the dtype of the parameters."""
+        """Copy the gradients of master weights to their parameters, in the dtype of the parameters."""
         for name, parameter in self._with_master():
             gradient = self._masters[name].tensor.grad
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """Return the masters by name; those of frozen parameters hold nothing."""
+        """Return the master weights by name; those of frozen parameters hold nothing."""
         return {name: master.tensor.detach() for name, master in self._masters.items() if master.is_filled}
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Load masters that :meth:`masters` returned, except for parameters whose dtype the optimizer works in."""
+        """Load what :meth:`masters` returned, except for parameters whose dtype the optimizer works in."""
         for name, parameter in self.model.named_parameters():
             if name in masters and self._dtype(parameter) != parameter.dtype:
                 self._target(name, parameter)
@@ -235,7 +235,7 @@ class ParameterStore:
     def freeze(self) -> None:
         """Let stages read copies of the current values of the parameters from now on.
 
-        Parameters with a master need none, nor do frozen ones, which no optimizer writes.
+        Parameters with a master weight need none, nor do frozen ones, which no optimizer writes.
         """
         self._before = list(self.model.named_parameters(remove_duplicate=False))
         for name, parameter in self.model.named_parameters():
@@ -289,8 +289,8 @@ class ParameterStore:
 class _Master:
     """A parameter in the optimizer's dtype, and what both looked like when they last agreed.
 
-    The version counter of the master is not sufficient: torch's fused optimizers write without counting. So a master
-    also counts as changed when gradients came in, until it has been published after a step.
+    The version counter of a master weight is not sufficient: torch's fused optimizers write without counting. So a
+    master weight also counts as changed when gradients came in, until it has been published after a step.
 
     While the parameter is frozen there is nothing to update: the tensor, which an optimizer may hold already, has the
     shape of the parameter, NaN for every value, and the memory of one. It is filled once the parameter is trainable.

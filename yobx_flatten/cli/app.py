@@ -52,7 +52,7 @@ def _app() -> typer.Typer:
     made.command("explain")(explain)
     made.command("list")(list_classes)
     made.command("env")(env)
-    # of an installed copy they can only say where they are: not in its help
+    # of an installed copy they can only state where they are: not in its help
     hidden = is_installed_copy()
     made.command("bench", hidden=hidden)(bench)
     made.command("matrix", hidden=hidden, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(

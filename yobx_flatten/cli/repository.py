@@ -17,7 +17,7 @@ __all__ = ["bench", "is_installed_copy", "matrix", "repository"]
 
 
 def is_installed_copy() -> bool:
-    """Tell whether the package stands without its repository."""
+    """Return whether the package stands without its repository."""
     root = _root()
     return not (root / "matrix" / "__main__.py").is_file() or not (root / "benchmarks").is_dir()
 

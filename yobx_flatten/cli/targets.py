@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def is_object_name(text: str) -> bool:
-    """Tell whether a text is ``module:name``.
+    """Return whether a text is ``module:name``.
 
     >>> is_object_name("my_inputs:make"), is_object_name("C:/models"), is_object_name("llama")
     (True, False, False)

@@ -1,7 +1,7 @@
 """JAX's ways of writing a node, for torch: in functions, in methods of the class, in the fields of a dataclass.
 
 What is written once reaches torch (Python, C++ and ``fx``), optree and JAX. Neither of the last two is imported for
-it: a library that is imported already is told now, another one when it is imported.
+it: a library that is imported already is notified now, another one when it is imported.
 
 JAX calls *aux* what is called static here (torch: *context*), and puts it first: ``unflatten(aux, children)``.
 """
@@ -343,7 +343,7 @@ def _register_methods(cls: type, caller: str, backends: Backends) -> bool:
     for name in (wanted, "tree_unflatten"):
         if not callable(getattr(cls, name, None)):
             raise InvalidRegistrationError(
-                f"{caller}({cls.__qualname__}): the class has no method {name}. Write it, or let the fields say it:\n"
+                f"{caller}({cls.__qualname__}): the class has no method {name}. Write it, or let the fields state it:\n"
                 f"    @pytree_dataclass\n    class {cls.__name__}: ..."
             )
     if isinstance(inspect.getattr_static(cls, "tree_unflatten"), FunctionType):

@@ -39,7 +39,7 @@ def mirror(
         cls: a class that is registered with the source: by flax, equinox, chex, transformers, by hand.
         source: the library that flattens the class already: ``"jax"``, ``"torch"`` (its Python pytree) or
             ``"optree"``.
-        to: the libraries to tell, by the same names.
+        to: the libraries to register with, by the same names.
         namespace: optree's namespace, where optree is the source; ``""`` is the one that all trees see.
         f_check: a function that makes an instance, which is flattened and rebuilt at once, and whose static part is
             stored; where that fails nothing is registered. ``None`` checks nothing.
@@ -65,7 +65,7 @@ def mirror(
         torch.utils._pytree.tree_map(torch.zeros_like, Scale(torch.ones(2), power=2))
 
     JAX flattens in C++, which ``torch.export.export(..., strict=True)`` and ``torch.compile`` cannot look into. Where
-    the fields say it all, as here, :func:`~yobx_flatten.register` reads them instead, and both can trace it.
+    the fields state all of it, as here, :func:`~yobx_flatten.register` reads them instead, and both can trace it.
 
     >>> import optree, torch, yobx_flatten
     >>> class Pair:

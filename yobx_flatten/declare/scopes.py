@@ -66,9 +66,9 @@ def register_class_flattening(
         f_check: a function that makes an instance, which is flattened and rebuilt at once; a difference undoes the
             registration. It may also check for itself and return ``None`` or ``True``; ``False`` means that it failed.
         verbose: 1 or more logs what is done (logger ``yobx_flatten``); 0 by default.
-        backends: which libraries to tell: ``"torch"`` (the three tables above), ``"optree"`` (its namespace
+        backends: which libraries to register with: ``"torch"`` (the three tables above), ``"optree"`` (its namespace
             ``"yobx_flatten"``), ``"jax"``; ``"all"`` is every one of them that is installed. A library that is not
-            imported yet is told when it is imported.
+            imported yet is notified when it is imported.
         axes: what the axes of a child mean, by its key (its number where there are no keys), for those that vary
             between calls: ``{"hidden": {1: "batch"}}``. ``dynamic_shapes`` keeps the other axes fixed, and a pipeline
             cuts microbatches along ``"batch"``. Nothing is known of children that are not named.
@@ -157,7 +157,7 @@ def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
 def make_flattening_function_for_dataclass(
     cls: type, supported_classes: set[type]
 ) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
-    """Make the three functions that :func:`register_class_flattening` wants, for a class whose fields say it all.
+    """Make the three functions that :func:`register_class_flattening` wants, for a class whose fields state all of it.
 
     Args:
         cls: a class with ``keys()`` and ``values()`` (a ``dict`` subclass, a ``ModelOutput``), a dataclass (flax, chex

@@ -34,7 +34,7 @@ def compare_outputs(expected: Any, found: Any, names: Sequence[str]) -> dict[str
         are equal.
 
     Raises:
-        ReplayError: when something is incomparable, or has no number to say how far it is apart; it names the output.
+        ReplayError: when something is incomparable, or has no number to state how far it is apart; it names the output.
     """
     leaves, spec = pytree.tree_flatten(expected)
     other_leaves, other_spec = pytree.tree_flatten(found)
@@ -155,7 +155,7 @@ def _tensors_apart(one: torch.Tensor, other: torch.Tensor) -> float:
     worst = (left - right).abs()[differ].max().item()  # inf - inf is nan, and no difference
     if worst != worst:
         return math.inf
-    # 64-bit integers that a double cannot tell apart differ by 1 at least
+    # 64-bit integers that a double cannot distinguish differ by 1 at least
     return max(worst, 1.0) if not one.is_floating_point() and not other.is_floating_point() else worst
 
 

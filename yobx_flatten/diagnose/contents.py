@@ -151,7 +151,7 @@ class Layouts:
 
 
 def size_in_bytes(tensor: Any) -> int:
-    """What a tensor or an array takes, if every element takes its own place; 0 where it does not say."""
+    """What a tensor or an array takes, if every element takes its own place; 0 where that is not known."""
     try:
         if issubclass(type(tensor), torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():  # a subclass may answer with code of its own
@@ -160,7 +160,7 @@ def size_in_bytes(tensor: Any) -> int:
         if numpy is not None and issubclass(type(tensor), numpy.ndarray):
             return int(numpy.ndarray.nbytes.__get__(tensor))
         return int(tensor.nbytes)
-    except Exception:  # nested and sparse layouts do not say; a size that a trace does not know cannot be an int
+    except Exception:  # nested and sparse layouts have no such size; a size that a trace does not know cannot be an int
         return 0
 
 

@@ -215,7 +215,7 @@ def _constraints(failure: _Failure, found: re.Match[str]) -> Explanation | None:
         paths.append(_format_size(name))
         sentences.append(
             f"The code takes another way for some sizes of {_format_size(name)}: the trace holds where "
-            f"{_format_size(guard)}. Let the range say so, or take the branch out:"
+            f"{_format_size(guard)}. Let the range state it, or take the branch out:"
         )
     if not sentences:
         return None
@@ -390,7 +390,7 @@ def _looks_at_values(failure: _Failure, found: re.Match[str]) -> Explanation:
             where = f" in {caused[3]}, {caused[1]}:{caused[2]}"
     return Explanation(
         f"The code decides by the value of a tensor{where}\nA program has one way for all values. Compute both sides "
-        "and choose, or branch inside the program; if it is a size, say what is known of it:",
+        "and choose, or branch inside the program; if it is a size, state what is known of it:",
         (),
         "torch.where(condition, a, b)\ntorch.cond(condition, f, g, (x,))\ntorch._check(n > 3)",
     )

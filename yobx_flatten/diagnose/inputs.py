@@ -117,7 +117,7 @@ def check_inputs(
     """
     kwargs = kwargs or {}
     if _can_be_walked(args, kwargs) and (endless := _endless(inputs_by_name(module, args, kwargs))):
-        return endless  # nothing else can be said of it
+        return endless  # nothing else is known of it
     try:
         check_arguments(module, args, kwargs)
         found: list[Finding] = []

@@ -36,7 +36,7 @@ def remedy_for(cls: type, obj: Any, layouts: Layouts) -> Remedy:
 
     Args:
         cls: the class.
-        obj: an instance, whose attributes tell children from static data.
+        obj: an instance, whose attributes are children or static data.
         layouts: where instances keep what they hold.
 
     Returns:
@@ -104,7 +104,7 @@ def _has(cls: type, *names: str) -> bool:
 
 def _is_registered_with_jax(cls: type) -> bool:
     registry = getattr(sys.modules.get("jax._src.tree_util"), "_registry", ())
-    return cls in registry and REGISTRY.remedy(cls) is None  # JAX never forgets those that we told it about
+    return cls in registry and REGISTRY.remedy(cls) is None  # JAX never forgets those that were registered
 
 
 def _by_attributes(name: str, obj: Any, layouts: Layouts) -> str:

@@ -125,7 +125,7 @@ class MissingDependencyError(FlattenError, ImportError):
 
 
 def describe_class(obj: object) -> str:
-    """Name a class, or say what was found instead of one.
+    """Name a class, or what was found instead of one.
 
     >>> describe_class(int)
     'builtins.int'

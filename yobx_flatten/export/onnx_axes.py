@@ -106,7 +106,7 @@ def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[A
 def _told_apart(parts: dict[tuple[str, int], str], inputs: Mapping[str, Sequence[Any]]) -> dict[tuple[str, int], str]:
     """Windows of several sizes play several parts: layers with another symbol get a number."""
     seen: dict[str, list[Any]] = {}
-    told = {}
+    named = {}
     for (name, axis), part in parts.items():
         if part.startswith("past_"):
             symbols = seen.setdefault(part, [])
@@ -114,10 +114,10 @@ def _told_apart(parts: dict[tuple[str, int], str], inputs: Mapping[str, Sequence
             if symbol not in symbols:
                 symbols.append(symbol)
             number = symbols.index(symbol)
-            told[name, axis] = f"{part}_{number + 1}" if number and part.endswith("window_length") else part
+            named[name, axis] = f"{part}_{number + 1}" if number and part.endswith("window_length") else part
         else:
-            told[name, axis] = part
-    return told
+            named[name, axis] = part
+    return named
 
 
 def _totals(graph: Any, names: Mapping[str, str]) -> dict[str, str]:

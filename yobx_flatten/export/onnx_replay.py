@@ -1,4 +1,4 @@
-"""Replay cases with an ONNX file in onnxruntime, and say what the file cannot do although the module can."""
+"""Replay cases with an ONNX file in onnxruntime, and report what the file cannot do although the module can."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def _tokens_first(value: Any, lengths: _Lengths) -> Any:
 
 
 def _unswapped(value: Any) -> Any | None:
-    """What ``value`` was before its heads were told apart, (batch, tokens, heads * size)."""
+    """What ``value`` was before its heads were separated, (batch, tokens, heads * size)."""
     swap = value.producer()
     if swap is None or swap.op_type != "Transpose" or tuple(attribute(swap, "perm", ())) != _SWAP:
         return None

@@ -73,7 +73,7 @@ def written_state(program: ExportedProgram) -> list[str]:
         given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
         writes = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
         if any(given.get(flag) is True for flag in _LEARNS):
-            writes |= _STATISTICS  # batch_norm writes to them, and its schema does not say so
+            writes |= _STATISTICS  # batch_norm writes to them, and its schema does not state it
         found |= {names.get(_root(given.get(name)), "") for name in writes}
     return [name for name in names.values() if name in found]
 

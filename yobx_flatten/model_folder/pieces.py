@@ -323,7 +323,7 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
     """
     kinds = [name for name in inspect.signature(model.forward).parameters if name.endswith("token_type_ids")]
     if kinds:
-        # image tokens that see each other, or have positions of their own: the language model alone is not told
+        # image tokens that see each other, or have positions of their own: the language model alone does not get them
         raise GenerationError(
             f"{type(model).__qualname__} takes {kinds[0]}, by which image tokens are treated unlike text. The files "
             "of a vision-language model have no such input."

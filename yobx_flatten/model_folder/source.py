@@ -28,7 +28,7 @@ _BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"]
 
 
 def require_transformers(what: str) -> Any:
-    """Import transformers, or say what to install.
+    """Import transformers, or raise with the line that installs it.
 
     Raises:
         MissingDependencyError: when it is not installed.

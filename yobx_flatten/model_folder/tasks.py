@@ -42,7 +42,7 @@ _ENDINGS = {
 
 
 def task_of(model: TransformersModel) -> str:
-    """Tell what a model is for.
+    """Return what a model is for.
 
     Args:
         model: of transformers.
@@ -81,7 +81,7 @@ def pieces_for(
     wanted = found if task == "auto" else task
     if TASKS[wanted] is not TASKS[found]:
         raise InvalidArgumentError(
-            f"A {type(model).__qualname__} is for {found}, not for {wanted}. Leave the task out, or say {found}."
+            f"A {type(model).__qualname__} is for {found}, not for {wanted}. Leave the task out, or ask for {found}."
         )
     if TASKS[wanted] is decoder_pieces:
         return wanted, decoder_pieces(model, rows, whole_cache=whole_cache)

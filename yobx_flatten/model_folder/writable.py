@@ -14,7 +14,7 @@ def check_writable(folder: str | os.PathLike[str], *, in_parent: bool = False) -
     """Refuse a folder that cannot be made, or in which nothing can be written.
 
     A folder is made where this one, or the nearest that is there above it, stands, and taken away again: permissions
-    alone say nothing of a disk that is read-only.
+    alone state nothing of a disk that is read-only.
 
     Args:
         folder: that was asked for; what the error names.

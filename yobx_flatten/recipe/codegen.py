@@ -72,7 +72,7 @@ def snake_case(name: str) -> str:
 def functions_from_fields(
     cls: type, names: Iterable[str], static_names: Iterable[str] = (), *, names_in_static: bool = True
 ) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
-    """Write the flatten, keyed flatten and unflatten functions of a class whose attributes say it all.
+    """Write the flatten, keyed flatten and unflatten functions of a class whose attributes state all of it.
 
     Args:
         cls: the class. It may be frozen, have slots, and refuse to be constructed: ``unflatten`` calls neither
@@ -131,7 +131,7 @@ def name_functions(
 
 
 def checked(value: Any, where: str) -> Any:
-    """Return the value of a static attribute, or say that it cannot be one; what was approved stays approved.
+    """Return the value of a static attribute, or raise when it cannot be one; what was approved stays approved.
 
     A list, dict or set is returned as a copy: a program keeps what it is given here and compares with it at every call,
     and a caller that appends to a list of its own does not change a program.
@@ -207,7 +207,7 @@ def _items_of(cls: Any) -> _Items | None:
 
 
 def require_content(cls: type, caller: str) -> None:
-    """Refuse a class whose built-in base holds what neither attributes nor items say: text, a number, a set.
+    """Refuse a class whose built-in base holds what neither attributes nor items state: text, a number, a set.
 
     Raises:
         InvalidRegistrationError: with the call that takes functions written by hand.

@@ -1,4 +1,4 @@
-"""The functions that flatten and unflatten a class. No library is told anything here."""
+"""The functions that flatten and unflatten a class. No library is notified here."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def recipe_of(cls: type) -> Recipe:
 
 
 def _is_static(metadata: Mapping[Any, Any]) -> bool:
-    # `pytree_node` is flax's word; equinox and JAX say `static`, as we do
+    # `pytree_node` is flax's word; equinox's and JAX's is `static`, as we do
     return bool(metadata.get("static", False)) or metadata.get("pytree_node", True) is False
 
 

@@ -89,7 +89,8 @@ class _AxisReading:
                 if fact.dtype is None or not (fact.dtype.is_floating_point or fact.dtype.is_complex):
                     self.counts.add(fact.path)
 
-    # -- what the cache, and registrations, say ------------------------------------------------------------------------
+    # -- what the cache, and registrations, state
+    # ------------------------------------------------------------------------
 
     def read_declared(self) -> None:
         known = self.axes.sizes
@@ -240,7 +241,7 @@ class _AxisReading:
                 why = "a registered class states it" if told else "axis 0 of every tensor has it"
                 self.axes.remarks.append(f"{name}: one size was seen ({seen.pop()}); it is taken to vary, since {why}.")
         if "new" in used and all(call.past in (0, None) for call in self.calls):
-            self.axes.remarks.append("new and total cannot be told apart: no call with a filled cache was recorded.")
+            self.axes.remarks.append("new and total cannot be distinguished: no call with a filled cache was recorded.")
         if len(self.calls) == 1:
             self.axes.remarks.append("one call was recorded: record a second one with other sizes to see what varies.")
 

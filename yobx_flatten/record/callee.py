@@ -44,7 +44,7 @@ class Callee:
         """
         try:
             bound = self.signature.bind(*args, **kwargs)
-        except TypeError:  # the call itself will say so
+        except TypeError:  # the call itself will state it
             return None
         named: dict[str, Any] = {}
         for name, value in bound.arguments.items():

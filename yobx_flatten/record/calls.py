@@ -99,7 +99,8 @@ class RecordedCalls(Sequence[Call]):
             return RecordedCalls(self._callee, self._calls[which], of=self._of)
         return self._calls[which]
 
-    # -- what they say -------------------------------------------------------------------------------------------------
+    # -- what they state
+    # -------------------------------------------------------------------------------------------------
 
     def phases(self) -> dict[str, RecordedCalls]:
         """The calls by phase: calls of one phase have one structure, and one program serves them.

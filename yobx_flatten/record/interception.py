@@ -25,7 +25,7 @@ __all__ = ["Watcher", "watching"]
 
 
 class Watcher(Protocol):
-    """What is told of each call."""
+    """What is passed on of each call."""
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return a token for this call; ``None`` if it is of no interest."""

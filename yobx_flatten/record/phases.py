@@ -1,4 +1,4 @@
-"""Prefill and decode told apart, and calls of one structure gathered: one program serves each group."""
+"""Separate prefill from decode, and gather calls of one structure: one program serves each group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cache_of(values: Mapping[str, Any]) -> Any:
 
 
 def tokens_in(cache: Any) -> int | None:
-    """The number of tokens a cache has seen; ``None`` where it does not say."""
+    """The number of tokens a cache has seen; ``None`` where it states none."""
     try:
         return int(cache.get_seq_length())
     except Exception:  # caches without attention raise what they like
@@ -33,7 +33,7 @@ def tokens_in(cache: Any) -> int | None:
 
 
 def kind_of(cache: Any, past: int | None, makes_one: bool) -> str:
-    """Tell ``"prefill"``, ``"decode"`` and ``"forward"``.
+    """Return ``"prefill"``, ``"decode"`` and ``"forward"``.
 
     Args:
         cache: the cache among the inputs, before the call.

@@ -99,7 +99,7 @@ class Registry:
         """Check a user's choice of libraries.
 
         Args:
-            backends: names, or ``"all"`` for every library there is: one that is not installed is told nothing.
+            backends: names, or ``"all"`` for every library there is: one that is not installed is not notified.
             function: name of the function that the user called, for the messages.
 
         Raises:

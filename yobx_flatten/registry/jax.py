@@ -1,7 +1,7 @@
-"""JAX, which never forgets a class: it is told once, with functions that look up what is registered.
+"""JAX, which never forgets a class: it is notified once, with functions that look up what is registered.
 
 Nothing takes a class back from JAX, or puts another one in its place
-(https://github.com/jax-ml/jax/issues/21666): its compiled functions rely on what they were told.
+(https://github.com/jax-ml/jax/issues/21666): its compiled functions rely on what was registered.
 
 What happens to a class when its recipe goes and comes:
 

@@ -73,7 +73,7 @@ _TRACES = _Traces()
 
 @contextlib.contextmanager
 def tracing_here() -> Iterator[None]:
-    """Tell the patches of a trace that this thread traces, and no other does."""
+    """Inform the patches of a trace that this thread traces, and no other does."""
     _TRACES.count += 1
     try:
         yield

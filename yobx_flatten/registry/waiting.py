@@ -17,11 +17,11 @@ logger = logging.getLogger("yobx_flatten")
 
 
 class Waiting:
-    """What a library will be told as soon as it is imported.
+    """What a library gets as soon as it is imported.
 
     Args:
         library: the module's name.
-        deliver: tells the library one recipe; called while :attr:`lock` is held.
+        deliver: gives the library one recipe; called while :attr:`lock` is held.
 
     Attributes:
         lock: guards the recipes that wait. A backend holds it from the question whether the library is there to the
@@ -36,7 +36,7 @@ class Waiting:
         self.lock = LOCK
 
     def library_is_there(self) -> bool:
-        """Return whether the library can be told right now; whatever waited for it is delivered first.
+        """Return whether the library can be notified right now; whatever waited for it is delivered first.
 
         Imports nothing, and does not wait for an import: that could wait for a thread which waits for our lock.
         """
@@ -50,7 +50,7 @@ class Waiting:
             return True
 
     def put(self, recipe: Recipe) -> None:
-        """Tell the library now, or as soon as it is imported.
+        """Notify the library now, or as soon as it is imported.
 
         Raises:
             Exception: what the library has against it, if it is there.

@@ -125,7 +125,7 @@ def unpack(data: Any, packed: int, count: int) -> Any:
 
 
 def require_onnx(function: str) -> Any:
-    """Import onnx, or say what to install.
+    """Import onnx, or raise with the line that installs it.
 
     Args:
         function: what the user called.

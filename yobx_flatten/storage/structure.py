@@ -29,7 +29,7 @@ class Structure(NamedTuple):
     """A nested object, flattened.
 
     Attributes:
-        json: what the metadata say; the records of the payloads are parts of it.
+        json: what the metadata state; the records of the payloads are parts of it.
         payloads: what the initializers are made of, in the order of the leaves.
         again: the records of tensors that stand in a second place.
     """
@@ -84,7 +84,7 @@ def unflatten_tree(json: Any, source: Source, device: Any) -> Any:
     """Rebuild what :func:`flatten_tree` was given.
 
     Args:
-        json: what it said.
+        json: that of the structure.
         source: where the data of the leaves are.
         device: where tensors go.
 

@@ -32,7 +32,7 @@ class Payload:
     """What an initializer is made of.
 
     Attributes:
-        record: what the metadata say of the leaf; the writer adds a checksum.
+        record: what the metadata state of the leaf; the writer adds a checksum.
         element: the type of the elements.
         dims: the shape of the initializer.
         nbytes: the size of the data; 0 for strings.
@@ -232,7 +232,7 @@ def read_leaf(record: Record, source: Source, device: Any) -> Any:
     """Bring back what :func:`write_leaf` was given.
 
     Args:
-        record: what the metadata say of the leaf.
+        record: what the metadata state of the leaf.
         source: where the data are.
         device: where tensors go.
 

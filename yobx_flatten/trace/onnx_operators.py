@@ -4,7 +4,7 @@
 * ``_is_all_true`` (the checks of ProphetNet).
 * ``sort(stable=True)`` (the blocks that Qwen 4 chooses).
 * ``scaled_dot_product_attention`` from opset 23 on, which the exporter refuses where one head of keys serves all
-  queries without saying so (Falcon), or with other than four axes.
+  queries without an error (Falcon), or with other than four axes.
 * ``erf_inv`` (``Normal.icdf``, Gemma 3n's sparse activations): a polynomial, exact to the last digits of float32.
 """
 
@@ -45,7 +45,7 @@ def add_translation(registry: Any, module: ModuleType, translation: Translation)
     """
     if registry.opset_version < translation.opset:
         return
-    # `register_op` would ask the function for a signature, and say on the terminal that a plain function has none
+    # `register_op` would ask the function for a signature, and print on the terminal that a plain function has none
     entry = module.OnnxDecompMeta(
         onnx_function=translation.function,
         fx_target=translation.operator,

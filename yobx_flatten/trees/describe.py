@@ -73,7 +73,7 @@ def string_type(
             no data (FakeTensor, meta) or where reading it would be recorded (tracing).
         with_device: Put ``C`` (host) or ``G`` (accelerator) before torch tensors.
         ignore: Changes nothing. It is there for callers used to the function of this name in other libraries,
-            which raises on unknown classes unless told to ignore them; this one never raises.
+            which raises on unknown classes unless asked to ignore them; this one never raises.
         limit: Lists and tuples of this length or longer are cut after their first element.
         verbose: Hand the trace of the visited classes to the handlers of logger ``yobx_flatten``, even if its
             level is above ``DEBUG``.

@@ -125,7 +125,7 @@ def check_no_cycles(tree: PyTree, name: str, *, caller: str = "") -> None:
     Args:
         tree: anything.
         name: what it is called.
-        caller: the function that the user called, where the name alone does not say it.
+        caller: the function that the user called, where the name alone does not state it.
 
     Raises:
         InvalidArgumentError: naming the place and what stands there.

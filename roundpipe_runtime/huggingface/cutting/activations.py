@@ -215,7 +215,7 @@ def _arguments(call: CallSpec, layer: nn.Module) -> Iterator[tuple[str, Key | Bo
         leaf = arguments.leaves[number]
         if not isinstance(leaf, (Key, BoxUse)):
             continue
-        which, inner = path[1], pytree.keystr(path[2:])  # path[0] tells args from kwargs
+        which, inner = path[1], pytree.keystr(path[2:])  # path[0] is args or kwargs
         if isinstance(which, pytree.MappingKey):
             yield f"{which.key}{inner}", leaf
         elif isinstance(which, pytree.SequenceKey):

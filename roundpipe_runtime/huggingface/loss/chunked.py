@@ -90,9 +90,9 @@ def chunked_cross_entropy(
         )
     rows = rows or max(_LEAST_ROWS, _CHUNK // max(weight.shape[0], 1))
     settings = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    learning = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+    is_trainable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     total: torch.Tensor = _Chunked.apply(  # type: ignore[no-untyped-call] # torch does not annotate it
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), transform, settings, rows, learning
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), transform, settings, rows, is_trainable
     )
     return total if reduction == "sum" else total / (labels != ignore_index).sum()
 
@@ -110,9 +110,9 @@ class _Chunked(torch.autograd.Function):
         transform: Callable[[torch.Tensor], torch.Tensor] | None,
         options: dict[str, Any],
         rows: int,
-        learning: bool,
+        is_trainable: bool,
     ) -> torch.Tensor:
-        wanted = [learning and needed for needed in ctx.needs_input_grad[:3]]
+        wanted = [is_trainable and needed for needed in ctx.needs_input_grad[:3]]
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.run = functools.partial(_by_chunks, transform=transform, options=options, rows=rows, wanted=wanted)
         total: torch.Tensor

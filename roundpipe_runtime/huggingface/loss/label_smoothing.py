@@ -73,7 +73,7 @@ class SmoothedLoss(Static):
             The sum and the number of labels that are not ignored; one number, if ``num_items_in_batch`` is given.
         """
         if self.shift_labels is None:
-            raise LossError("SmoothedLoss: outside of a model of transformers, say whether labels are shifted:\n"
+            raise LossError("SmoothedLoss: outside of a model of transformers, state whether labels are shifted:\n"
                             "    SmoothedLoss(0.1, shift_labels=True)")  # fmt: skip
         if self.num_items_in_batch is not None:
             return self.of_logits(_logits(outputs), labels)

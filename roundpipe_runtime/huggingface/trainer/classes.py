@@ -116,7 +116,7 @@ class RoundPipeTrainer(CheckpointingTrainer):
         if reads_text and not any(hasattr(config, f"{kind}_config") for kind in ("vision", "audio")):
             try:
                 return wrap(**self._rp_options)
-            except CutError as error:  # a few tokens in a row are no example for a choice of texts, say
+            except CutError as error:  # a few tokens in a row are not an example for a choice of texts
                 if error.reason != "example" or self._rp_example() is None:
                     raise
         return wrap(example=self._rp_example(), **self._rp_options)

@@ -91,7 +91,7 @@ def test_adapters_are_saved_alone(here, capsys):
     peft = pytest.importorskip("peft", reason="LoRA is PEFT's")
     tiny.weights_folder(here / "model")
     assert main(["train", "--model", "model", "--text", "texts", "-o", "out", "--lora", "2,8,q_proj", *FEW]) == 0
-    assert "of which 384 learn" in capsys.readouterr().out  # two matrices of 2 x 32 in each of three layers
+    assert "of which 384 are trainable" in capsys.readouterr().out  # two matrices of 2 x 32 in each of three layers
     named = json.loads((here / "out" / "adapter_config.json").read_text())
     assert (named["base_model_name_or_path"], named["r"], named["lora_alpha"]) == ("model", 2, 8)
     assert peft.AutoPeftModelForCausalLM.from_pretrained("out").get_base_model().config.vocab_size == 40
@@ -199,7 +199,7 @@ MISTAKES = {
     "exists": (["-o", "texts"], "texts exists. Name another folder, or replace it: --overwrite"),
     "metrics": (["--metrics", "short.txt"], "short.txt exists. Name another file, or replace it: --overwrite"),
     "timeline": (["--timeline", "gone/t.json"], "There is no folder gone for t.json"),
-    "both": (["--epochs", "2"], "--steps and --epochs both say how long"),
+    "both": (["--epochs", "2"], "--steps and --epochs both state how long"),
     "lora": (["--lora", "8"], "conf has random weights, and adapters are of no use without theirs"),
     "number": (["--batch", "0"], "Invalid value for '--batch'"),
     "rate": (["--lr", "-1"], "lr must be a number above 0"),

@@ -266,7 +266,7 @@ class _Reader:
         return entry[0] == "fixed" and bool(leaf_types(self.template)) and follows_leaf(name, load_static(entry[1]))
 
     def _check_like(self, name: str, entry: list[Any], value: str) -> None:
-        """Check that the template would say the same of this value."""
+        """Check that the template would state the same of this value."""
         leaf = self.leaves[entry[1]] if entry[0] != "fixed" else ""
         if entry[0] == "shape":
             if leaf not in self.has_rank:

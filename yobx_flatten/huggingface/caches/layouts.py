@@ -233,7 +233,7 @@ class _Plan(NamedTuple):
     """How to rebuild the layers that a list of names stands for."""
 
     leaf_count: int
-    counter: int | None  # the leaf that tells how many tokens were seen
+    counter: int | None  # the leaf that states how many tokens were seen
     counts_itself: bool  # it is that number, not the keys of a full layer
     quick: Builders
     rebuilds: list[Any]  # (iterator over leaves, length) -> layer
@@ -295,7 +295,7 @@ def _make_plan(names: tuple[str, ...]) -> _Plan:
 
 
 def is_leaf_name(name: str) -> bool:
-    """Return whether a name stands for a leaf; the others say how something is rebuilt."""
+    """Return whether a name stands for a leaf; the others state how something is rebuilt."""
     return not name.startswith("none_") and "=" not in name
 
 

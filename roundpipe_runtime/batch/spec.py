@@ -146,7 +146,7 @@ def is_below(path: str, above: str) -> bool:
 
     Args:
         path: key path.
-        above: key path that may contain it.
+        above: key path that can contain it.
 
     Returns:
         Whether ``path`` is ``above`` or below it.

@@ -142,7 +142,7 @@ def split_flat(
         return [_flattened(microbatch) for microbatch in made]
     parts = _split_leaves(batch, num_microbatch, rules)
     if any(isinstance(leaf.value, RoundPipePackedData) for flat in batch for leaf in flat.leaves):
-        # an entry of packed data may be nested itself
+        # an entry of packed data can be nested itself
         return [_flattened(_unflattened(index, part)) for index, part in enumerate(parts)]
     return parts
 

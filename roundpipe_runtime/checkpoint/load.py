@@ -33,7 +33,7 @@ def load_checkpoint(
     """Load the newest undamaged checkpoint into a training, and return the place in the data.
 
     Every file is compared with its checksum first. A damaged checkpoint is skipped with a warning, and the one
-    before it is loaded. The number of devices and microbatches and the plan may differ from those of the saved run.
+    before it is loaded. The number of devices and microbatches and the plan can differ from those of the saved run.
 
     Args:
         folder: folder that :func:`save_checkpoint` was given; or one checkpoint in it.

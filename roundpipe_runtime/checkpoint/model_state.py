@@ -183,7 +183,7 @@ def _restore_buffers(model: nn.Module, stored: Mapping[str, torch.Tensor]) -> No
         try:
             owner = model.get_submodule(path)
         except AttributeError:
-            continue  # what is left out of a state dict may differ between versions of a model
+            continue  # what is left out of a state dict can differ between versions of a model
         buffer = owner._buffers.get(last)
         if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
             with torch.no_grad():

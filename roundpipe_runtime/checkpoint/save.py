@@ -113,7 +113,7 @@ def save_checkpoint(
         max_shard_bytes: largest number of bytes of a file, unless one tensor is larger.
 
     Returns:
-        The checkpoint, which may still be being written if ``is_async``.
+        The checkpoint, which can still be being written if ``is_async``.
 
     Raises:
         CheckpointError: something cannot be stored.

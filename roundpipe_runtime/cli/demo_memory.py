@@ -33,7 +33,7 @@ class Needs:
     """The most bytes that a device held.
 
     Attributes:
-        weights: of the model.
+        weights: the weights of the model.
         plain: where the device holds weights, gradients, what Adam remembers and all activations.
         refusal: the message of a device with the limit that is to hold that.
         pipeline: the most that one of the devices of the pipeline held, each of which has the limit.

@@ -31,7 +31,7 @@ Status = Literal["ok", "warning", "fail"]
 
 _PACKAGE = "yobx-flatten"
 
-# Libraries that a training may use, with what is left out without them.
+# Libraries that a training can use, with what is left out without them.
 _LIBRARIES = {
     "torch": "nothing works",
     "transformers": "models of transformers cannot be trained",
@@ -54,7 +54,7 @@ class Check:
     Attributes:
         name: what was looked at.
         status: ``"ok"``; ``"warning"``, something is missing or slow; ``"fail"``, it does not work.
-        found: in words.
+        found: the finding, in words.
         remedy: what to do about it; empty where there is nothing to do.
     """
 

@@ -61,10 +61,10 @@ def write_plan(
     """Return the plan as text.
 
     Args:
-        training: what was planned.
+        training: the training that was planned.
         report: the plan.
         change: what to change where it does not fit.
-        rows: of a step.
+        rows: the number of rows of a step.
         length: tokens of a row.
     """
     largest = -(-rows // report.num_microbatch)

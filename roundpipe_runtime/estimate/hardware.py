@@ -205,7 +205,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return how many cores this process can use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -70,10 +70,10 @@ def measure_layers(
     """Measure layers forward and backward on one microbatch.
 
     Args:
-        layers: of a pipeline, in order, in the mode in which they are trained.
+        layers: the layers of a pipeline, in order, in the mode in which they are trained.
         args: positional arguments of the first one; each other one is given what the one before returned.
         kwargs: keyword arguments of the first one.
-        names: of the layers. Default: their numbers and classes.
+        names: the names of the layers. Default: their numbers and classes.
         gradient_dtype: the dtype in which gradients of a parameter are summed.
         last_call: calls the last layer. Default: ``layer(value)``.
         kind: of the devices that are planned for, ``"cpu"`` for virtual ones.

@@ -117,7 +117,7 @@ def device_memory(
     """Estimate the peak memory of each device in a run.
 
     Args:
-        stages: in the order of dispatch.
+        stages: the stages, in the order of dispatch.
         devices: the device of each stage.
         layers: all layers, as measured on one microbatch.
         num_microbatch: number of microbatches.
@@ -183,10 +183,10 @@ def host_memory(
     """Estimate the peak memory of the host in a run with its optimizer step.
 
     Args:
-        parameters: of the model, each once.
-        buffers: of the model.
-        stages: in the order of dispatch.
-        layers: as measured on one microbatch.
+        parameters: the parameters of the model, each once.
+        buffers: the buffers of the model.
+        stages: the stages, in the order of dispatch.
+        layers: the layers, as measured on one microbatch.
         num_microbatch: number of microbatches.
         optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
 

@@ -96,12 +96,12 @@ def plan_report(
     """Plan a training and estimate its memory and times.
 
     Args:
-        model: whose parameters the host holds; they may be on ``meta``.
+        model: the model whose parameters the host holds; they can be on ``meta``.
         pieces: the layers of the pipeline.
         layers: what each of them takes on one microbatch.
         hardware: the devices and the host.
         num_microbatch: number of microbatches.
-        tokens: of a step, all microbatches together.
+        tokens: the number of tokens of a step, all microbatches together.
         optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
 
     Returns:
@@ -192,8 +192,8 @@ def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, link: float) -> f
     copies of its parameters and gradients does not.
 
     Args:
-        loads: of stages.
-        tokens: of one microbatch.
+        loads: the loads of the stages.
+        tokens: the number of tokens of one microbatch.
         link: bytes per second, in each direction.
     """
     compute = sum(load.compute for load in loads)

@@ -68,7 +68,7 @@ class MetricsFile:
 
     Args:
         path: path of the file; lines up to ``step`` are kept, later ones are overwritten.
-        step: last step whose line is kept; a run that was killed may have written more lines than its checkpoint knows.
+        step: last step whose line is kept; a run that was killed can have written more lines than its checkpoint knows.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, step: int = 0) -> None:

@@ -215,7 +215,7 @@ class WrappedModel(RoundPipe):
             input_kwargs: keyword arguments of the model.
             label: labels for ``loss_fn``, split like the inputs.
             loss_fn: ``loss_fn(outputs, label)`` of a microbatch. Default: the loss that the model computed. With a
-                `SmoothedLoss`, the labels may also be among ``input_kwargs``.
+                `SmoothedLoss`, the labels can also be among ``input_kwargs``.
             return_outputs: whether to also return the outputs, joined and detached.
             run_config: settings of this call, which override those of the model.
 

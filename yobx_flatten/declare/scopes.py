@@ -322,7 +322,7 @@ def register_flattening_functions(
 ) -> Block:
     """Context manager to export in: the known classes are flattened, and one trace serves all lengths.
 
-    On exit, also by an exception, every table and every patched attribute is as it was found. Blocks may be nested, and
+    On exit, also by an exception, every table and every patched attribute is as it was found. Blocks can be nested, and
     open in several threads at once.
 
     Args:
@@ -361,7 +361,7 @@ class Block(contextlib.ContextDecorator, contextlib.AbstractContextManager[Undo]
     def _recreate_cm(self) -> Block:  # asked by ContextDecorator, at each call of what is decorated
         return Block(*self._options)
 
-    # A handler of a signal may raise before any line. Where that is one of these, the block is ended again; before the
+    # A handler of a signal can raise before any line. Where that is one of these, the block is ended again; before the
     # first line of `__exit__`, it is ended when no reference to it is left.
 
     def __enter__(self) -> Undo:

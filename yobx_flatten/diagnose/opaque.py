@@ -88,7 +88,7 @@ def find_unregistered(tree: Any, *, name: str = "tree") -> list[Unregistered]:
     found: list[Unregistered] = []
     seen: dict[int, list[Holder]] = {}
     remedies: dict[int, Remedy] = {}
-    covers: dict[int, bool] = {}  # by the id of the class, since a metaclass may hash in its own way
+    covers: dict[int, bool] = {}  # by the id of the class, since a metaclass can hash in its own way
 
     def is_covering(cls: type) -> bool:
         if id(cls) not in covers:

@@ -17,7 +17,7 @@ def explain_leaf(inputs: Mapping[str, Any], refusal: str) -> NotRegisteredError 
     """Say where among the inputs the object is that torch refuses, and the line that registers its class.
 
     Args:
-        inputs: by parameter name.
+        inputs: the inputs by parameter name.
         refusal: what ``torch.export`` states, which names the class and neither place nor remedy.
 
     Returns:

@@ -40,8 +40,8 @@ def table(rows: Iterable[Sequence[str]], *, align: str = "", indent: str = "  ",
     """Align rows of cells in columns.
 
     Args:
-        rows: the cells of each row; the first row may be a header. The last cell of a row is as long as it is, so a row
-            may end early with a sentence.
+        rows: the cells of each row; the first row can be a header. The last cell of a row is as long as it is, so a row
+            can end early with a sentence.
         align: one sign per column, ``"<"`` for the left and ``">"`` for the right. Default: all to the left.
         indent: what every line begins with; two spaces by default.
         width: most characters of a line, for which the first cells are shortened at their start. Default: no limit.

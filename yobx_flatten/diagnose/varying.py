@@ -28,7 +28,7 @@ def varying_axes(inputs: Mapping[str, Any], shapes: Mapping[str, Any]) -> Iterat
     """Yield the axes that may vary, in the order of the leaves.
 
     Args:
-        inputs: by parameter name.
+        inputs: the inputs by parameter name.
         shapes: a specification that fits them.
     """
     for name, value in inputs.items():

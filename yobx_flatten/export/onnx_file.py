@@ -81,7 +81,7 @@ def convert(
         program: the program; its classes must be registered.
         input_names: one for each input of the graph.
         output_names: one for each output of the graph.
-        opset_version: of ONNX; ``None`` for the exporter's own choice.
+        opset_version: the opset of ONNX; ``None`` for the exporter's own choice.
         axes: names of axes, by input and axis.
         fuse: whether attention takes the cache itself, and is one operator where a model spells it out; not before
             opset 23.

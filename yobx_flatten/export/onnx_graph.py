@@ -38,7 +38,7 @@ def attribute(node: Any, name: str, default: Any) -> Any:
 
     Args:
         node: an ``onnx_ir.Node``.
-        name: of the attribute.
+        name: the name of the attribute.
         default: ONNX's own default.
     """
     found = node.attributes.get(name)

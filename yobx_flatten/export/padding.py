@@ -1,4 +1,4 @@
-"""Which outputs are of padding: positions that the attention mask excludes, where a model may compute anything.
+"""Which outputs are of padding: positions that the attention mask excludes, where a model can compute anything.
 
 A row that sees no position at all is a softmax over nothing. Each implementation fills it as it likes, and no other
 position reads the result.
@@ -58,7 +58,7 @@ class Padding:
         """Return an output with zeros at the positions of padding; the same object where it has none.
 
         Args:
-            name: of the output.
+            name: the name of the output.
             value: the output.
 
         Returns:

@@ -172,7 +172,7 @@ def text_losses(scores: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.T
     """Return how likely scores make a text: ``losses`` in nats and the ``greedy`` token, for each token but the first.
 
     Args:
-        scores: of shape (texts, length, vocabulary).
+        scores: scores of shape (texts, length, vocabulary).
         tokens: the text, int64 of shape (texts, length).
     """
     scores, following = scores[:, :-1].detach().float(), tokens[:, 1:]

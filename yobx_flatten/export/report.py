@@ -48,7 +48,7 @@ class ExportReport(Report):
         cases: one result per case and runtime.
         tolerance: largest absolute difference allowed; 1e-4 by default.
         proof: what was replayed: ``"full"``, ``"sample"``, or ``"none"``.
-        peak_growth: by how many bytes each step raised the peak memory of the process, by its name.
+        peak_growth: the bytes by which each step raised the peak memory of the process, by its name.
         remarks: notes on what was not checked, and why.
         quality: how far the file is from the model with its weights quantised; ``None`` where they are not, or nothing
             was replayed.

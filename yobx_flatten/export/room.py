@@ -42,7 +42,7 @@ def check_room(module: torch.nn.Module, path: pathlib.Path, *, in_memory: int = 
 
     Args:
         module: the module.
-        path: of a file that is to be written.
+        path: the path of a file that is to be written.
         in_memory: how often the weights will be in memory in addition to the module itself.
 
     Raises:

@@ -19,7 +19,7 @@ __all__ = ["Generator", "Parts"]
 
 _LOOP = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 _FROM_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
-# what an encoder may be given: text, sound
+# what an encoder can be given: text, sound
 _SOURCES = ("input_ids", "input_features", "attention_mask")
 
 

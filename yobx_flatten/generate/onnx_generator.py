@@ -29,7 +29,7 @@ class OnnxGenerator(Generator):
         prefill: the file for the first call, which takes no cache; needed for a single file that does not take an empty
             cache.
         settings: special tokens; by default read from ``config.json`` and ``generation_config.json`` next to the file.
-        threads: number of threads that one operator may use; ``None`` for onnxruntime's own choice.
+        threads: number of threads that one operator can use; ``None`` for onnxruntime's own choice.
         pack: whether onnxruntime copies the weights into the order in which its kernels read them, ``True`` by default.
             Without, tokens take longer, and the weights stay in the file, mapped into memory.
 

@@ -26,7 +26,7 @@ class GenerationCall:
         start: tokens of a row before the first new one.
         longest: tokens of a row at most, with the new ones.
         eos_token_ids: a row ends with one of these.
-        mask: of the start, 0 where a row is padded; ``None`` where nothing is known of it.
+        mask: the mask of the start, 0 where a row is padded; ``None`` where nothing is known of it.
         source: the tokens that an encoder read, ``None`` where there are none.
     """
 
@@ -76,7 +76,7 @@ def forced_tokens(call: GenerationCall, first: int | None, last: tuple[int, ...]
     """Return the rules that leave no choice, which come after all others.
 
     Args:
-        call: whose tokens are chosen.
+        call: the call whose tokens are chosen.
         first: the token after a single first one, such as a language; ``None`` for any.
         last: one of these is the last token where the longest row ends; empty for any.
 

@@ -72,9 +72,9 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
     """Take the settings from the two configurations of a model.
 
     Args:
-        config: of the model.
-        generation: of its generation; its entries come first. Where it is empty, the rules for scores are those of the
-            model's, as in transformers.
+        config: the configuration of the model.
+        generation: the configuration of its generation; its entries come first. Where it is empty, the rules for scores
+            are those of the model's, as in transformers.
 
     Returns:
         The settings.

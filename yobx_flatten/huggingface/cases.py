@@ -291,7 +291,7 @@ def next_inputs(kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[
         return None
     if not pytree.tree_leaves(kwargs[cache_is]):  # a program for an empty cache does not take a filled one
         return None
-    # a model may keep a second cache, as the encoder's of one that hears while it is spoken to
+    # a model can keep a second cache, as the encoder's of one that hears while it is spoken to
     returned = {name: getattr(outputs, name, None) for name in kwargs}
     following = {
         name: returned[name] if type(returned[name]) is type(given) and not isinstance(given, torch.Tensor) else given
@@ -335,7 +335,7 @@ def slides(config: Any) -> bool:
     """Return whether a model of this configuration makes a cache of which a layer keeps the last tokens only.
 
     Args:
-        config: of the decoder.
+        config: the configuration of the decoder.
     """
     return any(getattr(layer, "is_sliding", False) for layer in _dynamic_cache(config).layers)
 

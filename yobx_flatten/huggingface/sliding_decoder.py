@@ -58,7 +58,7 @@ class SlidingDecoder(torch.nn.Module):
     """A decoder of which every layer slides, without the counter among its inputs that no other tool feeds.
 
     Args:
-        model: of transformers.
+        model: a model of transformers.
         kwargs: example keyword arguments of it. The classes and windows of the cache's layers are kept, and what is
             not a tensor is handed to the model at each call.
     """
@@ -76,8 +76,8 @@ class SlidingDecoder(torch.nn.Module):
         """Make inputs of this module from those of the model.
 
         Args:
-            kwargs: of the model. Without a mask nothing is padded; without positions they are counted as the model
-                counts them, from the number of tokens seen on.
+            kwargs: the arguments of the model. Without a mask nothing is padded; without positions they are counted as
+                the model counts them, from the number of tokens seen on.
         """
         ids, cache = kwargs["input_ids"], kwargs["past_key_values"]
         batch, new = ids.shape

@@ -394,7 +394,7 @@ def random_tokens(model: TransformersModel, shape: tuple[int, int]) -> torch.Ten
     """Make tokens of the model's vocabulary, which the shape determines.
 
     Args:
-        model: of transformers.
+        model: a model of transformers.
         shape: (batch, length); also the seed.
 
     Returns:

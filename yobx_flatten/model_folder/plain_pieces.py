@@ -19,8 +19,8 @@ def plain_pieces(model: TransformersModel, rows: int | None = None) -> list[Piec
     """One file, ``model``.
 
     Args:
-        model: of transformers.
-        rows: of every example and case; ``None`` for several numbers of them.
+        model: a model of transformers.
+        rows: the number of rows of every example and case; ``None`` for several numbers of them.
 
     Returns:
         One file.

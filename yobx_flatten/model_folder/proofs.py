@@ -30,11 +30,11 @@ class GenerationCase:
     """A prompt, and what ``model.generate`` makes of it.
 
     Attributes:
-        inputs: for ``generate``.
+        inputs: arguments of ``generate``.
         sequences: prompt and new tokens, of shape (batch, length).
         new_tokens: how many were asked for.
-        margins: of shape (batch, length), how much the score of each new token is above that of the next best one;
-            infinite for the prompt.
+        margins: margins of shape (batch, length), how much the score of each new token is above that of the next best
+            one; infinite for the prompt.
     """
 
     inputs: dict[str, torch.Tensor]
@@ -71,10 +71,10 @@ def generation_case(model: TransformersModel, task: str, rows: int = 3, tokens: 
     """Let the eager model generate greedily; of three rows two are padded on the left.
 
     Args:
-        model: of transformers.
+        model: a model of transformers.
         task: what it is for.
-        rows: how many.
-        tokens: how many new tokens, where the model has room for them.
+        rows: the number of rows.
+        tokens: the number of new tokens, where the model has room for them.
 
     Returns:
         The prompt, the tokens and their margins.

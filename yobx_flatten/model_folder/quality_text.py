@@ -22,9 +22,9 @@ def python_text(model: TransformersModel, source: pathlib.Path | None, rows: int
     """Return a text in the tokens of a model, int64 of shape (rows, length).
 
     Args:
-        model: of transformers.
+        model: a model of transformers.
         source: the folder of its tokenizer; ``None`` for a model that reads bytes, as those without a folder do.
-        rows: how many.
+        rows: the number of rows.
 
     Returns:
         ``None`` where there is no tokenizer, its tokens are not the model's, or the model has no room for 16.

@@ -22,7 +22,7 @@ def write_companions(folder: pathlib.Path, model: TransformersModel, source: pat
 
     Args:
         folder: where they are.
-        model: of transformers.
+        model: a model of transformers.
         source: the folder it is from, whose tokenizer and processor are copied. ``None`` for a small model with random
             weights, which reads bytes.
     """

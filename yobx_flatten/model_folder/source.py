@@ -45,7 +45,7 @@ class FoundModel:
 
     Attributes:
         name: what the user called it.
-        config: of transformers.
+        config: a configuration of transformers.
         folder: where its weights and its tokenizer are, ``None`` where there are none.
         has_weights: whether the folder holds weights; else they are random.
         is_small: whether the name is a type, which stands for a small configuration.
@@ -66,7 +66,7 @@ class FoundModel:
         """Return the model, in evaluation mode.
 
         Args:
-            dtype: of the weights.
+            dtype: the dtype of the weights.
 
         Raises:
             ModelSourceError: when the weights cannot be read.

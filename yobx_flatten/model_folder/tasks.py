@@ -45,7 +45,7 @@ def task_of(model: TransformersModel) -> str:
     """Return what a model is for.
 
     Args:
-        model: of transformers.
+        model: a model of transformers.
     """
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
@@ -64,9 +64,9 @@ def pieces_for(
     """Make the files to be of a model.
 
     Args:
-        model: of transformers.
+        model: a model of transformers.
         task: one of :data:`TASKS`, or ``"auto"``.
-        rows: of every example and case; ``None`` for several numbers of them.
+        rows: the number of rows of every example and case; ``None`` for several numbers of them.
         whole_cache: see :func:`.decoder_pieces`; ``False`` by default.
 
     Returns:

@@ -128,7 +128,7 @@ def small_model(name: str, seed: int = 0) -> Any:
 
     Args:
         name: see :func:`small_config`.
-        seed: of the weights.
+        seed: the seed of the weights.
 
     Returns:
         The model, in evaluation mode.

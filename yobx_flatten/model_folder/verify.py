@@ -76,7 +76,7 @@ class FolderReport(Report):
 
     @property
     def tolerance(self) -> float:  # type: ignore[override] # the folder's own
-        """Largest absolute difference allowed; of tokens none may differ."""
+        """Largest absolute difference allowed; of tokens none can differ."""
         return self.manifest.tolerance
 
     def differences(self) -> Iterator[float]:

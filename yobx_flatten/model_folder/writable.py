@@ -17,7 +17,7 @@ def check_writable(folder: str | os.PathLike[str], *, in_parent: bool = False) -
     alone state nothing of a disk that is read-only.
 
     Args:
-        folder: that was asked for; what the error names.
+        folder: the folder that was asked for, which the error names.
         in_parent: check the folder that holds it, where it is made under another name first.
 
     Raises:

@@ -66,7 +66,7 @@ def snake_case(name: str) -> str:
     'pair_int_str_'
     """
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-    return re.sub(r"\W+", "_", words)  # a class made by `type` may bear any name
+    return re.sub(r"\W+", "_", words)  # a class made by `type` can have any name
 
 
 def functions_from_fields(
@@ -258,7 +258,7 @@ def _source(cls: type, made: list[str], names: list[str], static_names: list[str
 
 
 def _reading(cls: type, names: list[str], line: str) -> list[str]:
-    """The body of a flatten function; a slot may never have been set."""
+    """The body of a flatten function; a slot can be unset."""
     if not any(type(inspect.getattr_static(cls, name, None)) is types.MemberDescriptorType for name in names):
         return [f"    {line}"]
     return [

@@ -175,7 +175,7 @@ def require_callable(
 
 
 def _same_function(one: object, other: object) -> bool:
-    # not `==` for everything: the registry asks while it holds its lock, and a callable object may define `__eq__`
+    # not `==` for everything: the registry asks while it holds its lock, and a callable object can define `__eq__`
     return one is other or (isinstance(one, types.MethodType) and one == other)
 
 

@@ -87,7 +87,7 @@ def _hash(value: Any) -> int:
     kind = type(value)
     if kind is list or kind is tuple:
         return hash((kind, *map(_hash, value)))
-    if kind is dict:  # equal dicts may differ in order
+    if kind is dict:  # equal dicts can differ in order
         return hash(frozenset((key, _hash(item)) for key, item in value.items()))
     if kind is set:
         return hash(frozenset(value))

@@ -1,6 +1,6 @@
 """Flatten functions of classes that list their content by ``keys()`` and ``values()``: its values are the children.
 
-An instance is rebuilt by its constructor, which may do more than keep items (``self.__dict__ = self``), or less.
+An instance is rebuilt by its constructor, which can do more than keep items (``self.__dict__ = self``), or less.
 So what items do not state is refused, and what a constructor made of them is compared::
 
     class Config(dict):                     config.scale = tensor     flatten raises: no item holds it
@@ -33,7 +33,7 @@ def is_mapping_like(cls: type) -> bool:
 def is_mapping(cls: type) -> bool:
     """Return whether the items of instances are all they hold, as far as their class states.
 
-    chex writes dataclasses with the methods of a mapping, and a dataclass may derive from ``dict`` and never put its
+    chex writes dataclasses with the methods of a mapping, and a dataclass can derive from ``dict`` and never put its
     fields there; the fields state more then. A ``ModelOutput`` makes items of its fields when it is made.
     """
     if not is_mapping_like(cls) or (issubclass(cls, dict) and _has_slots(cls)):

@@ -47,7 +47,7 @@ class Axes:
         """The different sizes under a name in some calls.
 
         Args:
-            name: of the size.
+            name: the name of the size.
             calls: some of the recorded calls.
 
         Returns:

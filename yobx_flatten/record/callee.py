@@ -24,7 +24,7 @@ class Callee:
         label: class and method, for messages.
         owner: the object; ``None`` for calls read from a folder without their model.
         method: the name of the method.
-        signature: of the bound method.
+        signature: the signature of the bound method.
     """
 
     label: str

@@ -131,7 +131,7 @@ class RecordedCalls(Sequence[Call]):
         """The arguments without tensors that never changed. :attr:`module` passes them; a program has no such inputs.
 
         Args:
-            phase: name of the phase; it may be omitted if there is only one.
+            phase: name of the phase; it can be omitted if there is only one.
 
         Returns:
             The values by parameter name.
@@ -148,7 +148,7 @@ class RecordedCalls(Sequence[Call]):
         more, since ``torch.export`` treats 0 and 1 as fixed. A batch of one row is repeated.
 
         Args:
-            phase: name of the phase; it may be omitted if there is only one.
+            phase: name of the phase; it can be omitted if there is only one.
             **sizes: sizes to have instead, by name: ``batch=3``, ``new=4``. Rows, columns and tokens are repeated.
 
         Returns:
@@ -164,7 +164,7 @@ class RecordedCalls(Sequence[Call]):
         """The ``dynamic_shapes`` for :meth:`example`, as ``torch.export.export`` takes them.
 
         Args:
-            phase: name of the phase; it may be omitted if there is only one.
+            phase: name of the phase; it can be omitted if there is only one.
             **sizes: as for :meth:`example`; a size that is named there varies.
 
         Returns:
@@ -180,7 +180,7 @@ class RecordedCalls(Sequence[Call]):
         """The module to export: it takes what :meth:`example` returns, and passes the constants.
 
         Args:
-            phase: name of the phase; it may be omitted if there is only one.
+            phase: name of the phase; it can be omitted if there is only one.
 
         Returns:
             The module, which calls the recorded object.
@@ -204,7 +204,7 @@ class RecordedCalls(Sequence[Call]):
         Args:
             program: an :class:`~yobx_flatten.ExportedModel`, a ``torch.export.ExportedProgram``, or anything that is
                 called with the arguments of :meth:`example`.
-            phase: name of the phase; it may be omitted if there is only one.
+            phase: name of the phase; it can be omitted if there is only one.
             tolerance: largest absolute difference allowed; 1e-4 by default.
 
         Returns:

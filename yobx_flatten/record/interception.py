@@ -87,11 +87,11 @@ _IN_FORCE: dict[tuple[int, str], _Interception] = {}
 
 @contextlib.contextmanager
 def watching(owner: Any, name: str, watcher: Watcher) -> Iterator[None]:
-    """Show every call of ``owner.name`` to a watcher. Several may watch, and leave in any order.
+    """Show every call of ``owner.name`` to a watcher. Several can watch, and leave in any order.
 
     Args:
         owner: the object.
-        name: of its method.
+        name: the name of its method.
         watcher: is shown every call.
 
     Returns:

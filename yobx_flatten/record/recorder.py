@@ -37,9 +37,9 @@ def record_calls(
 ) -> Iterator[RecordedCalls]:
     """Context manager that records the calls of a module, or of a method: copies of the inputs and the outputs.
 
-    Inputs are copied before the call, since it may fill the cache that it is given; outputs after it.
+    Inputs are copied before the call, since it can fill the cache that it is given; outputs after it.
     :func:`~yobx_flatten.register_flattening_functions` is open inside, for the libraries that are imported. Afterwards
-    the object is as it was found, also after an exception. Recordings may be nested, and calls may come from any
+    the object is as it was found, also after an exception. Recordings can be nested, and calls can come from any
     thread; calls that a trace makes are not recorded, nor are those that raise.
 
     Args:
@@ -135,7 +135,7 @@ class _Recorder:
             self.calls._add(call)
 
     def record_of(self, begun: _Begun, result: Any) -> Call:
-        # transformers fills the cache that it is given; a call without one may make one
+        # transformers fills the cache that it is given; a call without one can make one
         made = begun.cache if begun.cache is not None else cache_of(_top_level(result))
         seen = None if made is None else tokens_in(made)
         past, kind = begun.past, begun.kind

@@ -25,8 +25,8 @@ class Fact(NamedTuple):
 
     Attributes:
         path: the way to it, with dots: ``past_key_values.key_0``.
-        dtype: of a tensor, ``None`` for anything else.
-        shape: of a tensor, ``()`` for anything else.
+        dtype: the dtype of a tensor, ``None`` for anything else.
+        shape: the shape of a tensor, ``()`` for anything else.
         device: where the tensor was.
         axes: what its axes mean, if the registration of its class states it; see :class:`~yobx_flatten.trees.Leaf`.
         value: the leaf itself, where it is not a tensor.

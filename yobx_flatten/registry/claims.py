@@ -161,7 +161,7 @@ class Registry:
                     refused = slot
             if refused is None:
                 return self._open(recipe, tuple(free), by_user=True) if free else None
-        # outside of the lock: the message may call a user's `__repr__`
+        # outside of the lock: the message can call a user's `__repr__`
         raise AlreadyRegisteredError(_registered_twice(refused, recipe))
 
     def release(self, claim: Claim) -> None:

@@ -17,7 +17,7 @@ _SIGNALS = tuple(sorted(signal.valid_signals()))
 class DeferredSignals:
     """Context manager that defers the handlers of signals; those that are due are called at its end.
 
-    Python calls handlers between any two lines of the main thread, and they may raise: Ctrl-C, a timeout, what ends a
+    Python calls handlers between any two lines of the main thread, and they can raise: Ctrl-C, a timeout, what ends a
     process in order. For the time of the block another handler stands in place of each one that Python would call.
     In other threads nothing is to be done.
 

@@ -86,7 +86,7 @@ class TracePatch(AttributePatch):
 
     Args:
         owner: the module or the class.
-        name: of the function.
+        name: the name of the function.
         make: makes the traceable version of the function that it is given, or returns that.
     """
 

@@ -28,7 +28,7 @@ class BufferedCache(dict[str, Any]):
     Args:
         session: an ``onnxruntime.InferenceSession``.
         values: the cache.
-        presents: of the inputs whose memory is that of an output: the name of that output.
+        presents: for each input whose memory is that of an output, the name of that output.
     """
 
     def __init__(self, session: Any, values: Mapping[str, Any], presents: Mapping[str, str]) -> None:

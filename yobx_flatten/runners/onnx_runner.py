@@ -29,7 +29,7 @@ class OnnxRunner:
 
     Args:
         session: an ``onnxruntime.InferenceSession``; see :func:`.onnx_session.open_session`.
-        name: of the file, for messages.
+        name: the name of the file, for messages.
 
     Attributes:
         shared: the inputs of the cache whose memory may be that of an output, and the names of these outputs.

@@ -44,7 +44,7 @@ def session_options(*, threads: int | None = None, pack: bool = True) -> Any:
     """Make the options of a session.
 
     Args:
-        threads: number of threads that one operator may use; ``None`` for onnxruntime's own choice.
+        threads: number of threads that one operator can use; ``None`` for onnxruntime's own choice.
         pack: whether onnxruntime copies the weights into the order in which its kernels read them, ``True`` by default.
             Without, it computes with the file as it is mapped into memory, more slowly.
 

@@ -56,7 +56,7 @@ def to_value(name: str, kind: ValueType, leaf: Any) -> Any:
     """Return an input as onnxruntime takes it.
 
     Args:
-        name: of the input.
+        name: the name of the input.
         kind: its type.
         leaf: a tensor, an array, a number, a text.
 

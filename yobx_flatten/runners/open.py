@@ -41,7 +41,7 @@ def open_runner(
         path: the file; its suffix decides which library runs it.
         caller: the function that the user called, for the message where the library is missing.
         failure: class of the error where there is no such file, or it cannot be loaded.
-        **options: of the library: for an ONNX file ``options`` and ``providers``, see
+        **options: options of the library: for an ONNX file ``options`` and ``providers``, see
             :func:`.onnx_session.open_session`.
 
     Returns:

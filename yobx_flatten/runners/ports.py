@@ -24,9 +24,9 @@ class Port(NamedTuple):
     """One input of a program.
 
     Attributes:
-        name: of the input.
+        name: the name of the input.
         shape: ``None`` for a size that varies.
-        dtype: of its elements; ``None`` for text and other types that torch does not have.
+        dtype: the dtype of its elements; ``None`` for text and other types that torch does not have.
     """
 
     name: str

@@ -52,8 +52,9 @@ class ProgramRunner:
 
     Args:
         program: the program. Only one that was exported with keyword arguments is run by name.
-        name: of the program, for messages.
-        options: of ``register_flattening_functions``; by default for the libraries that this process has imported.
+        name: the name of the program, for messages.
+        options: the options of ``register_flattening_functions``; by default for the libraries that this process has
+            imported.
     """
 
     runtime: ClassVar[str] = "torch.export"

@@ -27,7 +27,7 @@ class Runner(Protocol):
 
     Attributes:
         runtime: name of the library that runs it, for reports.
-        name: of the file or program, for messages.
+        name: the name of the file or program, for messages.
         ports: inputs by name, in order.
         outputs: names of the outputs, in order.
         slots: the inputs that are the cache, with the outputs that take their places.
@@ -63,7 +63,7 @@ class Runner(Protocol):
         """Return a cache for :meth:`step`.
 
         Args:
-            tensors: by name of the input.
+            tensors: the tensors, by name of the input.
         """
         ...
 

@@ -33,8 +33,8 @@ class OnnxWriter:
 
     Args:
         function: what the user called, for the message that onnx is missing.
-        opset: the version of ONNX's operators; a type of elements may ask for a newer one.
-        ir_version: of the file format of ONNX.
+        opset: the version of ONNX's operators; a type of elements can ask for a newer one.
+        ir_version: the version of the file format of ONNX.
         external: where the data go, ``None`` for into the model.
         location: the name of that file, as the model knows it.
     """
@@ -96,7 +96,7 @@ class OnnxWriter:
         """Make a sequence of several initializers an output.
 
         Args:
-            name: of the output.
+            name: the name of the output.
             payloads: the data of its elements.
         """
         for payload in payloads:
@@ -122,7 +122,7 @@ class OnnxWriter:
         """Make something an output of the graph.
 
         Args:
-            name: of the value.
+            name: the name of the value.
             code: type of its elements, a value of ``onnx.TensorProto.DataType``.
             dims: its shape; ``None`` for any.
             sequence: whether it is a sequence of tensors; ``False`` by default.

@@ -1,6 +1,6 @@
 """Static data and classes that a file names, found without importing what the file chose.
 
-A file may come from anywhere. Static data names enums, configurations and functions as ``module:name``, and to look a
+A file can come from anywhere. Static data names enums, configurations and functions as ``module:name``, and to look a
 name up is to import its module. So a name is looked up in modules that the program has imported already, or in those of
 the libraries that this package serves; what is found there must be of the kind that is asked for, and bear that name.
 """

@@ -36,7 +36,7 @@ class Payload:
         element: the type of the elements.
         dims: the shape of the initializer.
         nbytes: the size of the data; 0 for strings.
-        data: gives the bytes; may copy the leaf.
+        data: gives the bytes; can copy the leaf.
         strings: the elements, for strings, ``None`` otherwise.
     """
 
@@ -117,7 +117,7 @@ def _write_tensor(leaf: torch.Tensor, name: str, where: str) -> tuple[Record, Pa
 
     def data() -> memoryview:
         plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        # not reshape: one element may have any stride, and is still contiguous
+        # not reshape: one element can have any stride, and is still contiguous
         return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
     record = {"leaf": "torch", "name": name, "dtype": dtype, "shape": list(leaf.shape)}

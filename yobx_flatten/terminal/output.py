@@ -51,7 +51,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Where the longest words of all columns do not fit next to each other, a row takes several lines.
 
     Args:
-        headings: of the columns.
+        headings: the headings of the columns.
         rows: their cells; the first two name the row.
     """
     from rich import box

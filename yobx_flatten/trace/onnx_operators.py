@@ -23,7 +23,7 @@ class Translation(NamedTuple):
     """One operator in ONNX.
 
     Attributes:
-        operator: of PyTorch.
+        operator: an operator of PyTorch.
         function: builds it from ONNX operators, called with the values of its arguments.
         is_complex: it is the operator's form for complex numbers, which ONNX holds as an axis of two more.
         opset: the first version of ONNX's operators for which it is used; 18 by default.

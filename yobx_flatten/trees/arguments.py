@@ -109,7 +109,7 @@ def shapes_by_name(inputs: Mapping[str, Any], shapes: Any) -> dict[str, Any]:
     """Give every input its entry of ``dynamic_shapes``, ``None`` where it has none.
 
     Args:
-        inputs: by parameter name.
+        inputs: the inputs by parameter name.
         shapes: a dict by parameter name, or a list in the order of the inputs.
 
     Raises:

@@ -92,7 +92,7 @@ def string_type(
     """
     del ignore
     text = _Writer(with_shape, with_min_max, with_device, limit, verbose, caches == "lists").text(obj)
-    return " ".join(text.split())  # a key may have line breaks
+    return " ".join(text.split())  # a key can have line breaks
 
 
 @dataclasses.dataclass

@@ -31,10 +31,10 @@ class Digest:
     """What is known of a gradient.
 
     Attributes:
-        shape: of the gradient.
+        shape: the shape of the gradient.
         values: its numbers, or sums of them with random factors; 0 in place of those that are not finite.
         is_whole: whether they are the numbers.
-        norm: of these numbers; of a sum of large gradients, an estimate.
+        norm: the norm of these numbers; of a sum of large gradients, an estimate.
         odd: the same of what stands where a number is not finite: 1 for NaN, 2 and 3 for the infinities; ``None`` where
             all are finite.
     """
@@ -57,7 +57,7 @@ def digest(gradient: torch.Tensor, *, whole: int | None = None) -> Digest:
     """Return what is kept of a gradient.
 
     Args:
-        gradient: of any dtype and layout.
+        gradient: a gradient of any dtype and layout.
         whole: keep all numbers of a gradient of at most so many; ``None``, of every one.
 
     >>> found = digest(torch.tensor([3.0, 4.0, torch.inf]))

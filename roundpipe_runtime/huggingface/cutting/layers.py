@@ -62,7 +62,7 @@ def _lists(module: nn.Module, path: str) -> Iterator[Candidate]:
 
 
 def _is_of_layers(module: nn.Module) -> bool:
-    # the same module may occur several times, and children() would list it once
+    # the same module can occur several times, and children() would list it once
     children = [child for child in module._modules.values() if child is not None]
     if len(children) < 2 or not all(any(True for _ in child.parameters()) for child in children):
         return False

@@ -67,7 +67,7 @@ def check_precision(precision: str) -> None:
     """Check that mixed precision does not scale gradients: they are on the host, the scale is on the accelerator.
 
     Args:
-        precision: mixed precision of the accelerator, which an ``accelerate`` configuration may also set.
+        precision: mixed precision of the accelerator, which an ``accelerate`` configuration can also set.
 
     Raises:
         ConfigError: the precision is neither ``"no"`` nor ``"bf16"``.

@@ -110,7 +110,7 @@ def learn(layers: list[Any], plain: bool, reads: list[LayerRead], names: list[st
         layers: which.
         plain: as they were read.
         reads: how each of them was.
-        names: of their leaves.
+        names: the names of their leaves.
         full: the leaf that holds every token; ``None`` if there is none.
     """
     groups = _grouped([read[:3] for read in reads])

@@ -127,7 +127,7 @@ def reader(cls: type, names: tuple[str, ...] | None, template: str) -> Callable[
         cls: their class.
         names: all their attributes; what the template does not mention is passed over. ``None`` to look at those that
             the template mentions only, and not to ask for what follows from the leaves.
-        template: as JSON.
+        template: the template, as JSON.
 
     Returns:
         ``read(objects, leaves, lengths)``, which appends the leaves of the objects, and the number of tokens that they
@@ -327,7 +327,7 @@ def filler(cls: type, template: str) -> Callable[..., None]:
 
     Args:
         cls: their class.
-        template: as JSON.
+        template: the template, as JSON.
 
     Returns:
         ``fill(objects, length, *columns)``: objects without attributes, the number of tokens seen, and for each leaf of

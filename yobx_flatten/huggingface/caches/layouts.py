@@ -30,7 +30,7 @@ def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[s
     """Flatten layers.
 
     Args:
-        layers: of any classes; those without a row in :mod:`.layers` by their attributes.
+        layers: layers of any classes; those without a row in :mod:`.layers` by their attributes.
         plain: layers that are all ``DynamicLayer`` get names without a letter.
 
     Returns:

@@ -2,7 +2,7 @@
 
 transformers 5.17 and later bring versions of some methods that a trace can follow, most of them of attention over
 pictures: one product instead of a loop over pictures of several sizes. They are put in place as ours are, by owner and
-attribute, so that blocks may nest and each original comes back. Without them the encoders of pictures of `glm4v`,
+attribute, so that blocks can nest and each original comes back. Without them the encoders of pictures of `glm4v`,
 `qwen2_vl`, `qwen3_vl` and their like stop the trace (column "picture" of the matrix).
 
 Of ``transformers.exporters.utils.apply_patches`` itself two things are in the way. It imports all 40 models that it

@@ -25,7 +25,7 @@ def prepare_compressed(layer: Any) -> None:
     sizes. What is traced is never run on these values.
 
     Args:
-        layer: of a copy of the example's cache, changed in place; other layers are left alone.
+        layer: a layer of a copy of the example's cache, changed in place; other layers are left alone.
     """
     held = vars(layer)
     rate = held.get("compress_rate")

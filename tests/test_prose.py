@@ -17,7 +17,16 @@ PHRASES = {
     r"\bwho(?:so)?ever\b": "name who it is: another library, the caller",
     r"(?<!there)(?<!where)(?<!here) is no (?!longer\b|more\b|less\b)[a-z]": "is not a ...",
     r"\bto the same bits?\b|\bto the bit\b": "bitwise identical",
-    r", too[.,;:)]": "also",
+    r",? too[.,;:)]|, too$": "also",
+    r"\bas well(?! as\b)": "also",
+    r"\bbeside\b": "next to, with, in addition to",
+    r"\bbehind (?:an?|the|this|that|these|its?|their|our|them|each|one|every|all)\b": "after",
+    r"\bsays\b": "states, reports",
+    r"(?<!\.)\b(?:tells?|told)\b": "states, returns; notify, distinguish",
+    r"\bin force\b": "registered, applied, used",
+    r"\bplain models?\b": "reference model",
+    r"\b(?:the|of|and|with|by) masters\b": "master weights",
+    r"^[^\S\n]+\**(?-i:[a-z_]+):[^\S\n](?:of|by|in)[^\S\n]": "begin with a noun: `name: the name of ...`",
     r"\b(?:she|her|his|him)\b": "the caller, the user",
 }
 
@@ -33,7 +42,7 @@ def texts() -> list[Path]:
 @pytest.mark.parametrize(("phrase", "instead"), PHRASES.items())
 def test_a_phrase_is_avoided(phrase, instead):
     """Also where a line ends inside it."""
-    spaced = re.compile(phrase.replace(" ", r"\s+(?:# )?"), re.IGNORECASE)
+    spaced = re.compile(phrase.replace(" ", r"\s+(?:# )?"), re.IGNORECASE | re.MULTILINE)
     found = [
         f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}: {' '.join(match[0].split())!r}"
         for path in texts()

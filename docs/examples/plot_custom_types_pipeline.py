@@ -98,8 +98,8 @@ for name, value in parts[0].kwargs.items():
 # ----------------------------
 #
 # One row per leaf, drawn along axis 0; a colour per microbatch. Grey goes whole to each of them, as the same object:
-# class weights, a mask of one row that broadcasts, a number. The static parts (``language``, ``depth``) are in every
-# microbatch as well.
+# class weights, a mask of one row that broadcasts, a number. The static parts (``language``, ``depth``) are also in
+# every microbatch.
 
 COLOURS = ["#4477aa", "#ee6677", "#ccbb44"]
 figure, ax = plt.subplots(figsize=(8, 4.2), layout="constrained")

@@ -1,6 +1,6 @@
 """The device protocol and virtual devices on the CPU, with their own memory, thread and events.
 
-Two implementations behind one protocol, so that one scheduler drives both:
+Two implementations of one protocol, so that one scheduler drives both:
 
 - :class:`VirtualDevice` lives on the CPU. Its memory is real copies, its thread is real, its events have passed. It can
   *check* that no code reads memory after its release, on another device, or before its event.

@@ -14,8 +14,8 @@ class LayerTraits:
     """Observed behaviour of the code of a layer; each entry is missing until a call has shown it.
 
     Attributes:
-        mutates_inputs: By mode (``module.training``), whether it writes its inputs in place. Default: nothing known.
-        draws: By mode, whether it draws random numbers of the CPU's generator. Default: nothing known.
+        mutates_inputs: Whether it writes its inputs in place, by mode (``module.training``). Default: nothing known.
+        draws: Whether it draws random numbers of the CPU's generator, by mode. Default: nothing known.
         reenters: Whether its backward calls forward code again (activation checkpointing inside the layer); ``None``
             until a backward has run.
     """

@@ -76,7 +76,7 @@ def measure_layers(
         names: the names of the layers. Default: their numbers and classes.
         gradient_dtype: the dtype in which gradients of a parameter are summed.
         last_call: calls the last layer. Default: ``layer(value)``.
-        kind: of the devices that are planned for, ``"cpu"`` for virtual ones.
+        kind: the kind of the devices that are planned for, ``"cpu"`` for virtual ones.
 
     Returns:
         The memory and operations of each layer.

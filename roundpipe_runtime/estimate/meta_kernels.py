@@ -30,7 +30,7 @@ def device_kernels(kind: str = "cuda") -> Iterator[None]:
     """Let operations on ``meta`` do what they do on devices, in this block and thread.
 
     Args:
-        kind: of the device; ``"cpu"`` has no kernel for attention with dropout.
+        kind: the kind of the device; ``"cpu"`` has no kernel for attention with dropout.
 
     >>> q = torch.empty(1, 1, 4096, 64, device="meta", requires_grad=True)
     >>> kept = []

@@ -221,7 +221,7 @@ class Undo(dict[type, bool]):
     def _undo(self) -> None:
         with LOCK:
             self._undone = True
-            stack = self._stack.pop_all()  # so that a second call, from another thread too, finds nothing to do
+            stack = self._stack.pop_all()  # so that a second call, also from another thread, finds nothing to do
         stack.close()
 
 

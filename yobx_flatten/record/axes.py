@@ -237,8 +237,8 @@ class _AxisReading:
         for name in used:
             seen = set(self.axes.sizes[name].values())
             if len(seen) == 1 and name != "new":
-                told = name in declared or name in self.declared.values()
-                why = "a registered class states it" if told else "axis 0 of every tensor has it"
+                is_declared = name in declared or name in self.declared.values()
+                why = "a registered class states it" if is_declared else "axis 0 of every tensor has it"
                 self.axes.remarks.append(f"{name}: one size was seen ({seen.pop()}); it is taken to vary, since {why}.")
         if "new" in used and all(call.past in (0, None) for call in self.calls):
             self.axes.remarks.append("new and total cannot be distinguished: no call with a filled cache was recorded.")

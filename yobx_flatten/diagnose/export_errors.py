@@ -1,68 +1,30 @@
 """Explain messages of ``torch.export``: what they mean, where they come from, what to type: :func:`explain_error`.
 
-Each entry of the table reads one kind of message. torch words some of them differently with ``strict=True``, and has
-reworded most of them once or twice; an entry looks for the words that stayed. A message without an entry is unknown.
+Each row of the table reads one kind of message. torch words some of them differently with ``strict=True``, and has
+reworded most of them once or twice; a row looks for the words that stayed. A message without a row is unknown.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import sys
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
-from ..errors import DynamicShapesError, FlattenError
-from ..trees.arguments import inputs_by_name
-from ..trees.shapes import check_dynamic_shapes
+from ..errors import FlattenError
 from ..trees.walk import class_name, torch_leaves
 from .contents import Layouts
-from .other_messages import meaning_of
+from .explanation import Explanation, Failure, Row
+from .other_messages import OTHER_ROWS
+from .program_errors import PROGRAM_ROWS, explain_guards
 from .remedies import Remedy, remedy_for
-from .spec_diff import Difference, compare_spec_texts, compare_specs
+from .size_errors import SIZE_ROWS, explain_misfit, misfit_in_our_words
 
 __all__ = ["Explanation", "explain_error"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Explanation:
-    """What an error means. Its ``str`` is the text to read.
-
-    Attributes:
-        text: the meaning of the error.
-        paths: the inputs or outputs it is about, as Python.
-        remedy: the line to type; empty where there is none.
-        known: whether the message is one of those that :func:`explain_error` knows.
-    """
-
-    text: str
-    paths: tuple[str, ...] = ()
-    remedy: str = ""
-    known: bool = True
-
-    def __str__(self) -> str:
-        remedy = self.remedy.replace("\n", "\n    ")
-        return f"{self.text}\n    {remedy}" if remedy else self.text
-
-
-@dataclasses.dataclass(frozen=True)
-class _Failure:
-    """The error with what it happened to."""
-
-    error: BaseException
-    message: str
-    module: torch.nn.Module | ExportedProgram | None
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    dynamic_shapes: Any
-
-    def inputs(self) -> dict[str, Any]:
-        return inputs_by_name(self.module, self.args, self.kwargs)
 
 
 def explain_error(
@@ -98,17 +60,15 @@ def explain_error(
     """
     if isinstance(error, FlattenError):
         return Explanation(str(error))
-    failure = _Failure(error, str(error), module, args, kwargs or {}, dynamic_shapes)
+    failure = Failure(error, str(error), module, args, kwargs or {}, dynamic_shapes)
     for pattern, explain in _TABLE:
         found = re.search(pattern, failure.message, re.DOTALL)
         if found is not None and (explanation := explain(failure, found)) is not None:
             return explanation
-    if (meaning := meaning_of(failure.message, module, failure.inputs())) is not None:
-        return Explanation(*meaning)
-    if (explanation := _in_the_guards(failure)) is not None:
+    if (explanation := explain_guards(failure)) is not None:
         return explanation
-    if misfit := _misfit_in_our_words(failure):
-        return _misfit(failure, misfit, ())
+    if misfit := misfit_in_our_words(failure):
+        return explain_misfit(failure, misfit, ())
     first = failure.message.strip().split("\n")[0]
     return Explanation(
         f"This error is not known here. torch reports: {type(error).__name__}{f': {first}' if first else ''}",
@@ -119,11 +79,11 @@ def explain_error(
 # -- classes that are not registered ----------------------------------------------------------------------------------
 
 
-def _unregistered_input(failure: _Failure, found: re.Match[str]) -> Explanation:
+def _unregistered_input(failure: Failure, found: re.Match[str]) -> Explanation:
     return _unregistered("torch.export takes no object of this class as input", found[1], failure.inputs())
 
 
-def _unregistered_output(failure: _Failure, found: re.Match[str]) -> Explanation:
+def _unregistered_output(failure: Failure, found: re.Match[str]) -> Explanation:
     outputs: dict[str, Any] = {}
     if isinstance(failure.module, torch.nn.Module):
         try:
@@ -158,7 +118,7 @@ def _some(paths: tuple[str, ...]) -> str:
     return paths[0] if len(paths) == 1 else f"{paths[0]} (one of {len(paths)} such places)"
 
 
-def _not_registered_now(failure: _Failure, found: re.Match[str]) -> Explanation | None:
+def _not_registered_now(failure: Failure, found: re.Match[str]) -> Explanation | None:
     """A program that outlives a registration ends in ``KeyError: <class ...>``."""
     cls = failure.error.args[0] if failure.error.args else None
     if not isinstance(failure.error, KeyError) or not isinstance(cls, type):
@@ -172,7 +132,7 @@ def _not_registered_now(failure: _Failure, found: re.Match[str]) -> Explanation 
     )
 
 
-def _not_registered_when_loaded(failure: _Failure, found: re.Match[str]) -> Explanation:
+def _not_registered_when_loaded(failure: Failure, found: re.Match[str]) -> Explanation:
     module, _, name = found[1].rpartition(".")
     block = "with register_flattening_functions(patch_transformers=True): ..."
     own = f"from {module} import {name}\nregister_class_flattening({name}, ...)"
@@ -183,201 +143,13 @@ def _not_registered_when_loaded(failure: _Failure, found: re.Match[str]) -> Expl
     )
 
 
-# -- sizes that were to vary -----------------------------------------------------------------------------------------
-
-
-def _constraints(failure: _Failure, found: re.Match[str]) -> Explanation | None:
-    """Every line of "Constraints violated" in other words, and torch's own suggestion."""
-    message = failure.message
-    fixed = re.findall(r"You marked (.+?) as dynamic but your code specialized it to be a constant \((\d+)\)", message)
-    equal = re.findall(r"The values of (.+?) and (.+?) must always be equal", message)
-    related = re.findall(r"The values of (.+?) must always be related to the values of (.+?) by ", message)
-    narrower = re.findall(r"Not all values of (.+?) in the specified range satisfy the generated guard (.+)", message)
-    sentences, paths = [], []
-    for name, size in fixed:
-        paths.append(_format_size(name))
-        if int(size) < 2:
-            sentences.append(
-                f"{_format_size(name)} was to vary, but has size {size} in the example, which torch.export takes for "
-                "fixed. Pass an example of size 2 or more, or let it be fixed:"
-            )
-        else:
-            sentences.append(
-                f"{_format_size(name)} was to vary, but the code works for size {size} only. Either take out what "
-                "fixes it, or let it be fixed:"
-            )
-    for pair in equal + related:
-        sides = [_format_size(side) for side in pair]
-        paths += sides
-        kind = "are equal" if pair in equal else "vary together"
-        sentences.append(f"The code works only where {' and '.join(sides)} {kind}. Say so:")
-    for name, guard in narrower:
-        paths.append(_format_size(name))
-        sentences.append(
-            f"The code takes another way for some sizes of {_format_size(name)}: the trace holds where "
-            f"{_format_size(guard)}. Let the range state it, or take the branch out:"
-        )
-    if not sentences:
-        return None
-    suggested = re.search(r"Suggested fixes:\n(.+?)(?:\n\n|\Z)", message, re.DOTALL)
-    remedy = re.sub(r"(?m)^\s+", "", suggested[1]) if suggested else "Dim.AUTO  # instead of Dim.DYNAMIC"
-    return Explanation("\n".join(dict.fromkeys(sentences)), tuple(dict.fromkeys(paths)), remedy)
-
-
-def _format_size(text: str) -> str:
-    """Spell ``L['x'].size()[0]`` as a user would.
-
-    >>> _format_size("batch"), _format_size("L['x']['a'].size()[1]"), _format_size("b = L['y'].size()[0]")
-    ('batch', "x['a'].shape[1]", 'b (y.shape[0])')
-    """
-    text = re.sub(r"L\['(\w+)'\]", r"\1", text).replace(".size()[", ".shape[")
-    return re.sub(r"(\w+) = (\S+\.shape\[\d+\])", r"\1 (\2)", text)
-
-
-def _fixed_by_the_example(failure: _Failure, found: re.Match[str]) -> Explanation:
-    path = re.sub(r"inputs\['(\w+)'\]", r"\1", found[2])
-    return Explanation(
-        f"{path} was to vary, but has size {found[1]} in the example, which torch.export takes for fixed. Pass an "
-        "example of size 2 or more, or let torch find out:",
-        (path,),
-        "Dim.AUTO  # instead of Dim.DYNAMIC",
-    )
-
-
-def _not_in_range(failure: _Failure, found: re.Match[str]) -> Explanation:
-    return Explanation(
-        f"The example has size {found[1]} where the Dim allows {found[2]}. Pass an example within the range, or widen "
-        "it:",
-        (),
-        f'Dim("name", min={found[1]})',
-    )
-
-
-# -- dynamic_shapes that do not fit ----------------------------------------------------------------------------------
-
-
-def _shapes_do_not_fit(failure: _Failure, found: re.Match[str]) -> Explanation:
-    named = re.findall(r"`(dynamic_shapes\[[^`]*\])`", failure.message)
-    text = failure.message.strip().split("\n")[0].split(" For more information")[0]
-    return _misfit(failure, _misfit_in_our_words(failure) or text, tuple(named[:1]))
-
-
-def _misfit_in_our_words(failure: _Failure) -> str:
-    """What ``check_dynamic_shapes`` states, nothing where it cannot be asked or finds nothing."""
-    if failure.dynamic_shapes is None:
-        return ""
-    inputs = failure.inputs()
-    try:
-        check_dynamic_shapes(
-            inputs if isinstance(failure.dynamic_shapes, Mapping) else tuple(inputs.values()), failure.dynamic_shapes
-        )
-    except DynamicShapesError as error:
-        return str(error).removeprefix("the inputs: ")
-    return ""
-
-
-def _misfit(failure: _Failure, text: str, paths: tuple[str, ...]) -> Explanation:
-    line = "export_program(module, args, kwargs)  # writes them"
-    if not failure.args or not failure.kwargs:
-        line = f"dynamic_shapes=dynamic_shapes({'kwargs' if failure.kwargs else 'args'})"
-    return Explanation(f"dynamic_shapes does not fit the inputs: {text}\nIt can be written for you:", paths, line)
-
-
-# -- a program refuses its inputs ------------------------------------------------------------------------------------
-
-
-def _other_structure(failure: _Failure, found: re.Match[str]) -> Explanation | None:
-    names = ("exported", "called")
-    differences: list[Difference] | None = None
-    if isinstance(failure.module, ExportedProgram) and (failure.args or failure.kwargs):
-        differences = compare_specs(failure.module, (failure.args, dict(failure.kwargs)), names=names)
-    if not differences:
-        differences = compare_spec_texts(found[1], found[2], names)
-    if not differences:
-        return None
-    listed = "\n".join(map(str, differences))
-    return Explanation(
-        f"The program was exported for inputs of another structure:\n{listed}",
-        tuple(difference.path for difference in differences),
-        "",
-    )
-
-
-def _other_keywords(failure: _Failure, found: re.Match[str]) -> Explanation:
-    given, expected = (re.findall(r"'([^']+)'", names) for names in (found[1], found[2]))
-    paths = tuple(f"kwargs[{name!r}]" for name in given if name not in expected)
-    missing = [name for name in expected if name not in given]
-    text = [f"{', '.join(paths)} was not passed by keyword when the program was exported."] if paths else []
-    text += [f"{', '.join(missing)} is missing: it was passed by keyword then."] if missing else []
-    return Explanation(" ".join(text) + " Call the program as it was exported:", paths, _call(expected))
-
-
-def _call(keywords: list[str]) -> str:
-    return (
-        f"program.module()(..., {', '.join(f'{name}=...' for name in keywords)})"
-        if keywords
-        else "program.module()(...)"
-    )
-
-
-def _guard(failure: _Failure, found: re.Match[str]) -> Explanation:
-    guard = found[1].strip()
-    sized = re.match(r"(.+?)\.(size|stride)\(\)\[(\d+)\] (==|!=|<=|>=|<|>) (.+)$", guard)
-    if sized is None:
-        path = re.split(r" (?:==|!=|<=|>=|<|>) ", guard)[0]
-        return Explanation(
-            f"The program holds only for {guard}: a number, string or None among the inputs is part of the program. "
-            "Pass a tensor, or let the number vary when you export:",
-            (path,),
-            f"dynamic_shapes={{{path!r}: Dim.AUTO, ...}}",
-        )
-    path, what, axis, operator, value = sized.groups()
-    if what == "stride":
-        return Explanation(
-            f"The program holds only for {guard}: the example was a slice of a larger tensor. Export with a contiguous "
-            "one:",
-            (path,),
-            f"{path}.contiguous()",
-        )
-    if value.isdigit() and operator == "==":
-        return Explanation(
-            f"{path} has another size along axis {axis} than {value}, which the program is for: this axis was not to "
-            "vary, or the code fixed it. Export again with:",
-            (path,),
-            f"dynamic_shapes={{{_root(path)!r}: {{{axis}: Dim.AUTO}}, ...}}  # with an example of size 2 or more",
-        )
-    return Explanation(
-        f"The program holds only for {_format_size(guard)}: the code branches on it and the example took one way, "
-        "or a Dim sets the range. Take the branch out, or export one program for each way and choose before the call.",
-        (path,),
-        "",
-    )
-
-
-def _root(path: str) -> str:
-    return re.split(r"[\[.]", path)[0]
-
-
-def _in_the_guards(failure: _Failure) -> Explanation | None:
-    """An error raised by the code that torch generates to check the inputs of a program: its file has no name."""
-    frames = traceback.extract_tb(failure.error.__traceback__)
-    if not frames or (frames[-1].filename, frames[-1].name) != ("<string>", "_"):
-        return None
-    return Explanation(
-        "The program could not check its inputs. Known causes: None where the example had a tensor, or an example that "
-        "is a slice of a larger tensor. Pass what the example had, and export with contiguous examples:",
-        (),
-        "example.contiguous()",
-    )
-
-
 # -- the code looks at values ----------------------------------------------------------------------------------------
 
 
 _TORCH = os.path.dirname(torch.__file__)
 
 
-def _looks_at_values(failure: _Failure, found: re.Match[str]) -> Explanation:
+def _looks_at_values(failure: Failure, found: re.Match[str]) -> Explanation:
     places = re.findall(r'File "([^"]+)", line (\d+), in (\w+)(?:\n {4,}(\S.*))?', failure.message)
     own = [place for place in places if not place[0].startswith(_TORCH)]
     where = ""
@@ -399,7 +171,7 @@ def _looks_at_values(failure: _Failure, found: re.Match[str]) -> Explanation:
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _arguments(failure: _Failure, found: re.Match[str]) -> Explanation | None:
+def _arguments(failure: Failure, found: re.Match[str]) -> Explanation | None:
     if not isinstance(failure.error, TypeError):
         return None
     return Explanation(
@@ -409,13 +181,11 @@ def _arguments(failure: _Failure, found: re.Match[str]) -> Explanation | None:
     )
 
 
-def _args_are_no_tuple(failure: _Failure, found: re.Match[str]) -> Explanation:
+def _args_are_no_tuple(failure: Failure, found: re.Match[str]) -> Explanation:
     return Explanation("args must be a tuple of positional arguments:", ("args",), "torch.export.export(module, (x,))")
 
 
-_Explain = Callable[[_Failure, "re.Match[str]"], "Explanation | None"]
-
-_TABLE: list[tuple[str, _Explain]] = [
+_TABLE: list[Row] = [
     (r"Unsupported input type <class '([^']+)'>", _unregistered_input),
     (r"one of the inputs with type `?<class '([^']+)'>`?\s*is not supported", _unregistered_input),
     (r"Encountered an unsupported object of type <class '([^']+)'> while writing", _unregistered_input),
@@ -423,22 +193,8 @@ _TABLE: list[tuple[str, _Explain]] = [
     (r"Encountered unrecognized type \w+\((?:\w+\()?([\w.]+)\)* at output", _unregistered_output),
     (r"Deserializing ([\w.]+) in pytree is not registered", _not_registered_when_loaded),
     (r"<class '([^']+)'>$", _not_registered_now),
-    (r"Constraints violated", _constraints),
-    (
-        r"conflicts between user-specified ranges and inferred ranges.*specialized due to hint of (\d+) for dimension "
-        r"(inputs\S*\d+\])",
-        _fixed_by_the_example,
-    ),
-    (r"(\d+) not in range (\[.*?\])", _not_in_range),
-    (r"mismatch between the structure of `inputs` and `dynamic_shapes`", _shapes_do_not_fit),
-    (r"`dynamic_shapes` is specified as a dict, its top-level keys must be", _shapes_do_not_fit),
-    (r"specified at `dynamic_shapes", _shapes_do_not_fit),
-    (
-        r"exported input tree spec: *\n(.*?)\nbut actually got inputs with tree spec of: *\n(.*?)\.\nPlease check",
-        _other_structure,
-    ),
-    (r"kwarg keyword mismatch: Got the following keywords (\[.*?\]) but expected (\[.*?\])", _other_keywords),
-    (r"^Guard failed: (.+)$", _guard),
+    *SIZE_ROWS,
+    *PROGRAM_ROWS,
     (
         r"data-dependent expression|[Dd]ata-dependent branching|Dynamic control flow is not supported",
         _looks_at_values,
@@ -447,4 +203,5 @@ _TABLE: list[tuple[str, _Explain]] = [
     (r"got an unexpected keyword argument '(\w+)'", _arguments),
     (r"(too many positional arguments)", _arguments),
     (r"Expecting `args` to be a tuple", _args_are_no_tuple),
+    *OTHER_ROWS,
 ]

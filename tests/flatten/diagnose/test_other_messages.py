@@ -1,4 +1,4 @@
-"""What stands beside an export is explained, too; every message here was raised by torch itself."""
+"""Messages of the tools around an export are explained; every message here was raised by torch itself."""
 
 import dataclasses
 import enum
@@ -18,7 +18,6 @@ from yobx_flatten import (
     register,
     unregister_class_flattening,
 )
-from yobx_flatten.diagnose.other_messages import meaning_of
 
 X = torch.ones(2, 3)
 
@@ -119,7 +118,8 @@ def test_devices_that_differ_are_named():
         "The weights are on cpu, and input is elsewhere. Move the inputs:",
     )
     made = {"torch": torch, "inputs": args}
-    moved = meaning_of("Tensor on device meta is not on the expected device cpu!", module, {"input": args[0]}).line
+    error = RuntimeError("Tensor on device meta is not on the expected device cpu!")
+    moved = explain_error(error, module, args).remedy
     assert "tensor.to('cpu')" in moved
     # a tensor without data goes nowhere; on another device than that the line is the same
     assert eval(moved.replace("'cpu'", "'meta'"), made)[0].device.type == "meta"
@@ -199,6 +199,5 @@ def test_the_inputs_of_a_program_traced_strictly(pair_registered):
 
 def test_other_messages_are_not_known():
     """Nothing is made up."""
-    assert meaning_of("division by zero", None, {}) is None
     assert not explain_error(ZeroDivisionError("division by zero")).known
     assert explain_error(NotRegisteredError("as it is")).text == "as it is"

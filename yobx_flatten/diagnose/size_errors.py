@@ -1,0 +1,127 @@
+"""Explain messages on sizes: those that were to vary, and ``dynamic_shapes`` that do not fit the inputs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ..errors import DynamicShapesError
+from ..trees.shapes import check_dynamic_shapes
+from .explanation import Explanation, Failure, Row
+
+__all__ = ["SIZE_ROWS", "explain_misfit", "format_size", "misfit_in_our_words"]
+
+
+def _constraints(failure: Failure, found: re.Match[str]) -> Explanation | None:
+    """Every line of "Constraints violated" in other words, and torch's own suggestion."""
+    message = failure.message
+    fixed = re.findall(r"You marked (.+?) as dynamic but your code specialized it to be a constant \((\d+)\)", message)
+    equal = re.findall(r"The values of (.+?) and (.+?) must always be equal", message)
+    related = re.findall(r"The values of (.+?) must always be related to the values of (.+?) by ", message)
+    narrower = re.findall(r"Not all values of (.+?) in the specified range satisfy the generated guard (.+)", message)
+    sentences, paths = [], []
+    for name, size in fixed:
+        paths.append(format_size(name))
+        if int(size) < 2:
+            sentences.append(
+                f"{format_size(name)} was to vary, but has size {size} in the example, which torch.export takes for "
+                "fixed. Pass an example of size 2 or more, or let it be fixed:"
+            )
+        else:
+            sentences.append(
+                f"{format_size(name)} was to vary, but the code works for size {size} only. Either take out what "
+                "fixes it, or let it be fixed:"
+            )
+    for pair in equal + related:
+        sides = [format_size(side) for side in pair]
+        paths += sides
+        kind = "are equal" if pair in equal else "vary together"
+        sentences.append(f"The code works only where {' and '.join(sides)} {kind}. Say so:")
+    for name, guard in narrower:
+        paths.append(format_size(name))
+        sentences.append(
+            f"The code takes another way for some sizes of {format_size(name)}: the trace holds where "
+            f"{format_size(guard)}. Let the range state it, or take the branch out:"
+        )
+    if not sentences:
+        return None
+    suggested = re.search(r"Suggested fixes:\n(.+?)(?:\n\n|\Z)", message, re.DOTALL)
+    remedy = re.sub(r"(?m)^\s+", "", suggested[1]) if suggested else "Dim.AUTO  # instead of Dim.DYNAMIC"
+    return Explanation("\n".join(dict.fromkeys(sentences)), tuple(dict.fromkeys(paths)), remedy)
+
+
+def format_size(text: str) -> str:
+    """Spell ``L['x'].size()[0]`` as a user would.
+
+    >>> format_size("batch"), format_size("L['x']['a'].size()[1]"), format_size("b = L['y'].size()[0]")
+    ('batch', "x['a'].shape[1]", 'b (y.shape[0])')
+    """
+    text = re.sub(r"L\['(\w+)'\]", r"\1", text).replace(".size()[", ".shape[")
+    return re.sub(r"(\w+) = (\S+\.shape\[\d+\])", r"\1 (\2)", text)
+
+
+def _fixed_by_the_example(failure: Failure, found: re.Match[str]) -> Explanation:
+    path = re.sub(r"inputs\['(\w+)'\]", r"\1", found[2])
+    return Explanation(
+        f"{path} was to vary, but has size {found[1]} in the example, which torch.export takes for fixed. Pass an "
+        "example of size 2 or more, or let torch find out:",
+        (path,),
+        "Dim.AUTO  # instead of Dim.DYNAMIC",
+    )
+
+
+def _not_in_range(failure: Failure, found: re.Match[str]) -> Explanation:
+    return Explanation(
+        f"The example has size {found[1]} where the Dim allows {found[2]}. Pass an example within the range, or widen "
+        "it:",
+        (),
+        f'Dim("name", min={found[1]})',
+    )
+
+
+def _shapes_do_not_fit(failure: Failure, found: re.Match[str]) -> Explanation:
+    named = re.findall(r"`(dynamic_shapes\[[^`]*\])`", failure.message)
+    text = failure.message.strip().split("\n")[0].split(" For more information")[0]
+    return explain_misfit(failure, misfit_in_our_words(failure) or text, tuple(named[:1]))
+
+
+def misfit_in_our_words(failure: Failure) -> str:
+    """Return what ``check_dynamic_shapes`` finds in the shapes of a failure; ``""`` for nothing."""
+    if failure.dynamic_shapes is None:
+        return ""
+    inputs = failure.inputs()
+    try:
+        check_dynamic_shapes(
+            inputs if isinstance(failure.dynamic_shapes, Mapping) else tuple(inputs.values()), failure.dynamic_shapes
+        )
+    except DynamicShapesError as error:
+        return str(error).removeprefix("the inputs: ")
+    return ""
+
+
+def explain_misfit(failure: Failure, text: str, paths: tuple[str, ...]) -> Explanation:
+    """Explain that ``dynamic_shapes`` does not fit, with the line that writes it.
+
+    Args:
+        failure: the error.
+        text: what does not fit.
+        paths: the entries of ``dynamic_shapes`` that the error names.
+    """
+    line = "export_program(module, args, kwargs)  # writes them"
+    if not failure.args or not failure.kwargs:
+        line = f"dynamic_shapes=dynamic_shapes({'kwargs' if failure.kwargs else 'args'})"
+    return Explanation(f"dynamic_shapes does not fit the inputs: {text}\nIt can be written for you:", paths, line)
+
+
+SIZE_ROWS: list[Row] = [
+    (r"Constraints violated", _constraints),
+    (
+        r"conflicts between user-specified ranges and inferred ranges.*specialized due to hint of (\d+) for dimension "
+        r"(inputs\S*\d+\])",
+        _fixed_by_the_example,
+    ),
+    (r"(\d+) not in range (\[.*?\])", _not_in_range),
+    (r"mismatch between the structure of `inputs` and `dynamic_shapes`", _shapes_do_not_fit),
+    (r"`dynamic_shapes` is specified as a dict, its top-level keys must be", _shapes_do_not_fit),
+    (r"specified at `dynamic_shapes", _shapes_do_not_fit),
+]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,21 +28,21 @@ from ..errors import ConfigError, DeviceError, StageError
 from ..optim.parameters import ParameterStore, scan
 from ..optim.readiness import ReadinessTable
 from ..optim.step import StepRunner
-from ..schedule.costs import LayerCost, MeasuredCosts, analytic_cost
-from ..schedule.plan import ModelExecutePlan, RunType
+from ..schedule.plan import RunType
 from ..schedule.round_robin import RoundRobin, Stage
 from ..timeline.record import current_timeline
 from .autograd import call
 from .config import RoundPipeRunConfig
 from .inputs import feed_inputs, host_value
 from .outputs import merge_outputs, outputs_of
+from .planner import Planner
 from .progress import PipelineProgress
 from .run import Run
 from .run_spec import RunSpec, captured_autocast
 from .stage import run_stage
 from .timer import Timer
 
-__all__ = ["FOR_PARAMETERS", "Engine"]
+__all__ = ["Engine"]
 
 # Pipelines may share devices. All stages of a run are handed out in one go: then every device has them in the same
 # order, and no two runs can wait for each other.
@@ -50,13 +50,6 @@ _DISPATCH = free_after_fork(threading.Lock())
 
 # The pipelines that are open on a device: the last one that closes ends its thread.
 _USERS: weakref.WeakKeyDictionary[Device, weakref.WeakSet[Engine]] = weakref.WeakKeyDictionary()
-
-# Seconds of a forward on the CPU below which two threads are slower than one: torch gives the interpreter's lock away
-# at each operator, so they would take it from each other all the time.
-_BRIEF = 150e-6
-
-# The share of a device's memory for parameters and gradients; activations have the rest.
-FOR_PARAMETERS = 0.6
 
 
 class Engine:
@@ -89,9 +82,7 @@ class Engine:
         self.store = ParameterStore(model, optim_dtype)
         self.table = ReadinessTable(len(self.layers))
         self.round_robin = RoundRobin(len(self.devices))
-        # apart, as a forward alone may be of another batch, and is not to be compared with a backward
-        guessed = [analytic_cost(layer) for layer in self.layers]
-        self._training, self._inference = MeasuredCosts(guessed), MeasuredCosts(guessed)
+        self.planner = Planner(self.layers, self.devices)
         found = self.layers
         self.steps = StepRunner(self.store, self.table, lambda: scan(found))
         self.lock = threading.RLock()
@@ -100,7 +91,6 @@ class Engine:
         with _DISPATCH:
             for device in self.devices:
                 _USERS.setdefault(device, weakref.WeakSet()).add(self)
-        self._plans: dict[RunType, tuple[ModelExecutePlan, int]] = {}
         self._warned = False
 
     # -- what a user calls -------------------------------------------------------------------------------------------
@@ -222,7 +212,7 @@ class Engine:
             PlanError: the plan of the configuration is not one for these layers.
             StageError: a layer has parameters without a shape.
         """
-        plan = config.execute_plan or self._plan(kind)
+        plan = config.execute_plan or self.planner.plan(kind, self.step)
         # A publication that failed, for want of memory for example, is tried again before each run: the run would get
         # its error otherwise, also after the cause is gone.
         self.steps.resume()
@@ -246,12 +236,12 @@ class Engine:
             step=self.step,
             autocast=captured_autocast(kinds),
             # In a run that goes backward later, the caller may change parameters in between.
-            stays=kind == "fused" and self._fits(),
-            one_thread=self._prefers_one_thread(kind),
+            stays=kind == "fused" and self.planner.fits(),
+            one_thread=self.planner.prefers_one_thread(kind),
             take_gradient=self.take_gradient,
             **of_loss,
         )
-        timer = Timer(self._measured_in(kind), current_timeline())
+        timer = Timer(self.planner.measured(kind), current_timeline())
         contract = LossContract(config.loss_reduction or "sum", rows)
         return Run(spec, self.store, self.table, self.version(), timer, contract)
 
@@ -362,16 +352,6 @@ class Engine:
         """Return the version of the parameters that a run reads now."""
         return self.steps.version()
 
-    def layer_costs(self, kind: RunType = "fused") -> list[LayerCost]:
-        """Return the known cost of each layer in runs of a kind; in other runs if there was none of this kind."""
-        own, other = (self._inference, self._training) if kind == "infer" else (self._training, self._inference)
-        return (own if own.is_measured or not other.is_measured else other).costs()
-
-    def memory_limit(self) -> float | None:
-        """Return the GB of the smallest device that parameters and gradients may take, where it is known."""
-        known = [device.memory for device in self.devices if device.memory is not None]
-        return FOR_PARAMETERS * min(known) / 1e9 if known else None
-
     def close(self) -> None:
         """Finish work that is under way and end the threads."""
         try:
@@ -400,34 +380,6 @@ class Engine:
                 "A pipeline was called from inside of a layer that runs on one of its own devices, which would wait "
                 "for itself. Give the inner pipeline devices of its own."
             )
-
-    def _plan(self, kind: RunType) -> ModelExecutePlan:
-        """The plan in use; it is looked at again after 1, 2, 4, 8 ... runs, as more was measured."""
-        plan, due = self._plans.get(kind, (None, 0))
-        if plan is None or self.step >= due:
-            found = ModelExecutePlan.auto(
-                kind,
-                self.layer_costs(kind),
-                min_stages=len(self.devices),
-                model_memory_limit=self.memory_limit(),
-                previous=plan,
-            )
-            plan = cast(ModelExecutePlan, found)
-            self._plans[kind] = plan, max(1, 2 * self.step)
-        return plan
-
-    def _prefers_one_thread(self, kind: RunType) -> bool:
-        """Whether most of the time goes into brief layers; never on accelerators, where threads only launch."""
-        on_cpu = all(device.torch_device.type == "cpu" for device in self.devices)
-        return on_cpu and self._measured_in(kind).share_below(_BRIEF) > 0.5
-
-    def _measured_in(self, kind: RunType) -> MeasuredCosts:
-        return self._inference if kind == "infer" else self._training
-
-    def _fits(self) -> bool:
-        """Whether every device has room for all parameters and gradients at once."""
-        limit = self.memory_limit()
-        return limit is None or sum(c.param_bytes + c.grad_bytes for c in self.layer_costs()) <= limit * 1e9
 
     def _start(self, run: Run, host_values: Sequence[HostValue]) -> None:
         for number, on_host in enumerate(host_values):

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from ..engine.driver import FOR_PARAMETERS
+from ..engine.planner import FOR_PARAMETERS
 from ..errors import PlanError
 from ..schedule.costs import LayerCost, analytic_cost
 from ..schedule.plan import ModelExecutePlan

@@ -288,11 +288,11 @@ class RoundPipe(ModelProxy):
     @property
     def model_memory_limit(self) -> float | None:
         """Memory limit in GB for parameters and gradients on the smallest device, where it is known."""
-        return self._rp_engine.memory_limit()
+        return self._rp_engine.planner.memory_limit()
 
     def layer_costs(self) -> list[LayerCost]:
         """Return the cost of each layer: estimated at first, measured once the pipeline has run."""
-        return self._rp_engine.layer_costs()
+        return self._rp_engine.planner.layer_costs()
 
     def set_original_model(self, original_model: nn.Module) -> None:
         """Read, write and delete attributes on this model, from which the wrapped one was made."""

@@ -56,8 +56,8 @@ def table(rows: Iterable[Sequence[str]], *, align: str = "", indent: str = "  ",
     | batch 12  why
     >>> for line in table([["model.layers.0", "9 MB"], ["head", "12.5 MB"]], align="<>", indent="| ", width=20):
     ...     print(line)
-    | ...ers.0     9 MB
-    | head      12.5 MB
+    | ...yers.0     9 MB
+    | head       12.5 MB
     """
     cells = [list(row) for row in rows]
     signs = align.ljust(max(map(len, cells), default=0), "<")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
-from roundpipe_runtime.engine import driver as engine
+from roundpipe_runtime.engine import planner
 from roundpipe_runtime.engine.nested_checkpoint import run_backward
 from roundpipe_runtime.engine.recompute import run_seeded
 
@@ -161,7 +161,7 @@ def test_a_profiler_that_starts_meanwhile_stays():
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_dropout_in_a_checkpoint_is_the_same_on_any_number_of_devices(reentrant, monkeypatch):
     """Gradients are equal to the last bit and the caller's generator stays; a third of runs differed without this."""
-    monkeypatch.setattr(engine, "_BRIEF", 0.0)  # a thread for each device, however brief the layers are
+    monkeypatch.setattr(planner, "_BRIEF", 0.0)  # a thread for each device, however brief the layers are
     width = 64
 
     def gradients(devices, seed):

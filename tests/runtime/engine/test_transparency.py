@@ -57,7 +57,9 @@ def wrapped(model, devices, case, **fields):
         num_microbatch=case["microbatches"], execute_plan=plan, recompute_grain=case["grain"], **fields
     )
     pipe = RoundPipe(model, devices=devices[: case["devices"]], model_run_config=config)
-    pipe._rp_engine._fits = lambda: case.get("fits", True)  # whether layers stay on a device between their two passes
+    pipe._rp_engine.planner.fits = lambda: case.get(
+        "fits", True
+    )  # whether layers stay on a device between their two passes
     yield pipe
 
 

@@ -82,7 +82,7 @@ def test_the_estimate_is_what_a_run_holds(name, dtype, optim_dtype, style, stays
         check=False,
         model_run_config=RoundPipeRunConfig(num_microbatch=microbatches, execute_plan=plan),
     )
-    model._rp_engine._fits = lambda: stays
+    model._rp_engine.planner.fits = lambda: stays
     tokens = torch.randint(0, config.vocab_size, (rows, length))
     model.forward_backward(input_kwargs={"input_ids": tokens, "labels": tokens})
     model.close()

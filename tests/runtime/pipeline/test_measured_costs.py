@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import ModelExecutePlan, RoundPipeRunConfig
-from roundpipe_runtime.engine import driver as engine
+from roundpipe_runtime.engine import planner
 from tests.runtime.small import batch, same_bits, small_model
 
 F = nn.functional
@@ -70,7 +70,7 @@ class _Watched(nn.Linear):
 @pytest.mark.parametrize(("brief", "threads"), [(1.0, 1), (0.0, 2)])
 def test_one_thread_computes_brief_layers(wrap, monkeypatch, brief, threads):
     """Once layers were measured to be brief, one thread computes them all; no bit of the result depends on it."""
-    monkeypatch.setattr(engine, "_BRIEF", brief)
+    monkeypatch.setattr(planner, "_BRIEF", brief)
     torch.manual_seed(0)
     model = nn.Sequential(*[_Watched(8, 8) for _ in range(6)])
     pipe, inputs, labels = wrap(model), torch.randn(6, 8), torch.randn(6, 8)

@@ -1,0 +1,84 @@
+"""What the engine decides before a run, from the costs that were measured: stages, threads, what stays on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from torch import nn
+
+from ..device.virtual import Device
+from ..schedule.costs import LayerCost, MeasuredCosts, analytic_cost
+from ..schedule.plan import ModelExecutePlan, RunType
+
+__all__ = ["FOR_PARAMETERS", "Planner"]
+
+# Seconds of a forward on the CPU below which two threads are slower than one: torch gives the interpreter's lock away
+# at each operator, so they would take it from each other all the time.
+_BRIEF = 150e-6
+
+# The share of a device's memory for parameters and gradients; activations have the rest.
+FOR_PARAMETERS = 0.6
+
+
+class Planner:
+    """Plans of one model on its devices.
+
+    Args:
+        layers: layers, in order.
+        devices: devices on which they run.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], devices: Sequence[Device]) -> None:
+        self._devices = devices
+        # apart, as a forward alone may be of another batch, and is not to be compared with a backward
+        guessed = [analytic_cost(layer) for layer in layers]
+        self._training, self._inference = MeasuredCosts(guessed), MeasuredCosts(guessed)
+        self._plans: dict[RunType, tuple[ModelExecutePlan, int]] = {}
+
+    def measured(self, kind: RunType) -> MeasuredCosts:
+        """Return the costs that runs of a kind measure."""
+        return self._inference if kind == "infer" else self._training
+
+    def layer_costs(self, kind: RunType = "fused") -> list[LayerCost]:
+        """Return the known cost of each layer in runs of a kind; in other runs if there was none of this kind."""
+        own, other = (self._inference, self._training) if kind == "infer" else (self._training, self._inference)
+        return (own if own.is_measured or not other.is_measured else other).costs()
+
+    def memory_limit(self) -> float | None:
+        """Return the GB of the smallest device that parameters and gradients may take, where it is known."""
+        known = [device.memory for device in self._devices if device.memory is not None]
+        return FOR_PARAMETERS * min(known) / 1e9 if known else None
+
+    def plan(self, kind: RunType, step: int) -> ModelExecutePlan:
+        """Return the plan in use, which is made again after 1, 2, 4, 8 ... runs, as more was measured.
+
+        Args:
+            kind: kind of the run.
+            step: number of runs before it.
+
+        Raises:
+            PlanError: a layer is too large for the devices.
+        """
+        plan, due = self._plans.get(kind, (None, 0))
+        if plan is None or step >= due:
+            found = ModelExecutePlan.auto(
+                kind,
+                self.layer_costs(kind),
+                min_stages=len(self._devices),
+                model_memory_limit=self.memory_limit(),
+                previous=plan,
+            )
+            plan = cast(ModelExecutePlan, found)
+            self._plans[kind] = plan, max(1, 2 * step)
+        return plan
+
+    def prefers_one_thread(self, kind: RunType) -> bool:
+        """Return whether most of the time goes into brief layers; never on accelerators, where threads only launch."""
+        on_cpu = all(device.torch_device.type == "cpu" for device in self._devices)
+        return on_cpu and self.measured(kind).share_below(_BRIEF) > 0.5
+
+    def fits(self) -> bool:
+        """Return whether every device has room for all parameters and gradients at once."""
+        limit = self.memory_limit()
+        return limit is None or sum(c.param_bytes + c.grad_bytes for c in self.layer_costs()) <= limit * 1e9

@@ -1,0 +1,329 @@
+"""``WrappedModel``: a transformers model that runs through a pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from yobx_flatten.recipe.aliases import Kwargs, PyTree
+
+from ..engine.config import RoundPipeRunConfig
+from ..errors import ConfigError
+from ..pipeline import RoundPipe
+from .adapters import check_adapters, model_inside
+from .batches import check_packed_texts, split_pictures
+from .cutting.caches import CACHE, HeldCache, has_layers, home, split_held
+from .cutting.capture import asked_for, install_hooks, is_cache
+from .cutting.cut import Cut, pieces_of, whole
+from .cutting.example import without_cache
+from .errors import moved_away, resized_late
+from .generate.encoders import GenerationPath, generation_paths, use_paths
+from .generate.generation import forward_of, reason_for_host
+from .loss.call_options import CALL_OPTIONS, CallOptions
+from .loss.label_smoothing import SmoothedLoss, smoothed_call
+from .loss.moe_aux_loss import has_auxiliary_loss, has_router_logits, wants_tuple
+from .loss.weights import has_labels, own_loss, rows_of_call
+from .merge_outputs import loss_fn_with_weight, merge_as_asked, merge_as_tuple, merge_with_cache, merge_with_loss
+
+_LOG = logging.getLogger(__name__)
+
+__all__ = ["WrappedModel"]
+
+
+class WrappedModel(RoundPipe):
+    """A transformers model that runs through a pipeline, made by :func:`wrap_model_to_roundpipe`.
+
+    Parameters, names, ``config``, ``generate``, ``save_pretrained`` and all other attributes are the model's own.
+    ``forward`` and ``forward_backward`` take the arguments of its forward.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    ...                      vocab_size=64)
+    >>> model = wrap_model_to_roundpipe(LlamaForCausalLM(config), lower_threshold=0, devices="virtual:2")
+    >>> isinstance(model, RoundPipe), model.config.hidden_size, model.model.layers[0].mlp.up_proj.weight.shape
+    (True, 16, torch.Size([32, 16]))
+    >>> model.close()
+    """
+
+    def __init__(self, made: Cut, **options: Any) -> None:
+        self.__dict__["_rp_cut"] = made
+        super().__init__(made.model, **options)
+
+    def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
+        return list(self.cut.pieces)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model's attribute ``model``, such as the decoder without its head; without one, the model itself."""
+        whole_model = self.cut.model
+        inner = getattr(whole_model, "model", whole_model)
+        return inner if isinstance(inner, nn.Module) else whole_model
+
+    @property
+    def cut(self) -> Cut:
+        """The cut: the pieces, and the report on how they were found."""
+        found: Cut = self.__dict__["_rp_cut"]
+        return found
+
+    def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
+        """Run the model forward, microbatch by microbatch, and return its joined output.
+
+        The loss of a model that was given labels is that of the whole batch.
+
+        Args:
+            *args: positional arguments of the model.
+            roundpipe_run_config: settings of this call, which override those of the model.
+            **kwargs: keyword arguments of the model. ``use_cache`` is ``False`` unless it is among them. A cache is
+                split into those of the microbatches, and afterwards holds what all of them wrote.
+
+        Returns:
+            The output of the whole batch.
+
+        Raises:
+            BatchStructureError: the batch takes another path through the model than the example that it was cut with.
+            SplitError: inputs cannot be split into microbatches.
+        """
+        kwargs, config = self._rp_prepared(kwargs, roundpipe_run_config)
+        if is_cache(kwargs.get(CACHE)) or kwargs.get("use_cache"):
+            kwargs, config = self._rp_with_cache(kwargs, config)
+        outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
+        return outputs[0] if config.merge_output is False else outputs
+
+    def _rp_prepared(
+        self, kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
+    ) -> tuple[Kwargs, RoundPipeRunConfig]:
+        """Complete arguments and configuration of a call: its options, and how it is split and merged."""
+        check_adapters(kwargs)
+        check_packed_texts(kwargs)
+        model = self.cut.model
+        prepared = without_cache(model, dict(kwargs))
+        if asked_for(model, prepared) != "none":
+            install_hooks(model)
+        self.cut.sync()  # after it, as copies share the hooks of the model, and would install them again
+        config = (given or RoundPipeRunConfig()).over(self._rp_options.model_run_config)
+        if config.split_input is None and (split := split_pictures(getattr(model, "config", None), prepared)):
+            config = dataclasses.replace(config, split_input=split)
+        options: CallOptions = prepared.setdefault(CALL_OPTIONS, CallOptions())
+        wanted = config.merge_output
+        if wanted in (None, True):
+            is_smoothed = options.smoothed_loss is not None
+            merge: Callable[[list[PyTree]], PyTree] = functools.partial(merge_with_loss, model, prepared, is_smoothed)
+            if has_router_logits(model, prepared) and wants_tuple(model, prepared):
+                # the loss of experts is computed from router logits, which an output finds by name only
+                merge = functools.partial(merge_as_tuple, merge)
+                prepared["return_dict"] = True
+            config = dataclasses.replace(config, merge_output=merge)
+        elif wanted is not False:
+            config = dataclasses.replace(config, merge_output=functools.partial(merge_as_asked, wanted))
+        return prepared, config
+
+    def _rp_with_cache(self, kwargs: Kwargs, config: RoundPipeRunConfig) -> tuple[Kwargs, RoundPipeRunConfig]:
+        """Complete arguments and configuration of a call with a cache, which stays on the host."""
+        if config.resolved(1).requires_grad:
+            raise ConfigError(
+                "A cache is kept without gradients only, as layers that are called again would write it twice:\n"
+                "    with torch.no_grad(): model(..., use_cache=True)"
+            )
+        cache = kwargs.get(CACHE)
+        cache = home(model_inside(self.cut.model)) if cache is None else cache
+        merge = config.merge_output
+        if cache is None or not has_layers(cache) or not callable(merge):
+            raise ConfigError(
+                "A cache through a pipeline needs joined outputs, and a list of layers: give the model one, or none:\n"
+                "    model(..., past_key_values=DynamicCache(config=model.config))\n"
+                "    model(..., use_cache=False)"
+            )
+        joined = functools.partial(merge_with_cache, cache, merge)
+        cut = config.split_input
+        if cut is not None and not callable(cut):
+            raise ConfigError("A cache is split like its rows: with a cache, split_input can only be a function.")
+        config = dataclasses.replace(config, merge_output=joined, split_input=split_held(cut))
+        return {**kwargs, CACHE: HeldCache(cache)}, config
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as the model does, through the pipeline; on the host, if a trial before the first call fails.
+
+        Args:
+            *args: positional arguments of the model's ``generate``.
+            **kwargs: keyword arguments of the model's ``generate``.
+
+        Returns:
+            The value that the model's ``generate`` returns.
+        """
+        self.synchronize()
+        generate: Callable[..., Any] = self.cut.model.generate  # type: ignore[assignment] # attributes of modules
+        if paths := self._rp_paths():
+            with use_paths(paths):
+                return generate(*args, **kwargs)
+        if self._rp_generates_on_host():
+            return generate(*args, **kwargs)
+        with forward_of(self.cut.model, self.forward):
+            return generate(*args, **kwargs)
+
+    def _rp_paths(self) -> list[GenerationPath]:
+        """The paths on which an encoder-decoder generates; a model in one piece has none."""
+        own = self.__dict__
+        if "_rp_paths_made" not in own:
+            own["_rp_paths_made"] = [] if self.cut.report.is_whole else generation_paths(self.cut.model, self._rp_alike)
+        made: list[GenerationPath] = own["_rp_paths_made"]
+        return made
+
+    def _rp_alike(self, made: Cut) -> WrappedModel:
+        """A pipeline like this one, on the same devices, of another cut of the same parameters."""
+        config = self._rp_options.model_run_config
+        return WrappedModel(made, name=self.name, model_run_config=config, pin_model="off", devices=self.devices)
+
+    def close(self) -> None:
+        """Wait for a background step and end the threads; the pipeline cannot run afterwards."""
+        for path in self.__dict__.pop("_rp_paths_made", ()):
+            path.close()
+        super().close()
+
+    def _rp_generates_on_host(self) -> bool:
+        if "_rp_host_reason" not in self.__dict__:
+            self.__dict__["_rp_host_reason"] = reason = reason_for_host(self.cut, self.forward)
+            if reason is not None:
+                _LOG.info("%s generates on the host: %s", self.cut.report.model, reason)
+        return self.__dict__["_rp_host_reason"] is not None
+
+    def forward_backward(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: Callable[[Any, Any], Any] = own_loss,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> Any:
+        """Run forward, loss and backward in one go, and return the loss.
+
+        A model that is given its labels among ``input_kwargs`` computes its own loss. A ``loss_fn`` that returns it, or
+        a multiple of it, gives the loss and the gradient of the whole batch, for any split.
+
+        Args:
+            input_args: positional arguments of the model.
+            input_kwargs: keyword arguments of the model.
+            label: labels for ``loss_fn``, split like the inputs.
+            loss_fn: ``loss_fn(outputs, label)`` of a microbatch. Default: the loss that the model computed. With a
+                `SmoothedLoss`, the labels can also be among ``input_kwargs``.
+            return_outputs: whether to also return the outputs, joined and detached.
+            run_config: settings of this call, which override those of the model.
+
+        Returns:
+            The loss of the batch, detached, on the host; with ``return_outputs``, ``(loss, outputs)``.
+
+        Raises:
+            BatchStructureError: the batch takes another path through the model than the example that it was cut with.
+            SplitError: inputs or labels cannot be split into microbatches.
+            LossError: ``loss_fn`` returned something that is not a loss.
+        """
+        model, options = self.cut.model, CallOptions()
+        if isinstance(loss_fn, SmoothedLoss):
+            input_kwargs, smoothed, labels = smoothed_call(model, loss_fn, input_kwargs or {}, label)
+            options = CallOptions(smoothed_loss=smoothed, labels=labels)
+            loss_fn, label = own_loss, None
+        input_kwargs = {**(input_kwargs or {}), CALL_OPTIONS: options}
+        kwargs, config = self._rp_prepared(input_kwargs, run_config)
+        if is_cache(kwargs.get(CACHE)) or kwargs.get("use_cache"):
+            raise ConfigError("forward_backward keeps no cache: leave past_key_values and use_cache out.")
+        is_smoothed = options.smoothed_loss is not None
+        computes_loss = is_smoothed or has_labels(model, kwargs)
+        if computes_loss and not is_smoothed and has_auxiliary_loss(model, kwargs):
+            return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config)
+        if loss_fn is own_loss and not return_outputs:
+            kwargs[CALL_OPTIONS] = dataclasses.replace(options, loss_only=True)
+        if computes_loss:  # shares of a mean are added
+            config = dataclasses.replace(config, loss_reduction="sum")
+        loss_fn = loss_fn_with_weight(loss_fn, rows_of_call(input_args, kwargs) if computes_loss else None)
+        result = super().forward_backward(input_args, kwargs, label, loss_fn, return_outputs, config)
+        return (result[0], result[1][0]) if return_outputs and config.merge_output is False else result
+
+    def _rp_backward_from_joined(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Kwargs,
+        label: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        return_outputs: bool,
+        config: RoundPipeRunConfig,
+    ) -> Any:
+        """Forward of all microbatches, then the loss of the joined output: for a loss that is not a sum over rows."""
+        with torch.enable_grad():
+            outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
+            loss = loss_fn(outputs, label)
+            torch.autograd.backward(loss)
+        loss = pytree.tree_map(torch.Tensor.detach, loss)
+        return (loss, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)) if return_outputs else loss
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the model with its own ``save_pretrained``, after the last step; a model with adapters saves only these.
+
+        Args:
+            *args: positional arguments of the model's ``save_pretrained``.
+            **kwargs: keyword arguments of the model's ``save_pretrained``.
+
+        Returns:
+            The value that the model's ``save_pretrained`` returns.
+        """
+        self.synchronize()
+        return self.cut.model.save_pretrained(*args, **kwargs)  # type: ignore[operator] # attributes of modules
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Upload the model with its own ``push_to_hub``, after the last step.
+
+        Args:
+            *args: positional arguments of the model's ``push_to_hub``.
+            **kwargs: keyword arguments of the model's ``push_to_hub``.
+
+        Returns:
+            The value that the model's ``push_to_hub`` returns.
+        """
+        self.synchronize()
+        return self.cut.model.push_to_hub(*args, **kwargs)  # type: ignore[operator] # attributes of modules
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Resize the token embeddings as the model does, while no optimizer has copies of them.
+
+        Args:
+            *args: positional arguments of the model's ``resize_token_embeddings``.
+            **kwargs: keyword arguments of the model's ``resize_token_embeddings``.
+
+        Returns:
+            The value that the model's ``resize_token_embeddings`` returns.
+
+        Raises:
+            ConfigError: an optimizer has copies, because of ``optim_dtype``.
+        """
+        self.synchronize()
+        if (args or kwargs) and self._rp_engine.store.masters():
+            raise resized_late()
+        return self.cut.model.resize_token_embeddings(*args, **kwargs)  # type: ignore[operator] # attributes of modules
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Apply ``to``, ``half``, ``cuda`` and the like, which can change the dtype but not the device."""
+        device = fn(torch.empty(0)).device
+        if device.type != "cpu":
+            raise moved_away(str(device))
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # torch has no types for it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "program": self.cut.program, "report": self.cut.report,
+                "names": list(self.cut.layers)}  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        model, program = state["model"], state["program"]
+        made = whole(model)
+        if program is not None:
+            layers = {name: model.get_submodule(name) for name in state["names"]}
+            made = Cut(model, pieces_of(model, layers, program), program, state["report"], layers)
+            made.sync()
+        self.__dict__["_rp_cut"] = made
+        super().__setstate__(state)

@@ -60,9 +60,6 @@ def check_loss_fn(loss_fn: Any) -> None:
 def check_labels(label: FlatTree) -> None:
     """Check that no label requires a gradient: devices have copies, so no gradient reaches the labels.
 
-    Args:
-        label: labels.
-
     Raises:
         ConfigError: naming the key path.
     """

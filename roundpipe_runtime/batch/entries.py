@@ -19,7 +19,7 @@ from .flat import FlatTree
 from .packed import RoundPipePackedData, counted_rows, known_rows
 from .spec import Rule, is_below, rule_for
 
-__all__ = ["Entry", "check_registered", "entries_of", "entries_of_flat"]
+__all__ = ["Entry", "check_registered", "entries_of", "entries_of_flat", "is_cache"]
 
 # Leaves of these types hold nothing that torch would have to flatten; a batch mostly has no others.
 _CLOSED = frozenset(
@@ -126,7 +126,7 @@ def check_registered(flat: FlatTree, rules: Mapping[str, Rule]) -> None:
         "the same one. Register it first:\n"
         "    with register_flattening_functions(patch_transformers=True): ..."
         for leaf in flat.leaves
-        if _is_cache(leaf.value) and not any(text.startswith(f"{leaf.path} is ") for text in found)
+        if is_cache(leaf.value) and not any(text.startswith(f"{leaf.path} is ") for text in found)
     ]
     if found:
         raise UnregisteredObjectError("\n".join(found))
@@ -173,7 +173,7 @@ def _axis_of_mask(path: str, rule: Rule | None) -> int | None:
     return 0 if rule is None else rule.dim
 
 
-def _is_cache(value: Any) -> bool:
-    # an empty cache holds no tensor yet, but is filled by the forward
+def is_cache(value: Any) -> bool:
+    """Return whether a value is a cache of transformers."""
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(value, module.Cache)

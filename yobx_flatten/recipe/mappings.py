@@ -46,9 +46,6 @@ def is_mapping(cls: type) -> bool:
 def mapping_functions(cls: type) -> tuple[Flatten, FlattenWithKeys, Unflatten]:
     """Return flatten, keyed flatten and unflatten of a class for which :func:`is_mapping` holds.
 
-    Args:
-        cls: the class.
-
     Returns:
         The three functions. Flatten raises :class:`~yobx_flatten.errors.RoundTripError` for an instance of a ``dict``
         or ``UserDict`` that holds what no item does, and unflatten when the constructor made other items.

@@ -98,9 +98,6 @@ class _Lines(logging.Handler):
 def progress(first: str) -> Iterator[Any]:
     """Show on stderr what is being done: next to a bar on a terminal, elsewhere a line for each stage.
 
-    Args:
-        first: what is done first.
-
     Yields:
         A function that shows another stage; what the package logs of an export is shown by itself.
     """

@@ -73,9 +73,6 @@ class HeldCache(Static):
     def opened(self, device: torch.device) -> Iterator[Any]:
         """Open the cache for a layer in the block.
 
-        Args:
-            device: device of the layer.
-
         Yields:
             A cache whose entries are copied to the device when they are read, and back at the end of the block.
         """

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ...batch.entries import is_cache
 from .capture_old import COLLECTOR, hook_layers, is_old
 
 __all__ = [
@@ -115,9 +116,6 @@ def install_hooks(model: nn.Module) -> None:
 
     transformers installs them in the first forward that returns such outputs. That forward would be the one of a copy,
     which has stubs instead of layers.
-
-    Args:
-        model: model.
     """
     module = sys.modules.get(_MODULE)
     if module is None:
@@ -159,9 +157,3 @@ def asked_for(model: nn.Module, kwargs: Mapping[str, Any]) -> Literal["none", "e
     if asked("output_hidden_states"):
         return "all"
     return "extras" if asked("output_attentions") or asked("output_router_logits") else "none"
-
-
-def is_cache(value: Any) -> bool:
-    """Report whether a value is a cache of transformers."""
-    module = sys.modules.get("transformers.cache_utils")
-    return module is not None and isinstance(value, module.Cache)

@@ -32,11 +32,7 @@ def is_old() -> bool:
 
 
 def hook_layers(model: nn.Module) -> None:
-    """Register a hook on each module whose outputs can be returned, unless it has one.
-
-    Args:
-        model: model.
-    """
+    """Register a hook on each module whose outputs can be returned, unless it has one."""
     for part in _decorated(model):
         for key, recorders in _recorders(part).items():
             for recorder in recorders:

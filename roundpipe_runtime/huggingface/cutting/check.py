@@ -126,11 +126,7 @@ def objective(outputs: PyTree, labels: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set every module of a model to evaluation mode in the block, and restore its mode afterwards.
-
-    Args:
-        model: model.
-    """
+    """Set every module of a model to evaluation mode in the block, and restore its mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -51,10 +51,6 @@ class Gradients:
     def offer(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
         """Digest a summand of a gradient, unless hooks of the parameter need the sum.
 
-        Args:
-            parameter: parameter.
-            gradient: summand of its gradient.
-
         Returns:
             Whether it was digested.
         """

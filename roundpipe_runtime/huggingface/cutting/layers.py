@@ -37,9 +37,6 @@ def candidates(model: nn.Module) -> list[Candidate]:
 
     A list counts if it has at least two elements, all with parameters.
 
-    Args:
-        model: model.
-
     Returns:
         The lists.
 

@@ -57,11 +57,7 @@ class _OtherForward:
 
 @contextlib.contextmanager
 def with_own_forwards(model: nn.Module) -> Iterator[None]:
-    """Undo `forward_of` in the block, for a model and all modules in it.
-
-    Args:
-        model: model.
-    """
+    """Undo `forward_of` in the block, for a model and all modules in it."""
     held = [(module.__dict__, module.__dict__.get("forward")) for module in model.modules()]
     taken = [(own, forward) for own, forward in held if isinstance(forward, _OtherForward)]
     for own, _ in taken:
@@ -78,10 +74,6 @@ def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
 
     A prompt of two rows, the first one padded, and one more token run through the pipeline and through the model, each
     with a cache.
-
-    Args:
-        cut: cut of the model.
-        forward: forward of the pipeline.
 
     Returns:
         The reason; ``None`` if the model can generate through the pipeline.

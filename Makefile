@@ -17,7 +17,7 @@ COMPAT_TESTS ?= tests/flatten --ignore=tests/flatten/cli/test_demo.py \
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# What each step needs, beside the package itself: extras for what users run, groups for what developers run.
+# What each step needs, in addition to the package itself: extras for what users run, groups for what developers run.
 NEEDS_demo := --editable '.[transformers,onnx,cli]'
 NEEDS_test := --editable '.[all]' --group test
 NEEDS_lint := --group lint
@@ -41,7 +41,7 @@ demo: $(VENV)/.has-demo  ## export models with their caches, train one through a
 test: $(VENV)/.has-test  ## run the tests, a process per core (PYTEST_ARGS="-k cache" and the like are passed on, WORKERS=0: one process)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 $(PYTEST_ARGS)
 
-compat:  ## run the tests of caches and of the Trainer with older transformers, too (VERSIONS="4.56.2 5.23.0" for some of them)
+compat:  ## run the tests of caches and of the Trainer also with older transformers (VERSIONS="4.56.2 5.23.0" for some of them)
 	@PYTHON="$(PYTHON)" .ci/compat "$(VERSIONS)" $(COMPAT_TESTS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.has-lint  ## check style, formatting, spelling, and which folder imports which

@@ -198,7 +198,7 @@ def draw(found: dict[str, Any], path: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What a pipeline learns beside what the plain model learns.")
+    parser = argparse.ArgumentParser(description="What a pipeline learns next to what the reference model learns.")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--json", metavar="FILE", help="also write all numbers to this file")
     parser.add_argument("--picture", metavar="FILE", help="also draw both losses, with matplotlib")

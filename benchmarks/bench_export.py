@@ -361,7 +361,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="3 by default")
     parser.add_argument("--genai", help="Python of an environment with onnxruntime-genai")
     parser.add_argument("--optimum", help="Python of an environment with optimum-onnx")
-    parser.add_argument("--compile", action="store_true", help="time torch.compile as well, which compiles for minutes")
+    parser.add_argument("--compile", action="store_true", help="also time torch.compile, which compiles for minutes")
     parser.add_argument("--output", type=pathlib.Path, help="a JSON file to write")
     options = parser.parse_args()
     options.families = options.families.split(",")

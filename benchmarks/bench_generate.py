@@ -1,4 +1,4 @@
-"""One step of a decode loop: eager PyTorch beside the exported file in onnxruntime, with and without IO binding.
+"""One step of a decode loop: eager PyTorch next to the exported file in onnxruntime, with and without IO binding.
 
 All run the same small model in one process with one thread, by turns: ten steps of one, ten of the next. What is shown
 is the median step of the rounds. The sliding model runs far past its window; what its cache holds is shown at the

@@ -87,7 +87,7 @@ class Least:
 
     Args:
         layers: filled ones; the layers of a cache repeat them.
-        length: the leaf at the end that says how many tokens were seen; ``None`` if there is none.
+        length: the leaf at the end that states how many tokens were seen; ``None`` if there is none.
     """
 
     def __init__(self, layers: list[Any], *, length: int | None) -> None:

@@ -1,4 +1,4 @@
-"""What the pipeline costs beside plain PyTorch and beside torch.distributed.pipelining, on two virtual devices.
+"""What the pipeline costs next to plain PyTorch and next to torch.distributed.pipelining, on two virtual devices.
 
     python benchmarks/bench_pipeline.py [--json FILE] [--repeat N]
 
@@ -174,7 +174,7 @@ def tiny() -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
 
 
 def calls_alone(rank: int, world: int, path: str) -> Callable[[], None]:
-    """What the layers themselves take: forward, forward again and backward of each, and nothing beside it."""
+    """What the layers themselves take: forward, forward again and backward of each, and nothing else."""
     model, inputs, labels = tiny()
 
     def step() -> None:
@@ -221,7 +221,7 @@ TINY = {"layers": Contestant(calls_alone, 1, 1), "pipeline": Contestant(tiny_pip
 
 
 def too_large() -> dict[str, Any]:
-    """Train a model four times as large as its device, and tell what the devices held at most."""
+    """Train a model four times as large as its device, and report what the devices held at most."""
     from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, VirtualDevice
 
     torch.manual_seed(0)
@@ -278,7 +278,7 @@ def rows_of(found: dict[str, Any]) -> list[list[str]]:
     }
     for name, title in titles.items():
         bar = f"at most {bars[name]:.2f}x" if name in bars else "for comparison"
-        rows.append([f"beside {title}", f"{times[name]:.1f} ms", f"{ratios[f'pipeline / {name}']:.2f}x", bar])
+        rows.append([f"next to {title}", f"{times[name]:.1f} ms", f"{ratios[f'pipeline / {name}']:.2f}x", bar])
     rows.append(["overhead per layer and microbatch", f"layer {costs['layers alone']:.0f} µs",
                  f"{costs['overhead, processor']:.0f} µs", f"at most {OVERHEAD_BAR:.0f} µs"])  # fmt: skip
     rows.append(["the same by the clock", "", f"{costs['overhead, clock']:.0f} µs", ""])
@@ -291,9 +291,9 @@ def missed(found: dict[str, Any]) -> list[str]:
     ratios, memory = found["ratios"], found["memory"]
     overhead = found["microseconds per layer and microbatch"]["overhead, processor"]
     checks = [
-        ("the step beside a loop", ratios["pipeline / plain"], STEP_BAR),
-        ("the step beside 1F1B", ratios["pipeline / 1F1B"], PEER_BAR),
-        ("the step beside GPipe", ratios["pipeline / GPipe"], PEER_BAR),
+        ("the step next to a loop", ratios["pipeline / plain"], STEP_BAR),
+        ("the step next to 1F1B", ratios["pipeline / 1F1B"], PEER_BAR),
+        ("the step next to GPipe", ratios["pipeline / GPipe"], PEER_BAR),
         ("overhead", overhead, OVERHEAD_BAR),
         ("bytes of copies", memory["peak"], memory["limit"]),
     ]

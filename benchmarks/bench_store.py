@@ -1,11 +1,11 @@
-"""What storing nested inputs costs: seconds, and memory above that of the inputs, beside `torch.save`.
+"""What storing nested inputs costs: seconds, and memory above that of the inputs, next to `torch.save`.
 
     python benchmarks/bench_store.py [--json FILE] [--gigabytes N] [--repeat N] [--folder DIR]
 
 Each number comes from a process of its own, which makes the inputs (or reads them) and notes the peak of its resident
 memory. `torch.save` pickles; it is there for scale. Bars: what is read is
 what was written, bit by bit; the peak is at most the inputs, one tensor and 200 MB above that of a process that has
-imported torch and this package. The exit status says whether they are met.
+imported torch and this package. The exit status states whether they are met.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Trial:
 
     @functools.cached_property
     def onnx_report(self) -> Any:
-        """What `export_onnx` says of the example, other sizes, and more than the window holds."""
+        """What `export_onnx` states of the example, other sizes, and more than the window holds."""
         from yobx_flatten import Case, ReplayError, export_onnx
 
         if not self.way.is_ours:
@@ -210,7 +210,7 @@ def one_token(trial: Trial) -> dict[str, Any]:
     sizes = DecodeSizes(3, 7, 1)
     try:
         return _replay(trial, sizes)
-    except Exception:  # whatever a program says to sizes that it was not made for
+    except Exception:  # whatever a program raises for sizes that it was not made for
         own = trial.export(DecodeSizes(2, 5, 1))
         results = [_replay(trial, one, own) for one in (sizes, dataclasses.replace(trial.past_the_window, new=1))]
         return {"difference": max(result["difference"] for result in results), "own": True}

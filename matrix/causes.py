@@ -1,6 +1,6 @@
 """Why a type does not pass where the cause lies outside of this package, as far as it is known for certain.
 
-Each entry says what shows it. What is not here is listed in the page with the first line of its error.
+Each entry states what shows it. What is not here is listed in the page with the first line of its error.
 """
 
 from __future__ import annotations

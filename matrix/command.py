@@ -36,7 +36,7 @@ def add_options(
     Args:
         parser: gets them.
         columns: what may be asked of a type.
-        timeout: seconds for one type, unless ``--timeout`` says otherwise.
+        timeout: seconds for one type, unless ``--timeout`` states otherwise.
         stem: how the names of the files of results begin.
         kinds: over what ``--sample`` spreads.
     """
@@ -76,7 +76,7 @@ def check_options(
         parser: reports what is wrong.
         options: what it has parsed.
         columns: those that there are, in order.
-        name: of the file of results without its suffix, unless ``--output`` says otherwise.
+        name: of the file of results without its suffix, unless ``--output`` states otherwise.
     """
     columns = list(columns)
     unknown = set(options.columns or []) - set(columns)

@@ -24,7 +24,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m matrix.cut", description=__doc__, allow_abbrev=False)
     kinds = "experts, recurrent states, shared keys, phases; with --against: of those that passed there"
     add_options(parser, COLUMNS, timeout=300.0, stem="cut", kinds=kinds)
-    parser.add_argument("--all", action="store_true", help="encoder-decoders, pictures and sounds as well")
+    parser.add_argument("--all", action="store_true", help="encoder-decoders, also pictures and sounds")
     options = parser.parse_args(arguments)
     check_options(parser, options, COLUMNS, f"cut-{installed_versions()['transformers']}")
     return options

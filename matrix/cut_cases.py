@@ -43,7 +43,7 @@ class CutTrial:
         return make_model(self.name)
 
     def wrapped(self, model: Any, devices: int, microbatches: int) -> Any:
-        """The model behind a pipeline."""
+        """The model in a pipeline."""
         from roundpipe_runtime import RoundPipeRunConfig
         from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
 
@@ -189,7 +189,7 @@ def microbatches(trial: CutTrial) -> dict[str, Any]:
 
 
 def trained(trial: CutTrial) -> dict[str, Any]:
-    """Three steps with another batch each: the losses of the plain model."""
+    """Three steps with another batch each: the losses of the reference model."""
     model = _double(trial)
     if "labels" not in batch_of(trial.name, model, 2, 0):
         raise SkipColumnError("the model takes no labels")
@@ -206,7 +206,7 @@ def trained(trial: CutTrial) -> dict[str, Any]:
             found.append(pipeline.forward_backward(input_kwargs=batch).item())
             pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()))
     if not all(map(math.isfinite, expected)):
-        raise SkipColumnError("the loss of the plain model is not finite")
+        raise SkipColumnError("the loss of the reference model is not finite")
     error = max(abs(one - other) / max(abs(other), 1e-12) for one, other in zip(found, expected, strict=True))
     if not error <= ROUNDING:
         raise DifferenceError(f"losses {found}, expected {expected}")
@@ -241,7 +241,7 @@ def _double(trial: CutTrial) -> Any:
 
 
 def _check_rows_independent(plain: Any, batch: dict[str, Any], expected: Any) -> None:
-    """Do not blame the pipeline where the plain model answers otherwise to a part of the batch."""
+    """Do not blame the pipeline where the reference model answers otherwise to a part of the batch."""
     from roundpipe_runtime.batch.splitting import split
     from roundpipe_runtime.huggingface.batches import split_pictures
 
@@ -251,12 +251,12 @@ def _check_rows_independent(plain: Any, batch: dict[str, Any], expected: Any) ->
         found = torch.cat([_logits(plain(**part.kwargs, **_no_cache(plain))) for part in parts])
     if _distance(found, _logits(expected), 0.0) > TOLERANCE:
         raise SkipColumnError(
-            "rows of the plain model depend on each other: it answers otherwise to a part of the batch"
+            "rows of the reference model depend on each other: it answers otherwise to a part of the batch"
         )
 
 
 def _rounding(plain: Any, batch: dict[str, Any]) -> float:
-    """How far the plain model's gradients are from those of a multiple of its loss, divided again.
+    """How far the reference model's gradients are from those of a multiple of its loss, divided again.
 
     Models that compute parts in float32, whatever their dtype, round in another way then.
     """

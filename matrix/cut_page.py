@@ -13,8 +13,8 @@ __all__ = ["page_of"]
 _INTRODUCTION = """# The cut matrix
 
 Every model type of the installed transformers, with random weights from a small configuration, cut into layers and run
-through a pipeline. `make cut-matrix` runs it (`python -m matrix.cut --help` says how to run less); this page is written
-from `data/{file}`, with {versions}.
+through a pipeline. `make cut-matrix` runs it (`python -m matrix.cut --help` states how to run less); this page
+is written from `data/{file}`, with {versions}.
 
 `.ci/run` runs 25 types again, one of every kind (family, experts, recurrent states, shared keys, number of phases), and
 fails where one that passed does not any more.
@@ -22,13 +22,13 @@ fails where one that passed does not any more.
 | column | what is asked |
 |---|---|
 | built | the small configuration makes a model |
-| cut | `cut` finds layers; on one batch in float32, outputs are within 1e-6 of the plain model, gradients within 1e-5 |
+| cut | `cut` finds layers; on one batch in float32, outputs are within 1e-6 of the model's, gradients within 1e-5 |
 | microbatches | 5 rows, one padded, in 3 microbatches on 2 virtual devices: loss, logits, gradients within 1e-6 |
-| trained | 3 steps of SGD, another batch each: the losses of the plain model |
+| trained | 3 steps of SGD, another batch each: the losses of the reference model |
 
 The last two run in float64. Some models compute parts in float32 whatever their dtype; for them an error counts as
-rounding while it is below three times that of a multiple of the plain model's loss, divided again. A gradient that is
-zero but for rounding, like that of the bias of keys, is compared with the largest of the model.
+rounding while it is below three times that of a multiple of the reference model's loss, divided again. A gradient that
+is zero but for rounding, like that of the bias of keys, is compared with the largest of the model.
 
 ✓ passed, ✗ failed, – does not apply or was not tried because an earlier column did not pass, empty: not run.
 """

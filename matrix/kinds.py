@@ -27,7 +27,7 @@ def kind_of(name: str, recorded: Results | None = None) -> tuple[str, ...]:
     words = [split_name(name)[0]]
     try:
         text = make_config(name).get_text_config(decoder=True)
-    except Exception:  # there is no small configuration: the column "built" says why
+    except Exception:  # there is no small configuration: the column "built" states why
         return (*words, "not built")
     if any("expert" in field and type(value) is int and value > 1 for field, value in vars(text).items()):
         words.append("experts")

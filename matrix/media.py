@@ -1,4 +1,4 @@
-"""What models read beside tokens: random pictures and sounds, in the shapes that each of them takes."""
+"""What models read next to tokens: random pictures and sounds, in the shapes that each of them takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 __all__ = ["IMAGE_TOKEN", "TOKENS_OF_MEDIA", "PictureEncoder", "encoder_inputs", "picture_of", "reads_media"]
 
 IMAGE_TOKEN = 120
-# placeholders in the prompt; the small vocabulary ends at 128, so the defaults lie behind it
+# placeholders in the prompt; the small vocabulary ends at 128, so the defaults lie after it
 TOKENS_OF_MEDIA = {
     "image_token_id": IMAGE_TOKEN,
     "image_token_index": IMAGE_TOKEN,
@@ -94,7 +94,7 @@ def picture_of(model: Any, batch: int, generator: torch.Generator) -> tuple[dict
     for made in _forms(model.config, batch, generator):
         if not set(made) <= taken:
             continue
-        with contextlib.suppress(Exception), torch.no_grad():  # whatever a model says to pictures of another form
+        with contextlib.suppress(Exception), torch.no_grad():  # whatever a model raises for pictures of another form
             length, rest = divmod(encoder(made).numel(), width * batch)
             if rest == 0 and 0 < length < 64:
                 return made, length

@@ -117,7 +117,7 @@ def _small(cls: Any, own: dict[str, Any] | None = None, default: Any = None) -> 
         chosen = {key: value for key, value in {**fields, **own, **below}.items() if value is not ...}
         try:
             return cls(**chosen)
-        except Exception as error:  # a check of the configuration; the next attempt says less
+        except Exception as error:  # a check of the configuration; the next attempt states less
             last = last or error
     raise last if last is not None else RuntimeError(cls)
 
@@ -207,7 +207,7 @@ def _break_ties(model: Any) -> None:
 def layer_classes(name: str) -> tuple[str, ...]:
     """Return the classes of the cache layers that the configuration of a type asks for, without building the model.
 
-    Empty when the configuration does not tell.
+    Empty when the configuration does not state it.
     """
     from transformers.cache_utils import DynamicCache
 

@@ -23,7 +23,7 @@ _DAVIT = {
 _DECODER = {"is_decoder": True, "add_cross_attention": True}
 _OMNI = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 
-# pictures of more than one token: the plain models take a single token of a single picture for a batch of none
+# pictures of more than one token: the reference models take a single token of a single picture for a batch of none
 _PICTURES = {"vision_config": {"image_size": 56}}
 _QUERIES = {"num_query_tokens": 4, "image_token_index": 120}
 

@@ -15,7 +15,7 @@ __all__ = ["page_of"]
 _INTRODUCTION = """# The matrix
 
 Every model type of the installed transformers, with random weights from a small configuration, against everything the
-package promises. `make matrix` runs it (`python -m matrix --help` says how to run less); this page is written from
+package promises. `make matrix` runs it (`python -m matrix --help` states how to run less); this page is written from
 `{file}`, with {versions}.
 
 | column | what is asked |
@@ -189,7 +189,7 @@ def _reasons(results: Results, columns: list[str]) -> str:
                 skipped.setdefault(f"{column}: {_clean(why)}", []).append(name)
     parts = []
     if rows:
-        parts += ["## What fails, and why\n", _row(["types", "columns", "known cause, or what the first one says"])]
+        parts += ["## What fails, and why\n", _row(["types", "columns", "known cause, or what the first one states"])]
         parts.append(_rule(3))
         parts += [_row([_codes(names), failed, why]) for (failed, why), names in rows.items()]
     if skipped:
@@ -199,7 +199,7 @@ def _reasons(results: Results, columns: list[str]) -> str:
 
 
 def _clean(said: str) -> str:
-    """One line of what an error says, without what would end a cell or its code."""
+    """One line of what an error states, without what would end a cell or its code."""
     return re.sub(r"[`\s|]+|\x1b\[\d*m", " ", said).strip()
 
 

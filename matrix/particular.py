@@ -98,7 +98,7 @@ def _idefics(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
 
 
 def _kosmos_2(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
-    """The picture replaces tokens of the prompt; later calls take it, too, and put it nowhere."""
+    """The picture replaces tokens of the prompt; later calls also take it, and put it nowhere."""
     generator = torch.Generator().manual_seed(seed + 1)
     length = min(2, sizes.past)
     picture = torch.randn((sizes.batch, length, model.config.text_config.embed_dim), generator=generator)
@@ -112,7 +112,7 @@ def _prophetnet(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
     """The decoder takes one token at a time when it has a cache, also in the prefill."""
     tokens, cache = _random(model, (sizes.batch, sizes.past + 1), seed), None
     name, encoded = "input_ids", {}
-    if model.config.is_encoder_decoder:  # there is a language model of the decoder alone, too
+    if model.config.is_encoder_decoder:  # there is a language model also of the decoder alone
         source = _random(model, (sizes.batch, sizes.source), seed + 1)
         name, encoded = "decoder_input_ids", {"encoder_outputs": model.get_encoder()(input_ids=source)}
     for step in range(sizes.past):

@@ -68,7 +68,7 @@ def _dia(model: Any, batch: _Batch, generator: torch.Generator) -> _Batch:
 
 
 def _voxtral_realtime(model: Any, batch: _Batch, generator: torch.Generator) -> _Batch:
-    """Sound beside every token."""
+    """Sound next to every token."""
     rows, length = batch["input_ids"].shape
     shape = (rows, model.config.downsample_factor * length, model.config.audio_config.hidden_size)
     return {**batch, "encoder_inputs_embeds": _random(shape, generator)}

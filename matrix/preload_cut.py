@@ -1,4 +1,4 @@
-"""What every process of the cut matrix needs beside `matrix.preload`, imported once: no models."""
+"""What every process of the cut matrix needs next to `matrix.preload`, imported once: no models."""
 
 import importlib
 

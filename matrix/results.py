@@ -57,7 +57,7 @@ class Results:
     Attributes:
         versions: of the libraries that made the results.
         way: how caches came apart and programs were made, a name of `ways.WAYS`.
-        types: name -> column -> result, beside ``family`` and ``state`` (of the package when it was made).
+        types: name -> column -> result, next to ``family`` and ``state`` (of the package when it was made).
     """
 
     def __init__(self, path: pathlib.Path, versions: dict[str, str], way: str) -> None:
@@ -141,7 +141,7 @@ def passes(entry: dict[str, Any], columns: list[str]) -> bool:
 def regressions(found: Results, expected: Results, names: list[str]) -> list[str]:
     """Return, in words, every column of these types that passed in ``expected`` and fails in ``found``.
 
-    A cut that calls fewer layers than the recorded one is worse, too: the model is right, but in larger pieces.
+    A cut that calls fewer layers than the recorded one is also worse: the model is right, but in larger pieces.
 
     Args:
         found: the results of this run.

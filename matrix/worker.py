@@ -21,9 +21,9 @@ STORED = "save and load"
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return the exception's type and the first 200 characters of what it says.
+    r"""Return the exception's type and the first 200 characters of what it states.
 
-    torch's ONNX exporter says the same of everything, and what it means by it in the cause.
+    torch's ONNX exporter states the same of everything, and what it means by it in the cause.
 
     >>> first_line(ValueError("no such thing\nbecause"))
     'ValueError: no such thing because'

@@ -18,7 +18,7 @@ from typing import Any
 
 from .onnx_graph import attribute
 
-__all__ = ["count_operators", "fuse_attention"]
+__all__ = ["count_operators", "fuse_attention", "match_scores", "producer", "replace_value", "take_cache", "unrepeated"]
 
 _COUNTED = (
     *("Attention", "GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding"),
@@ -53,7 +53,7 @@ def fuse_attention(model: Any) -> None:
     for node in list(graph):
         if node.op_type == "Attention" and node.domain == "":
             _repeat_mask(graph, node)
-            changed |= _take_cache(graph, node)
+            changed |= take_cache(graph, node) is not None
     if changed:
         graph.sort()  # what reads the present was before the attention that now returns it
         passes.RemoveUnusedNodesPass()(model)
@@ -62,16 +62,25 @@ def fuse_attention(model: Any) -> None:
 # -- the cache as an input -------------------------------------------------------------------------------------------
 
 
-def _take_cache(graph: Any, node: Any) -> bool:
+def take_cache(graph: Any, node: Any) -> Any | None:
+    """Let an attention whose keys and values are a cache and new ones concatenate them itself.
+
+    Args:
+        graph: an ``onnx_ir.Graph``.
+        node: an ``Attention``.
+
+    Returns:
+        The node in its place, with the cache as its input; ``None`` where it stays as it is.
+    """
     import onnx_ir as ir
 
     inputs = [*node.inputs, *[None] * (7 - len(node.inputs))]
     query, key, value, mask, *others = inputs
     if any(other is not None for other in others) or attribute(node, "is_causal", 0) or len(node.outputs) > 1:
-        return False
+        return None
     keys, values = _concatenated(key), _concatenated(value)
     if keys is None or values is None or key is value or any(_leads_to(read, node) for read in (key, value)):
-        return False
+        return None
     (past_key, new_key), (past_value, new_value) = keys, values
     fused = ir.node(
         "Attention",
@@ -83,9 +92,9 @@ def _take_cache(graph: Any, node: Any) -> bool:
     graph.insert_before(node, fused)
     concatenations = [key.producer(), value.producer()]
     for old, new in zip((node.outputs[0], key, value), fused.outputs, strict=True):
-        _replace(old, new)
+        replace_value(old, new)
     graph.remove([node, *concatenations], safe=True)
-    return True
+    return fused
 
 
 def _concatenated(value: Any) -> tuple[Any, Any] | None:
@@ -143,16 +152,16 @@ def _fuse_spelled_out(graph: Any, softmax: Any) -> bool:
     if product is None or attribute(softmax, "axis", -1) not in (-1, 3):
         return False
     scores, mask = _uncast(softmax.inputs[0]), None
-    parts, added = _scores(scores), _producer(scores, "Add")
+    parts, added = match_scores(scores), producer(scores, "Add")
     for place in (0, 1) if added is not None else ():
-        parts = _scores(added.inputs[place])  # type: ignore[union-attr] # there is a place only if there is a node
+        parts = match_scores(added.inputs[place])  # type: ignore[union-attr] # there is a place only if there is a node
         mask = added.inputs[1 - place]  # type: ignore[union-attr]
         if parts is not None:
             break
     if parts is None:
         return False
     query, key, scale, cap = parts
-    key, value = _unrepeated(key), _unrepeated(product.inputs[1])
+    key, value = unrepeated(key), unrepeated(product.inputs[1])
     shapes = [one.shape for one in (query, key, value)]
     if any(shape is None or len(shape) != 4 for shape in shapes) or not _divides(*(shape[1] for shape in shapes)):
         return False
@@ -161,20 +170,24 @@ def _fuse_spelled_out(graph: Any, softmax: Any) -> bool:
     attributes = {"scale": scale, "softcap": cap}
     attention = ir.node("Attention", [query, key, value, mask], attributes=attributes, name=softmax.name)
     graph.insert_before(product, attention)
-    _replace(product.outputs[0], attention.outputs[0])
+    replace_value(product.outputs[0], attention.outputs[0])
     graph.remove(product, safe=True)
     return True
 
 
-def _scores(value: Any) -> tuple[Any, Any, float, float] | None:
-    """Query, key, scale and soft cap (0 without one) of ``cap * tanh(query @ key.mT * scale / cap)``."""
+def match_scores(value: Any) -> tuple[Any, Any, float, float] | None:
+    """Return query, key, scale and soft cap (0 without one) of ``cap * tanh(query @ key.mT * scale / cap)``.
+
+    Args:
+        value: the scores, an ``onnx_ir.Value``. ``None`` for something else.
+    """
     inner, scale = _scaled(value)
-    cap, tanh = 0.0, _producer(inner, "Tanh")
+    cap, tanh = 0.0, producer(inner, "Tanh")
     if tanh is not None:
         cap = scale
         inner, scale = _scaled(tanh.inputs[0])
         scale *= cap
-    product = _producer(inner, "MatMul")
+    product = producer(inner, "MatMul")
     key = None if product is None else _transposed(product.inputs[1])
     if product is None or key is None:
         return None
@@ -185,7 +198,7 @@ def _scores(value: Any) -> tuple[Any, Any, float, float] | None:
 def _scaled(value: Any) -> tuple[Any, float]:
     """A value without the constants it is multiplied with or divided by, and their product."""
     factor = 1.0
-    while (node := _producer(value, "Mul") or _producer(value, "Div")) is not None:
+    while (node := producer(value, "Mul") or producer(value, "Div")) is not None:
         for place in (0, 1) if node.op_type == "Mul" else (1,):
             number = _number(node.inputs[place])
             if number:
@@ -198,17 +211,21 @@ def _scaled(value: Any) -> tuple[Any, float]:
 
 
 def _transposed(value: Any) -> Any | None:
-    node = _producer(value, "Transpose")
+    node = producer(value, "Transpose")
     if node is None or list(attribute(node, "perm", ())) != [0, 1, 3, 2]:
         return None
     return node.inputs[0]
 
 
-def _unrepeated(value: Any) -> Any:
-    """Keys or values without their repetition for every query head; as they are where there is none."""
-    reshaped = _producer(value, "Reshape")
-    expanded = None if reshaped is None else _producer(reshaped.inputs[0], "Expand")
-    unsqueezed = None if expanded is None else _producer(expanded.inputs[0], "Unsqueeze")
+def unrepeated(value: Any) -> Any:
+    """Return keys or values without their repetition for every query head; as they are where there is none.
+
+    Args:
+        value: (batch, heads, tokens, size).
+    """
+    reshaped = producer(value, "Reshape")
+    expanded = None if reshaped is None else producer(reshaped.inputs[0], "Expand")
+    unsqueezed = None if expanded is None else producer(expanded.inputs[0], "Unsqueeze")
     if expanded is None or unsqueezed is None:
         return value
     axes = unsqueezed.inputs[1].const_value
@@ -229,15 +246,26 @@ def _divides(queries: Any, keys: Any, values: Any) -> bool:
 # -- nodes and values ------------------------------------------------------------------------------------------------
 
 
-def _replace(old: Any, new: Any) -> None:
-    """Let every reader of a value, and the graph's outputs, read another one, which gets its name."""
+def replace_value(old: Any, new: Any) -> None:
+    """Let every reader of a value, and the graph's outputs, read another one, which gets its name.
+
+    Args:
+        old: an ``onnx_ir.Value``.
+        new: of the same shape and type.
+    """
     new.shape, new.type = old.shape, old.type
     name = old.name
     old.replace_all_uses_with(new, replace_graph_outputs=True)
     old.name, new.name = f"{name}_before", name
 
 
-def _producer(value: Any, op_type: str) -> Any | None:
+def producer(value: Any, op_type: str) -> Any | None:
+    """Return the node that makes a value, where it is this operator of ONNX.
+
+    Args:
+        value: an ``onnx_ir.Value``, or ``None``.
+        op_type: name of the operator.
+    """
     node = None if value is None else value.producer()
     return node if node is not None and node.op_type == op_type and node.domain == "" else None
 
@@ -256,7 +284,7 @@ def _through_cast(value: Any) -> Any:
 
 
 def _uncast(value: Any) -> Any:
-    cast = _producer(value, "Cast")
+    cast = producer(value, "Cast")
     return value if cast is None else cast.inputs[0]
 
 

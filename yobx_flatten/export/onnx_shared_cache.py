@@ -20,6 +20,7 @@ from typing import Any
 
 from ..runners.onnx_buffers import SHARED_CACHE
 from .onnx_graph import attribute
+from .onnx_sinks import fuse_sinks
 
 __all__ = ["share_cache", "shared_inputs"]
 
@@ -44,7 +45,12 @@ def share_cache(model: Any) -> bool:
     mask = inputs.get("attention_mask")
     if tokens is None or mask is None or mask.shape is None or len(mask.shape) != 2:
         return False
+    sinks = fuse_sinks(graph)
+    if sinks:
+        passes.RemoveUnusedNodesPass()(model)  # the repeated keys read the cache
     nodes = [node for node in graph if _is_shareable(node)]
+    if not set(sinks) <= set(nodes):
+        raise ValueError("GroupQueryAttention takes no cache that something else reads, and only it has sinks")
     if not nodes:
         return False
     lengths = _Lengths(graph, tokens, mask)
@@ -76,9 +82,9 @@ def shared_inputs(path: str | os.PathLike[str]) -> list[str]:
 
 def _is_shareable(node: Any) -> bool:
     """Whether an attention's cache is that of the file as it is, and read by nothing else than this attention."""
-    if node.op_type != "Attention" or node.domain != "" or len(node.inputs) != 6 or len(node.outputs) != 3:
+    if node.op_type != "Attention" or node.domain != "" or len(node.inputs) < 6 or len(node.outputs) != 3:
         return False
-    query, key, value, mask, past_key, past_value = node.inputs
+    query, key, value, mask, past_key, past_value = node.inputs[:6]
     if mask is None or past_key is None or past_value is None or mask.dtype not in (9, query.dtype):
         return False
     if query.dtype not in _LOWEST or any(_heads(one) is None for one in (query, key, value)):
@@ -154,7 +160,7 @@ def _replace(node: Any, lengths: _Lengths) -> None:
     """Put the other operator in the place of an attention, with tokens before heads."""
     import onnx_ir as ir
 
-    query, key, value, mask, *pasts = node.inputs
+    query, key, value, mask, *pasts = node.inputs[:6]
     heads, size = _heads(query)  # type: ignore[misc] # that of an attention that is shareable
     settings: Mapping[str, Any] = {
         "num_heads": heads,
@@ -164,6 +170,7 @@ def _replace(node: Any, lengths: _Lengths) -> None:
     }
     taken = [_tokens_first(one, lengths) for one in (query, key, value)]
     taken += [*pasts, lengths.last, lengths.total, None, None, None, lengths.bias(mask, query.dtype)]
+    taken += [lengths.make("Reshape", sinks, lengths.constant([-1])) for sinks in node.inputs[6:]]
     new = ir.node("GroupQueryAttention", taken, settings, domain="com.microsoft", num_outputs=3, name=node.name)
     lengths.graph.insert_before(node, new)
     new.outputs[0].dtype = query.dtype

@@ -1,0 +1,101 @@
+"""Export decoders and open the folders with onnxruntime-genai: ``python -m matrix.genai --help``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+
+from rich.console import Console
+
+from .command import ROOT, add_options, check_options, failure_list, open_results, run_work
+from .genai_cases import COLUMNS, TYPES, run_type
+from .results import Results, library_state, symbol_of
+from .runner import Limits, Runner
+
+__all__ = ["main", "page_of", "parse"]
+
+_WAY = "onnxruntime-genai"
+
+_PAGE = """# onnxruntime-genai
+
+Decoders of transformers, exported with `export_folder` from a small configuration with random weights (a window of eight
+tokens where there is one), and opened by onnxruntime-genai {version}: 30 tokens after a prompt of nine, compared with those
+of `model.generate`. `make genai` runs it (`python -m matrix.genai --help` says how to run less); this page is written from
+`data/{file}`, with {versions}.
+
+| column | what is asked |
+|---|---|
+| folder | `export_folder(model, folder)` writes a proven folder |
+| opened | the library opens it and generates the tokens of the model; – where the folder has no `genai_config.json` |
+| folder for onnxruntime | the same with `optimize="onnxruntime"` |
+| opened, shared cache | as before, with a cache in one piece of memory |
+
+✓ passed, ✗ failed, – does not apply or was not tried because an earlier column did not pass.
+
+| type | {columns} | attention |
+|---|{rule}|---|
+{rows}
+"""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the options, checked."""
+    parser = argparse.ArgumentParser("python -m matrix.genai", description=__doc__, allow_abbrev=False)
+    add_options(parser, COLUMNS, timeout=600.0, stem="genai", kinds="the list")
+    options = parser.parse_args(arguments)
+    check_options(parser, options, COLUMNS, f"genai-{importlib.metadata.version(_WAY)}")
+    return options
+
+
+def page_of(results: Results, file: str) -> str:
+    """Return the page.
+
+    Args:
+        results: of this matrix.
+        file: the name of the file they are from.
+    """
+    rows = []
+    for name, entry in sorted(results.types.items()):
+        held = entry["columns"]
+        operators = held.get("folder for onnxruntime", {}).get("operators", {})
+        attention = ", ".join(name for name in ("GroupQueryAttention", "Attention", "Softmax") if operators.get(name))
+        marks = " | ".join(symbol_of(held.get(column)) for column in COLUMNS)
+        rows.append(f"| `{name}` | {marks} | {attention} |")
+    reasons = [
+        f"- `{name}`, {column}: {result['why']}"
+        for name, entry in sorted(results.types.items())
+        for column, result in entry["columns"].items()
+        if result["ok"] is not True and not result["why"].endswith("did not pass")
+    ]
+    versions = ", ".join(f"{library} {version}" for library, version in results.versions.items())
+    shown = _PAGE.format(
+        version=file.removeprefix("genai-").removesuffix(".json"),
+        file=file,
+        versions=versions,
+        columns=" | ".join(COLUMNS),
+        rule="|".join("---" for _ in COLUMNS),
+        rows="\n".join(rows),
+    )
+    return shown + ("\n## What is not passed\n\n" + "\n".join(reasons) + "\n" if reasons else "")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    console = Console(highlight=False, soft_wrap=True)
+    options = parse(arguments)
+    if options.page is not None or options.failures:
+        held = Results.read(options.output)
+        if options.page is not None:
+            options.page.write_text(page_of(held, options.output.name), encoding="utf-8")
+        if options.failures:
+            console.print(failure_list(held, list(COLUMNS)), markup=False)
+        return 0
+    results = open_results(options, _WAY)
+    runner = Runner(_WAY, Limits(options.timeout, options.memory), run=run_type, preload=("matrix.preload",))
+    names = [name for name in options.only or TYPES][: options.sample]
+    return run_work(runner, names, results, options, library_state(ROOT / "yobx_flatten"), console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

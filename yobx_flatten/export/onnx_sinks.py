@@ -1,0 +1,92 @@
+"""Attention with sinks (gpt-oss), one more score per head that takes weight and adds nothing, with its cache.
+
+.. code-block:: text
+
+    Concat(scores + mask, sinks) ── Softmax ── Slice ── MatMul        Attention, and the sinks of its heads
+
+The operator of ONNX has no input for them, ``GroupQueryAttention`` of onnxruntime does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .onnx_attention import match_scores, producer, replace_value, take_cache, unrepeated
+from .onnx_graph import attribute
+
+__all__ = ["fuse_sinks"]
+
+
+def fuse_sinks(graph: Any) -> list[Any]:
+    """Replace spelled-out attention with sinks, whose keys and values are those of the file's cache, in place.
+
+    Args:
+        graph: an ``onnx_ir.Graph``.
+
+    Returns:
+        The nodes: ``Attention`` whose seventh input, which ONNX's operator does not have, is the sinks, of shape
+        (1, heads, 1, 1).
+    """
+    import onnx_ir as ir
+
+    found = []
+    for softmax in [node for node in graph if node.op_type == "Softmax"]:
+        matched = _matched(softmax)
+        if matched is None:
+            continue
+        (query, key, scale, cap), value, mask, sinks, product = matched
+        attention = ir.node(
+            "Attention", [query, key, value, mask], attributes={"scale": scale, "softcap": cap}, name=softmax.name
+        )
+        graph.insert_before(product, attention)
+        replace_value(product.outputs[0], attention.outputs[0])
+        graph.remove(product, safe=True)
+        fused = take_cache(graph, attention)
+        if fused is None:
+            raise ValueError(f"the attention with sinks of {softmax.name} shares its cache with something else")
+        fused.resize_inputs(7)
+        fused.replace_input_with(6, sinks)
+        found.append(fused)
+    return found
+
+
+def _matched(softmax: Any) -> Any | None:
+    """Scores, values, mask, sinks and the last product; ``None`` for another softmax."""
+    sliced = _only_reader(softmax.outputs[0], "Slice")
+    product = None if sliced is None else _only_reader(sliced.outputs[0], "MatMul")
+    if sliced is None or product is None or [_numbers(one) for one in sliced.inputs[1:4]] != [[0], [-1], [3]]:
+        return None
+    joined = softmax.inputs[0]
+    less = producer(joined, "Sub")  # the largest score: for the range of numbers, the softmax is the same
+    if less is not None and producer(less.inputs[1], "ReduceMax") is not None:
+        joined = less.inputs[0]
+    both = producer(joined, "Concat")
+    masked = None if both is None or len(both.inputs) != 2 else producer(both.inputs[0], "Add")
+    expanded = None if masked is None else producer(both.inputs[1], "Expand")  # type: ignore[union-attr]
+    if masked is None or expanded is None or attribute(both, "axis", 0) not in (-1, 3):
+        return None
+    scores, sinks = match_scores(masked.inputs[0]), expanded.inputs[0]
+    if scores is None or sinks.shape is None or len(sinks.shape) != 4:
+        return None
+    query, key, scale, cap = scores
+    key, value = unrepeated(key), unrepeated(product.inputs[1])
+    if list(sinks.shape) != [1, query.shape[1], 1, 1] or not (_is_cache(key) and _is_cache(value)):
+        return None
+    return (query, key, scale, cap), value, masked.inputs[1], sinks, product
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether keys or values are the file's cache with new ones after it."""
+    joined = producer(value, "Concat")
+    return joined is not None and joined.inputs[0].is_graph_input() and value.is_graph_output()
+
+
+def _only_reader(value: Any, op_type: str) -> Any | None:
+    uses = list(value.uses())
+    node = uses[0][0] if len(uses) == 1 and uses[0][1] == 0 and not value.is_graph_output() else None
+    return node if node is not None and node.op_type == op_type else None
+
+
+def _numbers(value: Any) -> list[int] | None:
+    constant = value.const_value
+    return None if constant is None else constant.numpy().reshape(-1).tolist()

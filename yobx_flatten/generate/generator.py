@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ..errors import GenerationError, InvalidArgumentError, describe_class
 from ..runners.runner import Runner
+from .beams import BeamSearch, BeamSettings
 from .sampling import Sampling, TokenChooser
-from .score_rules import GenerationCall
+from .score_rules import GenerationCall, ScoreProcessor
 from .settings import GenerationSettings
 from .slots import check_ports, empty_cache
 
@@ -56,6 +57,12 @@ class _Sequence:
     # what the encoder read, where that is tokens
     source: torch.Tensor | None = None
 
+    def repeat(self, rows: torch.Tensor) -> None:
+        """Let rows stand for several; the cache stays as it is."""
+        self.tokens, self.mask = self.tokens[rows], self.mask[rows]
+        self.context = {name: value[rows] for name, value in self.context.items()}
+        self.source = None if self.source is None else self.source[rows]
+
 
 class Generator:
     """Generates tokens with exported files. See :class:`.OnnxGenerator` and :class:`.ProgramGenerator`."""
@@ -87,6 +94,10 @@ class Generator:
         input_features: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         decoder_input_ids: torch.Tensor | None = None,
+        num_beams: int = 1,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        num_return_sequences: int = 1,
     ) -> torch.Tensor:
         """Generate tokens until every row has ended.
 
@@ -100,18 +111,31 @@ class Generator:
             input_features: sound for the encoder, in place of ``input_ids``.
             pixel_values: images, for the image tokens of the prompt.
             decoder_input_ids: first tokens of an encoder-decoder model's output; by default its start token.
+            num_beams: continuations of each row that a beam search keeps; 1, the default, for none. What
+                ``generation_config.json`` has of beams is not read.
+            length_penalty: exponent of the length by which the sum of log-probabilities of a continuation is divided;
+                1.0 by default.
+            early_stopping: ``True`` ends a row when ``num_beams`` continuations have ended; ``False``, the default,
+                when none of the same length could be better; ``"never"`` when none of any length could.
+            num_return_sequences: sequences returned for each row, the best first, ``num_beams`` at most; 1 by default.
 
         Returns:
             The prompt (of an encoder-decoder model: its start) and the new tokens, as ``model.generate`` returns
-            them: int64 of shape (batch, length). Rows that ended early are filled with the padding token.
+            them: int64 of shape (batch * num_return_sequences, length). Rows that ended early are filled with the
+            padding token.
 
         Raises:
             InvalidArgumentError: when the inputs do not fit the model or each other.
             GenerationError: when a file fails while it runs.
         """
         given = (input_ids, attention_mask, input_features, pixel_values, decoder_input_ids)
+        beams = BeamSettings(num_beams, length_penalty, early_stopping, num_return_sequences)
+        if num_beams > 1 and sampling is not None and sampling.do_sample:
+            raise InvalidArgumentError("A beam search draws no tokens: pass num_beams, or Sampling(do_sample=True).")
         sequence = self._begin(*given)
         first = sequence.tokens
+        if num_beams > 1:
+            return self._search(sequence, self._limit(max_new_tokens), beams)
         new = list(self._stream(sequence, max_new_tokens, sampling))
         return torch.cat([first, torch.stack(new, dim=1)], dim=1) if new else first
 
@@ -236,19 +260,25 @@ class Generator:
     def _stream(
         self, sequence: _Sequence, max_new_tokens: int | None, sampling: Sampling | None
     ) -> Iterator[torch.Tensor]:
+        return self._tokens(sequence, self._limit(max_new_tokens), TokenChooser(sampling or Sampling()))
+
+    def _limit(self, max_new_tokens: int | None) -> int:
         limit = self.settings.max_new_tokens if max_new_tokens is None else max_new_tokens
         if type(limit) is not int or limit < 1:
             raise InvalidArgumentError(f"max_new_tokens must be an int of 1 or more, found {describe_class(limit)}.")
-        return self._tokens(sequence, limit, TokenChooser(sampling or Sampling()))
+        return limit
 
-    def _tokens(self, sequence: _Sequence, limit: int, choose: TokenChooser) -> Iterator[torch.Tensor]:
-        ends = torch.tensor(self.settings.eos_token_ids, dtype=torch.int64)
-        ended = torch.zeros(len(sequence.tokens), dtype=torch.bool)
+    def _processors(self, sequence: _Sequence, limit: int) -> list[ScoreProcessor]:
         start = sequence.tokens.shape[1]
         # a decoder after an encoder has no padding in front
         padded = None if self.parts.encoder is not None else sequence.mask
         call = GenerationCall(start, start + limit, self.settings.eos_token_ids, padded, sequence.source)
-        processors = self.settings.processors_for(call)
+        return self.settings.processors_for(call)
+
+    def _tokens(self, sequence: _Sequence, limit: int, choose: TokenChooser) -> Iterator[torch.Tensor]:
+        ends = torch.tensor(self.settings.eos_token_ids, dtype=torch.int64)
+        ended = torch.zeros(len(sequence.tokens), dtype=torch.bool)
+        processors = self._processors(sequence, limit)
         for number in range(limit):
             scores = self._step(sequence)
             for process in processors:
@@ -264,6 +294,30 @@ class Generator:
             sequence.mask = torch.cat([sequence.mask, sequence.mask.new_ones(len(chosen), 1)], dim=1)
             if processors:
                 sequence.tokens = torch.cat([sequence.tokens, sequence.new], dim=1)
+
+    def _search(self, sequence: _Sequence, limit: int, settings: BeamSettings) -> torch.Tensor:
+        """The sequences that a beam search finds; the prompt is read once, and then has as many rows as beams."""
+        pad, ends = self.settings.pad_token_id, self.settings.eos_token_ids
+        # transformers takes a padding token of 0 for none, and fills with the end
+        fill = -1 if not ends else pad or ends[0]
+        longest = sequence.tokens.shape[1] + limit
+        search = BeamSearch(sequence.tokens, settings, longest, ends, fill)
+        every = torch.arange(len(sequence.tokens)).repeat_interleave(settings.num_beams)
+        scores, rows = self._step(sequence)[every], every
+        sequence.repeat(every)
+        processors = self._processors(sequence, limit)
+        while True:
+            scores = scores.log_softmax(-1)
+            for process in processors:
+                scores = process(search.tokens, scores)
+            chosen = search.step(scores)
+            if search.done:
+                return search.sequences
+            sequence.cache = self.parts.decoder.select_rows(sequence.cache, rows[chosen])
+            rows = torch.arange(len(every))
+            sequence.new = search.tokens[:, -1:]
+            sequence.mask = torch.cat([sequence.mask, sequence.mask.new_ones(len(every), 1)], dim=1)
+            scores = self._step(sequence)
 
     def _step(self, sequence: _Sequence) -> torch.Tensor:
         """Run the files once; the scores of the token after the last one, float32 of shape (batch, vocabulary)."""

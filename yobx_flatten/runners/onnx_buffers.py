@@ -37,6 +37,7 @@ class BufferedCache(dict[str, Any]):
         self.binding = session.io_binding()
         self.capacity = 0
         self._arrays: dict[str, Any] = {}
+        self._seen = 0
 
     def reserve(self, total: int, new: int) -> None:
         """Have memory for a step.
@@ -45,20 +46,37 @@ class BufferedCache(dict[str, Any]):
             total: number of tokens after the step.
             new: number of tokens of the step.
         """
+        self._seen = total
         if total <= self.capacity:
             return
+        self.capacity = max(2 * total, _LEAST)
+        for name in self.presents:
+            old = self._arrays[name] if name in self._arrays else self[name].numpy()
+            self._move(name, old[:, :, : total - new])
+
+    def select_rows(self, rows: Any) -> None:
+        """Have other rows.
+
+        Args:
+            rows: for each new row the place of an old one.
+        """
+        for name, array in self._arrays.items():
+            found = array[:, :, : self._seen][rows.numpy()]
+            if len(rows) == len(array):
+                array[:, :, : self._seen] = found
+            else:
+                self._move(name, found)
+
+    def _move(self, name: str, tokens: Any) -> None:
+        """Bind new memory that begins with these tokens."""
         import numpy
         from onnxruntime import OrtValue
 
-        seen = total - new
-        self.capacity = max(2 * total, _LEAST)
-        for name, present in self.presents.items():
-            old = self._arrays[name] if name in self._arrays else self[name].numpy()
-            batch, heads, _, size = old.shape
-            # zeros take no memory before something is written
-            grown = numpy.zeros((batch, heads, self.capacity, size), old.dtype)
-            grown[:, :, :seen] = old[:, :, :seen]
-            self._arrays[name] = grown
-            self[name] = OrtValue.ortvalue_from_numpy(grown)  # shares the memory of the array
-            self.binding.bind_ortvalue_input(name, self[name])
-            self.binding.bind_ortvalue_output(present, self[name])
+        batch, heads, seen, size = tokens.shape
+        # zeros take no memory before something is written
+        array = numpy.zeros((batch, heads, self.capacity, size), tokens.dtype)
+        array[:, :, :seen] = tokens
+        self._arrays[name] = array
+        self[name] = OrtValue.ortvalue_from_numpy(array)  # shares the memory of the array
+        self.binding.bind_ortvalue_input(name, self[name])
+        self.binding.bind_ortvalue_output(self.presents[name], self[name])

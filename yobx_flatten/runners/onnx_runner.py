@@ -17,9 +17,10 @@ import torch
 
 from ..errors import GenerationError, ReplayError
 from ..errors.messages import first_line
+from .one_by_one import one_by_one, takes_one_by_one
 from .onnx_buffers import SHARED_CACHE, BufferedCache
 from .onnx_values import from_value, to_value, value_type
-from .ports import CacheSlot, Port, cache_slots, split_cache
+from .ports import CacheSlot, Port, cache_slots, is_present, split_cache, with_rows
 
 __all__ = ["OnnxRunner"]
 
@@ -50,16 +51,36 @@ class OnnxRunner:
         shared = session.get_modelmeta().custom_metadata_map.get(SHARED_CACHE, "").split(",")
         pairs = {slot.port.name: slot.present for slot in self.slots}
         self.shared: Mapping[str, str] = {name: pairs[name] for name in shared if name in pairs}
+        # outputs of one token, however many were read
+        self._of_last = {node.name for node in session.get_outputs() if len(node.shape) < 2 or node.shape[1] == 1}
         self._has_text = any(node.type == "tensor(string)" for node in (*nodes, *session.get_outputs()))
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run one call; see :meth:`.runner.Runner.run`."""
+        if self.shared and takes_one_by_one(inputs):
+            return self._one_by_one(inputs)
         values = {name: to_value(name, kind, inputs[name]) for name, kind in self._kinds.items()}
         try:
             found = self._call_with_text(values) if self._has_text else self._call(values)
             return {name: from_value(value) for name, value in found.items()}
         except Exception as error:  # onnxruntime has no base class for its errors
             raise ReplayError(f"onnxruntime fails on the inputs of the case: {first_line(error)}") from error
+
+    def _one_by_one(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        calls, found = [], dict(inputs)
+        for feeds in one_by_one({name: inputs[name] for name in self.ports}):
+            past = {slot.port.name: found.get(slot.present, found[slot.port.name]) for slot in self.slots}
+            found = {**past, **self.run({**feeds, **past})}
+            calls.append({name: found[name] for name in self.outputs if not is_present(name)})
+        return {**{name: found[name] for name in self.outputs if is_present(name)}, **self._joined(calls)}
+
+    def _joined(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The outputs of calls of one token each, as one call of all tokens returns them."""
+        last = calls[-1]
+        return {
+            name: value if name in self._of_last else torch.cat([found[name] for found in calls], dim=1)
+            for name, value in last.items()
+        }
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return a cache in onnxruntime's own values; see :meth:`.runner.Runner.cache`."""
@@ -69,6 +90,12 @@ class OnnxRunner:
         self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Run one call of a loop; see :meth:`.runner.Runner.step`."""
+        if self.shared and takes_one_by_one(feeds):
+            calls = []
+            for given in one_by_one(feeds):
+                outputs, cache = self.step(given, cache)
+                calls.append(outputs)
+            return self._joined(calls), cache  # type: ignore[return-value] # what the last step returned
         values = {name: to_value(name, self._kinds[name], tensor) for name, tensor in feeds.items()}
         buffers = self._buffers(feeds, cache) if self.shared else None
         for slot in self.slots:
@@ -83,6 +110,21 @@ class OnnxRunner:
             buffers.update(following)
             following = buffers
         return {name: from_value(value) for name, value in outputs.items()}, following
+
+    def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+        """Return a cache with other rows; see :meth:`.runner.Runner.select_rows`."""
+        buffers = cache if isinstance(cache, BufferedCache) else None
+        kept = () if buffers is None else buffers.presents
+        selected = {
+            name: to_value(name, self._kinds[name], with_rows(from_value(value), rows))
+            for name, value in cache.items()
+            if name not in kept
+        }
+        if buffers is None:
+            return selected
+        buffers.select_rows(rows)
+        buffers.update(selected)
+        return buffers
 
     def _buffers(self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]) -> BufferedCache:
         buffers = cache if isinstance(cache, BufferedCache) else BufferedCache(self._session, cache, self.shared)

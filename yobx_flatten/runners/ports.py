@@ -17,7 +17,7 @@ import torch
 
 from ..huggingface.cases import CACHE_NAMES
 
-__all__ = ["CacheSlot", "Port", "cache_slots", "is_present", "split_cache"]
+__all__ = ["CacheSlot", "Port", "cache_slots", "is_present", "split_cache", "with_rows"]
 
 
 class Port(NamedTuple):
@@ -87,3 +87,16 @@ def split_cache(
     following = {slot.port.name: found.get(slot.present, cache.get(slot.port.name)) for slot in slots}
     following = following or {name: value for name, value in found.items() if is_present(name)}
     return {name: value for name, value in found.items() if not is_present(name)}, following
+
+
+def with_rows(leaf: Any, rows: torch.Tensor) -> Any:
+    """Return a leaf of a cache with other rows; one that all rows share, as the number of tokens seen, stays.
+
+    Args:
+        leaf: a tensor, or a number.
+        rows: for each new row the place of an old one.
+
+    >>> with_rows(torch.tensor([[1, 2], [3, 4]]), torch.tensor([1, 1, 0])).tolist()
+    [[3, 4], [3, 4], [1, 2]]
+    """
+    return leaf[rows] if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 else leaf

@@ -18,7 +18,7 @@ from ..errors import FlattenError, GenerationError, ReplayError
 from ..errors.dependencies import is_installed
 from ..errors.messages import first_line
 from ..trees.naming import leaf_names, output_names
-from .ports import CacheSlot, Port, cache_slots, split_cache
+from .ports import CacheSlot, Port, cache_slots, split_cache, with_rows
 
 __all__ = ["ProgramRunner", "open_program"]
 
@@ -138,6 +138,10 @@ class ProgramRunner:
         except (RuntimeError, AssertionError, ValueError, IndexError) as error:  # a guard, or an operator
             raise GenerationError(f"{self.name} stopped: {first_line(error)}") from error
         return split_cache(found, self.slots, cache)
+
+    def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+        """Return a cache with other rows; see :meth:`.runner.Runner.select_rows`."""
+        return {name: with_rows(value, rows) for name, value in cache.items()}
 
     def _call(self, values: Mapping[str, Any]) -> dict[str, Any]:
         ports, constants = self._interface

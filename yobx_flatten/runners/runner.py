@@ -84,3 +84,12 @@ class Runner(Protocol):
             GenerationError: when the library raises.
         """
         ...
+
+    def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+        """Return the cache whose rows are those of another, as a beam search needs it.
+
+        Args:
+            cache: what :meth:`cache` or :meth:`step` returned; it may not be used any more.
+            rows: for each new row the place of an old one, int64; there may be more or fewer than before.
+        """
+        ...

@@ -1,0 +1,139 @@
+"""A beam search over exported files finds what `model.generate(num_beams=...)` finds."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from tests.flatten.generate.test_generator import prompts
+from tests.flatten.model_folder.exported_folders import exported
+from yobx_flatten import (
+    GenerationSettings,
+    InvalidArgumentError,
+    OnnxGenerator,
+    ProgramGenerator,
+    Sampling,
+    make_dynamic_cache,
+)
+from yobx_flatten.generate.generator import Generator, Parts
+from yobx_flatten.model_folder.tiny_models import small_model
+from yobx_flatten.runners.ports import Port, cache_slots, with_rows
+
+
+class EagerRunner:
+    """The model itself in the place of a file, so that searches are compared without an export."""
+
+    runtime, name, outputs = "eager", "the model", ("logits",)
+
+    def __init__(self, model):
+        self.model = model
+        names = [f"past_key_values.{layer}.{part}" for layer in range(2) for part in ("key", "value")]
+        self.slots = cache_slots(Port(name, (None, 2, None, 16), torch.float32) for name in names)
+        tokens = {name: Port(name, (None, None), torch.int64) for name in ("input_ids", "attention_mask")}
+        self.ports = {**tokens, **{slot.port.name: slot.port for slot in self.slots}}
+
+    def cache(self, tensors):
+        return dict(tensors)
+
+    @torch.no_grad()
+    def step(self, feeds, cache):
+        leaves = list(cache.values())
+        past = make_dynamic_cache([(leaves[0], leaves[1]), (leaves[2], leaves[3])])
+        found = self.model(**feeds, past_key_values=past)
+        leaves = [leaf for layer in found.past_key_values.layers for leaf in (layer.keys, layer.values)]
+        return {"logits": found.logits}, dict(zip(cache, leaves, strict=True))
+
+    def select_rows(self, cache, rows):
+        return {name: with_rows(value, rows) for name, value in cache.items()}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """A small model of which every third token or so is an end."""
+    return small_model("llama")
+
+
+ENDS = tuple(range(3, 259, 4))
+
+
+@pytest.mark.parametrize("pad", [2, 0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 3, "length_penalty": -1.0},
+        {"num_beams": 4, "num_return_sequences": 4, "length_penalty": 2.0, "early_stopping": True},
+        {"num_beams": 2, "early_stopping": "never"},
+        {"num_beams": 3, "length_penalty": 0.0, "early_stopping": "never", "num_return_sequences": 2},
+    ],
+)
+def test_a_search_finds_the_sequences_of_the_library(llama, options, pad):
+    """With ends that some rows reach early, and padded rows; a padding token of 0 included."""
+    for ends in (ENDS, ENDS[:2], (ENDS[5],), ()):
+        settings = GenerationSettings(eos_token_ids=ends, pad_token_id=pad)
+        generator = Generator(Parts(EagerRunner(llama)), settings)
+        found = generator.generate(**prompts(), max_new_tokens=14, **options)
+        own = {"eos_token_id": list(ends) or None, "pad_token_id": pad, "num_beams": options["num_beams"]}
+        llama.generation_config.eos_token_id = own["eos_token_id"]
+        wanted = llama.generate(**prompts(), max_new_tokens=14, do_sample=False, **{**own, **options})
+        assert found.tolist() == wanted.tolist(), ends
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_beams": 0}, "num_beams must be an int of 1 or more"),
+        ({"num_return_sequences": 2}, r"Pass\s+num_beams=2 or more"),
+        ({"num_beams": 2, "early_stopping": "always"}, "early_stopping must be True, False"),
+        ({"num_beams": 2, "sampling": Sampling(do_sample=True)}, "draws no tokens"),
+    ],
+)
+def test_searches_that_mean_nothing_are_refused(llama, options, words):
+    """Before a file runs."""
+    with pytest.raises(InvalidArgumentError, match=words):
+        Generator(Parts(EagerRunner(llama)), GenerationSettings()).generate(**prompts(), **options)
+
+
+def _check(generator, model, inputs, skipped=0, **options):
+    options = {"num_beams": 3, "num_return_sequences": 2, **options}
+    found = generator.generate(**inputs, max_new_tokens=20, **options)
+    wanted = model.generate(**inputs, max_new_tokens=20, do_sample=False, **options)
+    assert found[:, skipped:].tolist() == wanted.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "optimize"), [("llama", None), ("mistral", None), ("llama", "onnxruntime"), ("mistral", "onnxruntime")]
+)
+def test_the_cache_follows_the_beams(name, optimize):
+    """One that grows, one that slides past its window, and rows of one memory."""
+    model, folder = exported(name, optimize=optimize)
+    _check(OnnxGenerator(folder, threads=1), model, prompts())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["onnx", "program"])
+def test_a_decoder_after_an_encoder_is_searched(to):
+    """The keys of the encoder are repeated once, and stay with their row."""
+    model, folder = exported("t5", to)
+    generator = {"onnx": OnnxGenerator, "program": ProgramGenerator}[to](folder)
+    _check(generator, model, prompts(), length_penalty=0.5)
+
+
+@pytest.mark.slow
+def test_sound_is_searched():
+    """Whisper; its own `generate` leaves the start token away."""
+    model, folder = exported("whisper")
+    config = model.config
+    shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
+    sound = {"input_features": torch.randn(shape, generator=torch.Generator().manual_seed(2))}
+    _check(OnnxGenerator(folder), model, sound, skipped=1, num_return_sequences=1)
+
+
+@pytest.mark.slow
+def test_forced_tokens_hold_for_every_beam():
+    """BART begins and ends with tokens of its configuration, and has rules for the others."""
+    model, folder = exported("bart")
+    _check(OnnxGenerator(folder), model, prompts(), num_beams=4)

@@ -51,6 +51,13 @@ def export(
         float | None,
         typer.Option(help="With --quantize: largest perplexity, relative to the model's; int8 1.01, int4 1.1."),
     ] = None,
+    optimize: Annotated[
+        Literal["onnxruntime"] | None,
+        typer.Option(help="Attention of that library, which writes into the memory of the cache."),
+    ] = None,
+    logits: Annotated[
+        Literal["all", "last"], typer.Option(help="Scores of all tokens, or of the last, which generation needs.")
+    ] = "all",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what DIR holds.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
@@ -78,6 +85,8 @@ def export(
             overwrite=overwrite,
             proof=proof,
             quantize=None if quantize is None else Quantization(quantize, perplexity_ratio=perplexity_ratio),
+            optimize=optimize,
+            logits=logits,
         )
     if json:
         say_json(_as_dict(done, found))

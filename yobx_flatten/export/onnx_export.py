@@ -110,10 +110,6 @@ def export_onnx(
     cases = cases if cases is None else check_cases(cases)
     if optimize not in (None, "onnxruntime"):
         raise InvalidArgumentError(f'optimize must be "onnxruntime" or None, found {optimize!r}.')
-    if optimize is not None and quantize is not None:
-        raise InvalidArgumentError(
-            "quantize= is measured on files of ONNX's own operators: leave optimize= out with it."
-        )
     target = pathlib.Path(path)
     folder = None if keep_failed is None else pathlib.Path(keep_failed)
     if folder is not None and folder.absolute() == target.parent.absolute():

@@ -22,7 +22,7 @@ from .example import Example
 from .program import following
 from .replay import Case, CaseResult, replay
 from .report import ExportReport
-from .shared_replay import InSharedMemory, fitting
+from .shared_replay import InSharedMemory
 from .sides import ByName
 from .traced import Traced
 
@@ -61,8 +61,6 @@ def replay_file(
     sides = [ByName(runner, example.names, example.cache_is, pairs)]
     if runner.shared:
         sides.append(ByName(InSharedMemory(session, path.name), example.names, example.cache_is, pairs))
-        rows = next(iter(runner.ports.values())).shape[0]
-        cases = [fitting(case, any_rows=rows is None) for case in cases]
     after = module.next_inputs if isinstance(module, SlidingDecoder) else following()
     for case, side in itertools.product(cases, sides):
         logger.info("replaying %s with %s", case.name, side.runtime, extra=STEP)

@@ -19,7 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.export import Dim
 
-from ..errors import GenerationError
+from ..errors import GenerationError, InvalidArgumentError
 from ..export.replay import Case
 from ..huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes, keeps_all, slides
@@ -61,7 +61,9 @@ class Piece:
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def decoder_pieces(model: TransformersModel, rows: int | None = None, *, whole_cache: bool = False) -> list[Piece]:
+def decoder_pieces(
+    model: TransformersModel, rows: int | None = None, *, whole_cache: bool = False, logits: str = "all"
+) -> list[Piece]:
     """A model that reads tokens and goes on with them: one file, ``model``.
 
     Args:
@@ -69,12 +71,14 @@ def decoder_pieces(model: TransformersModel, rows: int | None = None, *, whole_c
         rows: batch size of every example and case; ``None`` for several.
         whole_cache: whether layers that slide keep all tokens in the cache, and leave those outside of their window
             out by the mask; ``False`` by default.
+        logits: positions whose scores are returned, ``"all"`` or ``"last"``; ``"all"`` by default.
 
     Returns:
         One file.
 
     Raises:
         GenerationError: when the model takes no ``past_key_values``.
+        InvalidArgumentError: when ``logits`` is unknown, or the model returns all of them always.
     """
     takes = inspect.signature(model.forward).parameters
     names = [name for name in ("input_ids", "attention_mask", "position_ids", "past_key_values") if name in takes]
@@ -85,6 +89,12 @@ def decoder_pieces(model: TransformersModel, rows: int | None = None, *, whole_c
             "    OnnxGenerator(path, prefill=first_path)"
         )
     like: dict[str, Any] = dict.fromkeys(names)
+    if logits not in ("all", "last"):
+        raise InvalidArgumentError(f'logits must be "all" or "last", found {logits!r}.')
+    if logits == "last":
+        if "logits_to_keep" not in takes:
+            raise InvalidArgumentError(f'{type(model).__qualname__} takes no logits_to_keep. Leave logits="last" out.')
+        like["logits_to_keep"] = 1
     if whole_cache and slides(model.config.get_text_config(decoder=True)):
         from transformers.cache_utils import DynamicCache
 

@@ -59,7 +59,7 @@ def task_of(model: TransformersModel) -> str:
 
 
 def pieces_for(
-    model: TransformersModel, task: str, rows: int | None = None, *, whole_cache: bool = False
+    model: TransformersModel, task: str, rows: int | None = None, *, whole_cache: bool = False, logits: str = "all"
 ) -> tuple[str, list[Piece]]:
     """Make the files to be of a model.
 
@@ -68,12 +68,13 @@ def pieces_for(
         task: one of :data:`TASKS`, or ``"auto"``.
         rows: the number of rows of every example and case; ``None`` for several numbers of them.
         whole_cache: see :func:`.decoder_pieces`; ``False`` by default.
+        logits: see :func:`.decoder_pieces`; ``"all"`` by default.
 
     Returns:
         The task, and the pieces.
 
     Raises:
-        InvalidArgumentError: when there is no such task, or the model is for another one.
+        InvalidArgumentError: when there is no such task, the model is for another one, or does not leave scores out.
     """
     if task != "auto" and task not in TASKS:
         raise InvalidArgumentError(f"There is no task {task!r}. There are auto, {', '.join(TASKS)}.")
@@ -84,5 +85,9 @@ def pieces_for(
             f"A {type(model).__qualname__} is for {found}, not for {wanted}. Leave the task out, or ask for {found}."
         )
     if TASKS[wanted] is decoder_pieces:
-        return wanted, decoder_pieces(model, rows, whole_cache=whole_cache)
+        return wanted, decoder_pieces(model, rows, whole_cache=whole_cache, logits=logits)
+    if logits != "all":
+        raise InvalidArgumentError(
+            f'logits="last" is for text-generation, and a {type(model).__qualname__} is for {wanted}.'
+        )
     return wanted, TASKS[wanted](model, rows)

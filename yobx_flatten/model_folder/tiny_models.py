@@ -32,6 +32,7 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "rotary_dim": 8,
     "query_pre_attn_scalar": 16,
     "max_position_embeddings": 512,
     "d_model": 64,

@@ -20,7 +20,6 @@ from typing import Any, Literal
 
 import torch
 
-from ..declare.scopes import register_flattening_functions
 from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
 from ..errors.dependencies import is_installed, require
 from ..errors.log import STEP
@@ -35,7 +34,6 @@ from ..export.quantization import Quantization, WeightBits, choose_quantization,
 from ..export.replay import Case
 from ..export.report import TOLERANCES, ExportReport
 from ..export.room import check_room
-from ..export.shared_replay import fitting
 from ..export.text_cases import text_cases
 from ..recipe.aliases import TransformersModel
 from ..storage.cases import save_case
@@ -91,6 +89,7 @@ def export_folder(
     proof: Proof = "auto",
     quantize: WeightBits | Quantization | None = None,
     optimize: Literal["onnxruntime"] | None = None,
+    logits: Literal["all", "last"] = "all",
 ) -> ExportedFolder:
     """Export a model of transformers to a folder that generation tools open, and prove that it generates the same.
 
@@ -116,6 +115,10 @@ def export_folder(
             :func:`verify_folder` measures again.
         optimize: ``"onnxruntime"`` for attention that writes into the memory of the cache instead of copying it, where
             the model's layers allow it; see :func:`export_onnx`. ``None`` by default.
+        logits: for a model that generates text, positions whose scores the file returns: ``"all"``, the default, as
+            tools that score a text or check several drafted tokens at once need them, or ``"last"``, the one position
+            that a token is chosen by. Reading a prompt takes less time and memory then; the perplexity of quantised
+            weights cannot be measured.
 
     Returns:
         The folder, with a report of every export and every replay.
@@ -161,8 +164,11 @@ def export_folder(
     check_room(model, target, in_memory=0 if proof == "none" else 1)
     if to == "onnx":
         check_opset(opset_version)
-    task, pieces = pieces_for(model, task, batch, whole_cache=optimize is not None)
-    if quantization is not None and quantization.tokens is None and task == "text-generation":
+    if logits == "last" and quantization is not None and quantization.tokens is not None:
+        raise InvalidArgumentError('A text is scored at all of its positions: leave tokens= out with logits="last".')
+    cut: dict[str, Any] = {"whole_cache": optimize is not None, "logits": logits}
+    task, pieces = pieces_for(model, task, batch, **cut)
+    if quantization is not None and quantization.tokens is None and task == "text-generation" and logits == "all":
         rows = (8 if proof == "full" else 2) if batch is None else batch
         tokens = python_text(model, None if source is None else pathlib.Path(source), rows)
         quantization = dataclasses.replace(quantization, tokens=tokens)
@@ -177,10 +183,8 @@ def export_folder(
                 how |= {"opset_version": opset_version, "quantize": quantized, "optimize": optimize}
             reports[name] = _export(piece, work / name, batch, how).report
             shared = [] if optimize is None else shared_inputs(work / name)
-            if shared:
-                piece = _fitting(piece, batch)
-            elif keeps_more(piece, model):
-                (piece,) = pieces_for(model, task, batch)[1]
+            if not shared and keeps_more(piece, model):
+                (piece,) = pieces_for(model, task, batch, logits=logits)[1]
                 reports[name] = _export(piece, work / name, batch, {**how, "optimize": None}).report
             if proof != "none":
                 cases[name] = _store_calls(piece, sampled(piece.cases) if proof == "sample" else piece.cases, work)
@@ -234,14 +238,6 @@ def _export(piece: Piece, path: pathlib.Path, batch: int | None, options: dict[s
     exported = export_program(piece.module, (), piece.kwargs, **how)
     exported.save(path)
     return exported
-
-
-def _fitting(piece: Piece, batch: int | None) -> Piece:
-    """The same piece, with calls to be stored that attention of onnxruntime takes."""
-    calls = (Case("", (), piece.kwargs), *piece.cases)
-    with register_flattening_functions(patch_transformers=True):
-        example, *others = [fitting(case, any_rows=batch is None) for case in calls]
-    return dataclasses.replace(piece, kwargs=example.kwargs, cases=others)
 
 
 def _with_fixed_batch(shapes: Any) -> Any:

@@ -13,6 +13,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+import onnx
+
 from tests import fresh_process
 from tests.flatten.model_folder.exported_folders import exported, saved
 from yobx_flatten import make_dynamic_cache, save_nested
@@ -38,20 +40,22 @@ def copied(folder, tmp_path):
 
 
 def test_a_saved_model_becomes_a_folder_that_is_verified_and_generates(tmp_path, capsys):
-    """The folder that `save_pretrained` wrote, with a tokenizer beside it: export, verify, generate."""
+    """The folder that `save_pretrained` wrote, with a tokenizer: export for the last scores only, verify, generate."""
     _, source = saved("gpt2")
     with_tokenizer = shutil.copytree(source, tmp_path / "gpt2")
     from transformers import ByT5Tokenizer
 
     ByT5Tokenizer(extra_ids=0).save_pretrained(with_tokenizer)
     out = tmp_path / "out"
-    assert main(["export", str(with_tokenizer), "-o", str(out)]) == 0
+    assert main(["export", str(with_tokenizer), "-o", str(out), "--logits", "last"]) == 0
     shown = capsys.readouterr()
     assert "0 tokens differ" in shown.out
     assert "converting GPT2LMHeadModel to ONNX" in shown.err
     names = {path.name for path in out.iterdir()}
     assert {"model.onnx", "config.json", "generation_config.json", "tokenizer_config.json", "genai_config.json"} < names
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    shapes = {value.name: value.type.tensor_type.shape for value in onnx.load(out / "model.onnx").graph.output}
+    assert shapes["logits"].dim[1].dim_value == 1
     assert main(["verify", str(out)]) == 0
     assert "ok   generate" in capsys.readouterr().out
     assert main(["generate", str(out), "--prompt", "Hello", "--prompt", "Hi", "--tokens", "4", "--json"]) == 0
@@ -76,6 +80,7 @@ def test_a_folder_that_holds_something_is_left_alone(folder, capsys):
         (["llama", "--task", "fill-mask"], "is for text-generation, not for fill-mask"),
         (["llama", "--dtype", "bfloat16"], "Take float32 or float16, or to='program'"),
         (["llama", "--to", "program", "--quantize", "int4"], "leave it out with to='program'"),
+        (["bert", "--logits", "last"], 'logits="last" is for text-generation, and a BertForMaskedLM is for fill-mask'),
         (["llama", "--perplexity-ratio", "1.2"], "Add --quantize int8 or --quantize int4"),
     ],
 )
@@ -90,10 +95,11 @@ def test_an_export_that_cannot_be_leaves_nothing(arguments, words, tmp_path, mon
 
 @pytest.mark.slow
 def test_a_quantised_folder_states_its_quality(tmp_path, capsys):
-    """In the table and as JSON. Weights of a model that was not trained bear less rounding, which is asked for."""
+    """In the table and as JSON, with onnxruntime's attention. Untrained weights bear less rounding: it is asked for."""
     out = tmp_path / "out"
-    arguments = ["--quantize", "int4", "--perplexity-ratio", "2", "--json"]
+    arguments = ["--quantize", "int4", "--perplexity-ratio", "2", "--optimize", "onnxruntime", "--json"]
     assert main(["export", "llama", "-o", str(out), *arguments]) == 0
+    assert json.loads((out / "yobx_flatten.json").read_text(encoding="utf-8"))["cache"] == "shared"
     quality = json.loads(capsys.readouterr().out)["files"]["model.onnx"]["quality"]
     assert (quality["weights"], quality["ok"], quality["allowed"]) == ("int4", True, 2.0)
     assert quality["perplexity_ratio"] == quality["perplexity"] / quality["model_perplexity"]

@@ -9,8 +9,6 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 from yobx_flatten import DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx
-from yobx_flatten.export.replay import Case
-from yobx_flatten.export.shared_replay import fitting
 from yobx_flatten.model_folder.tiny_models import small_model
 from yobx_flatten.runners import onnx_buffers
 from yobx_flatten.runners.open import open_runner
@@ -35,12 +33,11 @@ def test_each_layer_has_the_attention_of_onnxruntime_and_one_product_before_it(l
 
 
 def test_it_is_replayed_in_both_forms(llama):
-    """With a cache that grows, and in memory for more tokens than there are; several tokens for one row."""
+    """With a cache that grows, and in memory for more tokens than there are; a note states what the file refuses."""
     _, _, report = llama
     assert report.ok
     runtimes = [case.runtime for case in report.cases]
     assert runtimes.count("onnxruntime") == runtimes.count("onnxruntime, shared cache") == 4
-    assert "the example, one row" in [case.case for case in report.cases]
     assert any("for one row only" in remark for remark in report.remarks)
 
 
@@ -80,19 +77,24 @@ def test_a_cache_of_another_file_is_taken_over(llama):
     torch.testing.assert_close(found["logits"], wanted, atol=1e-4, rtol=0)
 
 
-def test_calls_that_the_operator_refuses_are_replayed_as_it_takes_them():
-    """Several tokens after others: of one row, or one token where the number of rows is fixed."""
-    tokens, mask = torch.ones(2, 3).long(), torch.ones(2, 8).long()
-    after = Case("a", (), {"input_ids": tokens, "attention_mask": mask}, steps=3)
-    assert fitting(after).kwargs["input_ids"].shape == (1, 3)
-    assert fitting(after).kwargs["attention_mask"].shape == (1, 8)
-    one = fitting(after, any_rows=False)
-    assert (one.kwargs["input_ids"].shape, one.kwargs["attention_mask"].shape) == ((2, 1), (2, 6))
-    prompt = Case("b", (), {"input_ids": tokens, "attention_mask": torch.ones(2, 3).long()}, steps=3)
-    assert fitting(prompt).steps == 1
-    assert fitting(prompt).kwargs["input_ids"].shape == (2, 3)
-    single = Case("c", (), {"input_ids": tokens[:, :1], "attention_mask": mask}, steps=3)
-    assert fitting(single) is single
+@pytest.mark.parametrize("form", ["run", "step"])
+def test_several_tokens_of_several_rows_after_others_are_read_one_by_one(llama, form):
+    """The operator refuses such a call, which the runner makes token by token; scores and cache are the model's."""
+    model, path, _ = llama
+    runner = open_runner(path)
+    inputs = decode_inputs(model, DecodeSizes(batch=3, past=5, new=4, padding=2))
+    leaves = [leaf.clone() for layer in inputs["past_key_values"].layers for leaf in (layer.keys, layer.values)]
+    cache = dict(zip(NAMES, leaves, strict=True))
+    feeds = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    if form == "run":
+        found = runner.run({**feeds, **cache})
+    else:
+        found, cache = runner.step(feeds, runner.cache(cache))
+        found |= {f"present.{name[16:]}": torch.from_numpy(cache[name].numpy())[:, :, :9] for name in NAMES}
+    with torch.no_grad():
+        wanted = model(**inputs)
+    torch.testing.assert_close(found["logits"], wanted.logits, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found["present.1.key"], wanted.past_key_values.layers[1].keys, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow

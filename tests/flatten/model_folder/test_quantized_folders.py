@@ -12,16 +12,18 @@ pytest.importorskip("onnxscript")
 
 from tests.flatten.export.trained_model import trained_model
 from yobx_flatten import InvalidArgumentError, OnnxGenerator, export_folder, verify_folder
+from yobx_flatten.export.quantization import Quantization
 from yobx_flatten.model_folder.quality_text import python_text
 from yobx_flatten.model_folder.tiny_models import small_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The trained model in 4 bits."""
+    """The trained model in 4 bits, with the attention of onnxruntime."""
     path = tmp_path_factory.mktemp("quantized") / "out"
-    done = export_folder(trained_model(), path, quantize="int4")
+    done = export_folder(trained_model(), path, quantize="int4", optimize="onnxruntime")
     report = done.reports["model.onnx"]
+    assert report.operators["GroupQueryAttention"] > 0
     assert report.quality.perplexity_ratio < 1.03
     assert report.quality.text_tokens == 8 * 126  # of a row, one token is in the cache, and one more is only read
     assert str(report.quality) in str(done)
@@ -95,4 +97,9 @@ def test_programs_are_not_quantised(tmp_path):
         export_folder(small_model("llama"), tmp_path / "out", to="program", quantize="int4")
     with pytest.raises(InvalidArgumentError, match="found 'int2'"):
         export_folder(small_model("llama"), tmp_path / "out", quantize="int2")
+    chosen = Quantization("int4", tokens=torch.ones(1, 8).long())
+    with pytest.raises(InvalidArgumentError, match='leave tokens= out with logits="last"'):
+        export_folder(small_model("llama"), tmp_path / "out", quantize=chosen, logits="last")
+    with pytest.raises(InvalidArgumentError, match="logits must be"):
+        export_folder(small_model("llama"), tmp_path / "out", logits="first")
     assert list(tmp_path.iterdir()) == []

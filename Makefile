@@ -28,7 +28,7 @@ NEEDS_notebooks := --editable '.[all]' --group notebooks
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test compat kills lint format types doctest docs notebooks bench matrix cut-matrix clean distclean
+.PHONY: help demo test compat kills lint format types doctest docs notebooks bench matrix cut-matrix genai clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +93,10 @@ matrix: $(VENV)/.has-matrix  ## every type of the installed transformers against
 cut-matrix: $(VENV)/.has-matrix  ## cut every causal language model of the installed transformers and train it (MATRIX_ARGS="--sample 25")
 	$(BIN)/python -m matrix.cut $(MATRIX_ARGS)
 	$(BIN)/python -m matrix.cut --page docs/cut_matrix.md
+
+genai: $(VENV)/.has-test  ## export decoders and open them with onnxruntime-genai (MATRIX_ARGS="--sample 5")
+	$(BIN)/python -m matrix.genai $(MATRIX_ARGS)
+	$(BIN)/python -m matrix.genai --page docs/genai.md
 
 clean:  ## remove what the targets built, but not the virtual environment
 	rm -rf build dist docs/auto_examples docs/sg_execution_times.rst .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,10 +19,10 @@ _WAY = "onnxruntime-genai"
 
 _PAGE = """# onnxruntime-genai
 
-Decoders of transformers, exported with `export_folder` from a small configuration with random weights (a window of eight
-tokens where there is one), and opened by onnxruntime-genai {version}: 30 tokens after a prompt of nine, compared with those
-of `model.generate`. `make genai` runs it (`python -m matrix.genai --help` says how to run less); this page is written from
-`data/{file}`, with {versions}.
+Decoders of transformers, exported with `export_folder` from a small configuration with random weights (a window of
+eight tokens where there is one), and opened by onnxruntime-genai {version}: 30 tokens after a prompt of nine, compared
+with those of `model.generate`. `make genai` runs it (`python -m matrix.genai --help` lists how to run less); this page
+is written from `data/{file}`, with {versions}.
 
 | column | what is asked |
 |---|---|
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     results = open_results(options, _WAY)
     runner = Runner(_WAY, Limits(options.timeout, options.memory), run=run_type, preload=("matrix.preload",))
-    names = [name for name in options.only or TYPES][: options.sample]
+    names = list(options.only or TYPES)[: options.sample]
     return run_work(runner, names, results, options, library_state(ROOT / "yobx_flatten"), console)
 
 

@@ -1,4 +1,4 @@
-"""The columns of the table of onnxruntime-genai: is a folder proven, does the library open it, are the tokens the model's.
+"""The columns of the table of onnxruntime-genai: is a folder proven, and what does the library generate with it.
 
 Models are those of `yobx-flatten export TYPE`: small, with random weights and a window of eight tokens.
 """
@@ -59,11 +59,15 @@ class GenaiTrial:
         wanted = self.model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False, num_beams=1
         )[0].tolist()
-        if wanted[-1] == json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["model"]["eos_token_id"]:
+        if (
+            wanted[-1]
+            == json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["model"]["eos_token_id"]
+        ):
             wanted.pop()  # a token that the library leaves away
         found = generate(folder, prompt[0].tolist(), NEW)[: len(wanted)]
         if found != wanted:
-            same = next((place for place, pair in enumerate(zip(found, wanted)) if pair[0] != pair[1]), len(found))
+            pairs = zip(found, wanted, strict=False)
+            same = next((place for place, pair in enumerate(pairs) if pair[0] != pair[1]), len(found))
             raise DifferenceError(f"tokens differ from place {same} of {len(wanted)} on")
         return {"tokens": len(wanted) - prompt.shape[1]}
 
@@ -105,5 +109,4 @@ def run_type(
 ) -> None:
     """Run columns of one type in this process; see `worker.run_type`."""
     be_quiet()
-    # the folders of one run lie in one place: a column that opens one is run with that which writes it
     run_columns(GenaiTrial(name, folder), columns, known, events, (COLUMNS, NEEDS))

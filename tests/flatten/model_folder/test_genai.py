@@ -10,27 +10,14 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
 
+from matrix.genai_cases import generate
 from tests.flatten.model_folder.exported_folders import exported
 
 TOKENS = 30  # with nine of the prompt: several times the small window of eight
 
-SHARED = ["llama", "mistral", "gemma2", "gemma3_text", "phi3", "qwen3", "gpt2", "gpt_neox", "phi", "olmo2", "granite"]
-SHARED += ["starcoder2", "stablelm", "smollm3", "cohere", "opt", "glm4", "qwen2", "qwen3_moe"]
-GROWING = ["llama", "qwen2"]
-
-
-def _generate(folder, tokens: list[int]) -> list[int]:
-    import numpy
-    import onnxruntime_genai as genai
-
-    model = genai.Model(str(folder))
-    params = genai.GeneratorParams(model)
-    params.set_search_options(max_length=len(tokens) + TOKENS, do_sample=False)
-    generator = genai.Generator(model, params)
-    generator.append_tokens(numpy.array([tokens], numpy.int32))
-    while not generator.is_done():
-        generator.generate_next_token()
-    return [int(token) for token in generator.get_sequence(0)]
+# one of each kind; `make genai` runs all that docs/genai.md lists
+SHARED = ["llama", "mistral", "gemma3_text", "gpt2", "qwen3_moe"]
+GROWING = ["llama"]
 
 
 def _check(name: str, optimize: str | None) -> dict:
@@ -38,7 +25,7 @@ def _check(name: str, optimize: str | None) -> dict:
     model, folder = exported(name, optimize=optimize)
     prompt = torch.randint(4, 259, (1, 9), generator=torch.Generator().manual_seed(7))
     wanted = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TOKENS, do_sample=False)
-    found = _generate(folder, prompt[0].tolist())
+    found = generate(folder, prompt[0].tolist(), TOKENS)
     ended = int(wanted[0, -1]) == model.config.eos_token_id  # a token that the library leaves away
     assert found == wanted[0].tolist()[: -1 if ended and len(found) < wanted.shape[1] else None]
     assert len(found) > prompt.shape[1] + 8  # past the window

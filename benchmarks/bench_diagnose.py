@@ -3,7 +3,7 @@
     python benchmarks/bench_diagnose.py [--repeat N]
 
 A node is an object that the search looks into or counts: containers, objects, tensors. Paths grow with the depth, and
-so does what an object costs that is a thousand deep. Beside it, what `explain` costs, and torch's own walk, which stops
+so does what an object costs that is a thousand deep; then what `explain` costs, and torch's own walk, which stops
 at the first object. The exit status states whether the bar is met.
 """
 

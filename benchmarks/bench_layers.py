@@ -83,7 +83,7 @@ def fastest(functions: dict[str, Callable[[], Any]], repeat: int, seconds: float
 
 
 class Least:
-    """The source that a person would write for layers of which she knows everything.
+    """The source that a person would write for layers that are known in every detail.
 
     Args:
         layers: filled ones; the layers of a cache repeat them.

@@ -2,13 +2,13 @@
 
     python benchmarks/bench_pipeline.py [--json FILE] [--repeat N]
 
-A small transformer, the same batch, the same microbatches, two threads for everybody but one loop. Steps (forward,
+A small transformer, the same batch, the same microbatches, two threads for all but one loop. Steps (forward,
 loss, backward) are taken in turns, each program in processes of its own. The least of them counts, as other processes
 only ever add to it; medians are in the file. "Overhead" is what a layer call costs beyond the call of the layer:
 processor time of a pipeline of tiny layers, less that of the same calls in a loop, per layer and microbatch. The last
 row trains a model four times as large as its devices.
 
-What is above its bar is named. A slow machine is no error: the exit status is 0.
+What is above its bar is named. A slow machine is not an error: the exit status is 0.
 """
 
 from __future__ import annotations

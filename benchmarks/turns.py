@@ -28,7 +28,7 @@ class Contestant(NamedTuple):
     Attributes:
         make: returns a step; a function of a module, so that another process finds it.
         processes: how many run it together.
-        threads: of torch, in each of them.
+        threads: the threads of torch, in each of them.
     """
 
     make: Make
@@ -40,7 +40,7 @@ class Samples(NamedTuple):
     """What one of them took.
 
     Attributes:
-        seconds: of every sample: one step, until its slowest process has ended.
+        seconds: the seconds of every sample: one step, until its slowest process has ended.
         cpu: seconds of processor time of the same step, all its processes and threads together.
         result: what its first step returned, in the last of its processes.
     """

@@ -45,7 +45,7 @@ class Trial:
 
     Attributes:
         name: the type.
-        way: how caches come apart and programs are made.
+        way: how caches are flattened and programs are made.
         folder: where files may be written.
     """
 
@@ -129,7 +129,7 @@ def prefill(trial: Trial) -> dict[str, Any]:
 
 
 def _has_picture(kwargs: dict[str, Any]) -> bool:
-    """Tell whether the cache has seen a picture: the prompt is longer than the tokens that were asked for."""
+    """Return whether the cache has seen a picture: the prompt is longer than the tokens that were asked for."""
     mask = kwargs.get("attention_mask")
     longer = isinstance(mask, torch.Tensor) and "input_ids" in kwargs and mask.shape[1] > EXAMPLE.past + EXAMPLE.new
     return longer or any(name.startswith("image_") for name in kwargs)
@@ -141,7 +141,7 @@ def _layer_names(cache: Any) -> list[str]:
     return sorted({type(layer).__name__ for one in caches for layer in getattr(one, "layers", [])})
 
 
-# -- taking apart ----------------------------------------------------------------------------------------------------
+# -- flattening ------------------------------------------------------------------------------------------------------
 
 
 def round_trip(trial: Trial) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def round_trip(trial: Trial) -> dict[str, Any]:
         with trial.way.block(trial.model):
             flat, spec = pytree.tree_flatten(cache)
             if any(leaf is cache for leaf in flat):
-                raise DifferenceError(f"{type(cache).__name__} is a leaf: it does not come apart")
+                raise DifferenceError(f"{type(cache).__name__} is a leaf: it is not flattened")
             rebuilt = pytree.tree_unflatten(flat, spec)
         if rebuilt is cache:
             raise DifferenceError("unflatten handed back the very same cache")

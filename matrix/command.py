@@ -76,7 +76,7 @@ def check_options(
         parser: reports what is wrong.
         options: what it has parsed.
         columns: those that there are, in order.
-        name: of the file of results without its suffix, unless ``--output`` states otherwise.
+        name: the name of the file of results without its suffix, unless ``--output`` states otherwise.
     """
     columns = list(columns)
     unknown = set(options.columns or []) - set(columns)

@@ -25,7 +25,7 @@ from .worker import be_quiet, run_columns
 __all__ = ["COLUMNS", "NEEDS", "CutTrial", "batch_of", "run_type"]
 
 TOLERANCE = 1e-6
-# more than this is no rounding, not even where a model computes parts in float32 whatever its dtype
+# more than this is not rounding, not even where a model computes parts in float32 whatever its dtype
 ROUNDING = 1e-3
 _LENGTH = 12
 _IGNORED = -100
@@ -63,9 +63,9 @@ def batch_of(name: str, model: Any, rows: int, seed: int, padding: int = 3) -> d
 
     Args:
         name: the type.
-        model: of `make_model`.
-        rows: of the batch.
-        seed: of the numbers.
+        model: the model of `make_model`.
+        rows: the rows of the batch.
+        seed: the seed of the numbers.
         padding: tokens of padding that the first row begins with.
     """
     generator = torch.Generator().manual_seed(seed)

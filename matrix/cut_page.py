@@ -45,7 +45,7 @@ def page_of(results: Results, file: str) -> str:
     """Return the page.
 
     Args:
-        results: of the cut matrix.
+        results: the results of the cut matrix.
         file: the name of the file they are from.
     """
     versions = ", ".join(f"{library} {version}" for library, version in results.versions.items())

@@ -52,7 +52,7 @@ def decode(model: Any, sizes: DecodeSizes, seed: int = 0) -> dict[str, Any]:
     Args:
         model: a model of `models.make_model`.
         sizes: batch, tokens seen, tokens of this call, padding.
-        seed: of the tokens.
+        seed: the seed of the tokens.
 
     Raises:
         NoCacheError: when the model keeps no cache.

@@ -18,7 +18,7 @@ def kind_of(name: str, recorded: Results | None = None) -> tuple[str, ...]:
     """Return what a type is, as words: its family, and what is in it that a cut has to get right.
 
     Args:
-        name: of the type.
+        name: the name of the type.
         recorded: results of the cut matrix; how many phases a type was cut into is part of its kind then.
 
     >>> kind_of("llama"), kind_of("image:qwen3_5_moe")
@@ -46,7 +46,7 @@ def quiet_sample(names: list[str], kind: Callable[[str], Any], count: int) -> li
 
     Args:
         names: to choose from.
-        kind: of a name.
+        kind: the kind of a name.
         count: how many.
     """
     with _silence():

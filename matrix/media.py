@@ -26,7 +26,7 @@ _READ_BY_ENCODERS = ("input_features", "input_values", "pixel_values", "flattene
 
 
 def reads_media(model: Any) -> bool:
-    """Tell whether the model's encoder reads pictures or sounds, and nothing else."""
+    """Return whether the model's encoder reads pictures or sounds, and nothing else."""
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
     return encoder_decoder and getattr(model, "main_input_name", "input_ids") in _READ_BY_ENCODERS
 
@@ -37,7 +37,7 @@ def encoder_inputs(model: Any, batch: int, generator: torch.Generator) -> dict[s
     Args:
         model: one of `reads_media`.
         batch: number of rows.
-        generator: of the random numbers.
+        generator: the generator of the random numbers.
     """
     encoder = getattr(model, "encoder", None) or model.get_encoder()
     name = encoder.main_input_name if model.main_input_name == "inputs" else model.main_input_name
@@ -80,7 +80,7 @@ def picture_of(model: Any, batch: int, generator: torch.Generator) -> tuple[dict
     Args:
         model: a vision-language model.
         batch: number of rows.
-        generator: of the random numbers.
+        generator: the generator of the random numbers.
 
     Returns:
         The arguments of ``forward``, and how many tokens of the prompt stand for one picture; ``None`` when none of the

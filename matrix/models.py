@@ -36,7 +36,7 @@ FAMILIES = {
     "image": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "AutoModelForImageTextToText"),
     "speech": ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "AutoModelForSpeechSeq2Seq"),
 }
-# More parameters than this is no small model: a field that makes it large is missing in SIZES or OVERRIDES.
+# More parameters than this is not a small model: a field that makes it large is missing in SIZES or OVERRIDES.
 LARGEST = 60e6
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "num_blocks")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -167,7 +167,7 @@ def make_model(name: str, *, seed: int = 0) -> Any:
 
     Args:
         name: see `type_names`.
-        seed: of the weights.
+        seed: the seed of the weights.
 
     Raises:
         TooLargeError: when the small configuration still makes a large model.

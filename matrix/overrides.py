@@ -61,7 +61,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-# Fields that only fit together: when a configuration has the first, it gets the others too.
+# Fields that only fit together: when a configuration has the first, it also gets the others.
 ADJUSTMENTS: list[tuple[str, dict[str, Any]]] = [
     # attention through a low rank: one key head per query head, the rotated part is the head size
     ("kv_lora_rank", {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "head_dim": 8}),

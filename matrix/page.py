@@ -22,7 +22,7 @@ package promises. `make matrix` runs it (`python -m matrix --help` states how to
 |---|---|
 | built | the small configuration makes a model |
 | prefill | a prefill returns a cache |
-| round trip | the cache is taken apart and put together; 8 greedy steps go on bit by bit alike, also past the window |
+| round trip | the cache is flattened and unflattened; 8 greedy steps go on bit by bit alike, also past the window |
 | export | `torch.export.export` inside the block, from a decode call of 3 tokens after 5, batch 2 |
 | same shape, ... | 3 decode steps of the program over its own caches, against the model: logits within 1e-4 |
 | other batch and length | batch 3, 3 tokens after 6 |
@@ -57,7 +57,7 @@ def page_of(results: Results, columns: list[str], peers: Iterable[Results], file
 
     Args:
         results: what this package does.
-        columns: in order.
+        columns: the columns, in order.
         peers: what others do, for the comparison.
         file: the name of the file the results are from.
     """
@@ -136,7 +136,7 @@ def _summary(results: Results, columns: list[str]) -> str:
 def _comparison(all_results: list[Results], columns: list[str]) -> str:
     shared = set.intersection(*(set(one.types) for one in all_results))
     lines = [
-        f"## Beside transformers' own\n\nThe same cases, the {len(shared)} types that were run in all of these ways; "
+        f"## Next to transformers' own\n\nThe same cases, the {len(shared)} types that were run in all of these ways; "
         "passed of those tried. onnx-diagnostic does not import with transformers 5.23.\n",
         _row(["column", *(one.way for one in all_results)]),
         _rule(1 + len(all_results)),

@@ -13,7 +13,7 @@ __all__ = ["PARTICULAR", "NoCacheError"]
 
 
 class NoCacheError(ValueError):
-    """The model keeps nothing between two calls, so there is nothing to take apart."""
+    """The model keeps nothing between two calls, so there is nothing to flatten."""
 
 
 def _random(model: Any, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -135,7 +135,7 @@ def _udop(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
 
 
 def _diffusion_gemma(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
-    """Text from noise: a call takes the canvas that it makes clearer, or draws one that nobody can repeat."""
+    """Text from noise: a call takes the canvas that it makes clearer, or draws one that cannot be repeated."""
     canvas = _random(model, (sizes.batch, 6), seed + 1)
     kwargs = _prompt_with(model, sizes, seed, decoder_input_ids=canvas)
     kwargs.pop("use_cache")  # it always does, and has no parameter for it

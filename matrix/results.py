@@ -55,8 +55,8 @@ class Results:
     """What is known of each type, and the file that holds it.
 
     Attributes:
-        versions: of the libraries that made the results.
-        way: how caches came apart and programs were made, a name of `ways.WAYS`.
+        versions: the versions of the libraries that made the results.
+        way: how caches were flattened and programs were made, a name of `ways.WAYS`.
         types: name -> column -> result, next to ``family`` and ``state`` (of the package when it was made).
     """
 
@@ -120,7 +120,7 @@ def symbol_of(result: dict[str, Any] | None) -> str:
 
 
 def untried(result: dict[str, Any]) -> bool:
-    """Tell whether a column was left out because an earlier one did not pass.
+    """Return whether a column was left out because an earlier one did not pass.
 
     >>> untried({"ok": None, "why": "export did not pass"}), untried({"ok": None, "why": "takes no mask"})
     (True, False)
@@ -129,7 +129,7 @@ def untried(result: dict[str, Any]) -> bool:
 
 
 def passes(entry: dict[str, Any], columns: list[str]) -> bool:
-    """Tell whether a type passes all of these columns, or those of them that apply to it and were run.
+    """Return whether a type passes all of these columns, or those of them that apply to it and were run.
 
     >>> passes({"columns": {"built": {"ok": True}, "left padding": {"ok": None, "why": "takes no mask"}}}, ["built"])
     True
@@ -146,7 +146,7 @@ def regressions(found: Results, expected: Results, names: list[str]) -> list[str
     Args:
         found: the results of this run.
         expected: recorded ones.
-        names: of the types that were run.
+        names: the names of the types that were run.
     """
     lines = []
     for name in names:

@@ -33,8 +33,8 @@ class Limits:
     """What one type may take.
 
     Attributes:
-        seconds: of time, for all of its columns.
-        gigabytes: of address space.
+        seconds: the most time for all of its columns.
+        gigabytes: the most address space.
     """
 
     seconds: float = 900.0
@@ -75,7 +75,7 @@ class Runner:
             finally:
                 for future in running:
                     future.cancel()
-                for process in list(self._processes):  # when the caller stops early: nobody waits for these any more
+                for process in list(self._processes):  # when the caller stops early: these are not waited for any more
                     _end(process)
 
     def run_type(self, name: str, columns: list[str], known: dict[str, bool | None]) -> dict[str, dict[str, Any]]:

@@ -24,7 +24,7 @@ class Way:
 
     @contextlib.contextmanager
     def block(self, model: Any) -> Iterator[None]:
-        """Where caches come apart. ``model`` is ``None`` in a process that only loads a program."""
+        """Where caches are flattened. ``model`` is ``None`` in a process that only loads a program."""
         from yobx_flatten import register_flattening_functions
 
         with register_flattening_functions(patch_transformers=True):

@@ -82,9 +82,15 @@ def take() -> Snapshot:
                 Entry(cls, cls, (function,)) for cls, function in fx_pytree.SUPPORTED_NODES_EXACT_MATCH.items()
             ),
         },
-        settings={"torch.fx.experimental._config.use_duck_shape": fx_config.use_duck_shape},
+        settings={"torch.fx.experimental._config.use_duck_shape": fx_config.use_duck_shape, **_dynamo_settings()},
         modules=frozenset(sys.modules),
     )
+
+
+def _dynamo_settings() -> dict[str, object]:
+    config = sys.modules.get("torch._dynamo.config")
+    name = "fake_tensor_cache_enabled"
+    return {} if config is None else {f"torch._dynamo.config.{name}": getattr(config, name)}
 
 
 def differences(before: Snapshot, after: Snapshot) -> list[str]:

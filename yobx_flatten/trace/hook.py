@@ -41,6 +41,7 @@ from .adapted_shapes import adapted_shapes
 from .compiled_packages import called_contiguous, remembering_strides
 from .ignored_inputs import refusal_of_ignored_inputs
 from .onnx_operators import TRANSLATIONS, Translation, add_translation
+from .onnx_registry import filled_registry
 from .type_promotion import without_running
 
 __all__ = ["EXPORT_HOOK", "ExportHook", "TraceSupport", "require_registered"]
@@ -139,7 +140,7 @@ class ExportHook:
         original = vars(registry)["from_torchlib"]
 
         def from_torchlib(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            filled = original.__get__(None, cls)(*args, **kwargs)
+            filled = filled_registry(original, cls, args, kwargs)
             for translation in self._translations():
                 add_translation(filled, module, translation)
             return filled
@@ -183,6 +184,8 @@ class ExportHook:
             args, kwargs = _without_slices(args), _without_slices(kwargs)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(_duck_shapes_off())
+                if dynamic_shapes is not None and _sizes_differ(args, kwargs):
+                    stack.enter_context(_fake_tensor_cache_off())
                 stack.enter_context(_PLAIN_ATTENTION)
                 for support in supports:
                     args, kwargs = support.prepare(args), support.prepare(kwargs)
@@ -287,6 +290,29 @@ def _duck_shapes_off() -> Iterator[None]:
         yield
     finally:
         fx_config.use_duck_shape = found
+
+
+def _sizes_differ(*trees: Any) -> bool:
+    """Tell whether torch's cache of what operators return is a loss.
+
+    It finds results again where layers have equal shapes (an encoder: without it, a trace takes 1.6 times as long).
+    With keys and values each layer has its own sizes: few results are found, an entry costs more than its operator, and
+    a decoder is traced in two thirds of the time without it.
+    """
+    return sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(trees)) > 5
+
+
+@contextlib.contextmanager
+def _fake_tensor_cache_off() -> Iterator[None]:
+    # A setting per thread as well; imported here because it brings all of dynamo.
+    import torch._dynamo.config as dynamo_config
+
+    found = dynamo_config.fake_tensor_cache_enabled
+    dynamo_config.fake_tensor_cache_enabled = False
+    try:
+        yield
+    finally:
+        dynamo_config.fake_tensor_cache_enabled = found
 
 
 class _RememberingProgram(ExportedProgram):

@@ -25,6 +25,7 @@ __all__ = [
     "StoredFileError",
     "UnsetFieldError",
     "UnsupportedLayerError",
+    "UntrustedFileError",
 ]
 
 
@@ -106,6 +107,10 @@ class DamagedFileError(StoredFileError):
 
 class ForeignFileError(StoredFileError):
     """A file was written by another program or by a newer version of this package, or holds something else."""
+
+
+class UntrustedFileError(StoredFileError):
+    """A file holds machine code, and the caller did not state that it is trusted."""
 
 
 class FolderExistsError(FlattenError, FileExistsError):

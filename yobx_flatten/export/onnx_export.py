@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 from collections.abc import Iterable, Mapping
@@ -11,13 +10,11 @@ from typing import Any, Literal
 import torch
 
 from ..declare.scopes import options_in_use, register_flattening_functions
-from ..diagnose.compare import largest_difference
 from ..errors import InvalidArgumentError
 from ..errors.dependencies import require
-from ..huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
-from .example import Example, make_example
+from .example import make_example
 from .kernels import check_kernels
 from .onnx_attempts import write_proven
 from .onnx_file import check_opset, unproven_file
@@ -25,12 +22,12 @@ from .onnx_quantized import quantize_file
 from .program import ExportedModel, cases_of, finish, replay_program, traced_example
 from .proof import Proof, choose_proof
 from .quantization import Quantization, WeightBits, choose_quantization
-from .replay import Case, check_cases, clone
+from .replay import Case, check_cases
 from .report import ExportReport, tolerance_of
 from .room import check_room
+from .runtimes import Source
 from .text_cases import check_text
-from .traced import Traced
-from .undisturbed import seeded, undisturbed
+from .without_counter import without_counter
 
 __all__ = ["export_onnx"]
 
@@ -137,7 +134,8 @@ def export_onnx(
                 chosen = cases_of(example, cases, steps, report)
                 if report.proof == "full":  # else the file alone, which holds what the program does
                     report.cases += replay_program(ProgramRunner(traced.program), example, traced, chosen)
-            fed = None if counter_input else _without_counter(example, traced, report)
+            source = Source(example, traced, chosen, tolerance, report.proof)
+            fed = None if counter_input else without_counter(example, traced, report)
             if fed is not None:
                 decoder: Any = fed.module
                 example, chosen = fed, [Case(c.name, (), decoder.inputs(c.kwargs), c.steps) for c in chosen]
@@ -147,31 +145,9 @@ def export_onnx(
                 quantize_file(file, quantization, example, program, chosen, report)
             if report.ok:
                 file.publish()
-                return finish(traced, report, target)
+                return finish(traced, report, target, source=source)
             if folder is None:
                 otherwise = f'Nothing was written to {target}. To look at the file, pass keep_failed="a folder".'
             else:
                 otherwise = f"Nothing was written to {target}. The file that failed is {file.keep(folder)}."
             return finish(traced, report, target, f"\n{otherwise}")
-
-
-def _without_counter(example: Example, traced: Traced, report: ExportReport) -> Example | None:
-    """The example of a model whose layers all slide, without the counter that no tool feeds; ``None`` for others."""
-    module, kwargs = example.module, example.kwargs
-    if not counts_by_itself(kwargs.get("past_key_values")):
-        return None
-    why_not = "there are positional arguments" if example.args else why_not_sliding(module, kwargs)
-    if why_not is None:
-        decoder = SlidingDecoder(module, kwargs)
-        inputs = decoder.inputs(kwargs)
-        with torch.no_grad(), undisturbed(module, traced.written), seeded(0):
-            expected = module(**clone(dict(kwargs)))
-            found = decoder(**clone(inputs))
-        if largest_difference(expected.logits, found["logits"]) <= report.tolerance:
-            fed = make_example(decoder, (), inputs, decoder.shapes(example.shapes))
-            return dataclasses.replace(fed, axis_names=example.axis_names)
-        why_not = "the model computes something else from the length of the mask"
-    report.remark(
-        f"past_key_values.length, how many tokens were seen, is an input that other tools do not feed: {why_not}."
-    )
-    return None

@@ -19,8 +19,7 @@ from ..huggingface.sliding_decoder import SlidingDecoder
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import has_mapped_weights, open_session, session_options
 from .example import Example
-from .program import following
-from .replay import Case, CaseResult, replay
+from .replay import Case, CaseResult, following, replay
 from .report import ExportReport
 from .shared_replay import InSharedMemory
 from .sides import ByName

@@ -14,7 +14,6 @@ import functools
 import logging
 import os
 import pathlib
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,15 +21,17 @@ import torch
 from torch.export import ExportedProgram
 
 from ..declare.scopes import options_in_use, register_flattening_functions
-from ..errors import ReplayError
+from ..errors import InvalidArgumentError, ReplayError
 from ..errors.log import STEP
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
 from .example import Example, make_example
 from .proof import Proof, choose_proof, sampled
-from .replay import Case, CaseResult, check_cases, replay
+from .replay import Case, CaseResult, check_cases, following, replay
 from .report import ExportReport
+from .runtimes import Source, write_for
 from .sides import Nested
+from .to_executorch import Backend
 from .traced import Traced, trace
 from .undisturbed import undisturbed
 
@@ -67,6 +68,7 @@ class ExportedModel:
     report: ExportReport
     path: pathlib.Path | None = None
     _patches: dict[str, bool] = dataclasses.field(default_factory=dict, repr=False)
+    _source: Source | None = dataclasses.field(default=None, repr=False)
 
     @functools.cached_property
     def _runner(self) -> ProgramRunner:
@@ -95,6 +97,94 @@ class ExportedModel:
         """
         with register_flattening_functions(**self._patches):
             torch.export.save(self.program, path)
+
+    def to_onnx(self, path: str | os.PathLike[str], *, opset_version: int | None = None) -> ExportReport:
+        """Write the program as an ONNX file, and replay the cases of this export in onnxruntime.
+
+        :func:`export_onnx` has more options: quantised weights, operators of onnxruntime, names of axes.
+
+        Args:
+            path: the file to write, with the suffix ``.onnx``. It takes its name when the replay has passed.
+            opset_version: see :func:`export_onnx`.
+
+        Returns:
+            The report: one result per case.
+
+        Raises:
+            InvalidArgumentError: when an argument is invalid.
+            MissingDependencyError: when onnx, onnxscript or onnxruntime is not installed.
+            NoRoomError: when disk or memory is too small.
+            ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
+        """
+        return write_for("onnxruntime", self._needed(), path, caller="to_onnx", opset_version=opset_version)
+
+    def to_aotinductor(self, path: str | os.PathLike[str]) -> ExportReport:
+        """Compile the program with AOTInductor for this machine, and replay the cases of this export.
+
+        The file holds machine code, which runs when it is loaded: load only what you know the author of.
+
+        Args:
+            path: the file to write, with the suffix ``.pt2``. It takes its name when the replay has passed.
+
+        Returns:
+            The report: one result per case.
+
+        Raises:
+            InvalidArgumentError: when the suffix is another one, or an input is a number that varies.
+            MissingDependencyError: when there is no C++ compiler.
+            NoRoomError: when disk or memory is too small.
+            ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
+        """
+        return write_for("aotinductor", self._needed(), path, caller="to_aotinductor")
+
+    def to_executorch(self, path: str | os.PathLike[str], *, backend: Backend = "xnnpack") -> ExportReport:
+        """Lower the program to a file of ExecuTorch, and replay the cases of this export in its runtime.
+
+        ExecuTorch plans memory for the largest sizes, so every size that varies needs a bound: a ``Dim`` with ``max=``
+        in ``dynamic_shapes``.
+
+        Args:
+            path: the file to write, with the suffix ``.pte``. It takes its name when the replay has passed.
+            backend: ``"xnnpack"``, the default, for the kernels of XNNPACK where it has them; ``"portable"`` for
+                ExecuTorch's own.
+
+        Returns:
+            The report: one result per case, and the memory that is planned.
+
+        Raises:
+            InvalidArgumentError: when an argument is invalid, or an input is a number that varies.
+            DynamicShapesError: when a size that varies has no bound.
+            MissingDependencyError: when ExecuTorch is not installed, or does not fit the installed torch.
+            NoRoomError: when disk or memory is too small.
+            ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
+        """
+        return write_for("executorch", self._needed(), path, caller="to_executorch", backend=backend)
+
+    def to_openvino(self, path: str | os.PathLike[str]) -> ExportReport:
+        """Write the program as files of OpenVINO, and replay the cases of this export there, in float32.
+
+        OpenVINO itself computes in bfloat16 where the processor has it: compile the file with
+        ``{"INFERENCE_PRECISION_HINT": "f32"}``, as the replay does.
+
+        Args:
+            path: the file to write, with the suffix ``.xml``; the weights get the suffix ``.bin``. Both take their name
+                when the replay has passed.
+
+        Returns:
+            The report: one result per case.
+
+        Raises:
+            InvalidArgumentError: when the suffix is another one, or an input is a number that varies.
+            MissingDependencyError: when openvino, onnx, onnxscript or onnxruntime is not installed.
+            NoRoomError: when disk or memory is too small.
+            ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
+        """
+        return write_for("openvino", self._needed(), path, caller="to_openvino")
+
+    def _needed(self) -> Source:
+        if self._source is None:
+            raise InvalidArgumentError("This program was not made by export_program: there is nothing to replay.")
+        return self._source
 
     def __str__(self) -> str:
         return str(self.report)
@@ -160,7 +250,7 @@ def export_program(
             chosen = cases_of(example, cases, steps, report)
             if chosen:
                 report.cases += replay_program(ProgramRunner(traced.program), example, traced, chosen)
-    return finish(traced, report)
+    return finish(traced, report, source=Source(example, traced, chosen, tolerance, report.proof))
 
 
 def traced_example(example: Example, report: ExportReport, *, strict: bool = False) -> Traced:
@@ -235,7 +325,12 @@ def cases_of(example: Example, cases: Iterable[Case] | None, steps: int, report:
 
 
 def finish(
-    traced: Traced, report: ExportReport, path: pathlib.Path | None = None, otherwise: str = ""
+    traced: Traced,
+    report: ExportReport,
+    path: pathlib.Path | None = None,
+    otherwise: str = "",
+    *,
+    source: Source | None = None,
 ) -> ExportedModel:
     """Return what was proven.
 
@@ -244,6 +339,7 @@ def finish(
         report: the results.
         path: the ONNX file; ``None`` without one.
         otherwise: what the message of the error ends with.
+        source: what files for other runtimes are made of.
 
     Returns:
         The program with its report.
@@ -253,13 +349,4 @@ def finish(
     """
     if not report.ok:
         raise ReplayError(f"{report.failure()}\n{report}{otherwise}", report)
-    return ExportedModel(traced.program, report, path, options_in_use())
-
-
-def following() -> Any:
-    """Return what makes the inputs of the next step from the outputs of the last."""
-    if "transformers" not in sys.modules:
-        return lambda kwargs, outputs, seed: None
-    from ..huggingface.cases import next_inputs
-
-    return next_inputs
+    return ExportedModel(traced.program, report, path, options_in_use(), source)

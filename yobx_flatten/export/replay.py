@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from ..trees.naming import output_names
 from .padding import Padding
 from .undisturbed import seeded, undisturbed
 
-__all__ = ["Case", "CaseResult", "Side", "check_cases", "clone", "replay"]
+__all__ = ["Case", "CaseResult", "Side", "check_cases", "clone", "following", "replay"]
 
 Next = Callable[[Mapping[str, Any], Any, int], dict[str, Any] | None]
 
@@ -219,3 +220,12 @@ def check_cases(cases: Iterable[Any]) -> list[Case]:
                 '    cases=[Case("five rows", args, kwargs)]'
             )
     return found
+
+
+def following() -> Any:
+    """Return what makes the inputs of the next step from the outputs of the last."""
+    if "transformers" not in sys.modules:
+        return lambda kwargs, outputs, seed: None
+    from ..huggingface.cases import next_inputs
+
+    return next_inputs

@@ -42,6 +42,10 @@ class ExportReport(Report):
         output_names: names of its outputs, in order.
         seconds: duration of each step, in seconds, by its name: ``"trace"`` (``torch.export``), ``"replay"`` (all calls
             of the module, the program and the file), and for an ONNX file ``"convert"`` and ``"load"``.
+        runtime: the library that the file is for, where ``to_executorch`` and the like wrote it; ``""`` elsewhere.
+        file_bytes: size of that file, with weights next to it, in bytes; ``None`` without one.
+        planned_bytes: memory that ExecuTorch plans for a call with the largest sizes, in bytes, besides the weights;
+            ``None`` for others.
         onnx_bytes: size of the ONNX file and its external data, in bytes; ``None`` without one.
         opset: version of ONNX's operators in the file; ``None`` without one.
         operators: how often the file has each operator of attention and normalisation.
@@ -73,6 +77,9 @@ class ExportReport(Report):
     peak_growth: dict[str, int] = dataclasses.field(default_factory=dict)
     remarks: list[str] = dataclasses.field(default_factory=list)
     quality: Quality | None = None
+    runtime: str = ""
+    file_bytes: int | None = None
+    planned_bytes: int | None = None
 
     @property
     def export_seconds(self) -> float:
@@ -134,6 +141,10 @@ class ExportReport(Report):
             if self.onnx_bytes
             else ""
         )
+        if self.file_bytes:
+            sizes = f", for {self.runtime} in {self.onnx_seconds:.1f} s, {self.file_bytes / 1e6:.2f} MB"
+        if self.planned_bytes is not None:
+            sizes += f", {self.planned_bytes / 1e6:.2f} MB of memory planned for a call"
         lines = [f"{self.module}: exported in {self.export_seconds:.1f} s{sizes}"]
         if self.proof == "none":
             lines.append(f"  {UNPROVEN}")

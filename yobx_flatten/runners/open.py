@@ -1,4 +1,4 @@
-"""Open an exported file by its suffix."""
+"""Open an exported file by its suffix, or with the runtime that is asked for."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import FlattenError, GenerationError, InvalidArgumentError
+from .aotinductor_runner import is_package, open_package
+from .executorch_runner import open_pte
 from .onnx_runner import OnnxRunner
 from .onnx_session import open_session
+from .openvino_runner import open_openvino
 from .program_runner import ProgramRunner, open_program
 from .runner import Runner
 
-__all__ = ["RUNNERS", "open_runner"]
+__all__ = ["RUNNERS", "RUNTIMES", "check_runtime", "open_runner", "runtime_of"]
 
 
 def _onnx(path: pathlib.Path, caller: str, failure: type[FlattenError], **options: Any) -> Runner:
@@ -24,13 +27,72 @@ def _program(path: pathlib.Path, caller: str, failure: type[FlattenError]) -> Ru
     return ProgramRunner(open_program(path, failure=failure), path.name)
 
 
-RUNNERS: Mapping[str, Callable[..., Runner]] = {".onnx": _onnx, ".pt2": _program}
-"""By suffix: takes the path, ``caller`` and ``failure`` of :func:`open_runner`, and options of the library."""
+def _package(path: pathlib.Path, caller: str, failure: type[FlattenError], *, trust: bool = False) -> Runner:
+    return open_package(path, trust=trust, failure=failure)
+
+
+def _pte(path: pathlib.Path, caller: str, failure: type[FlattenError]) -> Runner:
+    return open_pte(path, caller=caller, failure=failure)
+
+
+def _openvino(path: pathlib.Path, caller: str, failure: type[FlattenError]) -> Runner:
+    return open_openvino(path, caller=caller, failure=failure)
+
+
+RUNNERS: Mapping[str, Callable[..., Runner]] = {
+    "onnxruntime": _onnx,
+    "torch": _program,
+    "aotinductor": _package,
+    "executorch": _pte,
+    "openvino": _openvino,
+}
+"""By runtime: takes the path, ``caller`` and ``failure`` of :func:`open_runner`, and options of the library."""
+
+RUNTIMES: Mapping[str, tuple[str, ...]] = {
+    "onnxruntime": (".onnx",),
+    "torch": (".pt2",),
+    "aotinductor": (".pt2",),
+    "executorch": (".pte",),
+    "openvino": (".xml", ".onnx"),
+}
+"""By runtime: suffixes of the files that it runs, its own first."""
+
+
+def check_runtime(runtime: str) -> None:
+    """Refuse a runtime that is not known.
+
+    Args:
+        runtime: its name.
+
+    Raises:
+        InvalidArgumentError: with those that are.
+    """
+    if runtime not in RUNTIMES:
+        raise InvalidArgumentError(f"There is no runtime {runtime!r}. There are {', '.join(RUNTIMES)}.")
+
+
+def runtime_of(path: pathlib.Path) -> str:
+    """Return the runtime of a file: by its suffix, and for ``.pt2`` by what it holds.
+
+    Args:
+        path: the file.
+
+    Raises:
+        InvalidArgumentError: when no library is known for the suffix.
+    """
+    if path.suffix == ".pt2" and is_package(path):
+        return "aotinductor"
+    found = next((runtime for runtime, suffixes in RUNTIMES.items() if suffixes[0] == path.suffix), None)
+    if found is None:
+        known = dict.fromkeys(suffixes[0] for suffixes in RUNTIMES.values())
+        raise InvalidArgumentError(f"{path} has none of the suffixes {', '.join(known)} of files that can be run.")
+    return found
 
 
 def open_runner(
     path: str | os.PathLike[str],
     *,
+    runtime: str | None = None,
     caller: str = "open_runner",
     failure: type[FlattenError] = GenerationError,
     **options: Any,
@@ -38,21 +100,28 @@ def open_runner(
     """Open an exported file.
 
     Args:
-        path: the file; its suffix decides which library runs it.
+        path: the file.
+        runtime: the library that runs it, one of :data:`RUNTIMES`; ``None``, the default, for that of the file.
         caller: the function that the user called, for the message where the library is missing.
         failure: class of the error where there is no such file, or it cannot be loaded.
-        **options: options of the library: for an ONNX file ``options`` and ``providers``, see
-            :func:`.onnx_session.open_session`.
+        **options: of the library: for an ONNX file in onnxruntime ``options`` and ``providers``, see
+            :func:`.onnx_session.open_session`; for a package of AOTInductor ``trust``, see
+            :func:`.aotinductor_runner.open_package`.
 
     Returns:
         The open file.
 
     Raises:
-        InvalidArgumentError: when no library is known for the suffix.
+        InvalidArgumentError: when no library is known for the suffix, or there is no such runtime.
         MissingDependencyError: when the library is not installed.
+        UntrustedFileError: when the file holds machine code, and ``trust`` is not passed.
+        StoredFileError: when it is damaged, or of another program.
         FlattenError: of the class ``failure``.
     """
     file = pathlib.Path(path)
-    if file.suffix not in RUNNERS:
-        raise InvalidArgumentError(f"{file} has none of the suffixes {', '.join(RUNNERS)} of files that can be run.")
-    return RUNNERS[file.suffix](file, caller, failure, **options)
+    if runtime is not None:
+        check_runtime(runtime)
+    chosen = runtime_of(file) if runtime is None else runtime
+    if file.suffix not in RUNTIMES[chosen]:
+        raise InvalidArgumentError(f"{chosen} runs files with the suffix {' or '.join(RUNTIMES[chosen])}, not {file}.")
+    return RUNNERS[chosen](file, caller, failure, **options)

@@ -1,0 +1,146 @@
+"""A program that takes and returns tensors in order: what other runtimes are given.
+
+Constants among the leaves (``None``, a fixed number) are part of the graph already; nothing is traced again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.metadata
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, ExportGraphSignature, InputKind, OutputKind
+
+from ..errors import InvalidArgumentError
+from ..errors.dependencies import is_installed
+from ..runners.signature import Signature, Size
+from .traced import Traced
+
+__all__ = ["flat_program", "quietly", "signature_of"]
+
+_MADE_BY = ("torch", "transformers")
+
+
+def flat_program(program: ExportedProgram) -> ExportedProgram:
+    """Return a program of the same graph whose inputs are its tensors, and nothing else. The block must be open.
+
+    Args:
+        program: what ``torch.export`` returned; it is not changed.
+
+    Returns:
+        A program with positional arguments, which shares the weights.
+    """
+    module, signature = copy.deepcopy(program.graph_module), program.graph_signature
+    placeholders = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
+    inputs, outputs = [], []
+    for entry in signature.input_specs:
+        if entry.kind is InputKind.USER_INPUT and isinstance(entry.arg, ConstantArgument):
+            module.graph.erase_node(placeholders[entry.arg.name])
+        else:
+            inputs.append(entry)
+    last = module.graph.output_node()
+    kept = []
+    for result, value in zip(signature.output_specs, last.args[0], strict=True):  # type: ignore[arg-type] # a tuple
+        if not (result.kind is OutputKind.USER_OUTPUT and isinstance(result.arg, ConstantArgument)):
+            outputs.append(result)
+            kept.append(value)
+    last.args = (tuple(kept),)
+    module.recompile()
+    example = pytree.tree_leaves(program.example_inputs)
+    asked = [entry for entry in signature.input_specs if entry.kind is InputKind.USER_INPUT]
+    pairs = zip(asked, example, strict=True)
+    tensors = tuple(leaf for entry, leaf in pairs if not isinstance(entry.arg, ConstantArgument))
+    returned = sum(result.kind is OutputKind.USER_OUTPUT for result in outputs)
+    call = copy.copy(program.module_call_graph[0])
+    call.signature = copy.copy(call.signature)
+    assert call.signature is not None
+    call.signature.in_spec = pytree.tree_structure((tuple(range(len(tensors))), {}))
+    call.signature.out_spec = pytree.tree_structure(tuple(range(returned)))
+    call.signature.forward_arg_names = [e.arg.name for e in inputs if e.kind is InputKind.USER_INPUT]
+    return ExportedProgram(
+        root=module,
+        graph=module.graph,
+        graph_signature=ExportGraphSignature(inputs, outputs),
+        state_dict=program.state_dict,
+        range_constraints=program.range_constraints,
+        module_call_graph=[call],
+        example_inputs=(tensors, {}),
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )
+
+
+@contextlib.contextmanager
+def quietly(library: str) -> Iterator[None]:
+    """Keep messages of a library about its own insides, and those of torch that it calls, off the terminal.
+
+    Args:
+        library: name of its logger.
+    """
+    logger = logging.getLogger(library)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
+    """Return what a file of a program takes and returns.
+
+    Args:
+        traced: the program.
+        versions: libraries, in addition to torch and transformers, whose versions it states; none by default.
+
+    Raises:
+        InvalidArgumentError: when an input is a number that varies, for which other runtimes have no type.
+    """
+    program = traced.program
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    arguments = [spec.arg for spec in specs if not isinstance(spec.arg, ConstantArgument)]
+    inputs = []
+    for name, argument in zip(traced.input_names, arguments, strict=True):
+        value = values[argument.name]
+        if not isinstance(value, torch.Tensor):
+            raise InvalidArgumentError(
+                f"{name} is a number that varies, and other runtimes take tensors. Pass a tensor without axes, or keep "
+                "it fixed in dynamic_shapes."
+            )
+        inputs.append((name, value.dtype, tuple(map(_size, value.shape))))
+    ranges = {str(symbol): found for symbol, found in program.range_constraints.items()}
+    largest = {name: int(found.upper) for name, found in ranges.items() if _is_finite(found.upper)}
+    smallest = {name: int(found.lower) for name, found in ranges.items() if _is_finite(found.lower) and found.lower > 2}
+    made_by = {name: _version(name) for name in (*_MADE_BY, *versions) if is_installed(name)}
+    return Signature(inputs, traced.output_names, largest, smallest, made_by)
+
+
+def _size(size: Any) -> Size:
+    """A size as factors of other sizes; nothing is known of one that is not a sum of them."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression: Any = size.node.expr
+    if expression.is_Integer:
+        return int(expression)
+    factors: Mapping[Any, Any] = expression.as_coefficients_dict()
+    if any(not (key.is_Symbol or key == 1) or not factor.is_Integer for key, factor in factors.items()):
+        return None
+    return {str(key) if key.is_Symbol else "": int(factor) for key, factor in factors.items()}
+
+
+def _is_finite(bound: Any) -> bool:
+    return bool(getattr(bound, "is_Integer", isinstance(bound, int))) and abs(int(bound)) < 2**31
+
+
+def _version(library: str) -> str:
+    return importlib.metadata.version(library).split("+")[0]

@@ -1,0 +1,228 @@
+"""What was exported, as a file for a runtime: written, replayed there with the same cases, and then given its name.
+
+.. code-block:: text
+
+    export_program ──> program, example, cases ──┬──> to_onnx         .onnx    onnxruntime
+                                                 ├──> to_aotinductor  .pt2     AOTInductor
+                                                 ├──> to_executorch   .pte     ExecuTorch
+                                                 └──> to_openvino     .xml     OpenVINO
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..declare.scopes import options_in_use, register_flattening_functions
+from ..errors import FlattenError, InvalidArgumentError, ReplayError
+from ..errors.dependencies import require
+from ..errors.log import STEP
+from ..errors.messages import first_line
+from ..huggingface.sliding_decoder import SlidingDecoder
+from ..runners.executorch_runner import require_executorch
+from ..runners.open import RUNTIMES, check_runtime, open_runner
+from .example import Example
+from .onnx_attempts import write_proven
+from .onnx_file import UnprovenFile, check_opset, unproven_file
+from .replay import Case, CaseResult, following, replay
+from .report import ExportReport
+from .room import check_room
+from .sides import ByName
+from .to_aotinductor import check_compiler, write_package
+from .to_executorch import check_backend, write_pte
+from .to_openvino import write_openvino
+from .traced import Traced, trace
+from .without_counter import without_counter
+
+__all__ = ["Source", "check_libraries", "write_for"]
+
+logger = logging.getLogger("yobx_flatten")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What every file is made of.
+
+    Attributes:
+        example: the module with its arguments.
+        traced: the program.
+        cases: what is replayed.
+        tolerance: largest absolute difference to the module.
+        proof: what is replayed, for the report.
+    """
+
+    example: Example
+    traced: Traced
+    cases: Sequence[Case]
+    tolerance: float
+    proof: str
+
+    def feedable(self, report: ExportReport) -> Source:
+        """Return it without the counter that no tool feeds, for a model whose layers all slide. The block must be open.
+
+        Args:
+            report: gets the time of the second trace, and notes.
+        """
+        fed = without_counter(self.example, self.traced, report)
+        if fed is None:
+            return self
+        decoder: Any = fed.module
+        with report.timed("trace"):
+            traced = trace(fed)
+        cases = [dataclasses.replace(case, kwargs=decoder.inputs(case.kwargs)) for case in self.cases]
+        return dataclasses.replace(self, example=fed, traced=traced, cases=cases)
+
+
+def check_libraries(runtime: str, caller: str) -> None:
+    """Check that what writes and runs the files of a runtime is there.
+
+    Args:
+        runtime: one of :data:`.open.RUNTIMES`.
+        caller: the function that the user called.
+
+    Raises:
+        InvalidArgumentError: when there is no such runtime.
+        MissingDependencyError: with the line that installs what is missing.
+    """
+    check_runtime(runtime)
+    if runtime == "onnxruntime":
+        require("onnx", "onnxscript", "onnxruntime", purpose=caller, extra="onnx")
+    elif runtime == "openvino":
+        require("openvino", purpose=caller, extra="openvino")
+        require("onnx", "onnxscript", "onnxruntime", purpose=caller, extra="onnx")
+    elif runtime == "executorch":
+        require_executorch(caller)
+    elif runtime == "aotinductor":
+        check_compiler(caller)
+
+
+def write_for(
+    runtime: str, source: Source, path: str | os.PathLike[str], *, caller: str, **options: Any
+) -> ExportReport:
+    """Write the file of a runtime and replay it there. It takes its name when the replay has passed.
+
+    Args:
+        runtime: one of :data:`.open.RUNTIMES`, other than ``"torch"``.
+        source: what the file is made of.
+        path: the file to write.
+        caller: the function that the user called, for messages.
+        **options: of the runtime: ``opset_version`` (onnxruntime), ``backend`` (ExecuTorch).
+
+    Returns:
+        The report: one result per case.
+
+    Raises:
+        InvalidArgumentError: when the suffix is that of another runtime, or an input is a number that varies.
+        MissingDependencyError: when a library is not installed.
+        DynamicShapesError: when a size has no bound, and the runtime needs one.
+        NoRoomError: when disk or memory is too small.
+        ReplayError: when a case fails or differs by more than the tolerance; nothing is written then.
+    """
+    target = pathlib.Path(path)
+    if target.suffix != RUNTIMES[runtime][0]:
+        raise InvalidArgumentError(f"{caller} writes files with the suffix {RUNTIMES[runtime][0]}, not {target}.")
+    check_libraries(runtime, caller)
+    check_options(runtime, options)
+    example = source.example
+    if example.no_data:
+        raise InvalidArgumentError(f"{caller} writes the weights, and {example.no_data}. Load them first.")
+    check_room(example.module, target, in_memory=1 if source.cases else 0)
+    name = type(example.module).__qualname__
+    report = ExportReport(name, tolerance=source.tolerance, proof=source.proof, runtime=runtime)
+    with register_flattening_functions(**options_in_use()):
+        fed = source.feedable(report)
+        report.input_names, report.output_names = fed.traced.input_names, fed.traced.output_names
+        with unproven_file(target) as file:
+            logger.info("writing %s for %s", name, runtime, extra=STEP)
+            _WRITERS[runtime](fed, file, report, options)
+            if not report.ok:
+                raise ReplayError(f"{report.failure()}\n{report}\nNothing was written to {target}.", report)
+            if runtime == "onnxruntime":
+                file.publish()
+            else:
+                file.keep(target.parent)
+    return report
+
+
+def check_options(runtime: str, options: Mapping[str, Any]) -> None:
+    """Refuse an option that a runtime does not have, before anything is traced.
+
+    Args:
+        runtime: one of :data:`.open.RUNTIMES`.
+        options: by name.
+
+    Raises:
+        InvalidArgumentError: naming it.
+    """
+    for name, value in options.items():
+        if name not in _OPTIONS.get(runtime, {}):
+            raise InvalidArgumentError(f"{name}={value!r} is no option of {runtime}.")
+        _OPTIONS[runtime][name](value)
+
+
+_OPTIONS: Mapping[str, Mapping[str, Callable[[Any], None]]] = {
+    "onnxruntime": {"opset_version": check_opset},
+    "executorch": {"backend": check_backend},
+}
+
+
+def _onnx(source: Source, file: UnprovenFile, report: ExportReport, options: Mapping[str, Any]) -> None:
+    write_proven(file, source.example, source.traced, source.cases, report, options.get("opset_version"))
+
+
+def _package(source: Source, file: UnprovenFile, report: ExportReport, options: Mapping[str, Any]) -> None:
+    with report.timed("convert"):
+        write_package(source.traced, file.path)
+    _replay(source, file, report, trust=True)
+
+
+def _pte(source: Source, file: UnprovenFile, report: ExportReport, options: Mapping[str, Any]) -> None:
+    with report.timed("convert"):
+        report.planned_bytes = write_pte(source.traced, file.path, **options)
+    _replay(source, file, report)
+
+
+def _openvino(source: Source, file: UnprovenFile, report: ExportReport, options: Mapping[str, Any]) -> None:
+    with report.timed("convert"):
+        write_openvino(source.traced, source.example, file.path)
+    _replay(source, file, report)
+
+
+_WRITERS: Mapping[str, Callable[[Source, UnprovenFile, ExportReport, Mapping[str, Any]], None]] = {
+    "onnxruntime": _onnx,
+    "aotinductor": _package,
+    "executorch": _pte,
+    "openvino": _openvino,
+}
+
+
+def _replay(source: Source, file: UnprovenFile, report: ExportReport, **options: Any) -> None:
+    """Replay the cases with a file that was written."""
+    report.file_bytes = sum(part.stat().st_size for part in file.folder.iterdir() if part.is_file())
+    if not source.cases:
+        return
+    runtime, example, traced = report.runtime, source.example, source.traced
+    if traced.written:
+        report.remark(f"a file keeps nothing from call to call: {', '.join(traced.written)} is as at the export.")
+    try:
+        with report.timed("load"):
+            runner = open_runner(file.path, runtime=runtime, caller="export", failure=ReplayError, **options)
+    except FlattenError as error:
+        report.cases.append(CaseResult("(loading)", runtime, 0, {}, 0.0, first_line(error)))
+        return
+    types = zip(traced.output_names, traced.output_types, strict=True)
+    pairs = [] if runtime != "openvino" else [name for name, dtype in types if dtype is not None and dtype.is_complex]
+    module: torch.nn.Module = example.module
+    after = module.next_inputs if isinstance(module, SlidingDecoder) else following()
+    side = ByName(runner, example.names, example.cache_is, pairs)
+    for case in source.cases:
+        logger.info("replaying %s with %s", case.name, runtime, extra=STEP)
+        with report.timed("replay"):
+            result = replay(side, module, case, after, taken=example.names, written=traced.written)
+        report.cases.append(result)

@@ -1,0 +1,93 @@
+"""A program as a file of ExecuTorch, whose memory is planned for the largest sizes."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+from typing import Any, Literal, get_args
+
+from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError
+from ..errors.messages import first_line
+from ..runners.executorch_runner import METHOD, SIGNATURE
+from ..runners.signature import Signature
+from .flat_program import flat_program, quietly, signature_of
+from .traced import Traced
+
+__all__ = ["Backend", "check_backend", "check_bounds", "write_pte"]
+
+Backend = Literal["xnnpack", "portable"]
+"""Kernels of ExecuTorch: those of XNNPACK where it has them, or its plain ones."""
+
+
+def check_backend(backend: str) -> None:
+    """Refuse kernels that are not known.
+
+    Raises:
+        InvalidArgumentError: with those that are.
+    """
+    if backend not in get_args(Backend):
+        raise InvalidArgumentError(f"backend must be one of {', '.join(map(repr, get_args(Backend)))}: {backend!r}.")
+
+
+def check_bounds(signature: Signature) -> None:
+    """Refuse a program one of whose sizes has no largest value.
+
+    Args:
+        signature: what the program takes.
+
+    Raises:
+        DynamicShapesError: naming the inputs and axes, with the line to type.
+    """
+    free = [
+        f"{name} axis {axis}"
+        for name, _, sizes in signature.inputs
+        for axis, size in enumerate(sizes)
+        if isinstance(size, dict) and any(part and part not in signature.largest for part in size)
+    ]
+    if free:
+        raise DynamicShapesError(
+            f"ExecuTorch plans memory for the largest sizes, and these have none: {', '.join(free)}. Export with "
+            "bounds, such as\n    dynamic_shapes={'input_ids': {0: Dim.AUTO(max=4), 1: Dim.AUTO(max=128)}, ...}"
+        )
+
+
+def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack") -> int:
+    """Lower a program and write the file. The block must be open.
+
+    Args:
+        traced: the program.
+        path: the file to write.
+        backend: whose kernels are used; XNNPACK's by default.
+
+    Returns:
+        The memory that is planned for a call, in bytes.
+
+    Raises:
+        DynamicShapesError: when a size has no largest value.
+        FlattenError: when ExecuTorch cannot lower the program; its cause is ExecuTorch's own error.
+    """
+    signature = signature_of(traced, ("executorch",))
+    check_bounds(signature)
+    exir: Any = importlib.import_module("executorch.exir")
+    partitioners = []
+    if backend == "xnnpack":
+        xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
+        partitioners.append(xnnpack.XnnpackPartitioner())
+    try:
+        with quietly("executorch"):
+            edge = exir.to_edge_transform_and_lower(
+                {METHOD: flat_program(traced.program)},
+                partitioner=partitioners,
+                compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
+                constant_methods={SIGNATURE: signature.to_json()},
+            )
+            made = edge.to_executorch()
+    except Exception as error:  # ExecuTorch raises whatever its passes do
+        raise FlattenError(
+            f"ExecuTorch cannot lower the program ({type(error).__name__}: {first_line(error)}). Try the plain "
+            'kernels:\n    backend="portable"'
+        ) from error
+    with path.open("wb") as file:
+        made.write_to_file(file)
+    plans = made.executorch_program.execution_plan
+    return sum(sum(plan.non_const_buffer_sizes) for plan in plans if plan.name == METHOD)

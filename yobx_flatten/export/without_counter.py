@@ -1,0 +1,48 @@
+"""A model of which every layer slides, with the inputs that tools feed, and without a counter among them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ..diagnose.compare import largest_difference
+from ..huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
+from .example import Example, make_example
+from .replay import clone
+from .report import ExportReport
+from .traced import Traced
+from .undisturbed import seeded, undisturbed
+
+__all__ = ["without_counter"]
+
+
+def without_counter(example: Example, traced: Traced, report: ExportReport) -> Example | None:
+    """Return the example of a model whose layers all slide, without the counter that no tool feeds.
+
+    Args:
+        example: the example.
+        traced: the program.
+        report: gets a note where the counter stays.
+
+    Returns:
+        The example; ``None`` for another model, or where the counter stays.
+    """
+    module, kwargs = example.module, example.kwargs
+    if not counts_by_itself(kwargs.get("past_key_values")):
+        return None
+    why_not = "there are positional arguments" if example.args else why_not_sliding(module, kwargs)
+    if why_not is None:
+        decoder = SlidingDecoder(module, kwargs)
+        inputs = decoder.inputs(kwargs)
+        with torch.no_grad(), undisturbed(module, traced.written), seeded(0):
+            expected = module(**clone(dict(kwargs)))
+            found = decoder(**clone(inputs))
+        if largest_difference(expected.logits, found["logits"]) <= report.tolerance:
+            fed = make_example(decoder, (), inputs, decoder.shapes(example.shapes))
+            return dataclasses.replace(fed, axis_names=example.axis_names)
+        why_not = "the model computes something else from the length of the mask"
+    report.remark(
+        f"past_key_values.length, how many tokens were seen, is an input that other tools do not feed: {why_not}."
+    )
+    return None

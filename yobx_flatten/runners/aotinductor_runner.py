@@ -1,0 +1,135 @@
+"""A package of AOTInductor: machine code, which is loaded only for a caller that trusts the file."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import platform
+import sys
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import DamagedFileError, FlattenError, ForeignFileError, UntrustedFileError
+from ..errors.messages import first_line
+from .checked_runner import CheckedRunner
+from .signature import KEY, Signature
+
+__all__ = ["AOTInductorRunner", "is_package", "open_package", "read_package"]
+
+_INSIDE = "/data/aotinductor/"
+_LARGEST = 2**20  # bytes of metadata
+
+
+class AOTInductorRunner(CheckedRunner):
+    """One package, open; a :class:`.runner.Runner`.
+
+    Args:
+        package: a ``torch._inductor.package.AOTICompiledModel``.
+        signature: what it takes and returns.
+        name: of the file, for messages.
+    """
+
+    runtime: ClassVar[str] = "aotinductor"
+
+    def __init__(self, package: Any, signature: Signature, name: str) -> None:
+        super().__init__(signature, name)
+        self._package = package
+
+    def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        found: Sequence[torch.Tensor] = self._package.loader.run(tensors)
+        # an output that is an input would be written to with it
+        return [out.clone() if any(out is tensor for tensor in tensors) else out for out in found]
+
+
+def is_package(path: pathlib.Path) -> bool:
+    """Return whether a file is a package of AOTInductor, and no program; nothing of it is loaded."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(_INSIDE in name for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def read_package(path: pathlib.Path) -> tuple[Signature, Mapping[str, Any]]:
+    """Read what a package states about itself, without loading any of its code.
+
+    Args:
+        path: the file.
+
+    Returns:
+        Its signature, and its metadata.
+
+    Raises:
+        ForeignFileError: when ``to_aotinductor`` did not write it, or it is for another machine or another torch.
+        DamagedFileError: when it cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+            names = [n for n in archive.namelist() if _INSIDE in n and n.endswith(".wrapper_metadata.json")]
+            if broken is not None or not names or archive.getinfo(names[0]).file_size > _LARGEST:
+                what = broken or "its metadata"
+                raise DamagedFileError(f"{path} is damaged: {what}. Copy it again, or export again.")
+            metadata: dict[str, Any] = json.loads(archive.read(names[0]))
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        if isinstance(error, DamagedFileError):
+            raise
+        raise DamagedFileError(f"{path} cannot be read: {first_line(error)}") from error
+    if not isinstance(metadata, dict) or KEY not in metadata:
+        raise ForeignFileError(f"{path} was not written by to_aotinductor: it does not state its inputs.")
+    signature = Signature.from_json(metadata[KEY], str(path))
+    for what, made, here in _machine(signature, metadata):
+        if made != here:
+            raise ForeignFileError(f"{path} was compiled for {what} {made}, and this is {here}. Export it here.")
+    return signature, metadata
+
+
+def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]) -> AOTInductorRunner:
+    """Open a package: its shared library becomes part of this process.
+
+    Args:
+        path: the file.
+        trust: whether the caller knows who wrote it.
+        failure: class of the error where there is no such file, or torch cannot load it.
+
+    Returns:
+        The open file.
+
+    Raises:
+        UntrustedFileError: when ``trust`` is ``False``.
+        ForeignFileError: see :func:`read_package`.
+        DamagedFileError: see :func:`read_package`.
+        FlattenError: of the class ``failure``.
+    """
+    if not path.is_file():
+        raise failure(f"There is no file {path}.")
+    signature, _ = read_package(path)
+    if not trust:
+        raise UntrustedFileError(
+            f"{path} holds machine code, which runs as soon as it is loaded. Pass trust=True (--trust) if you made it, "
+            "or know who did."
+        )
+    try:
+        package = torch._inductor.aoti_load_package(str(path))
+    except Exception as error:  # torch raises whatever the loader of shared libraries does
+        raise failure(f"torch cannot load {path}: {first_line(error)}") from error
+    return AOTInductorRunner(package, signature, path.name)
+
+
+def _machine(signature: Signature, metadata: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """What a package was made for, and what is here: code that the processor does not know would end the process."""
+    made = str(metadata.get("AOTI_CPU_ISA", ""))
+    lacks = [
+        name
+        for name, has in (("AVX512", torch.cpu._is_avx512_supported), ("AVX2", torch.cpu._is_avx2_supported))
+        if name in made.upper().split() and not has()
+    ]
+    return [
+        ("the system", str(metadata.get("AOTI_PLATFORM", "")), sys.platform),
+        ("the processor", str(metadata.get("AOTI_MACHINE", "")), platform.machine()),
+        ("a processor with", made, f"one without {lacks[0]}" if lacks else made),
+        ("torch", signature.versions.get("torch", ""), torch.__version__.split("+")[0]),
+    ]

@@ -1,0 +1,106 @@
+"""A file of ExecuTorch, run by the runtime that phones have, with memory that was planned when the file was made."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import pathlib
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import DamagedFileError, FlattenError, ForeignFileError, MissingDependencyError
+from ..errors.dependencies import require
+from ..errors.messages import first_line
+from .checked_runner import CheckedRunner
+from .signature import KEY, Signature
+
+__all__ = ["METHOD", "SIGNATURE", "ExecuTorchRunner", "open_pte", "require_executorch"]
+
+METHOD = "forward"
+"""Name of the method that is the model."""
+
+SIGNATURE = KEY.replace(".", "_")
+"""Name of the method that returns the signature."""
+
+_FITS = {"2.13": "1.5"}  # minor versions of torch and executorch that were tried together
+
+
+class ExecuTorchRunner(CheckedRunner):
+    """One file, open; a :class:`.runner.Runner`.
+
+    Args:
+        program: an ``executorch.runtime.Program``.
+        signature: what it takes and returns.
+        name: of the file, for messages.
+    """
+
+    runtime: ClassVar[str] = "executorch"
+
+    def __init__(self, program: Any, signature: Signature, name: str) -> None:
+        super().__init__(signature, name)
+        self._program = program  # owns what the method reads
+        self._method = program.load_method(METHOD)
+
+    def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        found: Sequence[torch.Tensor] = self._method.execute(tensors)  # copies what is in planned memory
+        return found
+
+
+def require_executorch(caller: str) -> None:
+    """Import ExecuTorch.
+
+    Args:
+        caller: the function that the user called, for the message.
+
+    Raises:
+        MissingDependencyError: when it is not installed, or does not fit the installed torch.
+    """
+    require("executorch", purpose=caller, extra="executorch")
+    try:
+        importlib.import_module("executorch.runtime")
+    except (ImportError, OSError, AttributeError) as error:  # its libraries call into those of torch
+        found = importlib.metadata.version("executorch")
+        fits = ", ".join(f"executorch {theirs} with torch {ours}" for ours, theirs in _FITS.items())
+        raise MissingDependencyError(
+            f"{caller}: executorch {found} does not load with torch {torch.__version__} ({first_line(error)}). Tried "
+            f"together: {fits}:\n    pip install 'executorch=={_FITS['2.13']}.*' 'torch==2.13.*'"
+        ) from error
+
+
+def open_pte(path: pathlib.Path, *, caller: str, failure: type[FlattenError]) -> ExecuTorchRunner:
+    """Open a file. It is data: ExecuTorch runs operators of its own, and checks the file before it reads it.
+
+    Args:
+        path: the file.
+        caller: the function that the user called, for messages.
+        failure: class of the error where there is no such file.
+
+    Returns:
+        The open file.
+
+    Raises:
+        MissingDependencyError: when ExecuTorch is not installed, or does not fit.
+        DamagedFileError: when it is truncated.
+        ForeignFileError: when it is of another format, or ``to_executorch`` did not write it.
+        FlattenError: of the class ``failure``.
+    """
+    require_executorch(caller)
+    from executorch.runtime import Runtime, Verification
+
+    if not path.is_file():
+        raise failure(f"There is no file {path}.")
+    with path.open("rb") as file:
+        head = file.read(8)
+    if head[4:6] != b"ET":
+        raise ForeignFileError(f"{path} is no file of ExecuTorch.")
+    try:
+        program = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
+        names = program.method_names
+    except Exception as error:  # the runtime raises RuntimeError with its own code
+        raise DamagedFileError(f"{path} is damaged: {first_line(error)}") from error
+    if not {METHOD, SIGNATURE} <= set(names):
+        raise ForeignFileError(f"{path} was not written by to_executorch: it does not state its inputs.")
+    (text,) = program.load_method(SIGNATURE).execute([])
+    return ExecuTorchRunner(program, Signature.from_json(text, str(path)), path.name)

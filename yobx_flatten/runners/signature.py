@@ -1,0 +1,187 @@
+"""The interface of a file for a runtime that does not check it: names, types, sizes and how sizes depend on each other.
+
+Compiled code reads memory by the sizes and strides that it was made for. So what a call passes is checked here first:
+
+.. code-block:: text
+
+    input_ids               int64    (batch a, tokens b)
+    past_key_values.0.key   float32  (batch a, 2, tokens c, 16)     a, b, c are bound where they come first,
+    attention_mask          int64    (batch a, tokens b + c)        and have to fit everywhere else
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import DamagedFileError, FlattenError, ForeignFileError
+from .ports import Port
+
+__all__ = ["KEY", "Signature", "Size", "as_tensor"]
+
+KEY = "yobx_flatten.signature"
+"""Key of a file's metadata under which the signature is stored."""
+
+_FORMAT = 1
+
+Size = int | Mapping[str, int] | None
+"""A fixed size; factors by name of a size that varies, with the constant under ``""``; or ``None``, any size."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What a file takes and returns.
+
+    Attributes:
+        inputs: name, type of the elements and sizes of every input, in order.
+        outputs: names of the outputs, in order.
+        largest: the largest value of each size that varies, where it has one.
+        smallest: its smallest value, where that is more than 2.
+        versions: versions of the libraries that made the file, by name.
+    """
+
+    inputs: Sequence[tuple[str, torch.dtype, tuple[Size, ...]]]
+    outputs: Sequence[str]
+    largest: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    smallest: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def ports(self) -> dict[str, Port]:
+        """The inputs by name."""
+        return {
+            name: Port(name, tuple(size if isinstance(size, int) else None for size in sizes), dtype)
+            for name, dtype, sizes in self.inputs
+        }
+
+    def bind(self, values: Mapping[str, Any], failure: type[FlattenError], where: str) -> list[torch.Tensor]:
+        """Return the inputs in order, contiguous, after their types and sizes are checked.
+
+        Args:
+            values: a tensor, an array or a number for every input.
+            failure: class of the error.
+            where: name of the file, for messages.
+
+        Returns:
+            Tensors on the CPU.
+
+        Raises:
+            FlattenError: of the class ``failure``, naming the input, what it is and what the file takes.
+        """
+        found = [as_tensor(name, dtype, values.get(name), failure, where) for name, dtype, _ in self.inputs]
+        bound: dict[str, int] = {}
+        places = [
+            (name, axis, size, tensor.shape[axis])
+            for (name, _, sizes), tensor in zip(self.inputs, found, strict=True)
+            for axis, size in enumerate(_of_rank(name, sizes, tensor, failure, where))
+        ]
+        for name, axis, size, given in places:
+            alone = _alone(size)
+            if alone is not None and alone not in bound:
+                bound[alone] = given
+                least, most = self.smallest.get(alone, given), self.largest.get(alone, given)
+                if not least <= given <= most:
+                    bound_by = f"at most {most}" if given > most else f"{least} or more"
+                    raise failure(
+                        f"{name} has size {given} in axis {axis}, and {where} was made for {bound_by}. Export it with "
+                        "another bound."
+                    )
+        for name, axis, size, given in places:
+            expected = _value(size, bound)
+            if expected is not None and expected != given:
+                why = "" if isinstance(size, int) else ", since it depends on the sizes of other inputs"
+                raise failure(f"{name} has size {given} in axis {axis}, and {where} takes {expected} there{why}.")
+        return found
+
+    def to_json(self) -> str:
+        """Return it as text, which :meth:`from_json` reads."""
+        rows = [[name, str(dtype).removeprefix("torch."), list(sizes)] for name, dtype, sizes in self.inputs]
+        about = {"inputs": rows, "outputs": [*self.outputs]}
+        bounds = {"largest": dict(self.largest), "smallest": dict(self.smallest)}
+        return json.dumps({"format": _FORMAT, **about, **bounds, "versions": dict(self.versions)})
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Signature:
+        """Read what :meth:`to_json` wrote; nothing in it is evaluated.
+
+        Args:
+            text: JSON.
+            where: name of the file, for messages.
+
+        Raises:
+            ForeignFileError: when it is of a newer version.
+            DamagedFileError: when it is anything else.
+        """
+        try:
+            found = json.loads(text)
+            if found["format"] > _FORMAT:
+                raise ForeignFileError(f"{where} is of a newer version:\n    pip install --upgrade yobx-flatten")
+            inputs = [(str(name), _dtype(dtype), tuple(map(_size, sizes))) for name, dtype, sizes in found["inputs"]]
+            bounds = [{str(k): int(v) for k, v in found[name].items()} for name in ("largest", "smallest")]
+            return cls(inputs, [str(name) for name in found["outputs"]], *bounds, dict(found["versions"]))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, ForeignFileError):
+                raise
+            raise DamagedFileError(f"The signature in {where} cannot be read ({type(error).__name__}).") from None
+
+
+def as_tensor(name: str, dtype: torch.dtype, value: Any, failure: type[FlattenError], where: str) -> torch.Tensor:
+    """Return an input as a contiguous tensor on the CPU.
+
+    Args:
+        name: of the input.
+        dtype: type of its elements in the file.
+        value: a tensor, an array or a number.
+        failure: class of the error.
+        where: name of the file, for messages.
+
+    Raises:
+        FlattenError: of the class ``failure``, when it is missing or has elements of another type.
+    """
+    if value is None:
+        raise failure(f"{where} takes {name}, which is missing.")
+    if isinstance(value, (bool, int, float)):  # a number has no type of its own
+        return torch.tensor(value, dtype=dtype)
+    tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+    if tensor.dtype != dtype:
+        kinds = [str(kind).removeprefix("torch.") for kind in (dtype, tensor.dtype)]
+        raise failure(f"{where} takes {name} as {kinds[0]}, and it is {kinds[1]}.")
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def _of_rank(
+    name: str, sizes: tuple[Size, ...], tensor: torch.Tensor, failure: type[FlattenError], where: str
+) -> tuple[Size, ...]:
+    if len(sizes) != tensor.dim():
+        raise failure(f"{where} takes {name} with {len(sizes)} axes, found the shape {tuple(tensor.shape)}.")
+    return sizes
+
+
+def _alone(size: Size) -> str | None:
+    """The name where a size is that of a name and nothing else."""
+    return next(iter(size)) if isinstance(size, Mapping) and list(size.values()) == [1] and "" not in size else None
+
+
+def _value(size: Size, bound: Mapping[str, int]) -> int | None:
+    if size is None or isinstance(size, int):
+        return size
+    if any(name and name not in bound for name in size):
+        return None
+    return sum(factor * (bound[name] if name else 1) for name, factor in size.items())
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(name)
+    return found
+
+
+def _size(found: Any) -> Size:
+    if found is None or type(found) is int:
+        return found
+    return {str(name): int(factor) for name, factor in found.items()}

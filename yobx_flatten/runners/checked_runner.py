@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import FlattenError, GenerationError, ReplayError
+from ..errors import GenerationError, ReplayError
 from ..errors.messages import first_line
 from .ports import CacheSlot, Port, cache_slots, split_cache
 from .signature import Signature
@@ -36,7 +36,11 @@ class CheckedRunner:
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run one call; see :meth:`.runner.Runner.run`."""
-        return self._checked(inputs, ReplayError)
+        tensors = self.signature.bind(inputs, ReplayError, self.name)
+        try:
+            return dict(zip(self.outputs, self._call(tensors), strict=True))
+        except Exception as error:  # the libraries have no base classes for their errors
+            raise ReplayError(f"{self.runtime} fails on the inputs of the case: {first_line(error)}") from error
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return a cache for :meth:`step`: the tensors themselves."""
@@ -46,15 +50,12 @@ class CheckedRunner:
         self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Run one call of a loop; see :meth:`.runner.Runner.step`."""
-        return split_cache(self._checked({**cache, **feeds}, GenerationError), self.slots, cache)
-
-    def _checked(self, values: Mapping[str, Any], failure: type[FlattenError]) -> dict[str, Any]:
-        tensors = self.signature.bind(values, failure, self.name)
+        tensors = self.signature.bind({**cache, **feeds}, GenerationError, self.name)
         try:
-            found = self._call(tensors)
+            found = dict(zip(self.outputs, self._call(tensors), strict=True))
         except Exception as error:  # the libraries have no base classes for their errors
-            raise failure(f"{self.runtime} fails on {self.name}: {first_line(error)}") from error
-        return dict(zip(self.outputs, found, strict=True))
+            raise GenerationError(f"{self.name} stopped: {first_line(error)}") from error
+        return split_cache(found, self.slots, cache)
 
     def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the file on contiguous tensors in order; the outputs are memory of their own."""

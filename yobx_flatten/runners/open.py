@@ -27,7 +27,7 @@ def _program(path: pathlib.Path, caller: str, failure: type[FlattenError]) -> Ru
     return ProgramRunner(open_program(path, failure=failure), path.name)
 
 
-def _package(path: pathlib.Path, caller: str, failure: type[FlattenError], *, trust: bool = False) -> Runner:
+def _package(path: pathlib.Path, caller: str, failure: type[FlattenError], *, trust: bool) -> Runner:
     return open_package(path, trust=trust, failure=failure)
 
 
@@ -93,6 +93,7 @@ def open_runner(
     path: str | os.PathLike[str],
     *,
     runtime: str | None = None,
+    trust: bool = False,
     caller: str = "open_runner",
     failure: type[FlattenError] = GenerationError,
     **options: Any,
@@ -102,11 +103,12 @@ def open_runner(
     Args:
         path: the file.
         runtime: the library that runs it, one of :data:`RUNTIMES`; ``None``, the default, for that of the file.
+        trust: whether the caller knows who wrote the file; asked for a package of AOTInductor only, which holds machine
+            code. ``False`` by default.
         caller: the function that the user called, for the message where the library is missing.
         failure: class of the error where there is no such file, or it cannot be loaded.
         **options: of the library: for an ONNX file in onnxruntime ``options`` and ``providers``, see
-            :func:`.onnx_session.open_session`; for a package of AOTInductor ``trust``, see
-            :func:`.aotinductor_runner.open_package`.
+            :func:`.onnx_session.open_session`.
 
     Returns:
         The open file.
@@ -124,4 +126,6 @@ def open_runner(
     chosen = runtime_of(file) if runtime is None else runtime
     if file.suffix not in RUNTIMES[chosen]:
         raise InvalidArgumentError(f"{chosen} runs files with the suffix {' or '.join(RUNTIMES[chosen])}, not {file}.")
+    if chosen == "aotinductor":
+        options["trust"] = trust
     return RUNNERS[chosen](file, caller, failure, **options)

@@ -12,7 +12,7 @@ from yobx_flatten import (
     export_onnx,
     export_program,
 )
-from yobx_flatten.runners.open import RUNNERS, open_runner
+from yobx_flatten.runners.open import open_runner
 
 pytest.importorskip("transformers")
 pytest.importorskip("onnxruntime")
@@ -21,6 +21,8 @@ pytest.importorskip("onnxscript")
 from tests.models import make_model
 
 pytestmark = pytest.mark.slow
+
+SUFFIXES = [".onnx", ".pt2"]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def _by_name(model):
     return named, expected
 
 
-@pytest.mark.parametrize("suffix", RUNNERS)
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_one_call_returns_what_the_model_returns(files, suffix):
     """All of it by name, the cache among it; entries that the file does not take are left out."""
     model, folder = files
@@ -61,7 +63,7 @@ def test_one_call_returns_what_the_model_returns(files, suffix):
     torch.testing.assert_close(runner.run({**named, "other": None}), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("suffix", RUNNERS)
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_step_hands_its_cache_to_the_next(files, suffix):
     """Two tokens after each other are the model's own two calls."""
     model, folder = files
@@ -82,7 +84,7 @@ def test_a_step_hands_its_cache_to_the_next(files, suffix):
     torch.testing.assert_close(again["logits"], wanted, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("suffix", RUNNERS)
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_what_a_file_refuses_is_an_error_of_ours(files, suffix):
     """A token that is not in the vocabulary; of a run and of a step."""
     model, folder = files
@@ -97,7 +99,7 @@ def test_what_a_file_refuses_is_an_error_of_ours(files, suffix):
         runner.step(feeds, runner.cache({name: named[name] for name in slots}))
 
 
-@pytest.mark.parametrize("suffix", RUNNERS)
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_file_that_cannot_be_opened_is_named(tmp_path, suffix):
     """One that is not there, one that is damaged, one of another kind; with the error that the caller asks for."""
     with pytest.raises(GenerationError, match=f"There is no file .*none{suffix}"):

@@ -1,0 +1,116 @@
+"""Files are checked before anything of them runs, and machine code is loaded for a caller that trusts it."""
+
+import json
+import platform
+import sys
+import zipfile
+
+import pytest
+import torch
+
+from yobx_flatten import DamagedFileError, ForeignFileError, GenerationError, InvalidArgumentError
+from yobx_flatten.errors import UntrustedFileError
+from yobx_flatten.runners.open import open_runner, runtime_of
+from yobx_flatten.runners.signature import KEY, Signature
+
+HERE = {"torch": torch.__version__.split("+")[0]}
+IDS = Signature([("input_ids", torch.int64, ({"s0": 1}, {"s1": 1, "": 2}))], ["logits"], {"s0": 4}, {}, HERE)
+
+
+def package(path, **metadata):
+    """A package with metadata and a library that is none."""
+    about = {"AOTI_PLATFORM": sys.platform, "AOTI_MACHINE": platform.machine(), **metadata}
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("m/data/aotinductor/model/c.wrapper_metadata.json", json.dumps(about))
+        archive.writestr("m/data/aotinductor/model/c.wrapper.so", b"no library")
+    return path
+
+
+def test_a_package_is_loaded_for_a_caller_that_trusts_it(tmp_path):
+    """Without trust nothing is loaded; with it torch refuses this library, as an error of ours."""
+    path = package(tmp_path / "m.pt2", **{KEY: IDS.to_json()})
+    assert runtime_of(path) == "aotinductor"
+    with pytest.raises(UntrustedFileError, match="trust=True"):
+        open_runner(path)
+    with pytest.raises(GenerationError, match=r"torch cannot load .*m\.pt2"):
+        open_runner(path, trust=True)
+
+
+OTHERS = {
+    "without a signature": ({}, "was not written by to_aotinductor"),
+    "for another system": ({KEY: IDS.to_json(), "AOTI_PLATFORM": "plan9"}, "compiled for the system plan9"),
+    "for another processor": ({KEY: IDS.to_json(), "AOTI_MACHINE": "vax"}, "compiled for the processor vax"),
+    "of another torch": (
+        {KEY: Signature(IDS.inputs, IDS.outputs, versions={"torch": "1.0"}).to_json()},
+        "compiled for torch 1.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_package_of_another_place_is_refused_before_it_is_loaded(tmp_path, what):
+    """Whatever the caller trusts."""
+    metadata, message = OTHERS[what]
+    with pytest.raises(ForeignFileError, match=message):
+        open_runner(package(tmp_path / "m.pt2", **metadata), trust=True)
+
+
+def test_registers_that_the_processor_lacks_are_refused(tmp_path, monkeypatch):
+    """Such code would end the process."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
+    path = package(tmp_path / "m.pt2", **{KEY: IDS.to_json(), "AOTI_CPU_ISA": "AVX512 AVX512_VNNI"})
+    with pytest.raises(ForeignFileError, match="one without AVX512"):
+        open_runner(path, trust=True)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 1, "inputs": [["x", "save", []]]}'])
+def test_a_damaged_signature_is_refused(tmp_path, text):
+    """Whatever stands in its place; nothing of it is evaluated."""
+    with pytest.raises(DamagedFileError, match="signature"):
+        open_runner(package(tmp_path / "m.pt2", **{KEY: text}), trust=True)
+
+
+def test_a_truncated_package_is_refused(tmp_path):
+    """As a program that torch cannot load: without its table of contents nothing states what it is."""
+    path = package(tmp_path / "m.pt2", **{KEY: IDS.to_json()})
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(GenerationError, match="cannot load"):
+        open_runner(path, trust=True)
+
+
+def test_a_signature_comes_back_from_its_text():
+    """Types, sizes that depend on each other, bounds."""
+    assert Signature.from_json(IDS.to_json(), "m") == IDS
+
+
+def test_a_foreign_file_of_executorch_is_refused(tmp_path):
+    """One of another format, and one that is not there."""
+    pytest.importorskip("executorch")
+    (tmp_path / "m.pte").write_bytes(b"PK\x03\x04 no program at all")
+    with pytest.raises(ForeignFileError, match="no file of ExecuTorch"):
+        open_runner(tmp_path / "m.pte")
+    (tmp_path / "t.pte").write_bytes(b"\x10\x00\x00\x00ET12" + bytes(64))
+    with pytest.raises(DamagedFileError, match="damaged"):
+        open_runner(tmp_path / "t.pte")
+    with pytest.raises(GenerationError, match="There is no file"):
+        open_runner(tmp_path / "none.pte")
+
+
+def test_a_damaged_file_of_openvino_is_refused(tmp_path):
+    """A text that is no model, and a file that is not there."""
+    pytest.importorskip("openvino")
+    (tmp_path / "m.xml").write_text("<net name='m' version='11'><layers>", encoding="utf-8")
+    with pytest.raises(DamagedFileError, match="OpenVINO cannot read"):
+        open_runner(tmp_path / "m.xml")
+    with pytest.raises(GenerationError, match="There is no file"):
+        open_runner(tmp_path / "none.xml")
+
+
+def test_an_unknown_runtime_or_suffix_is_refused(tmp_path):
+    """With those that are known."""
+    with pytest.raises(InvalidArgumentError, match="There are onnxruntime, torch, aotinductor, executorch, openvino"):
+        open_runner(tmp_path / "m.onnx", runtime="tflite")
+    with pytest.raises(InvalidArgumentError, match=r"executorch runs files with the suffix \.pte"):
+        open_runner(tmp_path / "m.onnx", runtime="executorch")
+    with pytest.raises(InvalidArgumentError, match=r"none of the suffixes"):
+        open_runner(tmp_path / "m.bin")

@@ -47,7 +47,7 @@ def flat_program(program: ExportedProgram) -> ExportedProgram:
             inputs.append(entry)
     last = module.graph.output_node()
     kept = []
-    for result, value in zip(signature.output_specs, last.args[0], strict=True):  # type: ignore[arg-type] # a tuple
+    for result, value in zip(signature.output_specs, last.args[0], strict=True):
         if not (result.kind is OutputKind.USER_OUTPUT and isinstance(result.arg, ConstantArgument)):
             outputs.append(result)
             kept.append(value)

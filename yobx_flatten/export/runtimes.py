@@ -112,7 +112,7 @@ def write_for(
         source: what the file is made of.
         path: the file to write.
         caller: the function that the user called, for messages.
-        **options: of the runtime: ``opset_version`` (onnxruntime), ``backend`` (ExecuTorch).
+        **options: options of the runtime: ``opset_version`` (onnxruntime), ``backend`` (ExecuTorch).
 
     Returns:
         The report: one result per case.

@@ -73,7 +73,7 @@ def read_package(path: pathlib.Path) -> tuple[Signature, Mapping[str, Any]]:
             if broken is not None or not names or archive.getinfo(names[0]).file_size > _LARGEST:
                 what = broken or "its metadata"
                 raise DamagedFileError(f"{path} is damaged: {what}. Copy it again, or export again.")
-            metadata: dict[str, Any] = json.loads(archive.read(names[0]))
+            metadata: Any = json.loads(archive.read(names[0]))
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         if isinstance(error, DamagedFileError):
             raise

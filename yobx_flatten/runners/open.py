@@ -107,7 +107,7 @@ def open_runner(
             code. ``False`` by default.
         caller: the function that the user called, for the message where the library is missing.
         failure: class of the error where there is no such file, or it cannot be loaded.
-        **options: of the library: for an ONNX file in onnxruntime ``options`` and ``providers``, see
+        **options: options of the library: for an ONNX file in onnxruntime ``options`` and ``providers``, see
             :func:`.onnx_session.open_session`.
 
     Returns:

@@ -121,8 +121,8 @@ class Signature:
             if found["format"] > _FORMAT:
                 raise ForeignFileError(f"{where} is of a newer version:\n    pip install --upgrade yobx-flatten")
             inputs = [(str(name), _dtype(dtype), tuple(map(_size, sizes))) for name, dtype, sizes in found["inputs"]]
-            bounds = [{str(k): int(v) for k, v in found[name].items()} for name in ("largest", "smallest")]
-            return cls(inputs, [str(name) for name in found["outputs"]], *bounds, dict(found["versions"]))
+            largest, smallest = ({str(k): int(v) for k, v in found[name].items()} for name in ("largest", "smallest"))
+            return cls(inputs, [str(name) for name in found["outputs"]], largest, smallest, dict(found["versions"]))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, ForeignFileError):
                 raise

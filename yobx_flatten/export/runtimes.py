@@ -155,14 +155,14 @@ def check_options(runtime: str, options: Mapping[str, Any]) -> None:
 
     Args:
         runtime: one of :data:`.open.RUNTIMES`.
-        options: by name.
+        options: options by name.
 
     Raises:
         InvalidArgumentError: naming it.
     """
     for name, value in options.items():
         if name not in _OPTIONS.get(runtime, {}):
-            raise InvalidArgumentError(f"{name}={value!r} is no option of {runtime}.")
+            raise InvalidArgumentError(f"{name}={value!r} is not an option of {runtime}.")
         _OPTIONS[runtime][name](value)
 
 

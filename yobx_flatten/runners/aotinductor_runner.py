@@ -29,7 +29,7 @@ class AOTInductorRunner(CheckedRunner):
     Args:
         package: a ``torch._inductor.package.AOTICompiledModel``.
         signature: what it takes and returns.
-        name: of the file, for messages.
+        name: name of the file, for messages.
     """
 
     runtime: ClassVar[str] = "aotinductor"

@@ -20,7 +20,7 @@ class CheckedRunner:
 
     Args:
         signature: what the file takes and returns.
-        name: of the file, for messages.
+        name: name of the file, for messages.
 
     Attributes:
         signature: what the file takes and returns.

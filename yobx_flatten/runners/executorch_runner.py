@@ -33,7 +33,7 @@ class ExecuTorchRunner(CheckedRunner):
     Args:
         program: an ``executorch.runtime.Program``.
         signature: what it takes and returns.
-        name: of the file, for messages.
+        name: name of the file, for messages.
     """
 
     runtime: ClassVar[str] = "executorch"
@@ -94,7 +94,7 @@ def open_pte(path: pathlib.Path, *, caller: str, failure: type[FlattenError]) ->
     with path.open("rb") as file:
         head = file.read(8)
     if head[4:6] != b"ET":
-        raise ForeignFileError(f"{path} is no file of ExecuTorch.")
+        raise ForeignFileError(f"{path} is not a file of ExecuTorch.")
     try:
         program = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
         names = program.method_names

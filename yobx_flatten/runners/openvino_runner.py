@@ -40,7 +40,7 @@ class OpenVINORunner(CheckedRunner):
     Args:
         compiled: an ``openvino.CompiledModel``.
         signature: what it takes and returns.
-        name: of the file, for messages.
+        name: name of the file, for messages.
     """
 
     runtime: ClassVar[str] = "openvino"

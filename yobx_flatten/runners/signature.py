@@ -133,7 +133,7 @@ def as_tensor(name: str, dtype: torch.dtype, value: Any, failure: type[FlattenEr
     """Return an input as a contiguous tensor on the CPU.
 
     Args:
-        name: of the input.
+        name: name of the input.
         dtype: type of its elements in the file.
         value: a tensor, an array or a number.
         failure: class of the error.

@@ -87,7 +87,7 @@ def test_a_foreign_file_of_executorch_is_refused(tmp_path):
     """One of another format, and one that is not there."""
     pytest.importorskip("executorch")
     (tmp_path / "m.pte").write_bytes(b"PK\x03\x04 no program at all")
-    with pytest.raises(ForeignFileError, match="no file of ExecuTorch"):
+    with pytest.raises(ForeignFileError, match="not a file of ExecuTorch"):
         open_runner(tmp_path / "m.pte")
     (tmp_path / "t.pte").write_bytes(b"\x10\x00\x00\x00ET12" + bytes(64))
     with pytest.raises(DamagedFileError, match="damaged"):

@@ -145,7 +145,7 @@ def _layer_names(cache: Any) -> list[str]:
 
 
 def round_trip(trial: Trial) -> dict[str, Any]:
-    """Take the cache apart and put it together; go on generating for 8 steps, bit by bit as before."""
+    """Flatten and unflatten the cache; go on generating for 8 steps, bit by bit as before."""
     leaves = 0
     for sizes in (EXAMPLE, trial.past_the_window):
         kwargs = trial.inputs(sizes)

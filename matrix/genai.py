@@ -52,7 +52,7 @@ def page_of(results: Results, file: str) -> str:
     """Return the page.
 
     Args:
-        results: of this matrix.
+        results: the results of this matrix.
         file: the name of the file they are from.
     """
     rows = []

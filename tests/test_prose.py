@@ -12,7 +12,7 @@ LEFT_OUT = {"docs/guide/words.md"}
 
 # What to write instead is the second part.
 PHRASES = {
-    r"\b(?:come|came|take|took|taken|taking)s? (?:\w+ )?apart\b": "flatten",
+    r"\b(?:come|came|take|took|taken|taking)s? (?:\w+ ){0,4}apart\b": "flatten",
     r"\b(?:some|every|any|no)body\b": "name who it is: another library, the caller",
     r"\bwho(?:so)?ever\b": "name who it is: another library, the caller",
     r"(?<!there)(?<!where)(?<!here) is no (?!longer\b|more\b|less\b)[a-z]": "is not a ...",

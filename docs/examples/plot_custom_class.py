@@ -121,7 +121,7 @@ draw(example(), ax, "before: one leaf that torch.export refuses")
 # Register, with a check
 # ----------------------
 #
-# The functions are read off the fields. ``f_check`` takes an example apart and rebuilds it at once, and would undo the
+# The functions are read off the fields. ``f_check`` flattens an example and rebuilds it at once, and would undo the
 # registration if the two differed. The inner class first: the check of the outer one meets it.
 
 checks = {Memory: lambda: example().memory, Beams: example}

@@ -18,7 +18,7 @@ from .entries import Entry, entries_of
 from .packed import RoundPipePackedData
 from .spec import sizes
 
-__all__ = ["check_packed_counts", "check_packed_rows", "rows_beside_packed", "rows_of_parts"]
+__all__ = ["check_packed_counts", "check_packed_rows", "rows_of_parts", "rows_with_packed"]
 
 Rows = tuple[int, ...]
 
@@ -35,7 +35,7 @@ def check_packed_counts(entries: Sequence[Entry]) -> None:
         raise SplitError(f"These were cut into different numbers of microbatches: {counted}.")
 
 
-def rows_beside_packed(
+def rows_with_packed(
     entries: Sequence[Entry], batch: int | None, cut: Sequence[str], *, apart: bool
 ) -> list[int | None] | None:
     """Return the rows of the microbatches that packed data is in; ``None`` where there is no packed data.

@@ -16,7 +16,7 @@ from .entries import Entry, check_registered, entries_of, entries_of_flat
 from .flat import FlatBatch, FlatMicrobatch
 from .joining import join
 from .packed import RoundPipePackedData
-from .part_rows import check_packed_counts, check_packed_rows, rows_beside_packed, rows_of_parts
+from .part_rows import check_packed_counts, check_packed_rows, rows_of_parts, rows_with_packed
 from .spec import Replicate, Rules, TensorChunkSpec, format_value, read_rules, sizes
 
 __all__ = [
@@ -207,7 +207,7 @@ def _rows(
     """The rows of each microbatch: where another pipeline cut them, otherwise as evenly as possible."""
     axes = zip([*inputs, *labels], [*decided.axes, *decided.label_axes], strict=True)
     cut = {entry.path: entry.shape[axis] for entry, axis in axes if axis is not None}
-    rows = rows_beside_packed([*inputs, *labels], decided.batch, list(cut), apart=decided.apart)
+    rows = rows_with_packed([*inputs, *labels], decided.batch, list(cut), apart=decided.apart)
     if rows is None and decided.apart and decided.batch is None:
         return [None] * min(num_microbatch, *cut.values())
     if rows is None:

@@ -16,7 +16,7 @@ __all__ = [
     "Values",
     "enter",
     "is_refused_write",
-    "leaves_beside",
+    "other_leaves",
     "plain",
 ]
 
@@ -98,7 +98,7 @@ def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None]
 # -- trainable parameters of a loss ------------------------------------------------------------------------------------
 
 
-def leaves_beside(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+def other_leaves(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Return the leaves in which the graph of a loss ends, other than the outputs that it was given.
 
     They are parameters of the loss, or parameters that a penalty is on.
@@ -111,7 +111,7 @@ def leaves_beside(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor
         The leaves, each once.
 
     >>> weight, output = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
-    >>> leaves_beside([(weight * output).sum()], [output])
+    >>> other_leaves([(weight * output).sum()], [output])
     [tensor([1.], requires_grad=True)]
     """
     own = {id(entry) for entry in entries if entry is not None}

@@ -12,7 +12,7 @@ from torch import nn
 from ..batch.loss import BackwardTerm
 from ..device.events import NOW
 from ..device.virtual import Device
-from .layer_graph import Values, enter, leaves_beside
+from .layer_graph import Values, enter, other_leaves
 from .nested_checkpoint import run_backward
 from .recompute import run_seeded
 from .resident import check_not_kept
@@ -56,7 +56,7 @@ class MicrobatchLoss:
 
     def _back(self) -> None:
         losses, seeds = [term.tensor for term in self._terms], [term.seed for term in self._terms]
-        outside = leaves_beside(losses, self._entries)
+        outside = other_leaves(losses, self._entries)
         if not outside:
             torch.autograd.backward(losses, seeds)
             return

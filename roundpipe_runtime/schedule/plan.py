@@ -71,13 +71,13 @@ class ModelExecutePlan:
             _check_order("fwd_plan", forward, range(num_layers))
             return
         backward = _check_stages("bwd_plan", self.bwd_plan)
-        behind_fused = num_layers
+        after_fused = num_layers
         if run_type == "fused":
             if not backward:
                 raise PlanError("bwd_plan is empty. In a fused run its first stage holds the last layers.")
-            behind_fused = backward[0].start
+            after_fused = backward[0].start
         _check_order("bwd_plan", backward[::-1], range(num_layers))
-        _check_order("fwd_plan", forward, range(behind_fused), fused=run_type == "fused")
+        _check_order("fwd_plan", forward, range(after_fused), fused=run_type == "fused")
 
     def stages(self, run_type: RunType, num_layers: int) -> list[Stage]:
         """Return the stages in the order in which they are dispatched, after :meth:`check_valid`.

@@ -251,7 +251,7 @@ def replace_value(old: Any, new: Any) -> None:
 
     Args:
         old: an ``onnx_ir.Value``.
-        new: of the same shape and type.
+        new: one of the same shape and type.
     """
     new.shape, new.type = old.shape, old.type
     name = old.name

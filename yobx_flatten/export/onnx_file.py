@@ -186,9 +186,9 @@ class UnprovenFile:
 
     def publish(self) -> None:
         """Give it its name, in place of a file of that name and of the weights next to that."""
-        stale = _weights_beside(self.target)
+        stale = _external_weights(self.target)
         self._move(self.target.parent)
-        for file in stale - _weights_beside(self.target):
+        for file in stale - _external_weights(self.target):
             file.unlink(missing_ok=True)
 
     def keep(self, folder: pathlib.Path) -> pathlib.Path:
@@ -218,7 +218,7 @@ def unproven_file(target: pathlib.Path) -> Iterator[UnprovenFile]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _weights_beside(path: pathlib.Path) -> set[pathlib.Path]:
+def _external_weights(path: pathlib.Path) -> set[pathlib.Path]:
     """The file of weights that an ONNX file refers to, if it has the name that the exporter gives it."""
     if not path.is_file():
         return set()

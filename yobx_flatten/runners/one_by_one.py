@@ -19,8 +19,8 @@ def takes_one_by_one(inputs: Mapping[str, Any]) -> bool:
     """Return whether ``GroupQueryAttention`` refuses a call: several tokens after others are for one row only.
 
     Args:
-        inputs: of the call by name, with tokens or embeddings, and ``attention_mask`` over them and what is in the
-            cache.
+        inputs: the inputs of the call by name, with tokens or embeddings, and ``attention_mask`` over them
+            and what is in the cache.
     """
     tokens = _tokens(inputs)
     return bool(min(tokens.shape[:2]) > 1 and inputs["attention_mask"].shape[1] > tokens.shape[1])

@@ -138,7 +138,7 @@ def check_no_cycles(tree: PyTree, name: str, *, caller: str = "") -> None:
 def format_cycle(inner: str, outer: str) -> str:
     """Say what is the matter with an object that holds itself, and what to do."""
     return (
-        f"{inner} is {outer} itself, so it has no end: torch takes an object apart down to its leaves. Leave this "
+        f"{inner} is {outer} itself, so it has no end: torch flattens an object down to its leaves. Leave this "
         "reference out of the children of its class, or set it to None before:"
     )
 

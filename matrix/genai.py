@@ -59,15 +59,15 @@ def page_of(results: Results, file: str) -> str:
     for name, entry in sorted(results.types.items()):
         held = entry["columns"]
         operators = held.get("folder for onnxruntime", {}).get("operators", {})
-        attention = ", ".join(name for name in ("GroupQueryAttention", "Attention", "Softmax") if operators.get(name))
+        attention = next((name for name in ("GroupQueryAttention", "Attention") if name in operators), "spelled out")
         marks = " | ".join(symbol_of(held.get(column)) for column in COLUMNS)
         rows.append(f"| `{name}` | {marks} | {attention} |")
-    reasons = [
-        f"- `{name}`, {column}: {result['why']}"
-        for name, entry in sorted(results.types.items())
-        for column, result in entry["columns"].items()
-        if result["ok"] is not True and not result["why"].endswith("did not pass")
-    ]
+    names: dict[str, list[str]] = {}
+    for name, entry in sorted(results.types.items()):
+        for column, result in entry["columns"].items():
+            if result["ok"] is not True and not result["why"].endswith("did not pass"):
+                names.setdefault(f"{column}: {result['why'].removeprefix('SkipColumnError: ')}", []).append(f"`{name}`")
+    reasons = [f"- {reason}: {', '.join(of)}" for reason, of in names.items()]
     versions = ", ".join(f"{library} {version}" for library, version in results.versions.items())
     shown = _PAGE.format(
         version=file.removeprefix("genai-").removesuffix(".json"),

@@ -1,4 +1,4 @@
-"""Which class of transformers a configuration is for."""
+"""Which class of transformers a configuration is for, and the model inside of a wrapper."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import InvalidArgumentError
 
-__all__ = ["class_for"]
+__all__ = ["class_for", "without_peft"]
 
 # in this order: the first that has a class for a configuration is its kind
 _AUTO_CLASSES = (
@@ -35,3 +35,23 @@ def class_for(config: Any) -> Any:
         if auto is not None and type(config) in auto._model_mapping.keys():  # noqa: SIM118 # no ordinary mapping
             return auto._model_mapping[type(config)]
     raise InvalidArgumentError(f"transformers has no model for a {type(config).__qualname__}.")
+
+
+def without_peft(model: Any) -> Any:
+    """Return the model of transformers, with its adapters, that a ``PeftModel`` is around; any other model as it is.
+
+    Args:
+        model: of transformers or of peft.
+
+    Raises:
+        InvalidArgumentError: when the adapter is a prompt, which the wrapper adds to the inputs.
+    """
+    configs = getattr(model, "peft_config", None)
+    if not configs or not hasattr(model, "get_base_model"):
+        return model
+    if any(getattr(config, "is_prompt_learning", False) for config in configs.values()):
+        raise InvalidArgumentError(
+            f"A {type(model).__qualname__} with learned prompts adds them to its inputs, and the files of a model have "
+            "no such input. Adapters that are part of the layers, as those of LoRA, are exported."
+        )
+    return model.get_base_model()

@@ -38,6 +38,7 @@ from ..export.text_cases import text_cases
 from ..recipe.aliases import TransformersModel
 from ..storage.cases import save_case
 from ..trees.shapes import dynamic_shapes
+from .classes import without_peft
 from .manifest import FolderManifest, write_manifest
 from .pieces import Piece, keeps_more
 from .proofs import SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
@@ -96,7 +97,8 @@ def export_folder(
     The folder appears when all of it is proven; until then the files are in a hidden folder next to it.
 
     Args:
-        model: a model of transformers, in evaluation mode.
+        model: a model of transformers, in evaluation mode. Adapters of peft are weights of the files; merged ones
+            (``model.merge_and_unload()``) take no operators of their own.
         folder: the folder to write; it must not exist, or be empty.
         task: the task to export for, which decides what becomes a file: see :data:`TASKS`. ``"auto"``, the default,
             takes the task of the model.
@@ -147,6 +149,7 @@ def export_folder(
         raise InvalidArgumentError(f'to must be "onnx" or "program", found {to!r}.')
     if to == "onnx":
         require("onnx", "onnxscript", "onnxruntime", purpose="export_folder", extra="onnx")
+    model = without_peft(model)
     dtype = str(model.dtype).removeprefix("torch.")
     proof = choose_proof(proof, model)
     if dtype not in TOLERANCES or (to == "onnx" and proof != "none" and not has_kernels(dtype)):

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import GenerationError, ReplayError
 from ..errors.messages import first_line
-from .ports import CacheSlot, Port, cache_slots, split_cache
+from .ports import CacheSlot, Port, cache_slots, split_cache, with_rows
 from .signature import Signature
 
 __all__ = ["CheckedRunner"]
@@ -56,6 +56,10 @@ class CheckedRunner:
         except Exception as error:  # the libraries have no base classes for their errors
             raise GenerationError(f"{self.name} stopped: {first_line(error)}") from error
         return split_cache(found, self.slots, cache)
+
+    def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+        """Return a cache with other rows; see :meth:`.runner.Runner.select_rows`."""
+        return {name: with_rows(value, rows) for name, value in cache.items()}
 
     def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the file on contiguous tensors in order; the outputs are memory of their own."""

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.diagnose.report import table
-from yobx_flatten.errors.messages import format_bytes
+from yobx_flatten.errors.messages import format_bytes, table
 from yobx_flatten.terminal.output import console as make_console
 
 from ..device.virtual import VirtualDevice

@@ -7,8 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from yobx_flatten.diagnose.report import table
-from yobx_flatten.errors.messages import format_bytes
+from yobx_flatten.errors.messages import format_bytes, table
 
 from ..estimate.report import PlanReport
 from .quantities import format_count, format_seconds

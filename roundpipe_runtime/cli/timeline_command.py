@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from yobx_flatten.diagnose.report import table
+from yobx_flatten.errors.messages import table
 from yobx_flatten.terminal.output import console, say, say_json
 
 from ..timeline.drawing import draw_on

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ..diagnose.report import Report, table
+from ..diagnose.report import Report
+from ..errors.messages import table
 from .proof import UNPROVEN
 from .quality import Quality
 from .replay import CaseResult

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 
-from ..diagnose.report import Report, table
+from ..diagnose.report import Report
 from ..errors import FlattenError, ForeignFileError, ReplayError
-from ..errors.messages import first_line
+from ..errors.messages import first_line, table
 from ..export.quality import Quality
 from ..generate.generator import Generator
 from ..generate.onnx_generator import OnnxGenerator

@@ -11,9 +11,10 @@ import torch
 from torch.export import ExportedProgram
 
 from ..diagnose.compare import compare_outputs
-from ..diagnose.report import Report, table
+from ..diagnose.report import Report
 from ..diagnose.spec_diff import compare_specs
 from ..errors import SpecMismatchError
+from ..errors.messages import table
 from ..export.replay import CaseResult
 from ..runners.program_runner import ProgramRunner
 from ..trees.naming import output_names

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..diagnose.report import table
+from ..errors.messages import table
 from .axes import Axes
 from .call import Call
 from .example import constants_of, varying_in

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from ..diagnose.compare import largest_difference
-from ..diagnose.report import Report, table
+from ..diagnose.report import Report
 from ..errors import InvalidArgumentError, ReplayError, describe_class
+from ..errors.messages import table
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import open_session, require_onnxruntime
 from ..runners.runner import Runner

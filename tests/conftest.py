@@ -9,6 +9,9 @@ from collections.abc import Iterator
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 
+# Inductor compiles here: its pool of processes would import torch twice more for a few small files.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 import hypothesis
 import pytest
 

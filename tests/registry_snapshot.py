@@ -13,6 +13,8 @@ Two changes are the right of whoever imports a module, and are no difference:
 JAX forgets no class. What is compared there is the recipe of ours that it follows.
 """
 
+import functools
+import operator
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -45,42 +47,47 @@ class Entry:
         )
 
 
+# Of a table: its keys, and what is stored under each.
+_Held = tuple[tuple[Any, ...], tuple[Any, ...]]
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """All tables at one moment, the settings beside them, and which modules were loaded."""
 
-    tables: Mapping[str, tuple[Entry, ...]]
+    held: Mapping[str, _Held]
     settings: Mapping[str, object]
     modules: frozenset[str]
+
+    @functools.cached_property
+    def tables(self) -> Mapping[str, tuple[Entry, ...]]:
+        """The lines of each table. They are made when something differs: a picture is taken twice for every test."""
+        return {name: tuple(_ENTRIES[name](*held)) for name, held in self.held.items()}
+
+    def holds_what(self, other: "Snapshot") -> bool:
+        """Tell whether all tables and settings hold the same objects in the same order."""
+        return self.settings == other.settings and all(
+            len(mine) == len(theirs) and all(map(operator.is_, mine, theirs))
+            for name, held in self.held.items()
+            for mine, theirs in zip(held, other.held[name], strict=True)
+        )
 
 
 def take() -> Snapshot:
     """Return the state of every registry now; imports nothing that is not there yet."""
     return Snapshot(
-        tables={
-            "torch.utils._pytree.SUPPORTED_NODES": tuple(
-                Entry(cls, cls, tuple(node)) for cls, node in pytree.SUPPORTED_NODES.items()
-            ),
-            "torch.utils._pytree.SUPPORTED_SERIALIZED_TYPES": tuple(
-                Entry(cls, cls, tuple(node)) for cls, node in pytree.SUPPORTED_SERIALIZED_TYPES.items()
-            ),
-            "torch.utils._pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE": tuple(
-                Entry(name, cls, (cls,)) for name, cls in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.items()
-            ),
+        held={
+            "torch.utils._pytree.SUPPORTED_NODES": _held(pytree.SUPPORTED_NODES),
+            "torch.utils._pytree.SUPPORTED_SERIALIZED_TYPES": _held(pytree.SUPPORTED_SERIALIZED_TYPES),
+            "torch.utils._pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE": _held(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE),
             # A set has no order of its own: sorted, so that only what it holds can differ.
-            "torch.utils._pytree.CONSTANT_NODES": tuple(
-                Entry(cls, cls, ()) for cls in sorted(pytree.CONSTANT_NODES, key=_class_name)
-            ),
-            PENDING: tuple(_pending_entries()),
-            OPTREE: tuple(_optree_entries()),
-            WAITING: tuple(_recipes("optree", lambda backend: backend.waiting._recipes)),
-            JAX: tuple(_recipes("jax", _followed_by_jax)),
-            "torch.fx._pytree.SUPPORTED_NODES": tuple(
-                Entry(cls, cls, (function,)) for cls, function in fx_pytree.SUPPORTED_NODES.items()
-            ),
-            "torch.fx._pytree.SUPPORTED_NODES_EXACT_MATCH": tuple(
-                Entry(cls, cls, (function,)) for cls, function in fx_pytree.SUPPORTED_NODES_EXACT_MATCH.items()
-            ),
+            "torch.utils._pytree.CONSTANT_NODES": (tuple(sorted(pytree.CONSTANT_NODES, key=_class_name)), ()),
+            PENDING: ((), tuple(pytree._cxx_pytree_pending_imports)),
+            OPTREE: _held(getattr(sys.modules.get("optree.registry"), "_NODETYPE_REGISTRY", {})),
+            WAITING: _held(_recipes("optree", lambda backend: backend.waiting._recipes)),
+            JAX: _held(_recipes("jax", _followed_by_jax)),
+            "torch.fx._pytree.SUPPORTED_NODES": _held(fx_pytree.SUPPORTED_NODES),
+            "torch.fx._pytree.SUPPORTED_NODES_EXACT_MATCH": _held(fx_pytree.SUPPORTED_NODES_EXACT_MATCH),
         },
         settings={"torch.fx.experimental._config.use_duck_shape": fx_config.use_duck_shape, **_dynamo_settings()},
         modules=frozenset(sys.modules),
@@ -95,6 +102,8 @@ def _dynamo_settings() -> dict[str, object]:
 
 def differences(before: Snapshot, after: Snapshot) -> list[str]:
     """Return one sentence per change that somebody has to answer for; an empty list when there is none."""
+    if before.holds_what(after):
+        return []
     imported = after.modules - before.modules
     found = []
     for name, old in _after_first_imports(before, after).items():
@@ -114,33 +123,65 @@ def changes_since(before: Snapshot) -> list[str]:
     return differences(before, take())
 
 
-def _pending_entries() -> Iterable[Entry]:
-    # Nothing forbids two entries of one class (it makes the later import fail): the count keeps them apart.
-    seen: Counter[type] = Counter()
-    for (cls, *functions), options in pytree._cxx_pytree_pending_imports:
-        yield Entry((cls, seen[cls]), cls, (*functions, *options.values()))
-        seen[cls] += 1
+def _held(table: Mapping[Any, Any]) -> _Held:
+    return tuple(table), tuple(table.values())
 
 
-def _optree_entries() -> Iterable[Entry]:
-    registry = sys.modules.get("optree.registry")
-    if registry is None:
-        return
-    for key, node in registry._NODETYPE_REGISTRY.items():
-        cls = key[1] if isinstance(key, tuple) else key
-        yield Entry(key, cls, (node.type, node.flatten_func, node.unflatten_func, node.path_entry_type))
-
-
-def _recipes(library: str, held: Callable[[Any], Mapping[type, Any]]) -> Iterable[Entry]:
+def _recipes(library: str, held: Callable[[Any], Mapping[type, Any]]) -> Mapping[type, Any]:
     registry = sys.modules.get("yobx_flatten.registry.claims")
-    if registry is not None:
-        (backend,) = registry.REGISTRY._libraries[library]
-        yield from (Entry(cls, cls, (recipe,)) for cls, recipe in held(backend).items())
+    if registry is None:
+        return {}
+    (backend,) = registry.REGISTRY._libraries[library]
+    return held(backend)
 
 
 def _followed_by_jax(backend: Any) -> Mapping[type, Any]:
     in_force = {cls: node.in_force for cls, node in backend._nodes.items() if node.in_force is not None}
     return {**backend.waiting._recipes, **in_force}
+
+
+def _node_entries(keys: Iterable[type], nodes: Iterable[Any]) -> Iterable[Entry]:
+    return (Entry(cls, cls, tuple(node)) for cls, node in zip(keys, nodes, strict=True))
+
+
+def _name_entries(names: Iterable[str], classes: Iterable[type]) -> Iterable[Entry]:
+    return (Entry(name, cls, (cls,)) for name, cls in zip(names, classes, strict=True))
+
+
+def _class_entries(classes: Iterable[type], nothing: Iterable[Any]) -> Iterable[Entry]:
+    return (Entry(cls, cls, ()) for cls in classes)
+
+
+def _function_entries(keys: Iterable[type], functions: Iterable[Any]) -> Iterable[Entry]:
+    return (Entry(cls, cls, (function,)) for cls, function in zip(keys, functions, strict=True))
+
+
+def _pending_entries(nothing: Iterable[Any], pending: Iterable[Any]) -> Iterable[Entry]:
+    # Nothing forbids two entries of one class (it makes the later import fail): the count keeps them apart.
+    seen: Counter[type] = Counter()
+    for (cls, *functions), options in pending:
+        yield Entry((cls, seen[cls]), cls, (*functions, *options.values()))
+        seen[cls] += 1
+
+
+def _optree_entries(keys: Iterable[Any], nodes: Iterable[Any]) -> Iterable[Entry]:
+    for key, node in zip(keys, nodes, strict=True):
+        cls = key[1] if isinstance(key, tuple) else key
+        yield Entry(key, cls, (node.type, node.flatten_func, node.unflatten_func, node.path_entry_type))
+
+
+_ENTRIES: Mapping[str, Callable[..., Iterable[Entry]]] = {
+    "torch.utils._pytree.SUPPORTED_NODES": _node_entries,
+    "torch.utils._pytree.SUPPORTED_SERIALIZED_TYPES": _node_entries,
+    "torch.utils._pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE": _name_entries,
+    "torch.utils._pytree.CONSTANT_NODES": _class_entries,
+    PENDING: _pending_entries,
+    OPTREE: _optree_entries,
+    WAITING: _function_entries,
+    JAX: _function_entries,
+    "torch.fx._pytree.SUPPORTED_NODES": _function_entries,
+    "torch.fx._pytree.SUPPORTED_NODES_EXACT_MATCH": _function_entries,
+}
 
 
 def _after_first_imports(before: Snapshot, after: Snapshot) -> dict[str, tuple[Entry, ...]]:

@@ -2,7 +2,6 @@
 
 import collections
 import os
-import subprocess
 import sys
 
 import numpy
@@ -219,6 +218,5 @@ print(memory("VmHWM") - start - 9 * 40_000_000 / 2**20)
 def test_storing_and_reading_take_one_tensor_above_the_inputs(tmp_path):
     """360 MB in tensors of 40 MB, one of them transposed: at most 40 MB and what onnx itself needs."""
     for what in ("save", "load"):
-        command = [sys.executable, "-c", MEMORY, what, tmp_path / "x.onnx"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = fresh_process.run("-c", MEMORY, what, tmp_path / "x.onnx")
         assert float(done.stdout) < 40 + 200, what

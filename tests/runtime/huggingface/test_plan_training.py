@@ -1,8 +1,6 @@
 """Planning the training of models of transformers."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from roundpipe_runtime import ConfigError, CutError
 from roundpipe_runtime.estimate.hardware import Hardware
 from roundpipe_runtime.fine_tune import Lora, add_lora
 from roundpipe_runtime.huggingface.plan_training import PlannedTraining, model_on_meta
+from tests import fresh_process
 
 CARDS = Hardware(("cuda:0", "cuda:1"), "cuda", 150e12, 25e9, 24 * 2**30, 10**12, 20e9, {})
 
@@ -40,7 +39,7 @@ print(json.dumps([
 
 def test_a_model_of_70_billion_parameters_is_planned_in_seconds_and_without_its_memory():
     """141 GB of weights: the process grows by less than 0.6 GB, and computes for less than a minute."""
-    done = subprocess.run([sys.executable, "-c", HUGE], capture_output=True, text=True, check=True)
+    done = fresh_process.run("-c", HUGE)
     seconds, grown, fits, flops, weights = json.loads(done.stdout.splitlines()[-1])
     assert seconds < 60
     assert grown < 0.6e9

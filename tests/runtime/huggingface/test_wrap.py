@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import subprocess
 import sys
 import warnings
 
@@ -15,6 +14,7 @@ from roundpipe_runtime import Replicate, RoundPipe, RoundPipeRunConfig, Timeline
 from roundpipe_runtime.errors import ConfigError, LossError
 from roundpipe_runtime.huggingface import CutError, CutRefusedWarning, wrap_model_to_roundpipe
 from roundpipe_runtime.huggingface.cutting.capture_old import is_old
+from tests import fresh_process
 from tests.runtime.huggingface.hf_small import Toy, hf_batch, hf_model, tokens, worst_gradient, wrapped
 
 NAMES = ["llama", "gpt2", "gemma3_text", "gemma3n_text", "gemma4_text", "mixtral", "mamba", "xlm", "seq2seq:t5"]
@@ -345,10 +345,7 @@ def test_the_check_takes_no_copies_of_a_large_model():
 
     Most of that half are buffers of libraries, which do not grow with the model.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.huggingface.wrapped_large"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = fresh_process.run("-m", "tests.runtime.huggingface.wrapped_large")
     weights, growth, compared = map(int, done.stdout.split())
     assert compared == 75
     assert growth < weights

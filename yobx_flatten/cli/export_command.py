@@ -29,6 +29,10 @@ def export(
         ),
     ],
     output: Annotated[pathlib.Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write.")],
+    target: Annotated[
+        Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
+        typer.Option(help="Runtime of the files; by default that of --to."),
+    ] = None,
     task: Annotated[str, typer.Option(metavar="TASK", help=f"One of {_TASKS}.")] = "auto",
     to: Annotated[Literal["onnx", "program"], typer.Option(help="onnxruntime's files, or torch.export's.")] = "onnx",
     dtype: Annotated[
@@ -40,6 +44,10 @@ def export(
         Literal["all", "length"], typer.Option(help="What may vary: batch and lengths, or lengths only.")
     ] = "all",
     batch: Annotated[int, typer.Option(min=1, help="Number of rows, with --dynamic length.")] = 1,
+    max_batch: Annotated[int, typer.Option(min=1, help="Most rows, with --max-length.")] = 4,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens in the cache: ExecuTorch plans its memory for them.")
+    ] = None,
     proof: Annotated[
         Literal["auto", "full", "sample", "none"],
         typer.Option(help="What is replayed; auto: full below 1 GB of weights, sample above. none: unproven."),
@@ -87,6 +95,8 @@ def export(
             quantize=None if quantize is None else Quantization(quantize, perplexity_ratio=perplexity_ratio),
             optimize=optimize,
             logits=logits,
+            target=target,
+            bounds=None if max_length is None else {"batch": max_batch, "length": max_length},
         )
     if json:
         say_json(_as_dict(done, found))

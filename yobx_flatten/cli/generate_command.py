@@ -5,14 +5,14 @@ from __future__ import annotations
 import json as json_of_file
 import pathlib
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
 from ..generate.sampling import Sampling
+from ..model_folder.opened import open_generator
 from ..model_folder.source import require_transformers
-from ..model_folder.verify import open_generator
 from ..terminal.failures import UserError
 from ..terminal.output import say, say_json
 
@@ -29,6 +29,13 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Draw among tokens of this probability only.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of onnxruntime.")] = None,
+    runtime: Annotated[
+        Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
+        typer.Option(help="By default the one that the folder names; openvino also runs ONNX files."),
+    ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Load machine code (AOTInductor): you know who made it.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, at the end.")] = False,
 ) -> int:
     """Generate text from an exported folder, token by token.
@@ -38,7 +45,7 @@ def generate(
     sampling = Sampling(do_sample=sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    generator = open_generator(folder, threads=threads)
+    generator = open_generator(folder, runtime=runtime, threads=threads, trust=trust)
     tokenizer = _tokenizer(folder)
     given = tokenizer(prompt, return_tensors="pt", padding=len(prompt) > 1)
     if given["input_ids"].shape[-1] == 0:

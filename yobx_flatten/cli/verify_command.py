@@ -17,6 +17,9 @@ __all__ = ["verify"]
 
 def verify(
     folder: Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder that export wrote.")],
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Load machine code (AOTInductor): you know who made it.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Replay the cases that are stored in an exported folder, and generate with its files.
@@ -25,7 +28,7 @@ def verify(
     were; 1 one differs.
     """
     with progress(f"reading {folder}") as show:
-        report = verify_folder(folder, on_check=show)
+        report = verify_folder(folder, on_check=show, trust=trust)
     if json:
         checks = [dataclasses.asdict(check) for check in report.checks]
         say_json({"path": str(folder), "ok": report.ok, "checks": checks})

@@ -116,7 +116,7 @@ class ExportedModel:
             NoRoomError: when disk or memory is too small.
             ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
         """
-        return write_for("onnxruntime", self._needed(), path, caller="to_onnx", opset_version=opset_version)
+        return write_for("onnxruntime", self.source, path, caller="to_onnx", opset_version=opset_version)
 
     def to_aotinductor(self, path: str | os.PathLike[str]) -> ExportReport:
         """Compile the program with AOTInductor for this machine, and replay the cases of this export.
@@ -135,7 +135,7 @@ class ExportedModel:
             NoRoomError: when disk or memory is too small.
             ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
         """
-        return write_for("aotinductor", self._needed(), path, caller="to_aotinductor")
+        return write_for("aotinductor", self.source, path, caller="to_aotinductor")
 
     def to_executorch(self, path: str | os.PathLike[str], *, backend: Backend = "xnnpack") -> ExportReport:
         """Lower the program to a file of ExecuTorch, and replay the cases of this export in its runtime.
@@ -158,7 +158,7 @@ class ExportedModel:
             NoRoomError: when disk or memory is too small.
             ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
         """
-        return write_for("executorch", self._needed(), path, caller="to_executorch", backend=backend)
+        return write_for("executorch", self.source, path, caller="to_executorch", backend=backend)
 
     def to_openvino(self, path: str | os.PathLike[str]) -> ExportReport:
         """Write the program as files of OpenVINO, and replay the cases of this export there, in float32.
@@ -179,9 +179,11 @@ class ExportedModel:
             NoRoomError: when disk or memory is too small.
             ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
         """
-        return write_for("openvino", self._needed(), path, caller="to_openvino")
+        return write_for("openvino", self.source, path, caller="to_openvino")
 
-    def _needed(self) -> Source:
+    @property
+    def source(self) -> Source:
+        """What files for other runtimes are made of."""
         if self._source is None:
             raise InvalidArgumentError("This program was not made by export_program: there is nothing to replay.")
         return self._source

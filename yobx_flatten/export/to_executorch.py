@@ -68,13 +68,13 @@ def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack
     """
     signature = signature_of(traced, ("executorch",))
     check_bounds(signature)
-    exir: Any = importlib.import_module("executorch.exir")
-    partitioners = []
-    if backend == "xnnpack":
-        xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
-        partitioners.append(xnnpack.XnnpackPartitioner())
     try:
         with quietly("executorch"):
+            exir: Any = importlib.import_module("executorch.exir")
+            partitioners = []
+            if backend == "xnnpack":
+                xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
+                partitioners.append(xnnpack.XnnpackPartitioner())
             edge = exir.to_edge_transform_and_lower(
                 {METHOD: flat_program(traced.program)},
                 partitioner=partitioners,

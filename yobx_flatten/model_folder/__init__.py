@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .manifest import FolderManifest
+from .opened import open_generator
 from .verify import FolderCheck, FolderReport, verify_folder
 from .write import ExportedFolder, export_folder
 
@@ -12,5 +13,6 @@ __all__ = [
     "FolderManifest",
     "FolderReport",
     "export_folder",
+    "open_generator",
     "verify_folder",
 ]

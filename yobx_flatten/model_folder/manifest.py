@@ -12,7 +12,7 @@ from ..errors import DamagedFileError, ForeignFileError
 __all__ = ["MANIFEST", "FolderManifest", "read_manifest", "write_manifest"]
 
 MANIFEST = "yobx_flatten.json"
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class FolderManifest:
     Attributes:
         model: name of the exported class.
         task: task of the model, such as ``"text-generation"``.
-        format: format of the files: ``"onnx"`` or ``"program"``.
+        format: format of the files: ``"onnx"``, ``"program"``, ``"aotinductor"``, ``"executorch"`` or ``"openvino"``.
         dtype: type of the weights, such as ``"float32"``.
         tolerance: largest absolute difference of an output to the eager model's.
         files: names of the exported files.
@@ -33,6 +33,9 @@ class FolderManifest:
             :class:`.quality.Quality`.
         cache: form of the cache of the file that generates: ``"growing"``, where each call returns a longer one, or
             ``"shared"``, where calls may write into one piece of memory, layer by layer where the layers allow it.
+        runtime: the library that runs the files: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or
+            ``"openvino"``.
+        sha256: digests by name, of files for other runtimes than the first two.
     """
 
     model: str
@@ -46,6 +49,12 @@ class FolderManifest:
     proof: str = "full"  # folders of version 1 do not state it
     quality: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     cache: str = "growing"
+    runtime: str = ""
+    sha256: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.runtime:  # folders of versions 1 and 2 name the format only
+            object.__setattr__(self, "runtime", "torch" if self.format == "program" else "onnxruntime")
 
 
 def write_manifest(folder: pathlib.Path, manifest: FolderManifest) -> None:

@@ -6,7 +6,8 @@ import dataclasses
 import os
 import pathlib
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -14,18 +15,17 @@ from ..diagnose.report import Report
 from ..errors import FlattenError, ForeignFileError, ReplayError
 from ..errors.messages import first_line, table
 from ..export.quality import Quality
-from ..generate.generator import Generator
-from ..generate.onnx_generator import OnnxGenerator
-from ..generate.program_generator import ProgramGenerator
+from ..generate.runtime_generator import generator_for
 from ..runners.onnx_session import has_mapped_weights, session_options
 from ..runners.open import open_runner
 from ..runners.runner import Runner
 from ..storage.cases import StoredCase, load_case
 from ..storage.replay import run_case
+from .digests import check_digests
 from .manifest import FolderManifest, read_manifest
 from .verify_quality import measure_again
 
-__all__ = ["FolderCheck", "FolderReport", "open_generator", "verify_folder"]
+__all__ = ["FolderCheck", "FolderReport", "verify_folder"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,19 +98,24 @@ class FolderReport(Report):
         return "\n".join([title, *table(check.cells() for check in self.checks)])
 
 
-def verify_folder(folder: str | os.PathLike[str], *, on_check: Callable[[str], None] | None = None) -> FolderReport:
+def verify_folder(
+    folder: str | os.PathLike[str], *, on_check: Callable[[str], None] | None = None, trust: bool = False
+) -> FolderReport:
     """Run every stored case through the files of a folder, and generate with them.
 
     Args:
         folder: a folder as :func:`export_folder` writes it.
         on_check: a function that is called with the name of each case before the case runs.
+        trust: whether the caller knows who wrote the folder; asked for files with machine code only, see
+            :func:`open_generator`. ``False`` by default.
 
     Returns:
         One check for each case.
 
     Raises:
         ForeignFileError: when there is no such folder, or :func:`export_folder` did not write it.
-        DamagedFileError: when a case, or the list of them, cannot be read.
+        DamagedFileError: when a case, or the list of them, cannot be read, or a file is not the one that was exported.
+        UntrustedFileError: when a file holds machine code, and ``trust`` is ``False``.
         GenerationError: when a file cannot be loaded.
         MissingDependencyError: when a library that runs the files is not installed.
 
@@ -129,7 +134,8 @@ def verify_folder(folder: str | os.PathLike[str], *, on_check: Callable[[str], N
     if not path.is_dir():
         raise ForeignFileError(f"There is no folder {path}.")
     manifest = read_manifest(path)
-    checks, opened = [], _Opened(path, manifest.quality)
+    check_digests(path, manifest.sha256)
+    checks, opened = [], _Opened(path, manifest, trust)
     stored = {name: Quality(**found) for name, found in manifest.quality.items()}
     # each of two scores may be off by as much
     tolerance = max([manifest.tolerance, *(quality.max_difference for quality in stored.values())])
@@ -146,7 +152,7 @@ def verify_folder(folder: str | os.PathLike[str], *, on_check: Callable[[str], N
         start = time.perf_counter()
         try:
             if file is None:
-                difference = _check_tokens(path, case, tolerance)
+                difference = _check_tokens(path, manifest, case, tolerance, trust)
             else:
                 difference = run_case(case, file, tolerance=manifest.tolerance).max_difference
             ok = difference <= manifest.tolerance if name else difference == 0
@@ -182,22 +188,6 @@ def _check_quality(
     return FolderCheck(name, shown, found.max_difference, found.ok, seconds, None, found)
 
 
-def open_generator(folder: str | os.PathLike[str], *, threads: int | None = None) -> Generator:
-    """Open the files of a folder for generation, whichever kind they are.
-
-    Args:
-        folder: a folder as :func:`export_folder` writes it, or with ONNX files of the same names.
-        threads: number of threads that one operator of onnxruntime may use; ``None`` for its own choice.
-
-    Returns:
-        An :class:`.OnnxGenerator` or a :class:`.ProgramGenerator`.
-    """
-    path = pathlib.Path(folder)
-    if path.is_dir() and any(path.glob("*.pt2")):
-        return ProgramGenerator(path)
-    return OnnxGenerator(path, threads=threads)
-
-
 def _cases(manifest: FolderManifest) -> Iterator[tuple[str, str]]:
     for name, paths in manifest.cases.items():
         yield from ((name, path) for path in paths)
@@ -206,8 +196,9 @@ def _cases(manifest: FolderManifest) -> Iterator[tuple[str, str]]:
 class _Opened:
     """The file that was asked for last, opened once for all of its cases; an empty name closes it."""
 
-    def __init__(self, folder: pathlib.Path, packed: Collection[str]) -> None:
-        self._folder, self._name, self._packed = folder, "", packed
+    def __init__(self, folder: pathlib.Path, manifest: FolderManifest, trust: bool) -> None:
+        self._folder, self._name, self._packed = folder, "", manifest.quality
+        self._how: dict[str, Any] = {"runtime": manifest.runtime, "trust": trust, "caller": "verify_folder"}
         self._runner: Runner | None = None
 
     def __call__(self, name: str) -> Runner | None:
@@ -216,7 +207,7 @@ class _Opened:
             if name:
                 path = self._folder / name
                 options = {"options": session_options(pack=False)} if self._maps(name) else {}
-                self._runner = open_runner(path, caller="verify_folder", **options)
+                self._runner = open_runner(path, **self._how, **options)
         return self._runner
 
     def _maps(self, name: str) -> bool:
@@ -224,19 +215,18 @@ class _Opened:
         return has_mapped_weights(self._folder / name) and name not in self._packed
 
 
-def _check_tokens(folder: pathlib.Path, case: StoredCase, tolerance: float) -> float:
+def _check_tokens(
+    folder: pathlib.Path, manifest: FolderManifest, case: StoredCase, tolerance: float, trust: bool
+) -> float:
     """How many tokens differ from those of the eager model.
 
     Two scores that are no further apart than rounding may change their order, and the rest of that row continues
     another text. So a row whose first different token was such a tie is not counted (half precision, mostly).
     """
     expected = case.outputs["sequences"]
-    is_program = any(folder.glob("*.pt2"))
-    is_small = bool(read_manifest(folder).quality)
-    pack = is_small or not any(
-        map(has_mapped_weights, folder.glob("*.onnx"))
-    )  # the model that was exported can also be in memory
-    generator: Generator = ProgramGenerator(folder) if is_program else OnnxGenerator(folder, pack=pack)
+    mapped = any(map(has_mapped_weights, folder.glob("*.onnx")))
+    pack = bool(manifest.quality) or not mapped  # the model that was exported can also be in memory
+    generator = generator_for(folder, manifest.runtime, pack=pack, trust=trust)
     found = generator.generate(**case.inputs, max_new_tokens=case.outputs["new_tokens"])
     if found.shape != expected.shape:
         return float(max(found.numel(), expected.numel()))

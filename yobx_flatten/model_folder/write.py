@@ -15,19 +15,19 @@ import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
-from ..errors.dependencies import is_installed, require
+from ..errors.dependencies import is_installed
 from ..errors.log import STEP
 from ..export.kernels import has_kernels
 from ..export.onnx_export import export_onnx
 from ..export.onnx_file import check_opset
 from ..export.onnx_shared_cache import shared_inputs
-from ..export.program import ExportedModel, export_program
+from ..export.program import export_program
 from ..export.proof import Proof, choose_proof, sampled
 from ..export.quality import SCORES, text_losses
 from ..export.quantization import Quantization, WeightBits, choose_quantization, has_projections
@@ -36,15 +36,18 @@ from ..export.report import TOLERANCES, ExportReport
 from ..export.room import check_room
 from ..export.text_cases import text_cases
 from ..recipe.aliases import TransformersModel
+from ..runners.open import RUNTIMES
 from ..storage.cases import save_case
 from ..trees.shapes import dynamic_shapes
 from .classes import without_peft
+from .digests import digests
 from .manifest import FolderManifest, write_manifest
 from .pieces import Piece, keeps_more
 from .proofs import SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .quality_text import python_text
 from .sidecar_files import genai_config, write_companions, write_genai_config
 from .source import require_transformers
+from .targets import FORMATS, Bounds, Target, choose_target, fitting_cases, write_piece
 from .tasks import GENERATES, pieces_for
 from .verify import FolderReport, verify_folder
 from .writable import check_writable
@@ -53,8 +56,7 @@ __all__ = ["ExportedFolder", "export_folder"]
 
 logger = logging.getLogger("yobx_flatten")
 
-_SUFFIXES = {"onnx": ".onnx", "program": ".pt2"}
-_LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime")
+_LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime", "executorch", "openvino")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +93,8 @@ def export_folder(
     quantize: WeightBits | Quantization | None = None,
     optimize: Literal["onnxruntime"] | None = None,
     logits: Literal["all", "last"] = "all",
+    target: Target | None = None,
+    bounds: Mapping[str, int] | None = None,
 ) -> ExportedFolder:
     """Export a model of transformers to a folder that generation tools open, and prove that it generates the same.
 
@@ -121,12 +125,18 @@ def export_folder(
             tools that score a text or check several drafted tokens at once need them, or ``"last"``, the one position
             that a token is chosen by. Reading a prompt takes less time and memory then; the perplexity of quantised
             weights cannot be measured.
+        target: the runtime that the files are for: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"``
+            or ``"openvino"``; ``None``, the default, for that of ``to``. Every file is replayed, and the tokens are
+            generated, with that runtime.
+        bounds: the largest sizes, ``{"batch": 4, "length": 512}``: rows, and tokens in the cache; ``"new"`` for tokens
+            of one call, where these are fewer. ExecuTorch, which plans its memory, needs them. ``None`` by default.
 
     Returns:
         The folder, with a report of every export and every replay.
 
     Raises:
-        InvalidArgumentError: when ``to`` is unknown, or onnxruntime has no kernels for the type of the weights.
+        InvalidArgumentError: when ``to`` or ``target`` is unknown, bounds are missing, or onnxruntime has no
+            kernels for the type of the weights.
         FolderExistsError: when the folder is not empty.
         OSError: when it cannot be written; this is checked before anything is exported.
         NoRoomError: when the disk or the memory is too small; this is also checked before.
@@ -145,27 +155,26 @@ def export_folder(
     True
     """
     require_transformers("export_folder")
-    if to not in _SUFFIXES:
-        raise InvalidArgumentError(f'to must be "onnx" or "program", found {to!r}.')
-    if to == "onnx":
-        require("onnx", "onnxscript", "onnxruntime", purpose="export_folder", extra="onnx")
+    runtime = choose_target(to, target, bounds, batch)
+    shown = f"to={to!r}" if target is None else f"target={target!r}"
+    form, suffix, largest = FORMATS[runtime], RUNTIMES[runtime][0], Bounds.of(bounds, batch)
     model = without_peft(model)
     dtype = str(model.dtype).removeprefix("torch.")
     proof = choose_proof(proof, model)
-    if dtype not in TOLERANCES or (to == "onnx" and proof != "none" and not has_kernels(dtype)):
+    if dtype not in TOLERANCES or (form == "onnx" and proof != "none" and not has_kernels(dtype)):
         raise InvalidArgumentError(
             f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Take float32 or float16, or to='program'; "
             'or proof="none" for files of another provider, unproven.'
         )
-    if quantize is not None and to != "onnx":
-        raise InvalidArgumentError(f"quantize={quantize!r} is for ONNX files; leave it out with to={to!r}.")
+    if quantize is not None and form != "onnx":
+        raise InvalidArgumentError(f"quantize={quantize!r} is for ONNX files; leave it out with {shown}.")
     quantization = choose_quantization(quantize, model, "export_folder")
-    target = pathlib.Path(folder)
-    check_target(target, overwrite)
-    if optimize not in (None, "onnxruntime") or (optimize is not None and to != "onnx"):
+    place = pathlib.Path(folder)
+    check_target(place, overwrite)
+    if optimize not in (None, "onnxruntime") or (optimize is not None and form != "onnx"):
         raise InvalidArgumentError(f'optimize must be None, or "onnxruntime" for to="onnx"; found {optimize!r}.')
-    check_room(model, target, in_memory=0 if proof == "none" else 1)
-    if to == "onnx":
+    check_room(model, place, in_memory=0 if proof == "none" else 1)
+    if form == "onnx":
         check_opset(opset_version)
     if logits == "last" and quantization is not None and quantization.tokens is not None:
         raise InvalidArgumentError('A text is scored at all of its positions: leave tokens= out with logits="last".')
@@ -175,43 +184,48 @@ def export_folder(
         rows = (8 if proof == "full" else 2) if batch is None else batch
         tokens = python_text(model, None if source is None else pathlib.Path(source), rows)
         quantization = dataclasses.replace(quantization, tokens=tokens)
-    with _appears_when_done(target) as work:
+    with _appears_when_done(place) as work:
         reports, cases = {}, {}
         shared: list[str] = []
         for piece in pieces:
-            name = piece.stem + _SUFFIXES[to]
+            name = piece.stem + suffix
             quantized = quantization if has_projections(piece.module) else None
             how: dict[str, Any] = {"tolerance": TOLERANCES[dtype], "proof": proof}
-            if to == "onnx":
+            if form == "onnx":
                 how |= {"opset_version": opset_version, "quantize": quantized, "optimize": optimize}
-            reports[name] = _export(piece, work / name, batch, how).report
+            reports[name] = _export(piece, work / name, batch, how, runtime, largest)
             shared = [] if optimize is None else shared_inputs(work / name)
             if not shared and keeps_more(piece, model):
                 (piece,) = pieces_for(model, task, batch, logits=logits)[1]
-                reports[name] = _export(piece, work / name, batch, {**how, "optimize": None}).report
+                reports[name] = _export(piece, work / name, batch, {**how, "optimize": None}, runtime, None)
             if proof != "none":
-                cases[name] = _store_calls(piece, sampled(piece.cases) if proof == "sample" else piece.cases, work)
+                calls = fitting_cases(piece, largest)
+                cases[name] = _store_calls(piece, sampled(calls) if proof == "sample" else calls, work)
                 if quantized is not None and quantized.tokens is not None:
                     cases[name] += _store_text(piece, quantized.tokens, work)
         if task in GENERATES and proof != "none":
             logger.info("generating with %s", type(model).__qualname__, extra=STEP)
-            cases[""] = [_store_generation(model, task, batch, TOKENS if proof == "full" else SAMPLED_TOKENS, work)]
+            count = TOKENS if proof == "full" else SAMPLED_TOKENS
+            count = count if largest is None else largest.tokens(count)
+            cases[""] = [_store_generation(model, task, batch, count, work)]
         write_companions(work, model, None if source is None else pathlib.Path(source))
-        if task == "text-generation" and to == "onnx":
+        if task == "text-generation" and form == "onnx":
             contents = genai_config(model, reports["model.onnx"].input_names, shared=shared)
             if contents is not None:
                 write_genai_config(work, contents)
         versions = {name: importlib.metadata.version(name) for name in _LIBRARIES if is_installed(name)}
-        names = [piece.stem + _SUFFIXES[to] for piece in pieces]
+        names = [piece.stem + suffix for piece in pieces]
         name, tolerance = type(model).__qualname__, TOLERANCES[dtype]
         cache = "shared" if shared else "growing"
         quality = {name: dataclasses.asdict(report.quality) for name, report in reports.items() if report.quality}
-        described = (name, task, to, dtype, tolerance, names, cases, versions, proof, quality, cache)
-        write_manifest(work, FolderManifest(*described))
-        verified = verify_folder(work)
+        described = (name, task, form, dtype, tolerance, names, cases, versions, proof, quality, cache)
+        made = sorted(file.name for file in work.iterdir() if file.suffix in (suffix, ".bin"))
+        sha256 = {} if runtime in ("onnxruntime", "torch") else digests(work, made)
+        write_manifest(work, FolderManifest(*described, runtime, sha256))
+        verified = verify_folder(work, trust=True)  # of what was made here
         if not verified.ok and proof != "none":
             raise ReplayError(f"The exported {type(model).__qualname__} does not do what the model does.\n{verified}")
-    return ExportedFolder(target, task, reports, dataclasses.replace(verified, path=target))
+    return ExportedFolder(place, task, reports, dataclasses.replace(verified, path=place))
 
 
 def check_target(folder: pathlib.Path, overwrite: bool) -> None:
@@ -230,17 +244,26 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
     check_writable(folder, in_parent=True)
 
 
-def _export(piece: Piece, path: pathlib.Path, batch: int | None, options: dict[str, Any]) -> ExportedModel:
+def _export(
+    piece: Piece,
+    path: pathlib.Path,
+    batch: int | None,
+    options: dict[str, Any],
+    runtime: str,
+    bounds: Bounds | None,
+) -> ExportReport:
     logger.info("exporting %s", path.name, extra=STEP)
     shapes: Any = piece.dynamic_shapes
     if batch is not None and shapes is not None:
         shapes = _with_fixed_batch(dynamic_shapes(dict(piece.kwargs)) if shapes == "auto" else shapes)
+    if runtime not in ("onnxruntime", "torch"):
+        return write_piece(runtime, piece, path, shapes, bounds, options["tolerance"], options["proof"])
     how: dict[str, Any] = {"dynamic_shapes": shapes, "cases": piece.cases, **options}
-    if path.suffix == ".onnx":
-        return export_onnx(piece.module, (), piece.kwargs, path, **how)
+    if runtime == "onnxruntime":
+        return export_onnx(piece.module, (), piece.kwargs, path, **how).report
     exported = export_program(piece.module, (), piece.kwargs, **how)
     exported.save(path)
-    return exported
+    return exported.report
 
 
 def _with_fixed_batch(shapes: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import pathlib
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -96,8 +97,10 @@ def open_pte(path: pathlib.Path, *, caller: str, failure: type[FlattenError]) ->
     if head[4:6] != b"ET":
         raise ForeignFileError(f"{path} is not a file of ExecuTorch.")
     try:
-        program = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
-        names = program.method_names
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that its own interface is experimental
+            program = Runtime.get().load_program(path, verification=Verification.InternalConsistency)
+            names = program.method_names
     except Exception as error:  # the runtime raises RuntimeError with its own code
         raise DamagedFileError(f"{path} is damaged: {first_line(error)}") from error
     if not {METHOD, SIGNATURE} <= set(names):

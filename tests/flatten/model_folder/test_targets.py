@@ -1,0 +1,168 @@
+"""Folders for every runtime: written, proven, verified again, and opened with the runtime that they name."""
+
+import contextlib
+import os
+import shutil
+
+import pytest
+import torch
+
+from yobx_flatten import (
+    DamagedFileError,
+    GenerationError,
+    InvalidArgumentError,
+    MissingDependencyError,
+    export_folder,
+    open_generator,
+    verify_folder,
+)
+from yobx_flatten.errors import UntrustedFileError, dependencies
+from yobx_flatten.model_folder.manifest import read_manifest
+from yobx_flatten.model_folder.targets import Bounds
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("onnxscript")
+
+BOUNDS = {"batch": 4, "length": 64}
+
+
+@pytest.fixture(scope="module")
+def model():
+    """One layer, so that compilers have little to do."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 259}
+    config = transformers.LlamaConfig(
+        **sizes, num_hidden_layers=1, eos_token_id=None, bos_token_id=2, initializer_range=0.3
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(
+    scope="module",
+    # an export of a model, and two of them compile
+    params=[pytest.param(runtime, marks=pytest.mark.slow) for runtime in ("openvino", "aotinductor", "executorch")],
+)
+def exported(request, model, tmp_path_factory):
+    """The runtime, the folder, and what the export returned."""
+    runtime = request.param
+    if runtime == "aotinductor":
+        if shutil.which(os.environ.get("CXX", "g++")) is None:
+            pytest.skip("AOTInductor needs a C++ compiler")
+    else:
+        pytest.importorskip(runtime)
+    folder = tmp_path_factory.mktemp("targets") / runtime
+    bounds = BOUNDS if runtime == "executorch" else None
+    quick = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
+    with torch._inductor.config.patch(quick) if runtime == "aotinductor" else contextlib.nullcontext():
+        done = export_folder(model, folder, target=runtime, bounds=bounds)
+    return runtime, folder, done
+
+
+def prompts():
+    ids = torch.randint(3, 259, (2, 7), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def test_a_folder_names_its_runtime_and_is_proven_there(exported):
+    """Every file is replayed by the runtime, and the manifest holds the digests of its files."""
+    runtime, folder, done = exported
+    manifest = read_manifest(folder)
+    assert (manifest.runtime, manifest.format) == (runtime, runtime)
+    assert set(manifest.files) <= set(manifest.sha256)
+    (report,) = done.reports.values()
+    assert {case.runtime for case in report.cases} == {runtime}
+    assert len(report.cases) == 4
+    assert done.verified.ok
+    assert [check.file for check in done.verified.checks][-1] == "generate"
+    assert (report.planned_bytes is not None) == (runtime == "executorch")
+
+
+def test_the_tokens_are_those_of_generate(exported, model):
+    """Greedily, one row padded; from the runtime that the folder names."""
+    runtime, folder, _ = exported
+    generator = open_generator(folder, trust=True)
+    assert generator.parts.decoder.runtime == runtime
+    expected = model.generate(**prompts(), max_new_tokens=12, do_sample=False)
+    assert torch.equal(generator.generate(**prompts(), max_new_tokens=12), expected)
+
+
+def test_machine_code_needs_trust(exported):
+    """Other files are data."""
+    runtime, folder, _ = exported
+    if runtime == "aotinductor":
+        with pytest.raises(UntrustedFileError, match="trust=True"):
+            open_generator(folder)
+        with pytest.raises(UntrustedFileError, match="trust=True"):
+            verify_folder(folder)
+    else:
+        assert open_generator(folder).parts.decoder.runtime == runtime
+    assert verify_folder(folder, trust=True).ok
+
+
+def test_a_file_that_was_changed_is_refused(exported, tmp_path):
+    """By its digest, before it is opened."""
+    _, folder, done = exported
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (name,) = done.reports
+    data = bytearray((copy / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (copy / name).write_bytes(data)
+    with pytest.raises(DamagedFileError, match="is not the file that was exported"):
+        open_generator(copy, trust=True)
+    with pytest.raises(DamagedFileError, match="is not the file that was exported"):
+        verify_folder(copy, trust=True)
+    (copy / name).unlink()
+    with pytest.raises(DamagedFileError, match="which its manifest names"):
+        open_generator(copy, trust=True)
+
+
+def test_a_runtime_that_has_no_files_there_is_refused(exported):
+    """And one that is not known."""
+    _, folder, _ = exported
+    with pytest.raises(GenerationError, match="holds no model"):
+        open_generator(folder, runtime="onnxruntime")
+    with pytest.raises(InvalidArgumentError, match="There is no runtime 'tflite'"):
+        open_generator(folder, runtime="tflite")
+
+
+REFUSED = {
+    "an unknown runtime": ({"target": "tflite"}, "There is no runtime 'tflite'"),
+    "no bounds": ({"target": "executorch"}, "--max-batch 4 --max-length 512"),
+    "bounds of another name": ({"target": "executorch", "bounds": {"rows": 4}}, "bounds are ints, such as"),
+    "bounds that hold no case": ({"target": "executorch", "bounds": {"length": 8}}, "length=8 is less than 32"),
+    "bounds for onnxruntime": ({"bounds": BOUNDS}, "leave them out for onnxruntime"),
+    "weights in fewer bits": ({"target": "openvino", "quantize": "int8"}, "leave it out with target='openvino'"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_fit_is_refused_before_anything_is_traced(model, tmp_path, what):
+    """With the line to type."""
+    options, message = REFUSED[what]
+    if options.get("target") == "openvino":
+        pytest.importorskip("openvino")
+    with pytest.raises(InvalidArgumentError, match=message):
+        export_folder(model, tmp_path / "folder", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_runtime_is_named(model, tmp_path, monkeypatch):
+    """With the extra that installs it."""
+    found = dependencies.is_installed
+    monkeypatch.setattr(dependencies, "is_installed", lambda library: library != "executorch" and found(library))
+    with pytest.raises(MissingDependencyError, match=r"pip install 'yobx-flatten\[executorch\]'"):
+        export_folder(model, tmp_path / "folder", target="executorch", bounds=BOUNDS)
+
+
+def test_bounds_are_largest_sizes_of_axes():
+    """Rows in the first axis, tokens in others; what is fixed stays fixed."""
+    from torch.export import Dim
+
+    bounds = Bounds.of({"length": 64, "new": 16}, None)
+    shapes = bounds.on({"input_ids": {0: Dim.AUTO, 1: Dim.AUTO}, "past_key_values": [{0: Dim.AUTO, 2: Dim.AUTO}]})
+    assert shapes["input_ids"] == {0: Dim.AUTO(max=4), 1: Dim.AUTO(max=16)}
+    assert shapes["past_key_values"] == [{0: Dim.AUTO(max=4), 2: Dim.AUTO(max=64)}]

@@ -1,0 +1,88 @@
+"""Generate with files of any runtime, in one loop."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+from ..errors import GenerationError
+from ..runners.open import RUNTIMES, check_runtime, open_runner
+from .generator import Generator, Parts
+from .layout import find_parts
+from .onnx_generator import OnnxGenerator
+from .program_generator import ProgramGenerator
+from .settings import GenerationSettings, read_settings
+
+__all__ = ["RuntimeGenerator", "generator_for"]
+
+
+class RuntimeGenerator(Generator):
+    """Generates tokens with files of one runtime. The loop is that of all generators.
+
+    Args:
+        model: a folder as :func:`export_folder` writes it, or the file of a decoder.
+        runtime: the library that runs the files, one of :data:`.open.RUNTIMES`.
+        settings: special tokens; by default read from ``config.json`` and ``generation_config.json`` next to the file.
+        trust: whether the caller knows who wrote the files; see :func:`.open.open_runner`. ``False`` by default.
+
+    Raises:
+        InvalidArgumentError: when there is no such runtime.
+        GenerationError: when a file is missing, cannot be loaded, or is not made for generation.
+        MissingDependencyError: when the runtime is not installed.
+        StoredFileError: when a file is damaged, of another program, or holds code that is not trusted.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        runtime: str,
+        *,
+        settings: GenerationSettings | None = None,
+        trust: bool = False,
+    ) -> None:
+        check_runtime(runtime)
+        found = _find(pathlib.Path(model), runtime)
+        parts: dict[str, Any] = {
+            part: open_runner(file, runtime=runtime, trust=trust, caller="open_generator")
+            for part, file in found.items()
+        }
+        super().__init__(Parts(**parts), settings or read_settings(found["decoder"].parent))
+
+
+def generator_for(
+    model: str | os.PathLike[str],
+    runtime: str,
+    *,
+    threads: int | None = None,
+    pack: bool = True,
+    trust: bool = False,
+) -> Generator:
+    """Open files for generation with the generator of their runtime.
+
+    Args:
+        model: see :class:`RuntimeGenerator`.
+        runtime: the library that runs the files, one of :data:`.open.RUNTIMES`.
+        threads: see :class:`.OnnxGenerator`; of onnxruntime only.
+        pack: see :class:`.OnnxGenerator`; of onnxruntime only.
+        trust: see :class:`RuntimeGenerator`.
+
+    Returns:
+        An :class:`.OnnxGenerator`, a :class:`.ProgramGenerator` or a :class:`RuntimeGenerator`.
+    """
+    if runtime == "onnxruntime":
+        return OnnxGenerator(model, threads=threads, pack=pack)
+    if runtime == "torch":
+        return ProgramGenerator(model)
+    return RuntimeGenerator(model, runtime, trust=trust)
+
+
+def _find(path: pathlib.Path, runtime: str) -> dict[str, pathlib.Path]:
+    """The files of the runtime itself, else those of another that it reads, too."""
+    own, *others = RUNTIMES[runtime]
+    for suffix in others:
+        try:
+            return find_parts(path, own, None)
+        except GenerationError:
+            return find_parts(path, suffix, None)
+    return find_parts(path, own, None)

@@ -1,0 +1,48 @@
+"""Digests of the files of a folder: what is damaged, or was exchanged by mistake, is found before it is opened.
+
+A digest is no proof of who wrote a file: whoever can write the file can write the manifest. So it does not stand for
+trust.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+from collections.abc import Iterable, Mapping
+
+from ..errors import DamagedFileError
+
+__all__ = ["check_digests", "digests"]
+
+
+def digests(folder: pathlib.Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the SHA-256 of files by name, in hexadecimal digits.
+
+    Args:
+        folder: the folder of the files.
+        names: their names.
+    """
+    found = {}
+    for name in names:
+        with (folder / name).open("rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def check_digests(folder: pathlib.Path, expected: Mapping[str, str]) -> None:
+    """Check that files are those that were exported.
+
+    Args:
+        folder: the folder of the files.
+        expected: SHA-256 by name.
+
+    Raises:
+        DamagedFileError: naming the first that is missing or another one.
+    """
+    for name, digest in expected.items():
+        if pathlib.PurePath(name).name != name or not (folder / name).is_file():
+            raise DamagedFileError(f"{folder} has no {name}, which its manifest names.")
+        if digests(folder, [name]) != {name: digest}:
+            raise DamagedFileError(
+                f"{folder / name} is not the file that was exported: copy it again, or export again."
+            )

@@ -78,7 +78,7 @@ def generator_for(
 
 
 def _find(path: pathlib.Path, runtime: str) -> dict[str, pathlib.Path]:
-    """The files of the runtime itself, else those of another that it reads, too."""
+    """The files of the runtime itself, else those of another that it also reads."""
     own, *others = RUNTIMES[runtime]
     for suffix in others:
         try:

@@ -1,7 +1,7 @@
 """Digests of the files of a folder: what is damaged, or was exchanged by mistake, is found before it is opened.
 
-A digest is no proof of who wrote a file: whoever can write the file can write the manifest. So it does not stand for
-trust.
+A digest does not prove who wrote a file, since the author of the file can also write the manifest. So it does not stand
+for trust.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Draw among so many tokens only.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw among tokens of this probability only.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
+    beams: Annotated[int, typer.Option(min=1, help="Search with so many continuations; printed at the end.")] = 1,
     threads: Annotated[int | None, typer.Option(min=1, help="Of onnxruntime.")] = None,
     runtime: Annotated[
         Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
@@ -40,7 +41,8 @@ def generate(
 ) -> int:
     """Generate text from an exported folder, token by token.
 
-    One prompt is printed as it grows; several are printed at the end. The folder's own tokenizer is used.
+    One prompt is printed as it grows; several, and those of a search, are printed at the end. The folder's own
+    tokenizer is used.
     """
     sampling = Sampling(do_sample=sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if not folder.is_dir():
@@ -51,22 +53,25 @@ def generate(
     if given["input_ids"].shape[-1] == 0:
         raise UserError("the prompt has no tokens")
     encoder_decoder = generator.parts.encoder is not None
-    streamed = len(prompt) == 1 and not json
+    streamed = len(prompt) == 1 and not json and beams == 1
     start = time.perf_counter()
     made: list[torch.Tensor] = []
     text = ""
     if streamed and not encoder_decoder:
         say(prompt[0], end="")
-    for new in generator.stream(
-        given["input_ids"].long(), given["attention_mask"].long(), max_new_tokens=tokens, sampling=sampling
-    ):
-        made.append(new)
-        if streamed:
-            grown = tokenizer.decode(torch.stack(made, 1)[0], skip_special_tokens=True)
-            # the bytes of a character may still be on their way
-            if not grown.endswith("�"):
-                say(grown[len(text) :], end="")
-                text = grown
+    inputs = given["input_ids"].long(), given["attention_mask"].long()
+    if beams > 1:
+        found = generator.generate(*inputs, max_new_tokens=tokens, sampling=sampling, num_beams=beams)
+        made = list(found[:, 1 if encoder_decoder else inputs[0].shape[1] :].T)
+    else:
+        for new in generator.stream(*inputs, max_new_tokens=tokens, sampling=sampling):
+            made.append(new)
+            if streamed:
+                grown = tokenizer.decode(torch.stack(made, 1)[0], skip_special_tokens=True)
+                # the bytes of a character may still be on their way
+                if not grown.endswith("�"):
+                    say(grown[len(text) :], end="")
+                    text = grown
     seconds = time.perf_counter() - start
     texts = [tokenizer.decode(row, skip_special_tokens=True) for row in torch.stack(made, 1)]
     _finish(prompt, texts, len(made), seconds, json=json, streamed=streamed, rest=texts[0][len(text) :])

@@ -41,7 +41,7 @@ def without_peft(model: Any) -> Any:
     """Return the model of transformers, with its adapters, that a ``PeftModel`` is around; any other model as it is.
 
     Args:
-        model: of transformers or of peft.
+        model: a model of transformers, or a ``PeftModel``.
 
     Raises:
         InvalidArgumentError: when the adapter is a prompt, which the wrapper adds to the inputs.

@@ -61,6 +61,15 @@ def test_a_saved_model_becomes_a_folder_that_is_verified_and_generates(tmp_path,
     assert main(["generate", str(out), "--prompt", "Hello", "--prompt", "Hi", "--tokens", "4", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["prompt"] for row in rows] == ["Hello", "Hi"]
+    given = ByT5Tokenizer(extra_ids=0, padding_side="left")(["Hello", "Hi"], padding=True, return_tensors="pt")
+    searched = saved("gpt2")[0].generate(**given, max_new_tokens=4, num_beams=3, do_sample=False)
+    command = ["generate", str(out), "--prompt", "Hello", "--prompt", "Hi", "--tokens", "4", "--beams", "3", "--json"]
+    assert main(command) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    texts = ByT5Tokenizer(extra_ids=0).batch_decode(
+        searched[:, given["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+    assert [row["text"] for row in rows] == texts
 
 
 def test_a_folder_that_holds_something_is_left_alone(folder, capsys):

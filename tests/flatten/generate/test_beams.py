@@ -18,6 +18,7 @@ from yobx_flatten import (
     make_dynamic_cache,
 )
 from yobx_flatten.generate.generator import Generator, Parts
+from yobx_flatten.generate.settings import settings_of
 from yobx_flatten.model_folder.tiny_models import small_model
 from yobx_flatten.runners.ports import Port, cache_slots, with_rows
 
@@ -81,6 +82,16 @@ def test_a_search_finds_the_sequences_of_the_library(llama, options, pad):
         assert found.tolist() == wanted.tolist(), ends
 
 
+def test_rules_for_scores_hold_for_every_beam(llama):
+    """They change log-probabilities in a search; padding in front of a row does not count as a token of it."""
+    rules = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "min_new_tokens": 6, "forced_eos_token_id": 7}
+    plain = {"eos_token_id": [7, 11, 19], "pad_token_id": 2}
+    generator = Generator(Parts(EagerRunner(llama)), settings_of({}, {**plain, **rules}))
+    options = {"max_new_tokens": 12, "num_beams": 4, "num_return_sequences": 2}
+    wanted = llama.generate(**prompts(), do_sample=False, **plain, **rules, **options)
+    assert generator.generate(**prompts(), **options).tolist() == wanted.tolist()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -130,10 +141,3 @@ def test_sound_is_searched():
     shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
     sound = {"input_features": torch.randn(shape, generator=torch.Generator().manual_seed(2))}
     _check(OnnxGenerator(folder), model, sound, skipped=1, num_return_sequences=1)
-
-
-@pytest.mark.slow
-def test_forced_tokens_hold_for_every_beam():
-    """BART begins and ends with tokens of its configuration, and has rules for the others."""
-    model, folder = exported("bart")
-    _check(OnnxGenerator(folder), model, prompts(), num_beams=4)

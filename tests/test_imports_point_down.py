@@ -62,6 +62,7 @@ def is_package(module: str) -> bool:
     return modules()[module].name == "__init__.py"
 
 
+@cache
 def imports_of(importer: str) -> list[Import]:
     tree = ast.parse(modules()[importer].read_text(encoding="utf-8"))
     return list(_imports(importer, tree, at_the_top=True))

@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +35,17 @@ def folder():
 def copied(folder, tmp_path):
     """One that a test may damage."""
     return shutil.copytree(folder, tmp_path / "copied")
+
+
+@pytest.fixture
+def no_export(folder, monkeypatch):
+    """Files of Mistral are copied instead of exported, for tests of what happens after them."""
+
+    def copy(piece, path, *how):
+        shutil.copy(folder / path.name, path)
+        return SimpleNamespace(report=None)
+
+    monkeypatch.setattr(write, "_export", copy)
 
 
 # -- export ------------------------------------------------------------------------------------------------------------
@@ -140,8 +152,6 @@ def test_every_way_to_name_a_model_is_known_here_too(tmp_path, capsys, monkeypat
 
 def test_an_export_says_that_weights_are_random(tmp_path, monkeypatch, capsys):
     """In its text and in its JSON; the help says for which names."""
-    from types import SimpleNamespace
-
     from yobx_flatten.cli import export_command
 
     done = SimpleNamespace(path=tmp_path / "out", task="fill-mask", reports={}, verified=SimpleNamespace(checks=()))
@@ -193,26 +203,26 @@ def test_a_damaged_model_is_named(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_leaves_nothing(no_export, tmp_path, monkeypatch, capsys):
     """Half-way: the first file is written, the second does not fit."""
 
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device", "generate.case")
 
     monkeypatch.setattr(write, "_store_generation", full)
-    assert main(["export", "llama", "-o", str(tmp_path / "out")]) == 2
+    assert main(["export", "mistral", "-o", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("yobx-flatten: the disk is full")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_leaves_nothing_and_says_so(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_leaves_nothing_and_says_so(no_export, tmp_path, monkeypatch, capsys):
     """Half-way: the first file is written. Typer ends a command without a word then."""
 
     def pressed(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(write, "_store_generation", pressed)
-    assert main(["export", "llama", "-o", str(tmp_path / "out")]) == 130
+    assert main(["export", "mistral", "-o", str(tmp_path / "out")]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "yobx-flatten: interrupted, nothing was written"
     assert list(tmp_path.iterdir()) == []
 

@@ -55,23 +55,24 @@ def _steps(call: object, kwargs: dict[str, object]) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module", params=["llama", "gemma2", "gemma3", "mistral"])
 def exported(request):
-    """Each model exported once; the tests below only run the program."""
+    """Each model exported once, and its program as a module; the tests below only run it."""
     with register_flattening_functions(patch_transformers=True):
-        yield request.param, _program(request.param)
+        program = _program(request.param)
+        yield request.param, program, program.module()
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 def test_one_program_serves_every_length(exported, sizes):
     """Three decode steps equal the eager model's, on either side of the window, for other batches and chunks."""
-    name, program = exported
+    name, _, module = exported
     kwargs = decode_inputs(make_model(name), sizes, seed=sizes.past)
-    for found, expected in zip(_steps(program.module(), kwargs), _steps(make_model(name), kwargs), strict=True):
+    for found, expected in zip(_steps(module, kwargs), _steps(make_model(name), kwargs), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_program_decomposes(exported):
     """No constant was made in the trace that `run_decompositions` would miss."""
-    name, program = exported
+    name, program, _ = exported
     decomposed = program.run_decompositions({})
     # transformers < 5.17 makes a tensor in gemma2's own code
     assert set(decomposed.graph_signature.lifted_tensor_constants) <= decomposed.constants.keys()
@@ -86,10 +87,10 @@ def test_the_program_decomposes(exported):
 
 def test_no_layer_of_the_program_keeps_more_than_its_window(exported):
     """The cache that comes out keeps `window - 1` keys of a sliding layer, as the eager one does."""
-    name, program = exported
+    name, _, module = exported
     kwargs = decode_inputs(make_model(name), SIZES["past the window, a padded row"])
     with torch.no_grad():
-        cache = program.module()(**copy.deepcopy(kwargs)).past_key_values
+        cache = module(**copy.deepcopy(kwargs)).past_key_values
     past = SIZES["past the window, a padded row"].past + 1
     kept = [past if type(layer) is cache_utils.DynamicLayer else WINDOW - 1 for layer in cache.layers]
     assert [layer.keys.shape[-2] for layer in cache.layers] == kept
@@ -107,10 +108,11 @@ def test_an_example_below_the_window_serves_lengths_past_it(name):
             dynamic_shapes=dynamic_shapes(kwargs),
             prefer_deferred_runtime_asserts_over_guards=True,
         )
+        module = program.module()
         for sizes in SIZES.values():
             case = decode_inputs(make_model(name), sizes)
             expected = _steps(make_model(name), case)
-            for found, wanted in zip(_steps(program.module(), case), expected, strict=True):
+            for found, wanted in zip(_steps(module, case), expected, strict=True):
                 torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 

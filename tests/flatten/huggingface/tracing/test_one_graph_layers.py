@@ -1,6 +1,7 @@
 """One program for all lengths, for static, sliding, chunked, shared and hybrid layers."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -90,13 +91,17 @@ class _Listed(list):
         return hash(tuple(self))
 
 
+@functools.cache
+def _static_program(name):
+    """Exported once, inside the block of the first test that asks for it."""
+    return export_decode(_model(name), EXAMPLE, room=ROOM)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_static_cache_has_one_program(name):
     """Static layers, sliding or not: any number of new tokens, anywhere below, at or past the window."""
-    model = _model(name)
     with register_flattening_functions(patch_transformers=True):
-        program = export_decode(model, EXAMPLE, room=ROOM)
-        assert_serves(program, model, some_sizes(), room=ROOM)
+        assert_serves(_static_program(name), _model(name), some_sizes(), room=ROOM)
 
 
 @pytest.mark.parametrize("name", ["cohere2", "gpt_oss", "llama4", "gemma3n"])
@@ -111,7 +116,7 @@ def test_a_static_cache_comes_out_as_the_eager_one():
     """Slots, counters and lengths are those of the eager layers, and the caller's tensors are written in place."""
     model = _model("gemma2")
     with register_flattening_functions(patch_transformers=True):
-        program = export_decode(model, EXAMPLE, room=ROOM)
+        program = _static_program("gemma2")
         for sizes in some_sizes():
             case = inputs(model, sizes, ROOM)
             ours, theirs = copy.deepcopy(case), copy.deepcopy(case)

@@ -28,7 +28,7 @@ NEEDS_notebooks := --editable '.[all]' --group notebooks
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test compat kills lint format types doctest docs notebooks bench matrix cut-matrix genai clean distclean
+.PHONY: help demo test compat kills lint format types doctest docs notebooks bench matrix cut-matrix genai runtimes clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,6 +97,11 @@ cut-matrix: $(VENV)/.has-matrix  ## cut every causal language model of the insta
 genai: $(VENV)/.has-test  ## export decoders and open them with onnxruntime-genai (MATRIX_ARGS="--sample 5")
 	$(BIN)/python -m matrix.genai $(MATRIX_ARGS)
 	$(BIN)/python -m matrix.genai --page docs/genai.md
+
+# ExecuTorch, where it is to be among them, is installed into .venv by hand: it brings torchao (docs/dev/decisions.md).
+runtimes: $(VENV)/.has-test  ## export models for every runtime and prove them there (MATRIX_ARGS="--only llama")
+	$(BIN)/python -m matrix.runtimes $(MATRIX_ARGS)
+	$(BIN)/python -m matrix.runtimes --page docs/runtimes.md
 
 clean:  ## remove what the targets built, but not the virtual environment
 	rm -rf build dist docs/auto_examples docs/sg_execution_times.rst .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -122,7 +122,25 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
     largest = {name: int(found.upper) for name, found in ranges.items() if _is_finite(found.upper)}
     smallest = {name: int(found.lower) for name, found in ranges.items() if _is_finite(found.lower) and found.lower > 2}
     made_by = {name: _version(name) for name in (*_MADE_BY, *versions) if is_installed(name)}
-    return Signature(inputs, traced.output_names, largest, smallest, made_by)
+    by_argument = {argument.name: name for name, argument in zip(traced.input_names, arguments, strict=True)}
+    return Signature(inputs, traced.output_names, largest, smallest, made_by, _rows(program, by_argument))
+
+
+_SAME_VALUES = ("view", "reshape", "alias", "detach", "contiguous", "clone", "slice", "unsqueeze", "squeeze")
+
+
+def _rows(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, int]:
+    """The number of rows of the table that an input is looked up in, by name of the input."""
+    found: dict[str, int] = {}
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
+        table, given = node.args[:2]
+        while given.op == "call_function" and str(given.target).split(".")[1] in _SAME_VALUES:
+            given = given.args[0]
+        size = table.meta["val"].shape[0]
+        if given.name in names and isinstance(size, int):
+            name = names[given.name]
+            found[name] = min(size, found.get(name, size))
+    return found
 
 
 def _size(size: Any) -> Size:

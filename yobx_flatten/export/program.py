@@ -175,7 +175,7 @@ class ExportedModel:
 
         Raises:
             InvalidArgumentError: when the suffix is another one, or an input is a number that varies.
-            MissingDependencyError: when openvino, onnx, onnxscript or onnxruntime is not installed.
+            MissingDependencyError: when openvino, onnx or onnxscript is not installed.
             NoRoomError: when disk or memory is too small.
             ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
         """

@@ -94,8 +94,7 @@ def check_libraries(runtime: str, caller: str) -> None:
     if runtime == "onnxruntime":
         require("onnx", "onnxscript", "onnxruntime", purpose=caller, extra="onnx")
     elif runtime == "openvino":
-        require("openvino", purpose=caller, extra="openvino")
-        require("onnx", "onnxscript", "onnxruntime", purpose=caller, extra="onnx")
+        require("openvino", "onnx", "onnxscript", purpose=caller, extra="openvino")
     elif runtime == "executorch":
         require_executorch(caller)
     elif runtime == "aotinductor":

@@ -42,6 +42,8 @@ class Signature:
         largest: the largest value of each size that varies, where it has one.
         smallest: its smallest value, where that is more than 2.
         versions: versions of the libraries that made the file, by name.
+        rows: for an input that is looked up in a table, tokens among them: the number of rows of the table. OpenVINO
+            returns numbers for rows that are not there.
     """
 
     inputs: Sequence[tuple[str, torch.dtype, tuple[Size, ...]]]
@@ -49,6 +51,7 @@ class Signature:
     largest: Mapping[str, int] = dataclasses.field(default_factory=dict)
     smallest: Mapping[str, int] = dataclasses.field(default_factory=dict)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def ports(self) -> dict[str, Port]:
@@ -73,6 +76,12 @@ class Signature:
             FlattenError: of the class ``failure``, naming the input, what it is and what the file takes.
         """
         found = [as_tensor(name, dtype, values.get(name), failure, where) for name, dtype, _ in self.inputs]
+        for (name, _, _), tensor in zip(self.inputs, found, strict=True):
+            if name in self.rows and tensor.numel():
+                low, high = int(tensor.min()), int(tensor.max())
+                if low < 0 or high >= self.rows[name]:
+                    wrong = low if low < 0 else high
+                    raise failure(f"{name} holds {wrong}, and {where} takes 0 to {self.rows[name] - 1}.")
         bound: dict[str, int] = {}
         places = [
             (name, axis, size, tensor.shape[axis])
@@ -101,7 +110,7 @@ class Signature:
         """Return it as text, which :meth:`from_json` reads."""
         rows = [[name, str(dtype).removeprefix("torch."), list(sizes)] for name, dtype, sizes in self.inputs]
         about = {"inputs": rows, "outputs": [*self.outputs]}
-        bounds = {"largest": dict(self.largest), "smallest": dict(self.smallest)}
+        bounds = {"largest": dict(self.largest), "smallest": dict(self.smallest), "rows": dict(self.rows)}
         return json.dumps({"format": _FORMAT, **about, **bounds, "versions": dict(self.versions)})
 
     @classmethod
@@ -121,8 +130,11 @@ class Signature:
             if found["format"] > _FORMAT:
                 raise ForeignFileError(f"{where} is of a newer version:\n    pip install --upgrade yobx-flatten")
             inputs = [(str(name), _dtype(dtype), tuple(map(_size, sizes))) for name, dtype, sizes in found["inputs"]]
-            largest, smallest = ({str(k): int(v) for k, v in found[name].items()} for name in ("largest", "smallest"))
-            return cls(inputs, [str(name) for name in found["outputs"]], largest, smallest, dict(found["versions"]))
+            largest, smallest, rows = (
+                {str(k): int(v) for k, v in found[name].items()} for name in ("largest", "smallest", "rows")
+            )
+            outputs = [str(name) for name in found["outputs"]]
+            return cls(inputs, outputs, largest, smallest, dict(found["versions"]), rows)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, ForeignFileError):
                 raise

@@ -1,0 +1,111 @@
+"""The columns of the table of runtimes: is a folder proven there, and do inputs in other places give the same numbers.
+
+Models are those of `yobx-flatten export TYPE`: small, with random weights and a window of eight tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+import torch
+
+from .cases import DifferenceError, SkipColumnError
+from .worker import be_quiet, run_columns
+
+__all__ = ["COLUMNS", "NEEDS", "TYPES", "RuntimeTrial", "run_type", "strided"]
+
+TYPES = ("llama", "mistral", "gemma3_text", "qwen3", "gpt2", "mixtral", "t5", "whisper")
+"""One of each kind of cache and of attention."""
+
+BOUNDS = {"batch": 4, "length": 64}
+
+
+@dataclasses.dataclass
+class RuntimeTrial:
+    """One type on its way through the columns."""
+
+    name: str
+    place: pathlib.Path
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """The model, in float32."""
+        from yobx_flatten.model_folder.tiny_models import small_model
+
+        return small_model(self.name)
+
+    def exported(self, runtime: str) -> dict[str, Any]:
+        """Export the folder; return the largest difference of all cases and the memory that is planned."""
+        from yobx_flatten import MissingDependencyError, export_folder
+
+        bounds = BOUNDS if runtime == "executorch" else None
+        try:
+            done = export_folder(self.model, self.place / runtime, target=runtime, bounds=bounds)
+        except MissingDependencyError as error:
+            raise SkipColumnError(str(error).splitlines()[0]) from error
+        cases = [case for report in done.reports.values() for case in report.cases]
+        planned = [report.planned_bytes for report in done.reports.values() if report.planned_bytes is not None]
+        largest = max(case.max_difference for case in cases)
+        library = runtime if runtime != "aotinductor" else "torch"
+        made_by = {"library": [library, importlib.metadata.version(library)]}
+        return {
+            **made_by,
+            "cases": len(cases),
+            "max_difference": largest,
+            **({"planned_bytes": planned} if planned else {}),
+        }
+
+    def moved(self, runtime: str) -> dict[str, Any]:
+        """Run the stored cases with slices and transposed tensors; return how many inputs were moved."""
+        from yobx_flatten import load_case
+        from yobx_flatten.model_folder.manifest import read_manifest
+        from yobx_flatten.runners.open import open_runner
+        from yobx_flatten.storage.replay import run_case
+
+        folder = self.place / runtime
+        manifest, count = read_manifest(folder), 0
+        for name in manifest.files:
+            runner = open_runner(folder / name, runtime=runtime, trust=True)
+            for path in manifest.cases[name]:
+                case = load_case(folder / path)
+                for inputs in strided(case.inputs):
+                    count += sum(not value.is_contiguous() for value in inputs.values())
+                    report = run_case(dataclasses.replace(case, inputs=inputs), runner, tolerance=manifest.tolerance)
+                    if not report.ok:
+                        raise DifferenceError(f"{name}, {case.name}: {report.max_difference:.1e}")
+        return {"moved": count}
+
+
+def strided(inputs: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the same values twice: as slices of larger tensors, and with their axes in another order of memory.
+
+    Args:
+        inputs: tensors by name.
+    """
+    yield {name: torch.stack([value, value + value], dim=-1)[..., 0] for name, value in inputs.items()}
+    yield {
+        name: value.permute(*reversed(range(value.dim()))).contiguous().permute(*reversed(range(value.dim())))
+        for name, value in inputs.items()
+    }
+
+
+_RUNTIMES = {"OpenVINO": "openvino", "AOTInductor": "aotinductor", "ExecuTorch": "executorch"}
+
+COLUMNS: dict[str, Callable[[RuntimeTrial], dict[str, Any]]] = {
+    **{shown: functools.partial(RuntimeTrial.exported, runtime=name) for shown, name in _RUNTIMES.items()},
+    **{f"{shown}, strided": functools.partial(RuntimeTrial.moved, runtime=name) for shown, name in _RUNTIMES.items()},
+}
+NEEDS = {f"{shown}, strided": shown for shown in _RUNTIMES}
+
+
+def run_type(
+    name: str, way: str, columns: list[str], known: dict[str, bool | None], folder: pathlib.Path, events: TextIO
+) -> None:
+    """Run columns of one type in this process; see `worker.run_type`."""
+    be_quiet()
+    run_columns(RuntimeTrial(name, folder), columns, known, events, (COLUMNS, NEEDS))

@@ -98,9 +98,9 @@ _RUNTIMES = {"OpenVINO": "openvino", "AOTInductor": "aotinductor", "ExecuTorch":
 
 COLUMNS: dict[str, Callable[[RuntimeTrial], dict[str, Any]]] = {
     **{shown: functools.partial(RuntimeTrial.exported, runtime=name) for shown, name in _RUNTIMES.items()},
-    **{f"{shown}, strided": functools.partial(RuntimeTrial.moved, runtime=name) for shown, name in _RUNTIMES.items()},
+    **{f"{shown} strided": functools.partial(RuntimeTrial.moved, runtime=name) for shown, name in _RUNTIMES.items()},
 }
-NEEDS = {f"{shown}, strided": shown for shown in _RUNTIMES}
+NEEDS = {f"{shown} strided": shown for shown in _RUNTIMES}
 
 
 def run_type(

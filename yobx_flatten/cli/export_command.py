@@ -66,6 +66,10 @@ def export(
     logits: Annotated[
         Literal["all", "last"], typer.Option(help="Scores of all tokens, or of the last, which generation needs.")
     ] = "all",
+    weights: Annotated[
+        Literal["auto", "memory", "stream"],
+        typer.Option(help="Load all weights, or read them layer by layer; auto: by the free memory."),
+    ] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what DIR holds.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
@@ -83,11 +87,10 @@ def export(
     with progress(f"loading {model}"):
         found = find_model(model)
         done = export_folder(
-            found.load(dtype=dtype),
+            found,
             output,
             task=task,
             to=to,
-            source=found.folder,
             opset_version=opset,
             batch=None if dynamic == "all" else batch,
             overwrite=overwrite,
@@ -97,6 +100,8 @@ def export(
             logits=logits,
             target=target,
             bounds=None if max_length is None else {"batch": max_batch, "length": max_length},
+            dtype=dtype,
+            weights=weights,
         )
     if json:
         say_json(_as_dict(done, found))

@@ -14,12 +14,13 @@ import torch.utils._pytree as pytree
 from ..declare.scopes import options_in_use
 from ..errors import DynamicShapesError
 from ..huggingface.cases import cache_name
+from ..huggingface.layer_weights import offloaded_readers, streamed_readers
 from ..storage.matching import leaves_of
 from ..trees.arguments import check_no_modules, shapes_by_name
 from ..trees.naming import leaf_names
 from ..trees.shapes import check_dynamic_shapes, shapes_of_leaves, without_names
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
-from ..trees.weights import check_not_offloaded, has_no_data
+from ..trees.weights import has_no_data
 from .replay import Case, clone
 from .swallowed import check_spelling, swallowed_names
 from .undisturbed import undisturbed
@@ -109,14 +110,14 @@ def make_example(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping
         larger one.
 
     Raises:
-        InvalidArgumentError: when weights are offloaded, or a name is misspelt.
+        InvalidArgumentError: when a name is misspelt.
         NotRegisteredError: when an input is a module.
         DynamicShapesError: when ``shapes`` does not fit the inputs.
     """
-    check_not_offloaded(module)
     inputs = _by_name(module, args, kwargs)
     check_no_modules(inputs)
-    no_data = has_no_data(module, pytree.tree_leaves(inputs))
+    brought = {*streamed_readers(module), *offloaded_readers(module)}
+    no_data = has_no_data(module, pytree.tree_leaves(inputs), brought)
     why_not, remarks = _sizes_of(module, args, kwargs)
     given = not (shapes is None or (isinstance(shapes, str) and shapes == "auto"))
     specs, axis_names = _complete(module, inputs, kwargs, shapes)

@@ -12,7 +12,9 @@ from .example import Example
 from .onnx_attention import count_operators
 from .onnx_file import UnprovenFile, convert
 from .onnx_opset import ATTENTION_OPSET, attention_opset
+from .onnx_quantized import quantize_model
 from .onnx_replay import replay_file
+from .quantization import Quantization
 from .replay import Case
 from .report import ExportReport
 from .traced import Traced
@@ -57,6 +59,7 @@ def write_proven(
     opset_version: int | None,
     *,
     share: bool = False,
+    quantization: Quantization | None = None,
 ) -> None:
     """Convert a program and replay the file; where that fails, again with plainer operators. The block must be open.
 
@@ -68,6 +71,7 @@ def write_proven(
         report: gets the results of the last attempt, the opset and the operators, and a note on what was left out.
         opset_version: the opset to write; ``None`` for the newest that onnxruntime computes right.
         share: whether to try attention of onnxruntime first, whose cache stays in one piece of memory.
+        quantization: how the weights are stored in fewer bits where nothing is replayed; ``None`` where they are not.
     """
     attempts = _attempts(opset_version)
     if share and attempts[0].fuse:
@@ -79,9 +83,17 @@ def write_proven(
         try:
             with report.timed("convert"):
                 converted = convert(
-                    traced.program, *names, attempt.opset, example.axis_names, fuse=attempt.fuse, share=attempt.share
+                    traced.program,
+                    *names,
+                    attempt.opset,
+                    example.axis_names,
+                    fuse=attempt.fuse,
+                    share=attempt.share,
+                    readers=traced.readers,
                 )
             with report.timed("save"):
+                if quantization is not None:
+                    quantize_model(converted.model, quantization, report)
                 report.onnx_bytes = file.save(converted)
         except Exception as error:  # whatever torch's exporter raises for an operator of that opset
             if last:

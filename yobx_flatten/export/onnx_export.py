@@ -120,7 +120,8 @@ def export_onnx(
     if report.proof != "none" and folder is None:
         check_kernels(module, "export_onnx")
     check_opset(opset_version)
-    check_room(module, target, in_memory=0 if report.proof == "none" else 1)
+    in_memory = 0 if report.proof == "none" else 1
+    check_room(module, target, in_memory=in_memory, quantization=quantization, proof=report.proof)
     with register_flattening_functions(**options_in_use()):
         example = make_example(module, args, dict(kwargs or {}), dynamic_shapes)
         if example.no_data:
@@ -132,7 +133,9 @@ def export_onnx(
             traced = program = traced_example(example, report)
             with report.timed("replay"):
                 chosen = cases_of(example, cases, steps, report)
-                if report.proof == "full":  # else the file alone, which holds what the program does
+                if report.proof == "full" and traced.readers:
+                    report.remark("the file was replayed, and not the program: it has no weights of its own.")
+                elif report.proof == "full":  # else the file alone, which holds what the program does
                     report.cases += replay_program(ProgramRunner(traced.program), example, traced, chosen)
             source = Source(example, traced, chosen, tolerance, report.proof)
             fed = None if counter_input else without_counter(example, traced, report)
@@ -140,8 +143,10 @@ def export_onnx(
                 decoder: Any = fed.module
                 example, chosen = fed, [Case(c.name, (), decoder.inputs(c.kwargs), c.steps) for c in chosen]
                 program = traced_example(example, report)
-            write_proven(file, example, program, chosen, report, opset_version, share=optimize is not None)
-            if report.ok and quantization is not None:
+            at_once = quantization if report.proof == "none" else None
+            shared = optimize is not None
+            write_proven(file, example, program, chosen, report, opset_version, share=shared, quantization=at_once)
+            if report.ok and quantization is not None and at_once is None:
                 quantize_file(file, quantization, example, program, chosen, report)
             if report.ok:
                 file.publish()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import logging
 import os
 import pathlib
@@ -19,6 +18,7 @@ from torch.export import ExportedProgram
 
 from ..errors import FlattenError, InvalidArgumentError, ReplayError
 from ..errors.messages import first_line
+from ..huggingface.layer_weights import Reader
 from ..runners.onnx_session import open_session
 from .onnx_attention import fuse_attention
 from .onnx_axes import name_axes
@@ -26,6 +26,7 @@ from .onnx_graph import repair_graph
 from .onnx_optimize import optimize_graph
 from .onnx_projections import join_projections
 from .onnx_shared_cache import share_cache
+from .onnx_weights import read_lazily, write_weights
 from .untranslated import decompose_untranslated
 
 __all__ = ["LARGE", "UnprovenFile", "check_opset", "convert", "unproven_file"]
@@ -74,6 +75,7 @@ def convert(
     *,
     fuse: bool = False,
     share: bool = False,
+    readers: Mapping[str, Reader] | None = None,
 ) -> torch.onnx.ONNXProgram:
     """Convert a program.
 
@@ -86,6 +88,7 @@ def convert(
         fuse: whether attention takes the cache itself, and is one operator where a model spells it out; not before
             opset 23.
         share: whether attention is then that of onnxruntime, which writes into the memory of the cache.
+        readers: what reads weights that have no data in the program, by name; none by default.
 
     Raises:
         InvalidArgumentError: when the exporter has no such opset, and would write another.
@@ -106,6 +109,7 @@ def convert(
             f"opset_version={opset_version}: torch's exporter cannot write it for this model, it came to {found}. "
             f"Take opset_version={found}, or None for the exporter's own choice. Nothing was written."
         )
+    read_lazily(converted.model, readers or {})
     optimize_graph(converted.model)
     # after the passes, one of which makes an output of an input a value of its own
     graph = converted.model.graph
@@ -166,10 +170,8 @@ class UnprovenFile:
             onnx_ir.external_data.load_to_model(model)  # of a file whose weights were next to it
             onnx_ir.save(model, self.path)
         else:
-            # an older onnx_ir, which has no such arguments, always aligns
-            takes = inspect.signature(onnx_ir.save).parameters
-            aligned = {"alignment": 4096, "align_threshold": 4096} if "alignment" in takes else {}
-            onnx_ir.save(model, self.path, external_data=f"{self.path.name}.data", **aligned)
+            write_weights(model, self.folder / f"{self.path.name}.data")
+            onnx_ir.save(model, self.path)
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def replace_by(self, model: Any) -> int:

@@ -35,7 +35,7 @@ from .text_cases import text_cases
 from .traced import Traced
 from .undisturbed import seeded
 
-__all__ = ["quantize_file"]
+__all__ = ["quantize_file", "quantize_model"]
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -63,7 +63,11 @@ def quantize_file(
     """
     logger.info("quantizing %s to %s", file.path.name, quantization.weights, extra=STEP)
     with report.timed("quantize"):
-        _quantize(file, quantization, report)
+        import onnx_ir as ir
+
+        model = ir.load(file.path)  # large weights stay in their file, which is mapped
+        quantize_model(model, quantization, report)
+        report.onnx_bytes = file.replace_by(model)
     if not cases:
         return
     report.remark("the table is of the file before its weights were quantised.")
@@ -71,17 +75,23 @@ def quantize_file(
         report.quality = _measure(file, quantization, example, traced, cases)
 
 
-def _quantize(file: UnprovenFile, quantization: Quantization, report: ExportReport) -> None:
-    import onnx_ir as ir
+def quantize_model(model: Any, quantization: Quantization, report: ExportReport) -> None:
+    """Quantize the weights of a model, when they are written.
 
-    model = ir.load(file.path)  # large weights stay in their file, which is mapped
+    Args:
+        model: an ``onnx_ir.Model``; it is changed in place.
+        quantization: how.
+        report: gets notes.
+
+    Raises:
+        InvalidArgumentError: when the model multiplies with no weights.
+    """
     found = quantize_graph(model, quantization)
     if not found.count:
         raise InvalidArgumentError(
             f"quantize={quantization.weights!r}: the file of {report.module} multiplies with no weights of "
             f"{quantization.block_size} or more rows and columns. Take a smaller block_size, or leave quantize out."
         )
-    report.onnx_bytes = file.replace_by(model)
     report.remark(
         f"{found.count} weights are stored in {quantization.weights}, {found.bytes / 1e6:.2f} MB instead of "
         f"{found.float_bytes / 1e6:.2f} MB; embeddings and norms as they are."

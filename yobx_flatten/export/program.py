@@ -32,7 +32,7 @@ from .report import ExportReport
 from .runtimes import Source, write_for
 from .sides import Nested
 from .to_executorch import Backend
-from .traced import Traced, trace
+from .traced import Traced, fill, trace
 from .undisturbed import undisturbed
 
 __all__ = [
@@ -248,6 +248,7 @@ def export_program(
     with register_flattening_functions(**options_in_use()):
         example = make_example(module, args, dict(kwargs or {}), dynamic_shapes)
         traced = traced_example(example, report, strict=strict)
+        fill(traced.program, traced.readers)
         with report.timed("replay"):
             chosen = cases_of(example, cases, steps, report)
             if chosen:

@@ -9,9 +9,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from .onnx_graph import attribute
+from .onnx_weights import unmap
 from .quantization import Quantization
 
 __all__ = ["QuantizedWeights", "quantize_graph"]
@@ -40,7 +42,7 @@ class QuantizedWeights:
 
 
 def quantize_graph(model: Any, quantization: Quantization) -> QuantizedWeights:
-    """Quantize the weights of all projections of a graph in place, one after the other.
+    """Quantize the weights of all projections of a graph in place, one after the other, when they are written.
 
     Args:
         model: an ``onnx_ir.Model``.
@@ -49,7 +51,7 @@ def quantize_graph(model: Any, quantization: Quantization) -> QuantizedWeights:
     Returns:
         What was done; ``count`` is 0 where there was nothing to do.
     """
-    found = QuantizedWeights()
+    found, parts = QuantizedWeights(), _Parts(quantization)
     stored: dict[tuple[str, bool], list[Any]] = {}
     read: dict[str, Any] = {}
     for node in list(model.graph.all_nodes()):
@@ -59,7 +61,7 @@ def quantize_graph(model: Any, quantization: Quantization) -> QuantizedWeights:
         value, transposed = weight
         key = value.name, transposed
         if key not in stored:
-            stored[key] = _quantized(model.graph, value, transposed, quantization)
+            stored[key] = _quantized(model.graph, value, transposed, parts, quantization)
             found.count += 1
             found.float_bytes += value.const_value.nbytes
             found.bytes += sum(part.const_value.nbytes for part in stored[key])
@@ -97,18 +99,44 @@ def _weight_of(node: Any, block_size: int) -> tuple[Any, bool] | None:
     return value, transposed
 
 
-def _quantized(graph: Any, value: Any, transposed: bool, quantization: Quantization) -> list[Any]:
-    """Quantize a weight with onnxruntime's own kernel; return the values that take its place."""
-    import numpy
+class _Parts:
+    """The parts of one weight after the other, made when they are written; those of the last weight are kept."""
+
+    def __init__(self, quantization: Quantization) -> None:
+        self._quantization = quantization
+        self._weight: Any = None
+        self._parts: tuple[Any, ...] = ()
+
+    def part(self, tensor: Any, transposed: bool, index: int) -> Any:
+        """Return bits, scales or zero points of a weight."""
+        import numpy
+        import onnx_ir as ir
+
+        if self._weight != (id(tensor), transposed):
+            array = tensor.numpy()
+            self._parts = self._quantization.quantize(numpy.ascontiguousarray(array.T if transposed else array))
+            self._weight = id(tensor), transposed
+            del array
+            unmap(tensor)
+        return ir.tensor(self._parts[index])
+
+
+def _quantized(graph: Any, value: Any, transposed: bool, parts: _Parts, quantization: Quantization) -> list[Any]:
+    """Return the values that take the place of a weight, quantised with onnxruntime's own kernel when they are read."""
     import onnx_ir as ir
 
-    array = value.const_value.numpy()
-    parts = quantization.quantize(numpy.ascontiguousarray(array.T if transposed else array))
+    tensor, packed = value.const_value, 8 // quantization.bits
+    columns, rows = tensor.shape if transposed else reversed(tensor.shape)
+    blocks = -(-rows // quantization.block_size)
+    shapes = [[columns, blocks, quantization.block_size // packed], [columns, blocks], [columns, -(-blocks // packed)]]
+    types = [ir.DataType.UINT8, tensor.dtype, ir.DataType.UINT8]
     values = []
-    for part, suffix in zip(parts, (f"_Q{quantization.bits}", "_scales", "_zero_points"), strict=True):
-        name = f"{value.name}{'_T' if transposed else ''}{suffix}"
-        made = ir.Value(name=name, const_value=ir.tensor(part, name=name))
-        made.shape, made.type = ir.Shape(part.shape), ir.TensorType(made.const_value.dtype)
+    for index, suffix in enumerate((f"_Q{quantization.bits}", "_scales", "_zero_points")):
+        name, shape = f"{value.name}{'_T' if transposed else ''}{suffix}", ir.Shape(shapes[index])
+        read = functools.partial(parts.part, tensor, transposed, index)
+        lazy = ir.LazyTensor(read, dtype=types[index], shape=shape, name=name)
+        made = ir.Value(name=name, const_value=lazy)
+        made.shape, made.type = shape, ir.TensorType(types[index])
         graph.register_initializer(made)
         values.append(made)
     return values

@@ -41,8 +41,9 @@ class ExportReport(Report):
         module: name of the exported class.
         input_names: names of the program's inputs, in order.
         output_names: names of its outputs, in order.
-        seconds: duration of each step, in seconds, by its name: ``"trace"`` (``torch.export``), ``"replay"`` (all calls
-            of the module, the program and the file), and for an ONNX file ``"convert"`` and ``"load"``.
+        seconds: the duration of each step, in seconds, by its name: ``"trace"`` (``torch.export``), ``"replay"`` (all
+            calls of the module, the program and the file), for an ONNX file ``"convert"``, ``"save"`` and ``"load"``,
+            and for the first file of a folder ``"inputs"``, ``"store cases"`` and ``"generate"``.
         runtime: the library that the file is for, where ``to_executorch`` and the like wrote it; ``""`` elsewhere.
         file_bytes: size of that file, with weights next to it, in bytes; ``None`` without one.
         planned_bytes: memory that ExecuTorch plans for a call with the largest sizes, in bytes, besides the weights;

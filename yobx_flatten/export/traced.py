@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
@@ -15,16 +16,18 @@ from ..diagnose.export_errors import explain_error
 from ..diagnose.refused import explain_leaf
 from ..errors import FlattenError, InvalidArgumentError, NotRegisteredError
 from ..errors.log import STEP
+from ..huggingface.layer_weights import Reader, offloaded_readers, streamed_readers
 from ..trees.naming import output_names
 from ..trees.walk import torch_leaves
 from ..trees.weights import about_devices, on_other_devices
 from .example import Example
+from .fake_weights import fake_weights
 from .replay import clone
 from .sizes_in_specs import check_static_parts
 from .swallowed import check_all_read, named_in_forward, swallowed_names
-from .undisturbed import draws_random_numbers, own_written_state, seeded, undisturbed, written_state
+from .undisturbed import draws_random_numbers, own_written_state, undisturbed, written_state
 
-__all__ = ["Traced", "trace"]
+__all__ = ["Traced", "fill", "trace"]
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -40,6 +43,7 @@ class Traced:
         output_types: types of their elements; ``None`` for what is not a tensor.
         written: buffers and parameters that it writes to, of which it has its own.
         drawing: operators that draw random numbers.
+        readers: what reads the weights that have no data in the program, by name.
     """
 
     program: ExportedProgram
@@ -48,6 +52,7 @@ class Traced:
     output_types: list[torch.dtype | None]
     written: Sequence[str]
     drawing: Sequence[str]
+    readers: Mapping[str, Reader] = dataclasses.field(default_factory=dict)
 
     def remarks(self) -> list[str]:
         """Return notes for the report on what it does to its state."""
@@ -81,7 +86,8 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
     logger.info("tracing %s", type(module).__qualname__, extra=STEP)
     swallowed = [] if example.shapes is None else swallowed_names(module, example.kwargs)
     try:
-        with torch.no_grad(), named_in_forward(module, swallowed):
+        leaves = pytree.tree_leaves(example.inputs)
+        with torch.no_grad(), fake_weights(module, leaves), named_in_forward(module, swallowed):
             program = torch.export.export(
                 module,
                 clone(example.args),
@@ -99,13 +105,27 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
     signature = program.graph_signature
     inputs = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
     check_all_read(module, swallowed, program, _by_argument(example.names, inputs))
+    fill(program, offloaded_readers(module))
     written, drawing = written_state(program), draws_random_numbers(program)
     own_written_state(program, written)
-    with torch.no_grad(), undisturbed(module, written), seeded(0):
-        returned = module(*clone(example.args), **clone(dict(example.kwargs)))
     outputs = [spec for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
-    names = _in_graph(output_names(returned, example.names), outputs)
-    return Traced(program, _in_graph(example.names, inputs), names, _types(program, outputs), written, drawing)
+    names = _in_graph(output_names(_returned(program), example.names), outputs)
+    readers = streamed_readers(module)
+    return Traced(program, _in_graph(example.names, inputs), names, _types(program, outputs), written, drawing, readers)
+
+
+def fill(program: ExportedProgram, readers: Mapping[str, Reader]) -> None:
+    """Give a program the weights that its module gets when a layer is called; tied ones once.
+
+    Args:
+        program: the program; its state is changed in place.
+        readers: by the weight's name.
+    """
+    read: dict[tuple[int, torch.Size], torch.nn.Parameter] = {}
+    for name in program.state_dict.keys() & readers.keys():
+        tensor = readers[name]()
+        found = torch.nn.Parameter(tensor, requires_grad=False)
+        program.state_dict[name] = read.setdefault((tensor.data_ptr(), tensor.shape), found)
 
 
 def _explain(example: Example, error: Exception) -> FlattenError | None:
@@ -123,6 +143,14 @@ def _explain(example: Example, error: Exception) -> FlattenError | None:
         for path, device, weights in on_other_devices(module, tensors):
             return InvalidArgumentError(f"{about_devices(path, device, weights)}\n    {path}.to({weights!r})")
     return None
+
+
+def _returned(program: ExportedProgram) -> Any:
+    """What the module returned in the trace, with fake tensors: their names are what is read of it."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    outputs = [spec.arg for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    leaves = [arg.value if isinstance(arg, ConstantArgument) else values.get(arg.name) for arg in outputs]
+    return pytree.tree_unflatten(leaves, program.call_spec.out_spec)
 
 
 def _in_graph(names: Sequence[str], specs: Sequence[Any]) -> list[str]:

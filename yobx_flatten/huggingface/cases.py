@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 
 from ..errors import FlattenError, InvalidArgumentError, describe_class
 from .contiguous import contiguous
+from .layer_weights import device_of_inputs
 
 __all__ = [
     "CACHE_NAMES",
@@ -211,7 +212,7 @@ def decode_inputs(
             "all that is made here. Record a call instead:\n    with record_calls(model) as calls: "
             f"model.generate({model.main_input_name}, max_new_tokens=4)\n    calls.example('decode')"
         )
-    device = next(model.parameters()).device  # not of get_input_embeddings(): some models have several, or none
+    device = device_of_inputs(model)
     generator = torch.Generator().manual_seed(seed)
 
     def given_or_random(name: str, given: torch.Tensor | None, length: int) -> torch.Tensor:

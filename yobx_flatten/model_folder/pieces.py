@@ -62,7 +62,12 @@ class Piece:
 
 
 def decoder_pieces(
-    model: TransformersModel, rows: int | None = None, *, whole_cache: bool = False, logits: str = "all"
+    model: TransformersModel,
+    rows: int | None = None,
+    *,
+    whole_cache: bool = False,
+    logits: str = "all",
+    proof: str = "full",
 ) -> list[Piece]:
     """A model that reads tokens and goes on with them: one file, ``model``.
 
@@ -72,6 +77,7 @@ def decoder_pieces(
         whole_cache: whether layers that slide keep all tokens in the cache, and leave those outside of their window
             out by the mask; ``False`` by default.
         logits: positions whose scores are returned, ``"all"`` or ``"last"``; ``"all"`` by default.
+        proof: ``"full"``, the default, for all cases, ``"sample"`` for the largest one, ``"none"`` for none.
 
     Returns:
         One file.
@@ -102,6 +108,8 @@ def decoder_pieces(
     first, *others = [
         dataclasses.replace(sizes, batch=rows or sizes.batch) for sizes in (DecodeSizes(), *default_sizes(model)[0])
     ]
+    if proof != "full":
+        others = [] if proof == "none" else [max(others, key=lambda sizes: sizes.batch * (sizes.past + sizes.new))]
     example = decode_inputs(model, first, like)
     cases = [
         Case(str(sizes), (), decode_inputs(model, sizes, like, seed), steps=3) for seed, sizes in enumerate(others, 1)

@@ -59,7 +59,13 @@ def task_of(model: TransformersModel) -> str:
 
 
 def pieces_for(
-    model: TransformersModel, task: str, rows: int | None = None, *, whole_cache: bool = False, logits: str = "all"
+    model: TransformersModel,
+    task: str,
+    rows: int | None = None,
+    *,
+    whole_cache: bool = False,
+    logits: str = "all",
+    proof: str = "full",
 ) -> tuple[str, list[Piece]]:
     """Make the files to be of a model.
 
@@ -69,6 +75,7 @@ def pieces_for(
         rows: the number of rows of every example and case; ``None`` for several numbers of them.
         whole_cache: see :func:`.decoder_pieces`; ``False`` by default.
         logits: see :func:`.decoder_pieces`; ``"all"`` by default.
+        proof: what is replayed; a decoder gets no more cases than that, since making one is a call of the model.
 
     Returns:
         The task, and the pieces.
@@ -85,7 +92,7 @@ def pieces_for(
             f"A {type(model).__qualname__} is for {found}, not for {wanted}. Leave the task out, or ask for {found}."
         )
     if TASKS[wanted] is decoder_pieces:
-        return wanted, decoder_pieces(model, rows, whole_cache=whole_cache, logits=logits)
+        return wanted, decoder_pieces(model, rows, whole_cache=whole_cache, logits=logits, proof=proof)
     if logits != "all":
         raise InvalidArgumentError(
             f'logits="last" is for text-generation, and a {type(model).__qualname__} is for {wanted}.'

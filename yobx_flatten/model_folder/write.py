@@ -42,11 +42,12 @@ from ..trees.shapes import dynamic_shapes
 from .classes import without_peft
 from .digests import digests
 from .manifest import FolderManifest, write_manifest
+from .loading import OpenedModel, WeightsIn, open_model
 from .pieces import Piece, keeps_more
 from .proofs import SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .quality_text import python_text
 from .sidecar_files import genai_config, write_companions, write_genai_config
-from .source import require_transformers
+from .source import FoundModel, find_model, require_transformers
 from .targets import FORMATS, Bounds, Target, choose_target, fitting_cases, write_piece
 from .tasks import GENERATES, pieces_for
 from .verify import FolderReport, verify_folder
@@ -80,7 +81,7 @@ class ExportedFolder:
 
 
 def export_folder(
-    model: TransformersModel,
+    model: TransformersModel | str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,
     task: str = "auto",
@@ -95,6 +96,8 @@ def export_folder(
     logits: Literal["all", "last"] = "all",
     target: Target | None = None,
     bounds: Mapping[str, int] | None = None,
+    dtype: str | None = None,
+    weights: WeightsIn = "auto",
 ) -> ExportedFolder:
     """Export a model of transformers to a folder that generation tools open, and prove that it generates the same.
 
@@ -102,13 +105,14 @@ def export_folder(
 
     Args:
         model: a model of transformers, in evaluation mode. Adapters of peft are weights of the files; merged ones
-            (``model.merge_and_unload()``) take no operators of their own.
+            (``model.merge_and_unload()``) take no operators of their own. Or the folder, the id of the hub or the type
+            of a model, as ``yobx-flatten export`` takes them.
         folder: the folder to write; it must not exist, or be empty.
         task: the task to export for, which decides what becomes a file: see :data:`TASKS`. ``"auto"``, the default,
             takes the task of the model.
         to: format of the files: ``"onnx"``, the default, for onnxruntime, or ``"program"`` for ``torch.export``.
         source: the folder the model is from, whose tokenizer and processor are copied. Without one the folder gets a
-            tokenizer of bytes.
+            tokenizer of bytes. By default the folder that ``model`` names.
         opset_version: version of ONNX's operators; ``None``, the default, for what :func:`export_onnx` finds best.
         batch: a fixed batch size; ``None`` for any.
         overwrite: whether to replace the contents of ``folder``; ``False`` by default.
@@ -130,6 +134,11 @@ def export_folder(
             generated, with that runtime.
         bounds: the largest sizes, ``{"batch": 4, "length": 512}``: rows, and tokens in the cache; ``"new"`` for tokens
             of one call, where these are fewer. ExecuTorch, which plans its memory, needs them. ``None`` by default.
+        dtype: type of the weights of a model that is named, ``"float32"`` by default. A model has its own.
+        weights: where the weights of a model that is named are meanwhile. ``"memory"`` loads them all. ``"stream"``
+            reads them from the files of safetensors, those of a layer when it is called and each one when it is
+            written, so that the memory holds one layer. ``"auto"``, the default, streams weights of more than a
+            quarter of the free memory to ONNX files.
 
     Returns:
         The folder, with a report of every export and every replay.
@@ -158,7 +167,10 @@ def export_folder(
     runtime = choose_target(to, target, bounds, batch)
     shown = f"to={to!r}" if target is None else f"target={target!r}"
     form, suffix, largest = FORMATS[runtime], RUNTIMES[runtime][0], Bounds.of(bounds, batch)
-    model = without_peft(model)
+    place = pathlib.Path(folder)
+    check_target(place, overwrite)
+    opened = _open(model, dtype, weights, form)
+    model, source = without_peft(opened.model), opened.folder if source is None else source
     dtype = str(model.dtype).removeprefix("torch.")
     proof = choose_proof(proof, model)
     if dtype not in TOLERANCES or (form == "onnx" and proof != "none" and not has_kernels(dtype)):
@@ -169,17 +181,17 @@ def export_folder(
     if quantize is not None and form != "onnx":
         raise InvalidArgumentError(f"quantize={quantize!r} is for ONNX files; leave it out with {shown}.")
     quantization = choose_quantization(quantize, model, "export_folder")
-    place = pathlib.Path(folder)
-    check_target(place, overwrite)
     if optimize not in (None, "onnxruntime") or (optimize is not None and form != "onnx"):
         raise InvalidArgumentError(f'optimize must be None, or "onnxruntime" for to="onnx"; found {optimize!r}.')
-    check_room(model, place, in_memory=0 if proof == "none" else 1)
+    check_room(model, place, in_memory=0 if proof == "none" else 1, quantization=quantization, proof=proof)
     if form == "onnx":
         check_opset(opset_version)
     if logits == "last" and quantization is not None and quantization.tokens is not None:
         raise InvalidArgumentError('A text is scored at all of its positions: leave tokens= out with logits="last".')
-    cut: dict[str, Any] = {"whole_cache": optimize is not None, "logits": logits}
-    task, pieces = pieces_for(model, task, batch, **cut)
+    cut: dict[str, Any] = {"logits": logits, "proof": proof if largest is None else "full"}
+    started = ExportReport(type(model).__qualname__)
+    with started.timed("inputs"):
+        task, pieces = pieces_for(model, task, batch, whole_cache=optimize is not None, **cut)
     if quantization is not None and quantization.tokens is None and task == "text-generation" and logits == "all":
         rows = (8 if proof == "full" else 2) if batch is None else batch
         tokens = python_text(model, None if source is None else pathlib.Path(source), rows)
@@ -196,18 +208,24 @@ def export_folder(
             reports[name] = _export(piece, work / name, batch, how, runtime, largest)
             shared = [] if optimize is None else shared_inputs(work / name)
             if not shared and keeps_more(piece, model):
-                (piece,) = pieces_for(model, task, batch, logits=logits)[1]
+                (piece,) = pieces_for(model, task, batch, **cut)[1]
                 reports[name] = _export(piece, work / name, batch, {**how, "optimize": None}, runtime, None)
+            reports[name].remark(*opened.remarks)
             if proof != "none":
                 calls = fitting_cases(piece, largest)
-                cases[name] = _store_calls(piece, sampled(calls) if proof == "sample" else calls, work)
-                if quantized is not None and quantized.tokens is not None:
-                    cases[name] += _store_text(piece, quantized.tokens, work)
+                with reports[name].timed("store cases"):
+                    cases[name] = _store_calls(piece, sampled(calls) if proof == "sample" else calls, work)
+                    if quantized is not None and quantized.tokens is not None:
+                        cases[name] += _store_text(piece, quantized.tokens, work)
+        first = next(iter(reports.values()))
+        first.seconds = started.seconds | first.seconds
+        first.peak_growth = started.peak_growth | first.peak_growth
         if task in GENERATES and proof != "none":
             logger.info("generating with %s", type(model).__qualname__, extra=STEP)
             count = TOKENS if proof == "full" else SAMPLED_TOKENS
             count = count if largest is None else largest.tokens(count)
-            cases[""] = [_store_generation(model, task, batch, count, work)]
+            with first.timed("generate"):
+                cases[""] = [_store_generation(model, task, batch, count, work)]
         write_companions(work, model, None if source is None else pathlib.Path(source))
         if task == "text-generation" and form == "onnx":
             contents = genai_config(model, reports["model.onnx"].input_names, shared=shared)
@@ -226,6 +244,20 @@ def export_folder(
         if not verified.ok and proof != "none":
             raise ReplayError(f"The exported {type(model).__qualname__} does not do what the model does.\n{verified}")
     return ExportedFolder(place, task, reports, dataclasses.replace(verified, path=place))
+
+
+def _open(
+    model: TransformersModel | str | os.PathLike[str] | FoundModel, dtype: str | None, weights: WeightsIn, to: str
+) -> OpenedModel:
+    """The model itself, or the one that is named."""
+    if isinstance(model, (str, os.PathLike, FoundModel)):
+        found = model if isinstance(model, FoundModel) else find_model(os.fspath(model))
+        return open_model(found, dtype=dtype or "float32", weights=weights, to=to)
+    given = {"dtype": dtype, "weights": None if weights == "auto" else weights}
+    for name, value in given.items():
+        if value is not None:
+            raise InvalidArgumentError(f"{name}={value!r} is for a model that is named; a loaded one has its own.")
+    return OpenedModel(model)
 
 
 def check_target(folder: pathlib.Path, overwrite: bool) -> None:

@@ -91,29 +91,34 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "step", False):  # registrations are also logged
-            self._show(record.getMessage())
+            self._show(record.getMessage(), getattr(record, "done", 0), getattr(record, "total", None))
 
 
 @contextlib.contextmanager
 def progress(first: str) -> Iterator[Any]:
     """Show on stderr what is being done: next to a bar on a terminal, elsewhere a line for each stage.
 
+    While a stage is logged with what is ``done`` of a ``total``, the bar shows that, and an estimate of what is left.
+
     Yields:
         A function that shows another stage; what the package logs of an export is shown by itself.
     """
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     shown_on = console(stderr=True)
-    columns = (SpinnerColumn(), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    text = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), BarColumn(20), TimeElapsedColumn(), TimeRemainingColumn(), text)
     logger = logging.getLogger("yobx_flatten")
     found = logger.level
     with Progress(*columns, console=shown_on, transient=True, disable=not shown_on.is_terminal) as bar:
         task = bar.add_task(first, total=None)
         last = ""
 
-        def show(text: str) -> None:
+        def show(text: str, done: int = 0, total: int | None = None) -> None:
             nonlocal last
-            bar.update(task, description=text)
+            if total is None:
+                bar.tasks[0].total = None  # which `update` takes for no change
+            bar.update(task, description=text, completed=done, total=total)
             if bar.disable and text != last:
                 sys.stderr.write(text + "\n")
                 sys.stderr.flush()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,11 +13,18 @@ from ..errors import InvalidArgumentError
 __all__ = ["about_devices", "check_not_offloaded", "has_no_data", "on_other_devices"]
 
 
-def has_no_data(module: torch.nn.Module, leaves: Iterable[Any]) -> str:
-    """Return why a module cannot be run: it, or an input, has shapes and no data. Empty where it can."""
+def has_no_data(module: torch.nn.Module, leaves: Iterable[Any], brought: Collection[str] = ()) -> str:
+    """Return why a module cannot be run: it, or an input, has shapes and no data. Empty where it can.
+
+    Args:
+        module: the module.
+        leaves: of its inputs.
+        brought: names of weights that are brought when a layer is called; none by default.
+    """
     from torch._subclasses.fake_tensor import FakeTensor
 
-    for name, tensor in [*_state(module), *(("an input", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))]:
+    weights = [(name, tensor) for name, tensor in _state(module) if name not in brought]
+    for name, tensor in [*weights, *(("an input", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))]:
         if isinstance(tensor, FakeTensor):
             return f"{name} is a FakeTensor, which has no data"
         if tensor.is_meta:
@@ -36,8 +43,9 @@ def check_not_offloaded(module: torch.nn.Module) -> None:
         if any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ()))):
             raise InvalidArgumentError(
                 f"The weights of {name or 'the module'} ({type(part).__qualname__}) are offloaded by accelerate, which "
-                "brings them when the layer is called; torch.export finds none there. Bring them back before, or load "
-                "the model without device_map:\n    accelerate.hooks.remove_hook_from_module(module, recurse=True)"
+                "brings them when the layer is called; torch.export finds none there. Call export_program, which does, "
+                "bring them back before, or load the model without device_map:\n"
+                "    accelerate.hooks.remove_hook_from_module(module, recurse=True)"
             )
 
 

@@ -117,7 +117,7 @@ def test_a_full_disk_is_found_before_anything_is_traced(tmp_path, monkeypatch):
 def test_too_little_memory_is_found_before_anything_is_traced(monkeypatch):
     """The message names what is needed, what there is, and the argument that needs less."""
     monkeypatch.setattr(room, "weight_bytes", lambda module: 2**31)
-    monkeypatch.setattr(room, "_memory_available", lambda: 2**30)
+    monkeypatch.setattr(room, "memory_available", lambda: 2**30)
     monkeypatch.setattr(room.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 2**40}))
     with pytest.raises(NoRoomError, match=r"needs 2\.68 GB .* 1\.07 GB are available(?s:.*)proof=\"none\""):
         room.check_room(torch.nn.Linear(3, 2), pathlib.Path("a.onnx"))

@@ -1,0 +1,187 @@
+"""Weights that are in memory only while the layer they belong to is called.
+
+.. code-block:: text
+
+    checkpoint ── reader ──> layer 0: bring, forward, drop ──> layer 1: bring, forward, drop ──> ...
+
+Between the calls a weight is on ``meta``. Readers of this package read a file; those of accelerate are its own hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = [
+    "Reader",
+    "device_of_inputs",
+    "largest_layer",
+    "offloaded_readers",
+    "paused",
+    "stream_layers",
+    "streamed_readers",
+]
+
+Reader = Callable[[], torch.Tensor]
+"""Returns one weight. Two names of one weight have the same reader."""
+
+
+class _LayerWeights:
+    """The weights of one layer, brought before it is called and dropped after.
+
+    Args:
+        layer: the module.
+        readers: by the weight's name in the layer.
+    """
+
+    def __init__(self, layer: torch.nn.Module, readers: Mapping[str, Reader]) -> None:
+        self.readers = readers
+        self.is_paused = False
+        self._calls = 0  # a layer may call itself
+        self._dropped: list[tuple[dict[str, Any], str, Any]] = []
+        layer.register_forward_pre_hook(self._bring, prepend=True)
+        layer.register_forward_hook(self._drop, always_call=True)
+
+    def _bring(self, layer: torch.nn.Module, _: Any) -> None:
+        if self.is_paused:
+            return
+        self._calls += 1
+        if self._calls > 1:
+            return
+        read: dict[int, torch.nn.Parameter] = {}  # what is tied stays tied
+        for name, reader in self.readers.items():
+            owner, _, own = name.rpartition(".")
+            held = layer.get_submodule(owner)._parameters
+            self._dropped.append((held, own, held[own]))
+            if id(reader) not in read:
+                read[id(reader)] = torch.nn.Parameter(reader(), requires_grad=False)
+            held[own] = read[id(reader)]
+
+    def _drop(self, *_: Any) -> None:
+        if self.is_paused:
+            return
+        self._calls -= 1
+        if self._calls == 0:
+            for held, name, empty in self._dropped:
+                held[name] = empty
+            self._dropped.clear()
+
+
+_LAYERS: weakref.WeakKeyDictionary[torch.nn.Module, _LayerWeights] = weakref.WeakKeyDictionary()
+
+
+def stream_layers(module: torch.nn.Module, readers: Mapping[str, Reader]) -> None:
+    """Let the layers of a module bring their weights when they are called.
+
+    A layer is an entry of a ``ModuleList`` or ``ModuleDict``; elsewhere each module brings its own parameters.
+
+    Args:
+        module: its parameters are on ``meta``.
+        readers: one for each name of a parameter.
+    """
+    layers: dict[str, dict[str, Reader]] = {}
+    for name, reader in readers.items():
+        layer = _layer_of(module, name)
+        layers.setdefault(layer, {})[name.removeprefix(f"{layer}.") if layer else name] = reader
+    for name, own in layers.items():
+        part = module.get_submodule(name)
+        _LAYERS[part] = _LayerWeights(part, own)
+
+
+def _layer_of(module: torch.nn.Module, name: str) -> str:
+    """The name of the module whose call brings a parameter."""
+    parts = name.split(".")[:-1]
+    containers = (torch.nn.ModuleList, torch.nn.ModuleDict)
+    in_container = False
+    for depth in range(len(parts) + 1):
+        found = module.get_submodule(".".join(parts[:depth]))
+        if isinstance(found, containers):
+            in_container = True
+        elif in_container:
+            return ".".join(parts[:depth])
+    return ".".join(parts)
+
+
+def streamed_readers(module: torch.nn.Module) -> dict[str, Reader]:
+    """Return the readers of :func:`stream_layers`, by the name of the parameter.
+
+    Args:
+        module: the module that was prepared, a part of it, or a module that holds it.
+    """
+    named = [(name, _LAYERS.get(part)) for name, part in module.named_modules(remove_duplicate=False)]
+    return {
+        f"{name}.{own}".lstrip("."): reader
+        for name, layer in named
+        if layer is not None
+        for own, reader in layer.readers.items()
+    }
+
+
+def largest_layer(module: torch.nn.Module) -> int:
+    """Return how many bytes the largest layer takes of those that bring their weights; 0 where none does."""
+    layers = {part: _LAYERS[part] for part in module.modules() if part in _LAYERS}
+    sizes = [
+        sum(part.get_parameter(name).numel() * part.get_parameter(name).element_size() for name in layer.readers)
+        for part, layer in layers.items()
+    ]
+    return max(sizes, default=0)
+
+
+def offloaded_readers(module: torch.nn.Module) -> dict[str, Reader]:
+    """Return readers of the weights that accelerate brings when a layer is called, by name."""
+    found: dict[str, Reader] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for one in filter(_is_offloading, _each(getattr(part, "_hf_hook", None))):
+            weights = one.weights_map
+            recursive = bool(getattr(one, "place_submodules", False))
+            state = (*part.named_parameters(recurse=recursive), *part.named_buffers(recurse=recursive))
+            for name, tensor in state:
+                if tensor.is_meta:
+                    found[f"{prefix}.{name}".lstrip(".")] = functools.partial(weights.__getitem__, name)
+    return found
+
+
+def device_of_inputs(module: torch.nn.Module) -> torch.device:
+    """Return the device that the inputs of a module belong on: that of its weights while it is called."""
+    first: torch.Tensor = next(module.parameters())  # not of get_input_embeddings(): some models have several, or none
+    if not first.is_meta or not (streamed_readers(module) or offloaded_readers(module)):
+        return first.device
+    hooks = [getattr(part, "_hf_hook", None) for part in module.modules()]
+    devices = [one.execution_device for hook in hooks for one in _each(hook) if _is_offloading(one)]
+    return torch.device(devices[0]) if devices and devices[0] is not None else torch.device("cpu")
+
+
+def _each(hook: Any) -> tuple[Any, ...]:
+    """A hook of accelerate, and those that it is made of."""
+    return (hook, *getattr(hook, "hooks", ()))
+
+
+def _is_offloading(hook: Any) -> bool:
+    return bool(getattr(hook, "offload", False)) and getattr(hook, "weights_map", None) is not None
+
+
+@contextlib.contextmanager
+def paused(module: torch.nn.Module) -> Iterator[None]:
+    """Call a module inside without anything being brought."""
+    layers = [_LAYERS[part] for part in module.modules() if part in _LAYERS]
+    hooked = [part for part in module.modules() if hasattr(part, "_hf_hook")]
+    before: list[Any] = [part._hf_hook for part in hooked]
+    for layer in layers:
+        layer.is_paused = True
+    try:
+        if hooked:
+            from accelerate.hooks import ModelHook
+
+            for part in hooked:
+                part._hf_hook = ModelHook()  # what accelerate's forward calls
+        yield
+    finally:
+        for part, hook in zip(hooked, before, strict=True):
+            part._hf_hook = hook
+        for layer in layers:
+            layer.is_paused = False

@@ -1,0 +1,90 @@
+"""Open a model for an export: loaded as a whole, or read layer by layer where it is large."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any, Literal, get_args
+
+import torch
+
+from ..errors import InvalidArgumentError, NoRoomError
+from ..errors.messages import format_bytes
+from ..export.room import memory_available
+from .source import FoundModel
+from .streamed import Checkpoint, NotStreamableError, open_checkpoint, streamed_model
+
+__all__ = ["OpenedModel", "WeightsIn", "open_model"]
+
+WeightsIn = Literal["auto", "memory", "stream"]
+"""``"memory"`` loads all weights, ``"stream"`` reads those of a layer when it is called."""
+
+_PART = 4
+"""``"auto"`` streams weights of more than one part in so many of the free memory, since an export holds them twice."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedModel:
+    """A model to export.
+
+    Attributes:
+        model: of transformers, in evaluation mode.
+        folder: what it is from; ``None`` where there is none.
+        is_streamed: whether the weights of a layer are read when it is called.
+        remarks: notes for the report.
+    """
+
+    model: Any
+    folder: pathlib.Path | None = None
+    is_streamed: bool = False
+    remarks: tuple[str, ...] = ()
+
+
+def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) -> OpenedModel:
+    """Open a model that was found.
+
+    Args:
+        found: the model.
+        dtype: of its weights.
+        weights: a :data:`WeightsIn`; ``"auto"`` streams weights of more than a quarter of the free memory to ONNX
+            files.
+        to: format of the files to be.
+
+    Raises:
+        InvalidArgumentError: when there is no such choice, or nothing to stream.
+        ModelSourceError: when the weights cannot be read.
+        NoRoomError: when they would fill the memory.
+    """
+    if weights not in get_args(WeightsIn):
+        raise InvalidArgumentError(f"weights must be one of {', '.join(map(repr, get_args(WeightsIn)))}: {weights!r}.")
+    if weights == "stream" and to != "onnx":
+        raise InvalidArgumentError(f"weights='stream' is for ONNX files: others hold their weights. Found {to!r}.")
+    wanted = getattr(torch, dtype)
+    checkpoint = open_checkpoint(found.folder) if found.has_weights and found.folder is not None else None
+    if checkpoint is None or found.folder is None:
+        if weights == "stream":
+            raise InvalidArgumentError(f"weights='stream' reads files of safetensors, and {found.name} has none.")
+        return OpenedModel(found.load(dtype=dtype), found.folder)
+    size, free = checkpoint.bytes_as(wanted), memory_available()
+    remarks: tuple[str, ...] = ()
+    if weights == "stream" or (weights == "auto" and to == "onnx" and _PART * size > free):
+        try:
+            model = streamed_model(found.config, found.folder, checkpoint, wanted)
+            shown = f"weights of {format_bytes(size)} were read from {found.name} one by one, for each call of a layer."
+            return OpenedModel(model, found.folder, True, (shown,))
+        except NotStreamableError as reason:
+            remarks = (f"the model was loaded as a whole: {reason}.",)
+    _check_memory(found, checkpoint, wanted, free, remarks)
+    return OpenedModel(found.load(dtype=dtype), found.folder, remarks=remarks)
+
+
+def _check_memory(
+    found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype, free: int, remarks: tuple[str, ...]
+) -> None:
+    size = checkpoint.bytes_as(dtype)
+    if size > free and not checkpoint.is_mapped_as(dtype):
+        remedy = remarks[0] if remarks else 'Read them layer by layer:\n    weights="stream" (--weights stream)'
+        raise NoRoomError(
+            f"The weights of {found.name} take {format_bytes(size)} of memory in {str(dtype).removeprefix('torch.')}, "
+            f"and {format_bytes(free)} are available. {remedy[0].upper()}{remedy[1:]}"
+        )

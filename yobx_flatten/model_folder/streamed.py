@@ -1,0 +1,215 @@
+"""A model whose weights stay in its folder of safetensors, and are read when a layer is called.
+
+.. code-block:: text
+
+    config.json ──> model on meta           names of the model ──> names in the files (transformers renames some)
+    *.safetensors ── mapped, one weight ──> cast ──> layer, or file to be
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ModelSourceError
+from ..errors.messages import first_line
+from ..huggingface.layer_weights import Reader, stream_layers
+from ..registry.patches import AttributePatch
+from .classes import class_for
+
+__all__ = ["Checkpoint", "NotStreamableError", "open_checkpoint", "streamed_model"]
+
+
+_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+class NotStreamableError(Exception):
+    """Why a model has to be loaded as a whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """Weights in files of safetensors.
+
+    Attributes:
+        files: the file of each weight, by its name there.
+        shapes: by name.
+        types: by name, as safetensors writes them (``"F16"``).
+    """
+
+    files: Mapping[str, pathlib.Path]
+    shapes: Mapping[str, Sequence[int]]
+    types: Mapping[str, str]
+
+    def bytes_as(self, dtype: torch.dtype) -> int:
+        """Return how many bytes the weights take in a type."""
+        return dtype.itemsize * sum(math.prod(shape) for shape in self.shapes.values())
+
+    def is_mapped_as(self, dtype: torch.dtype) -> bool:
+        """Return whether the weights have a type already, so that none is converted."""
+        return set(self.types.values()) <= {_TYPES.get(dtype)}
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return one weight, of a type; without a cast it is mapped.
+
+        Args:
+            name: in the files.
+            dtype: of floating-point numbers.
+        """
+        from safetensors import safe_open
+
+        with safe_open(self.files[name], framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
+    """Read which weights a folder holds, and no weight.
+
+    Args:
+        folder: that ``save_pretrained`` wrote.
+
+    Returns:
+        ``None`` for a folder without safetensors.
+
+    Raises:
+        ModelSourceError: when a file is missing or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    try:
+        if index.is_file():
+            held: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
+            names = sorted(set(held.values()))
+        elif single.is_file():
+            names = [single.name]
+        else:
+            return None
+        files: dict[str, pathlib.Path] = {}
+        shapes, types = {}, {}
+        for name in names:
+            with safe_open(folder / name, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 # no mapping
+                    weight = file.get_slice(key)
+                    files[key], shapes[key], types[key] = folder / name, weight.get_shape(), weight.get_dtype()
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise ModelSourceError(f"The weights in {folder} cannot be read: {first_line(error)}") from error
+    missing = sorted(held.keys() - files.keys()) if index.is_file() else []
+    if missing:
+        raise ModelSourceError(f"{folder}: {missing[0]} is in {index.name}, and not in {held[missing[0]]}.")
+    return Checkpoint(files, shapes, types)
+
+
+def streamed_model(config: Any, folder: pathlib.Path, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """Return a model in evaluation mode that reads the weights of a layer when the layer is called.
+
+    Args:
+        config: of transformers.
+        folder: what the model is from.
+        checkpoint: the weights of the folder.
+        dtype: of the weights.
+
+    Raises:
+        NotStreamableError: when the files do not hold the weights one by one as the model has them.
+        ModelSourceError: when a weight is missing, or has another shape.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise NotStreamableError("its weights are quantised")
+    model = _empty_model(copy.deepcopy(config), folder, dtype)
+    kept = [*(getattr(model, "_keep_in_fp32_modules", None) or ())] if dtype is torch.float16 else []
+    if dtype is not torch.float32:
+        kept += getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    if kept:
+        raise NotStreamableError(f"{kept[0]} stays in float32")
+    sources = _sources(model, checkpoint)
+    for name, buffer in model.named_buffers():
+        if name in sources:
+            buffer.copy_(checkpoint.read(sources[name], dtype))
+    readers: dict[str, Reader] = {}
+    for names, parameter in _tied(model):
+        found = list(dict.fromkeys(sources[name] for name in names if name in sources))
+        if not found:
+            raise ModelSourceError(f"{folder} lacks the weight {names[0]} of {type(model).__qualname__}.")
+        shape = tuple(checkpoint.shapes[found[0]])
+        if shape != tuple(parameter.shape):
+            raise ModelSourceError(
+                f"{folder}: {found[0]} has shape {shape}, and the model takes {tuple(parameter.shape)}."
+            )
+        first = checkpoint.read(found[0], dtype) if len(found) > 1 else None
+        if first is not None and not all(first.equal(checkpoint.read(other, dtype)) for other in found[1:]):
+            raise NotStreamableError(f"{', '.join(names)} are tied, and differ in the files")
+        readers |= dict.fromkeys(names, functools.partial(checkpoint.read, found[0], dtype))
+    stream_layers(model, readers)
+    return model
+
+
+def _empty_model(config: Any, folder: pathlib.Path, dtype: torch.dtype) -> Any:
+    with _parameters_on_meta(), torch.random.fork_rng(devices=[]):
+        model = class_for(config)._from_config(config, dtype=dtype)
+    model.config.name_or_path = str(folder)
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Make the parameters of modules without memory, in this thread; buffers are computed, and have theirs."""
+    register, here = torch.nn.Module.register_parameter, threading.get_ident()
+
+    def on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if type(param) is torch.nn.Parameter and not param.is_meta and threading.get_ident() == here:
+            param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    patch = AttributePatch(torch.nn.Module, "register_parameter", on_meta)
+    patch.acquire()
+    try:
+        yield
+    finally:
+        patch.release()
+
+
+def _tied(model: Any) -> list[tuple[list[str], torch.nn.Parameter]]:
+    """The parameters, each with all of its names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [(names[id(parameter)], parameter) for _, parameter in model.named_parameters()]
+
+
+def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
+    """Names in the files, by those of the model."""
+    state = dict(model.state_dict(keep_vars=True))
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:  # of transformers 4, where names differ by the prefix of the base model only
+        prefix = f"{model.base_model_prefix}."
+        names = {key: [key, prefix + key, key.removeprefix(prefix)] for key in checkpoint.files}
+        return {name: key for key, others in names.items() for name in others if name in state}
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    found = {}
+    for key in checkpoint.files:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state and key in state:
+            name, pattern = key, None
+        if pattern is not None and name in state:
+            raise NotStreamableError(f"{name} is made of several weights of the files")
+        found[name] = key
+    return found

@@ -12,9 +12,9 @@ from .example import Example
 from .onnx_attention import count_operators
 from .onnx_file import UnprovenFile, convert
 from .onnx_opset import ATTENTION_OPSET, attention_opset
-from .onnx_quantized import quantize_model
 from .onnx_replay import replay_file
 from .quantization import Quantization
+from .quantize import quantize_model
 from .replay import Case
 from .report import ExportReport
 from .traced import Traced

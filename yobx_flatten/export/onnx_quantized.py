@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from ..errors import InvalidArgumentError
 from ..errors.log import STEP
 from ..huggingface.sliding_decoder import SlidingDecoder
 from ..runners.onnx_runner import OnnxRunner
@@ -27,7 +26,7 @@ from .padding import Padding
 from .program import following
 from .quality import SCORES, Distance, Quality, text_losses
 from .quantization import Quantization
-from .quantize import quantize_graph
+from .quantize import quantize_model
 from .replay import Case, clone, eager_steps
 from .report import ExportReport
 from .sides import ByName
@@ -35,7 +34,7 @@ from .text_cases import text_cases
 from .traced import Traced
 from .undisturbed import seeded
 
-__all__ = ["quantize_file", "quantize_model"]
+__all__ = ["quantize_file"]
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -73,34 +72,6 @@ def quantize_file(
     report.remark("the table is of the file before its weights were quantised.")
     with report.timed("measure"):
         report.quality = _measure(file, quantization, example, traced, cases)
-
-
-def quantize_model(model: Any, quantization: Quantization, report: ExportReport) -> None:
-    """Quantize the weights of a model, when they are written.
-
-    Args:
-        model: an ``onnx_ir.Model``; it is changed in place.
-        quantization: how.
-        report: gets notes.
-
-    Raises:
-        InvalidArgumentError: when the model multiplies with no weights.
-    """
-    found = quantize_graph(model, quantization)
-    if not found.count:
-        raise InvalidArgumentError(
-            f"quantize={quantization.weights!r}: the file of {report.module} multiplies with no weights of "
-            f"{quantization.block_size} or more rows and columns. Take a smaller block_size, or leave quantize out."
-        )
-    report.remark(
-        f"{found.count} weights are stored in {quantization.weights}, {found.bytes / 1e6:.2f} MB instead of "
-        f"{found.float_bytes / 1e6:.2f} MB; embeddings and norms as they are."
-    )
-    if found.tied:
-        report.remark(
-            f"{', '.join(found.tied)} is in the file twice, in full for the embedding and in {quantization.weights} "
-            "for the projection that is tied to it."
-        )
 
 
 def _measure(

@@ -12,11 +12,13 @@ import dataclasses
 import functools
 from typing import Any
 
+from ..errors import InvalidArgumentError
 from .onnx_graph import attribute
 from .onnx_weights import unmap
 from .quantization import Quantization
+from .report import ExportReport
 
-__all__ = ["QuantizedWeights", "quantize_graph"]
+__all__ = ["QuantizedWeights", "quantize_graph", "quantize_model"]
 
 
 _INTEGERS = 4
@@ -75,6 +77,34 @@ def quantize_graph(model: Any, quantization: Quantization) -> QuantizedWeights:
         else:
             del model.graph.initializers[name]
     return found
+
+
+def quantize_model(model: Any, quantization: Quantization, report: ExportReport) -> None:
+    """Quantize the weights of a model, when they are written.
+
+    Args:
+        model: an ``onnx_ir.Model``; it is changed in place.
+        quantization: how.
+        report: gets notes.
+
+    Raises:
+        InvalidArgumentError: when the model multiplies with no weights.
+    """
+    found = quantize_graph(model, quantization)
+    if not found.count:
+        raise InvalidArgumentError(
+            f"quantize={quantization.weights!r}: the file of {report.module} multiplies with no weights of "
+            f"{quantization.block_size} or more rows and columns. Take a smaller block_size, or leave quantize out."
+        )
+    report.remark(
+        f"{found.count} weights are stored in {quantization.weights}, {found.bytes / 1e6:.2f} MB instead of "
+        f"{found.float_bytes / 1e6:.2f} MB; embeddings and norms as they are."
+    )
+    if found.tied:
+        report.remark(
+            f"{', '.join(found.tied)} is in the file twice, in full for the embedding and in {quantization.weights} "
+            "for the projection that is tied to it."
+        )
 
 
 def _weight_of(node: Any, block_size: int) -> tuple[Any, bool] | None:

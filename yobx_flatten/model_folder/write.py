@@ -41,8 +41,8 @@ from ..storage.cases import save_case
 from ..trees.shapes import dynamic_shapes
 from .classes import without_peft
 from .digests import digests
-from .manifest import FolderManifest, write_manifest
 from .loading import OpenedModel, WeightsIn, open_model
+from .manifest import FolderManifest, write_manifest
 from .pieces import Piece, keeps_more
 from .proofs import SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .quality_text import python_text

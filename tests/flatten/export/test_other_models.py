@@ -1,0 +1,172 @@
+"""Models other than language models: their outputs reach every runtime under the names of their fields."""
+
+import contextlib
+import functools
+import os
+import shutil
+
+import pytest
+import torch
+from torch.export import Dim
+
+from yobx_flatten import Case, export_program, register_flattening_functions
+from yobx_flatten.runners.open import open_runner
+
+pytest.importorskip("transformers")
+pytest.importorskip("onnxscript")
+
+SUFFIX = {"onnx": ".onnx", "openvino": ".xml", "aotinductor": ".pt2", "executorch": ".pte"}
+SLOW = pytest.mark.slow
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def _unet():
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=8,
+        attention_head_dim=4,
+        norm_num_groups=4,
+    )
+    return model, lambda rows: {
+        "sample": torch.randn(rows, 4, 8, 8),
+        "timestep": torch.tensor(3),
+        "encoder_hidden_states": torch.randn(rows, 5, 8),
+    }
+
+
+def _diffusion_transformer():
+    from diffusers import SD3Transformer2DModel
+
+    model = SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        num_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        caption_projection_dim=16,
+        pooled_projection_dim=16,
+        out_channels=4,
+        pos_embed_max_size=8,
+    )
+    return model, lambda rows: {
+        "hidden_states": torch.randn(rows, 4, 8, 8),
+        "encoder_hidden_states": torch.randn(rows, 5, 16),
+        "pooled_projections": torch.randn(rows, 16),
+        "timestep": torch.arange(rows),
+    }
+
+
+def _clip():
+    from transformers import CLIPConfig, CLIPModel
+
+    text = {**SMALL, "vocab_size": 50, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 49}
+    vision = {**SMALL, "image_size": 16, "patch_size": 8}
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+    return model, lambda rows: {
+        "input_ids": torch.randint(0, 50, (rows, 7)),
+        "pixel_values": torch.randn(rows, 3, 16, 16),
+        "attention_mask": torch.ones(rows, 7, dtype=torch.int64),
+    }
+
+
+def _detection():
+    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+
+    backbone = ResNetConfig(embedding_size=8, hidden_sizes=[8] * 4, depths=[1] * 4, out_features=["stage4"])
+    sizes = {f"{part}_{what}": 1 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    config = DetrConfig(
+        use_timm_backbone=False,
+        use_pretrained_backbone=False,
+        backbone=None,
+        backbone_config=backbone,
+        d_model=16,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        num_queries=5,
+        num_labels=3,
+        **sizes,
+    )
+    return DetrForObjectDetection(config), lambda rows: {"pixel_values": torch.randn(rows, 3, 64, 64)}
+
+
+def _speech_encoder():
+    from yobx_flatten.model_folder.tiny_models import small_model
+
+    model = small_model("whisper")
+    sizes = (model.config.num_mel_bins, 2 * model.config.max_source_positions)
+    return model.get_encoder(), lambda rows: {"input_features": torch.randn(rows, *sizes)}
+
+
+# fields of the output, in the order of its class
+MODELS = {
+    "unet": (_unet, ["sample"]),
+    "diffusion transformer": (_diffusion_transformer, ["sample"]),
+    "clip": (_clip, ["logits_per_image", "logits_per_text", "text_embeds", "image_embeds"]),
+    "detection": (_detection, ["logits", "pred_boxes", "last_hidden_state", "encoder_last_hidden_state"]),
+    "speech encoder": (_speech_encoder, ["last_hidden_state"]),
+}
+
+
+# the two that compile take most of a minute: one model does
+PAIRS = [
+    *(pytest.param(name, runtime, id=f"{name}, {runtime}") for name in MODELS for runtime in ("onnx", "openvino")),
+    *(pytest.param("clip", runtime, id=f"clip, {runtime}", marks=SLOW) for runtime in ("executorch", "aotinductor")),
+]
+
+
+@pytest.fixture(scope="module")
+def exported():
+    """By name: the model, what makes its inputs, names of outputs, and the program, replayed with 2 and 5 rows."""
+
+    @functools.cache
+    def export(name):
+        make, fields = MODELS[name]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model, inputs = make()
+            model.eval()
+            shapes = {key: {0: Dim.AUTO(max=8)} if value.ndim else None for key, value in inputs(2).items()}
+            cases = [Case(f"{rows} rows", (), inputs(rows)) for rows in (2, 5)]
+            with register_flattening_functions(patch_diffusers=True):
+                program = export_program(model, (), inputs(3), dynamic_shapes=shapes, cases=cases)
+        return model, inputs, fields, program
+
+    return export
+
+
+@pytest.mark.parametrize(("name", "runtime"), PAIRS)
+def test_outputs_reach_the_runtime(exported, name, runtime, tmp_path):
+    """A file opened by itself gives, for sizes that it has not seen, every field that the eager model gives."""
+    if name in ("unet", "diffusion transformer"):
+        pytest.importorskip("diffusers")
+    if runtime in ("openvino", "executorch"):
+        pytest.importorskip(runtime)
+    if runtime == "aotinductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("AOTInductor needs a C++ compiler")
+    model, inputs, fields, program = exported(name)
+    path = tmp_path / f"model{SUFFIX[runtime]}"
+    quick = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
+    with (
+        register_flattening_functions(patch_diffusers=True),
+        torch._inductor.config.patch(quick) if runtime == "aotinductor" else contextlib.nullcontext(),
+    ):
+        report = getattr(program, f"to_{runtime}")(path)
+    assert [case.error for case in report.cases] == [None, None, None]
+
+    runner = open_runner(path, **{"trust": True} if runtime == "aotinductor" else {})
+    torch.manual_seed(1)
+    given = inputs(4)
+    found = runner.run(given)
+    with torch.no_grad():
+        expected = model(**given)
+    assert [output.rpartition(".")[2] for output in found][: len(fields)] == fields
+    for field, tensor in zip(fields, found.values(), strict=False):
+        torch.testing.assert_close(tensor, expected[field], atol=1e-4, rtol=0)

@@ -9,6 +9,8 @@ from transformers import EncoderDecoderCache
 
 from tests.models import make_model, start
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
+from yobx_flatten.registry.claims import REGISTRY
+from yobx_flatten.trace.adapted_shapes import adapted_shapes
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +60,9 @@ def serves(program, name, past):
     return bool((found - expected).abs().max() < 1e-5)
 
 
-@pytest.mark.parametrize(("name", "way"), [*(("mistral", way) for way in WAYS), ("gemma3", "by attributes")])
+@pytest.mark.parametrize(
+    ("name", "way"), [("mistral", "keys and values in turn"), ("mistral", "by attributes"), ("gemma3", "by attributes")]
+)
 def test_a_specification_of_the_tensors_alone_is_enough(name, way):
     """Also for a cache whose count is a leaf: it varies as the tensors do, below its window and past it."""
     model, inputs = program_and_inputs(name)
@@ -67,6 +71,25 @@ def test_a_specification_of_the_tensors_alone_is_enough(name, way):
     with register_flattening_functions(patch_transformers=True):
         program = torch.export.export(model, (), inputs, dynamic_shapes=shapes)
         assert all(serves(program, name, past) for past in (6, 13))
+
+
+@pytest.mark.parametrize("way", ["keys, then values", "as a dict"])
+def test_keys_and_values_apart_are_the_same_specification(way):
+    """What the trace gets is what it gets for keys and values in turn."""
+    model, inputs = program_and_inputs("mistral")
+    with register_flattening_functions(patch_transformers=True):
+        first, other = (
+            adapted_shapes(
+                model,
+                (),
+                inputs,
+                {**dynamic_shapes(inputs), "past_key_values": WAYS[name](inputs["past_key_values"])},
+                REGISTRY.recipe_in_force,
+            )
+            for name in ("keys and values in turn", way)
+        )
+    assert other == first
+    assert first["past_key_values"] == [KEYS] * 4 + [AUTO]
 
 
 def test_a_collection_of_shapes_ties_a_program_to_no_length():

@@ -78,20 +78,18 @@ def adam(name: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_curves_are_those_of_the_plain_trainer(trainers, tmp_path, name):
-    """Loss, evaluation, norms before clipping, and the schedule: 6 steps of 2 padded batches of 5 rows."""
-    plain, ours = both(trainers, tmp_path, name, 6, **adam(name))
-    assert_same_curves(plain, ours)
-    assert max(history(plain, "grad_norm")) > 0.5  # what they were clipped to
-    assert len(ours.pipeline.cut.report.pieces) >= 5
+    """Loss, evaluation and schedule of 50 steps of 2 padded batches of 5 rows; norms of the first before clipping.
 
-
-@pytest.mark.parametrize("name", MODELS)
-def test_fifty_steps_are_those_of_the_plain_trainer(trainers, tmp_path, name):
-    """The loss of every step within 1e-5."""
+    Later norms differ by more than losses do, by what 50 steps of rounding make of the weights.
+    """
     plain, ours = both(trainers, tmp_path, name, 50, **adam(name))
     assert len(history(plain, "loss")) == 50
-    assert_same_curves(plain, ours, ("loss", "eval_loss"))
+    assert_same_curves(plain, ours, ("loss", "eval_loss", "learning_rate"))
+    norms = history(plain, "grad_norm")
+    assert history(ours, "grad_norm")[:6] == pytest.approx(norms[:6], abs=TOLERANCE)
+    assert max(norms[:6]) > 0.5  # what they were clipped to
     assert history(plain, "loss")[-1] < 0.8 * history(plain, "loss")[0]  # it learned something
+    assert len(ours.pipeline.cut.report.pieces) >= 5
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -14,7 +14,6 @@ import torch
 
 from ..errors import DamagedFileError, FlattenError, ForeignFileError
 from ..errors.dependencies import require
-from ..errors.messages import first_line
 from .checked_runner import CheckedRunner
 from .signature import KEY, Signature, Size
 
@@ -72,8 +71,7 @@ def read_model(path: pathlib.Path) -> Any:
     try:
         return openvino.Core().read_model(str(path))
     except Exception as error:  # OpenVINO raises RuntimeError, over several lines
-        reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-        raise DamagedFileError(f"OpenVINO cannot read {path}: {reason[0]}") from error
+        raise DamagedFileError(f"OpenVINO cannot read {path}: {_last_line(error)}") from error
 
 
 def open_openvino(path: pathlib.Path, *, caller: str, failure: type[FlattenError]) -> OpenVINORunner:
@@ -103,8 +101,14 @@ def open_openvino(path: pathlib.Path, *, caller: str, failure: type[FlattenError
     try:
         compiled = openvino.Core().compile_model(model, "CPU", dict(FLOAT32))
     except Exception as error:  # OpenVINO raises RuntimeError, over several lines
-        raise failure(f"OpenVINO cannot compile {path}: {first_line(error)}") from error
+        written = "" if path.suffix == ".xml" else ' Files that are written for it are those of target="openvino".'
+        raise failure(f"OpenVINO cannot compile {path}: {_last_line(error)}{written}") from error
     return OpenVINORunner(compiled, signature, path.name)
+
+
+def _last_line(error: BaseException) -> str:
+    """The reason: the lines before it are places in OpenVINO's sources."""
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
 
 
 def _signature(model: Any, path: pathlib.Path) -> Signature:

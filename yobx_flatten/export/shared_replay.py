@@ -19,6 +19,8 @@ class InSharedMemory(OnnxRunner):
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run one call; see :meth:`.runner.Runner.run`. Keys and values are returned as long as they are filled."""
+        if self.refuses(inputs):
+            return self.run_in_parts(inputs)
         slots = {slot.port.name: slot.present for slot in self.slots}
         given = {name: inputs[name] for name in self.ports}
         feeds = {name: value for name, value in given.items() if name not in slots}

@@ -1,8 +1,9 @@
-"""Several tokens of several rows after others, as calls of one token each: ``GroupQueryAttention`` takes no others.
+"""Several tokens of several rows after others, which ``GroupQueryAttention`` refuses, as several calls.
 
 .. code-block:: text
 
-    past 7, tokens 7 8 9  ──>  past 7, token 7 │ past 8, token 8 │ past 9, token 9
+    two rows, past 7, tokens 7 8 9     one_by_one  ──>  past 7, token 7 │ past 8, token 8 │ past 9, token 9
+                                       row_by_row  ──>  row 0, past 7, tokens 7 8 9 │ row 1, past 7, tokens 7 8 9
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["one_by_one", "takes_one_by_one"]
+__all__ = ["is_refused", "one_by_one", "row_by_row"]
 
 _TOKENS = ("input_ids", "inputs_embeds")
 
 
-def takes_one_by_one(inputs: Mapping[str, Any]) -> bool:
+def is_refused(inputs: Mapping[str, Any]) -> bool:
     """Return whether ``GroupQueryAttention`` refuses a call: several tokens after others are for one row only.
 
     Args:
@@ -30,7 +31,7 @@ def one_by_one(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the inputs of one call per token; those that are not cut are handed on as they are.
 
     Args:
-        inputs: see :func:`takes_one_by_one`.
+        inputs: see :func:`is_refused`.
 
     >>> import torch
     >>> given = {"input_ids": torch.tensor([[7, 8], [5, 6]]), "attention_mask": torch.ones(2, 4)}
@@ -48,6 +49,25 @@ def one_by_one(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         mask = inputs["attention_mask"]
         cut["attention_mask"] = mask[:, : mask.shape[1] - new + token + 1]
         yield cut
+
+
+def row_by_row(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the inputs of one call per row, with its part of the cache.
+
+    Args:
+        inputs: all inputs of a call.
+
+    >>> import torch
+    >>> given = {"input_ids": torch.tensor([[7, 8], [5, 6]]), "past_key_values.0.key": torch.zeros(2, 1, 3, 4)}
+    >>> [[tuple(value.shape) for value in feeds.values()] for feeds in row_by_row(given)]
+    [[(1, 2), (1, 1, 3, 4)], [(1, 2), (1, 1, 3, 4)]]
+    """
+    rows = _tokens(inputs).shape[0]
+    for row in range(rows):
+        yield {
+            name: value[row : row + 1] if getattr(value, "ndim", 0) and value.shape[0] == rows else value
+            for name, value in inputs.items()
+        }
 
 
 def _tokens(inputs: Mapping[str, Any]) -> Any:

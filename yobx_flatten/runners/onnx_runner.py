@@ -17,7 +17,7 @@ import torch
 
 from ..errors import GenerationError, ReplayError
 from ..errors.messages import first_line
-from .one_by_one import one_by_one, takes_one_by_one
+from .one_by_one import is_refused, one_by_one, row_by_row
 from .onnx_buffers import SHARED_CACHE, BufferedCache
 from .onnx_values import from_value, to_value, value_type
 from .ports import CacheSlot, Port, cache_slots, is_present, split_cache, with_rows
@@ -57,8 +57,8 @@ class OnnxRunner:
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run one call; see :meth:`.runner.Runner.run`."""
-        if self.shared and takes_one_by_one(inputs):
-            return self._one_by_one(inputs)
+        if self.refuses(inputs):
+            return self.run_in_parts(inputs)
         values = {name: to_value(name, kind, inputs[name]) for name, kind in self._kinds.items()}
         try:
             found = self._call_with_text(values) if self._has_text else self._call(values)
@@ -66,9 +66,26 @@ class OnnxRunner:
         except Exception as error:  # onnxruntime has no base class for its errors
             raise ReplayError(f"onnxruntime fails on the inputs of the case: {first_line(error)}") from error
 
-    def _one_by_one(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        calls, found = [], dict(inputs)
-        for feeds in one_by_one({name: inputs[name] for name in self.ports}):
+    def refuses(self, inputs: Mapping[str, Any]) -> bool:
+        """Return whether the file refuses a call: several tokens of several rows after others.
+
+        Args:
+            inputs: the inputs that are not the cache, or all of them.
+        """
+        return bool(self.shared) and is_refused(inputs)
+
+    def run_in_parts(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Run a call that the file :meth:`refuses` as several: row by row, or token by token where rows are fixed.
+
+        Args:
+            inputs: see :meth:`run`.
+        """
+        given = {name: inputs[name] for name in self.ports}
+        if all(port.shape[0] is None for port in self.ports.values() if port.shape):
+            rows = [self.run(feeds) for feeds in row_by_row(given)]
+            return {name: torch.cat([row[name] for row in rows]) for name in self.outputs}
+        calls, found = [], dict(given)
+        for feeds in one_by_one(given):
             past = {slot.port.name: found.get(slot.present, found[slot.port.name]) for slot in self.slots}
             found = {**past, **self.run({**feeds, **past})}
             calls.append({name: found[name] for name in self.outputs if not is_present(name)})
@@ -90,7 +107,7 @@ class OnnxRunner:
         self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Run one call of a loop; see :meth:`.runner.Runner.step`."""
-        if self.shared and takes_one_by_one(feeds):
+        if self.refuses(feeds):
             calls = []
             for given in one_by_one(feeds):
                 outputs, cache = self.step(given, cache)

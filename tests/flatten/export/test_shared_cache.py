@@ -78,8 +78,8 @@ def test_a_cache_of_another_file_is_taken_over(llama):
 
 
 @pytest.mark.parametrize("form", ["run", "step"])
-def test_several_tokens_of_several_rows_after_others_are_read_one_by_one(llama, form):
-    """The operator refuses such a call, which the runner makes token by token; scores and cache are the model's."""
+def test_several_tokens_of_several_rows_after_others_are_read_in_several_calls(llama, form):
+    """The operator refuses such a call: it is made row by row, in a loop token by token. The numbers are the same."""
     model, path, _ = llama
     runner = open_runner(path)
     inputs = decode_inputs(model, DecodeSizes(batch=3, past=5, new=4, padding=2))

@@ -23,12 +23,13 @@ NEEDS_test := --editable '.[all]' --group test
 NEEDS_lint := --group lint
 NEEDS_types := --editable . --group types
 NEEDS_docs := --editable '.[all]' --group docs
+NEEDS_executorch := --editable '.[all,executorch]' --group test
 NEEDS_matrix := --editable '.[transformers,onnx,cli]'
 NEEDS_notebooks := --editable '.[all]' --group notebooks
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test compat kills lint format types doctest docs notebooks bench matrix cut-matrix genai runtimes clean distclean
+.PHONY: help demo test executorch compat kills lint format types doctest docs notebooks bench matrix cut-matrix genai runtimes clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +41,11 @@ demo: $(VENV)/.has-demo  ## export models with their caches, train one through a
 
 test: $(VENV)/.has-test  ## run the tests, a process per core (PYTEST_ARGS="-k cache" and the like are passed on, WORKERS=0: one process)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 $(PYTEST_ARGS)
+
+executorch:  ## run the tests of ExecuTorch, in .venv-executorch: it brings torchao, which other tests do not expect
+	@$(MAKE) VENV=.venv-executorch .venv-executorch/.has-executorch
+	.venv-executorch/bin/python -m pytest -k executorch $(PYTEST_ARGS) tests/flatten/runners \
+		tests/flatten/export/test_runtimes.py tests/flatten/model_folder/test_targets.py
 
 compat:  ## run the tests of caches and of the Trainer also with older transformers (VERSIONS="4.56.2 5.23.0" for some of them)
 	@PYTHON="$(PYTHON)" .ci/compat "$(VERSIONS)" $(COMPAT_TESTS) $(PYTEST_ARGS)
@@ -98,7 +104,7 @@ genai: $(VENV)/.has-test  ## export decoders and open them with onnxruntime-gena
 	$(BIN)/python -m matrix.genai $(MATRIX_ARGS)
 	$(BIN)/python -m matrix.genai --page docs/genai.md
 
-# ExecuTorch, where it is to be among them, is installed into .venv by hand: it brings torchao (docs/dev/decisions.md).
+# All columns are there where ExecuTorch is: make executorch, then .venv-executorch/bin/python -m matrix.runtimes
 runtimes: $(VENV)/.has-test  ## export models for every runtime and prove them there (MATRIX_ARGS="--only llama")
 	$(BIN)/python -m matrix.runtimes $(MATRIX_ARGS)
 	$(BIN)/python -m matrix.runtimes --page docs/runtimes.md
@@ -108,7 +114,7 @@ clean:  ## remove what the targets built, but not the virtual environment
 	find yobx_flatten roundpipe_runtime matrix tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the virtual environments too
-	rm -rf $(VENV) .venv-compat-*
+	rm -rf $(VENV) .venv-compat-* .venv-executorch
 
 # `--group` needs a newer pip than Python brings; its version comes from constraints.txt too.
 $(VENV)/.has-pip: pyproject.toml constraints.txt

@@ -17,7 +17,7 @@ from ..errors.messages import first_line
 from ..huggingface.cases import CACHE_NAMES
 from ..huggingface.sliding_decoder import SlidingDecoder
 from ..runners.onnx_runner import OnnxRunner
-from ..runners.onnx_session import has_mapped_weights, open_session, session_options
+from ..runners.onnx_session import has_mapped_weights, mapped_options, open_session
 from .example import Example
 from .replay import Case, CaseResult, following, replay
 from .report import ExportReport
@@ -48,7 +48,8 @@ def replay_file(
     module = example.module
     try:
         with report.timed("load"):
-            options = session_options(pack=not has_mapped_weights(path))  # the module is also in memory
+            # the module can also be in memory
+            options = mapped_options(path) if has_mapped_weights(path) else None
             session = open_session(path, caller="export_onnx", options=options)
             runner = OnnxRunner(session, path.name)
     except ReplayError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import GenerationError
 from ..runners.onnx_runner import OnnxRunner
-from ..runners.onnx_session import open_session, require_onnxruntime, session_options
+from ..runners.onnx_session import mapped_options, open_session, require_onnxruntime, session_options
 from .generator import Generator, Parts
 from .layout import find_parts
 from .settings import GenerationSettings, read_settings
@@ -64,9 +64,9 @@ class OnnxGenerator(Generator):
         path = pathlib.Path(model)
         found = find_parts(path, ".onnx", prefill)
         require_onnxruntime("OnnxGenerator")
-        options = session_options(threads=threads, pack=pack)
 
         def runner(file: pathlib.Path) -> OnnxRunner:
+            options = session_options(threads=threads) if pack else mapped_options(file, threads=threads)
             session = open_session(file, caller="OnnxGenerator", options=options, failure=GenerationError)
             return OnnxRunner(session, file.name)
 

@@ -16,7 +16,7 @@ from ..errors import FlattenError, ForeignFileError, ReplayError
 from ..errors.messages import first_line, table
 from ..export.quality import Quality
 from ..generate.runtime_generator import generator_for
-from ..runners.onnx_session import has_mapped_weights, session_options
+from ..runners.onnx_session import has_mapped_weights, mapped_options
 from ..runners.open import open_runner
 from ..runners.runner import Runner
 from ..storage.cases import StoredCase, load_case
@@ -206,7 +206,7 @@ class _Opened:
             self._name, self._runner = name, None  # a large file is closed before the next is opened
             if name:
                 path = self._folder / name
-                options = {"options": session_options(pack=False)} if self._maps(name) else {}
+                options = {"options": mapped_options(path)} if self._maps(name) else {}
                 self._runner = open_runner(path, **self._how, **options)
         return self._runner
 

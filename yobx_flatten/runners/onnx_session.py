@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from ..errors import FlattenError, ReplayError
 from ..errors.dependencies import require
 from ..errors.messages import first_line
 
-__all__ = ["has_mapped_weights", "open_session", "require_onnxruntime", "session_options"]
+__all__ = ["has_mapped_weights", "mapped_options", "open_session", "require_onnxruntime", "session_options"]
 
 
 def require_onnxruntime(caller: str) -> Any:
@@ -60,6 +61,40 @@ def session_options(*, threads: int | None = None, pack: bool = True) -> Any:
     if not pack:
         options.add_session_config_entry("session.disable_prepacking", "1")
     return options
+
+
+def mapped_options(path: str | os.PathLike[str], *, threads: int | None = None) -> Any:
+    """Make the options of a session that leaves the weights in their file, as far as it can.
+
+    onnxruntime multiplies in single precision on the CPU. Weights of half precision are converted when the file is
+    loaded, and take twice their size in memory. Where that is more than there is, each is converted when it is
+    multiplied with, at every call.
+
+    Args:
+        path: the ONNX file.
+        threads: number of threads that one operator can use; ``None`` for onnxruntime's own choice.
+
+    Returns:
+        An ``onnxruntime.SessionOptions``.
+    """
+    import onnxruntime
+    import psutil
+
+    options = session_options(threads=threads, pack=False)
+    if has_mapped_weights(path) and 2 * _half_precision(path) > psutil.virtual_memory().available:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it folds conversions
+        options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED  # else all of them come first
+        options.enable_cpu_mem_arena = False
+    return options
+
+
+def _half_precision(path: str | os.PathLike[str]) -> int:
+    """How many bytes the weights of half precision take."""
+    import onnx
+
+    model: Any = onnx.load(os.fspath(path), load_external_data=False)
+    half = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+    return sum(2 * math.prod(tensor.dims) for tensor in model.graph.initializer if tensor.data_type in half)
 
 
 def open_session(

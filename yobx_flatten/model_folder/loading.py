@@ -32,12 +32,31 @@ class OpenedModel:
         folder: what it is from; ``None`` where there is none.
         is_streamed: whether the weights of a layer are read when it is called.
         remarks: notes for the report.
+        found: what a streamed model was opened from; ``None`` for others.
     """
 
     model: Any
     folder: pathlib.Path | None = None
     is_streamed: bool = False
     remarks: tuple[str, ...] = ()
+    found: FoundModel | None = None
+
+    def as_a_whole(self, reason: str) -> OpenedModel:
+        """Return a streamed model loaded as a whole.
+
+        Args:
+            reason: why, for the report.
+
+        Raises:
+            NoRoomError: when its weights would fill the memory.
+        """
+        assert self.found is not None
+        assert self.folder is not None
+        dtype, checkpoint = self.model.dtype, open_checkpoint(self.folder)
+        assert checkpoint is not None
+        remarks = (f"the model is loaded as a whole: {reason}.",)
+        _check_memory(self.found, checkpoint, dtype, memory_available(), remarks)
+        return OpenedModel(self.found.load(dtype=str(dtype).removeprefix("torch.")), self.folder, remarks=remarks)
 
 
 def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) -> OpenedModel:
@@ -71,9 +90,9 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
         try:
             model = streamed_model(found.config, found.folder, checkpoint, wanted)
             shown = f"weights of {format_bytes(size)} were read from {found.name} one by one, for each call of a layer."
-            return OpenedModel(model, found.folder, True, (shown,))
+            return OpenedModel(model, found.folder, True, (shown,), found)
         except NotStreamableError as reason:
-            remarks = (f"the model was loaded as a whole: {reason}.",)
+            remarks = (f"the model is loaded as a whole: {reason}.",)
     _check_memory(found, checkpoint, wanted, free, remarks)
     return OpenedModel(found.load(dtype=dtype), found.folder, remarks=remarks)
 

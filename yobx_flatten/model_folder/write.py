@@ -183,15 +183,25 @@ def export_folder(
     quantization = choose_quantization(quantize, model, "export_folder")
     if optimize not in (None, "onnxruntime") or (optimize is not None and form != "onnx"):
         raise InvalidArgumentError(f'optimize must be None, or "onnxruntime" for to="onnx"; found {optimize!r}.')
-    check_room(model, place, in_memory=0 if proof == "none" else 1, quantization=quantization, proof=proof)
+    room: dict[str, Any] = {"in_memory": 0 if proof == "none" else 1, "quantization": quantization, "proof": proof}
+    check_room(model, place, **room)
     if form == "onnx":
         check_opset(opset_version)
     if logits == "last" and quantization is not None and quantization.tokens is not None:
         raise InvalidArgumentError('A text is scored at all of its positions: leave tokens= out with logits="last".')
     cut: dict[str, Any] = {"logits": logits, "proof": proof if largest is None else "full"}
     started = ExportReport(type(model).__qualname__)
+    whole_cache = optimize is not None
     with started.timed("inputs"):
-        task, pieces = pieces_for(model, task, batch, whole_cache=optimize is not None, **cut)
+        try:
+            task, pieces = pieces_for(model, task, batch, whole_cache=whole_cache, **cut)
+        except RuntimeError as error:
+            if not opened.is_streamed or "meta" not in str(error):
+                raise
+            opened = opened.as_a_whole("a weight is read where its layer is not called")
+            model = opened.model
+            check_room(model, place, **room)
+            task, pieces = pieces_for(model, task, batch, whole_cache=whole_cache, **cut)
     if quantization is not None and quantization.tokens is None and task == "text-generation" and logits == "all":
         rows = (8 if proof == "full" else 2) if batch is None else batch
         tokens = python_text(model, None if source is None else pathlib.Path(source), rows)

@@ -139,3 +139,15 @@ def test_a_streamed_folder_is_the_one_of_the_loaded_model(copied, tmp_path, monk
     assert done.verified.ok
     assert [case.runtime for case in report.cases] == ["onnxruntime", "onnxruntime"]
     assert any("were read from" in remark for remark in report.remarks)
+
+
+def test_a_model_that_reads_a_weight_elsewhere_is_loaded_as_a_whole(copied, monkeypatch):
+    """Its first call shows it; what has to be loaded then is checked against the memory again."""
+    streamed = open_model(find_model(str(copied)), dtype="float32", weights="stream", to="onnx")
+    whole = streamed.as_a_whole("a weight is read where its layer is not called")
+    assert not whole.is_streamed
+    assert not any(parameter.is_meta for parameter in whole.model.parameters())
+    half = open_model(find_model(str(copied)), dtype="float16", weights="stream", to="onnx")
+    monkeypatch.setattr(loading, "memory_available", lambda: 1000)
+    with pytest.raises(NoRoomError, match=r"The model is loaded as a whole: a weight is read where"):
+        half.as_a_whole("a weight is read where its layer is not called")

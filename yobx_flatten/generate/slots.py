@@ -11,9 +11,9 @@ from ..runners.ports import CacheSlot, Port
 
 __all__ = ["check_ports", "empty_cache"]
 
-# Leaves of which nothing, or zeros, is what a cache holds before the first token; others (the states of linear
-# attention) have no such value.
-_EMPTY_AT_FIRST = {"key", "value", "length", "position"}
+# Leaves of which nothing, or zeros, is what a cache holds before the first token. A convolution sees zeros in front of
+# the first token, and a recurrence starts from zero.
+_EMPTY_AT_FIRST = {"key", "value", "length", "position", "conv_states", "recurrent_states"}
 
 
 def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tensor]:
@@ -32,7 +32,8 @@ def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tenso
     made = {}
     for slot in slots:
         name, shape, dtype = slot.port
-        if name.rpartition(".")[2] not in _EMPTY_AT_FIRST:
+        part = name.rstrip("0123456789").rstrip(".").rpartition(".")[2]  # a layer can have several states
+        if part not in _EMPTY_AT_FIRST:
             raise GenerationError(
                 f"{name} has no value before the first token: this file goes on generating, and cannot begin. Name a "
                 "file without a cache among its inputs for the first call:\n"

@@ -24,6 +24,7 @@ from ..export.replay import Case
 from ..huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
 from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes, keeps_all, slides
 from ..huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
+from ..huggingface.state_decoder import StateDecoder
 from ..recipe.aliases import TransformersModel
 from ..trees.shapes import dynamic_shapes
 
@@ -86,6 +87,7 @@ def decoder_pieces(
         GenerationError: when the model takes no ``past_key_values``.
         InvalidArgumentError: when ``logits`` is unknown, or the model returns all of them always.
     """
+    model = StateDecoder(model) if StateDecoder.fits(model) else model
     takes = inspect.signature(model.forward).parameters
     names = [name for name in ("input_ids", "attention_mask", "position_ids", "past_key_values") if name in takes]
     if "past_key_values" not in names:

@@ -61,6 +61,25 @@ _SIZES: dict[str, Any] = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
+    # which layers have attention, and which have experts
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "attn_layer_indices": [1],
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    # states; heads times their size is twice the width
+    "state_size": 8,
+    "mamba_d_state": 8,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_head_dim": 16,
+    "mamba_d_ssm": 128,
+    "mamba_chunk_size": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
     # wider than for training: the tokens of an untrained model then differ from each other
     "initializer_range": 0.3,
 }
@@ -106,6 +125,8 @@ def _shrunk(config_class: Any) -> Any:
     if kinds and _may_be_set(default, "layer_types"):
         options["num_hidden_layers"] = max(2, len(kinds))
         options["layer_types"] = [kinds[index % len(kinds)] for index in range(options["num_hidden_layers"])]
+    if {"num_heads", "head_dim"} <= options.keys() and hasattr(default, "expand"):  # Mamba 2
+        options |= {"head_dim": default.expand * _SIZES["hidden_size"] // _SIZES["num_heads"], "n_groups": 1}
     for name in getattr(default, "sub_configs", {}):
         below = getattr(default, name, None)
         if below is not None:
@@ -120,7 +141,7 @@ def _shrunk(config_class: Any) -> Any:
 
 def _may_be_set(config: Any, name: str) -> bool:
     """Return whether a configuration has an entry that it does not work out from others."""
-    found = getattr(type(config), name, None)
+    found = getattr(type(config), getattr(config, "attribute_map", {}).get(name, name), None)
     return hasattr(config, name) and not (isinstance(found, property) and found.fset is None)
 
 

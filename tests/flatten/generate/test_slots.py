@@ -26,11 +26,22 @@ def test_an_empty_cache_has_rows_and_no_tokens():
     assert made[LENGTH.name].tolist() == 0
 
 
-def test_states_of_linear_attention_have_no_empty_value():
+def test_states_of_linear_attention_begin_as_zeros():
+    """A layer can have several of each, which are numbered."""
+    states = [
+        Port(f"past_key_values.0.{part}.1", (None, 4, 8), torch.float16) for part in ("conv_states", "recurrent_states")
+    ]
+    made = empty_cache(cache_slots(states), 2)
+    assert [(value.shape, value.dtype, float(value.abs().sum())) for value in made.values()] == [
+        ((2, 4, 8), torch.float16, 0.0)
+    ] * 2
+
+
+def test_a_leaf_without_an_empty_value_is_refused():
     """The message says what to pass."""
-    state = Port("past_key_values.0.conv_states", (None, 4, 8), torch.float32)
-    with pytest.raises(GenerationError, match=r"conv_states has no value before the first token(.|\n)*prefill="):
-        empty_cache(cache_slots([state]), 1)
+    other = Port("past_key_values.0.memory", (None, 4, 8), torch.float32)
+    with pytest.raises(GenerationError, match=r"memory has no value before the first token(.|\n)*prefill="):
+        empty_cache(cache_slots([other]), 1)
 
 
 def test_a_fixed_number_of_rows_is_kept():

@@ -60,7 +60,7 @@ def test_a_model_of_images_is_one_file(tmp_path):
     ("name", "words"),
     [
         ("speech_to_text", "reads sound in another form than Whisper: its configuration has no num_mel_bins"),
-        ("mamba", "takes no past_key_values"),
+        ("xlstm", "takes no past_key_values"),
     ],
 )
 def test_a_model_that_no_folder_is_known_for_is_refused_with_the_reason(name, words):
@@ -70,9 +70,11 @@ def test_a_model_that_no_folder_is_known_for_is_refused_with_the_reason(name, wo
 
 
 def test_a_small_model_leaves_alone_what_its_configuration_works_out():
-    """`layer_types` of Mamba, `head_dim` of Falcon: properties, which transformers logs a whole configuration for."""
+    """`layer_types` of Mamba and Bamba, `head_dim` of Falcon: transformers logs a whole configuration for them."""
     assert small_config("mamba").num_hidden_layers == 2
     assert small_config("falcon").head_dim == 16
+    assert small_config("bamba").num_hidden_layers == 2
+    assert small_config("mamba2").head_dim * small_config("mamba2").num_heads == 128  # twice the width
 
 
 def test_a_small_model_that_cannot_be_made_is_refused_in_one_line():

@@ -5,12 +5,13 @@ was written for. Inside the context manager another one is registered than outsi
 recognised, of a cache with n layers::
 
     [keys 0, values 0, keys 1, ...]                     2n entries: the counter of sliding layers is missing
+    [keys 0, values 0, ..., Dim.AUTO]                   ours of earlier versions, in which that is an integer
     [[keys 0, ...], [values 0, ...]]                    transformers' executorch registration; also as a dict
     [entry of each tensor, by its attributes]           transformers' exporters of 5.16 and 5.17
-    ShapesCollection                                    entries by tensor; a counter is not a tensor
+    ShapesCollection                                    entries by tensor; the counter has none
 
-The entries go to the tensors they were meant for. The number of tokens seen, where it is a leaf, varies if any axis of
-the cache does. What is not recognised is left as it is: torch reports what is wrong with it.
+The entries go to the tensors they were meant for. The number of tokens seen has no axes; where it is an integer, it
+varies if any axis of the cache does. What is not recognised is left as it is: torch reports what is wrong with it.
 """
 
 from __future__ import annotations
@@ -86,33 +87,48 @@ class _Adapting:
         if isinstance(shapes, (list, tuple)):
             if len(shapes) == len(children) and all(map(_fits, children, shapes)):
                 return self.counted(children, [self.adapt(*pair) for pair in zip(children, shapes, strict=True)])
-            if len(shapes) == len(children) - 1 and type(children[-1]) is int and all(map(_fits, children, shapes)):
-                return [*shapes, Dim.AUTO if any(map(_varies, shapes)) else None]
+            if len(shapes) == len(children) - 1 and _counts(children[-1]) and all(map(_fits, children, shapes)):
+                return [*shapes, _entry_of_count(children[-1], any(map(_varies, shapes)))]
         by_tensor = _by_parts(cache, shapes) or _by_attributes(cache, shapes)
         return shapes if by_tensor is None else self.written(children, by_tensor)
 
     def counted(self, children: list[Any], entries: list[Any]) -> list[Any]:
-        if self.by_tensor and any(map(_varies, entries)):
-            pairs = zip(children, entries, strict=True)
-            return [Dim.AUTO if entry is None and type(child) is int else entry for child, entry in pairs]
-        return entries
+        varies = self.by_tensor and any(map(_varies, entries))
+        pairs = zip(children, entries, strict=True)
+        return [
+            _entry_of_count(child, varies) if _counts(child) and (entry is None or _is_tensor(child)) else entry
+            for child, entry in pairs
+        ]
 
     def written(self, children: list[Any], by_tensor: dict[int, Any]) -> list[Any]:
         """Write the entries of children, each where its tensor stands."""
-        counter = Dim.AUTO if any(map(_varies, by_tensor.values())) else None
+        varies = any(map(_varies, by_tensor.values()))
         entries: list[Any] = []
         for child in children:
             recipe = self.recipe_of(type(child))
             if recipe is not None:
                 entries.append(self.written(recipe.flatten(child)[0], by_tensor))
             else:
-                entries.append(counter if type(child) is int else by_tensor.get(id(child)))
+                entries.append(_entry_of_count(child, varies) if _counts(child) else by_tensor.get(id(child)))
         return entries
+
+
+def _counts(child: Any) -> bool:
+    """Return whether a child is a number of tokens: a tensor without axes, or an integer."""
+    return type(child) is int or _is_tensor(child)
+
+
+def _is_tensor(child: Any) -> bool:
+    return isinstance(child, torch.Tensor) and child.dim() == 0
+
+
+def _entry_of_count(child: Any, varies: bool) -> Any:
+    return Dim.AUTO if varies and type(child) is int else None
 
 
 def _fits(child: Any, entry: Any) -> bool:
     """Return whether an entry can be that of a child."""
-    if entry is None:
+    if entry is None or (_is_tensor(child) and not _is_container(entry)):  # earlier versions count in an integer
         return True
     if isinstance(child, torch.Tensor):
         if isinstance(entry, dict):

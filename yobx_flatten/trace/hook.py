@@ -40,6 +40,8 @@ from ..registry.patches import AttributePatch, ImportedPatch
 from .adapted_shapes import adapted_shapes
 from .compiled_packages import called_contiguous, remembering_strides
 from .ignored_inputs import refusal_of_ignored_inputs
+from .integer_inputs import with_integers
+from .needless_assertions import without_needless_assertions
 from .onnx_operators import TRANSLATIONS, Translation, add_translation
 from .onnx_registry import filled_registry
 from .type_promotion import without_running
@@ -190,7 +192,7 @@ class ExportHook:
                 for support in supports:
                     args, kwargs = support.prepare(args), support.prepare(kwargs)
                     stack.enter_context(support.traceable())
-                return original(mod, args, kwargs, dynamic_shapes, *more, **options)
+                return without_needless_assertions(original(mod, args, kwargs, dynamic_shapes, *more, **options))
 
         return _export
 
@@ -325,6 +327,9 @@ class _RememberingProgram(ExportedProgram):
         refuse = refusal_of_ignored_inputs(self)
         if refuse is not None:
             module.register_forward_pre_hook(refuse, prepend=True, with_kwargs=True)
+        integers = with_integers(self)
+        if integers is not None:
+            module.register_forward_pre_hook(integers, prepend=True, with_kwargs=True)
         if classes:
             module.register_forward_pre_hook(functools.partial(_require_before_call, classes), prepend=True)
         return module

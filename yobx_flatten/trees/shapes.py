@@ -68,8 +68,8 @@ def make_dynamic_shapes_kv_cache(cache: Any, shape_of_one: Any) -> list[Any]:
         shape_of_one: the specification of every key and value tensor, ``{0: "batch", 2: "length"}``.
 
     Returns:
-        One entry per leaf: ``shape_of_one`` for keys and values, ``Dim.AUTO`` for an integer counter, ``None`` for a
-        tensor that counts. An ``EncoderDecoderCache`` gives two such lists.
+        One entry per leaf: ``shape_of_one`` for keys and values, ``None`` for a tensor that counts, ``Dim.AUTO`` for
+        an integer that does. An ``EncoderDecoderCache`` gives two such lists.
 
     Raises:
         DynamicShapesError: when ``cache`` is not a cache.
@@ -258,6 +258,8 @@ def _check_leaf(obj: Any, shapes: Any, path: _Path) -> None:
         return
     if isinstance(shapes, Mapping):
         entries = dict(shapes)
+    elif obj.dim() == 0 and _is_dim(shapes):  # a count of a cache, which earlier versions flattened to an integer
+        return
     elif isinstance(shapes, (list, tuple)):
         if len(shapes) != obj.dim():
             raise _misfit(path, f"one entry for each of the {obj.dim()} axes of shape {tuple(obj.shape)}", shapes)

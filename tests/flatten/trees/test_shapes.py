@@ -38,10 +38,10 @@ def test_plain_inputs_vary_along_every_axis_and_numbers_do_not():
 
 
 def test_a_cache_varies_in_batch_and_length_only():
-    """Heads and head size of keys and values stay as they are; the counter of a cache without full layers varies."""
+    """Heads and head size of keys and values stay as they are; the count of a cache without full layers has no axes."""
     keys = {0: AUTO, 2: AUTO}
     assert dynamic_shapes({"c": start("gemma3").cache}) == {"c": [keys] * 6}
-    assert dynamic_shapes({"c": start("mistral").cache}) == {"c": [*[keys] * 4, AUTO]}
+    assert dynamic_shapes({"c": start("mistral").cache}) == {"c": [*[keys] * 4, {}]}
 
 
 def test_a_static_cache_varies_in_batch_only():
@@ -92,7 +92,7 @@ def test_one_shape_for_all_keys_and_values():
     """The peers' helper: keys and values get the given shape, a counter its own."""
     one = {0: "batch", 2: "length"}
     assert make_dynamic_shapes_kv_cache(start("llama").cache, one) == [one] * 4
-    assert make_dynamic_shapes_kv_cache(start("mistral").cache, one) == [*[one] * 4, AUTO]
+    assert make_dynamic_shapes_kv_cache(start("mistral").cache, one) == [*[one] * 4, None]
     static = make_dynamic_shapes_kv_cache(start("llama", static=True).cache, {0: "b"})
     assert static == [{0: "b"}, {0: "b"}, *([None] if HAS_POSITION else [])] * 2
     assert make_dynamic_shapes_kv_cache(start("bart").cache, one) == [[one] * 4, [one] * 4]

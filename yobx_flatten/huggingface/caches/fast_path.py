@@ -23,6 +23,7 @@ from ...errors import StaticDataError
 from ...recipe.codegen import builtin_base
 from .layer_code import filler, reader
 from .layers import PLACEHOLDERS
+from .length import length_leaf
 from .state import Template, follow_state, leaf_paths, leaf_types, read_state
 
 __all__ = [
@@ -64,6 +65,7 @@ class _Reading(NamedTuple):
     order: Pick | None  # leaves as the functions find them -> leaves of the cache
     names: list[str]
     full: int | None  # the leaf that holds every token
+    slides: bool  # where there is none: what the layers counted is a tensor among the leaves
 
 
 _READINGS: dict[tuple[Any, ...], tuple[_Reading, ...]] = {}
@@ -84,7 +86,7 @@ def read_as_before(layers: list[Any], plain: bool) -> tuple[list[Any], list[str]
 
 def _read(reading: _Reading, layers: list[Any]) -> list[Any] | None:
     leaves: list[Any] = []
-    lengths: list[int] = []
+    lengths: list[Any] = []
     try:
         for read, pick in reading.parts:
             if not read(pick(layers), leaves, lengths):
@@ -93,17 +95,22 @@ def _read(reading: _Reading, layers: list[Any]) -> list[Any] | None:
         return None
     if reading.order is not None:
         leaves = list(reading.order(leaves))
-    if lengths:
+    if torch.Tensor in map(type, lengths):  # in a trace, where each layer adds for itself, and none can be compared
+        if reading.full is None:
+            leaves.append(next(length for length in lengths if type(length) is torch.Tensor))
+    elif lengths:
         if lengths.count(lengths[0]) != len(lengths) or not lengths[0]:
             return None  # to be reported, or made by hand
         if reading.full is None:
-            leaves.append(lengths[0])
+            leaves.append(length_leaf(lengths[0]) if reading.slides else lengths[0])
         elif key_count(leaves[reading.full]) != lengths[0]:
             return None
     return leaves
 
 
-def learn(layers: list[Any], plain: bool, reads: list[LayerRead], names: list[str], full: int | None) -> None:
+def learn(
+    layers: list[Any], plain: bool, reads: list[LayerRead], names: list[str], full: int | None, slides: bool
+) -> None:
     """Keep how layers were read.
 
     Args:
@@ -112,13 +119,14 @@ def learn(layers: list[Any], plain: bool, reads: list[LayerRead], names: list[st
         reads: how each of them was.
         names: the names of their leaves.
         full: the leaf that holds every token; ``None`` if there is none.
+        slides: whether the layers that count are of those that slide.
     """
     groups = _grouped([read[:3] for read in reads])
     parts = [(reader(*read), _pick(indices)) for read, indices in groups.items()]
     order = _order_of_leaves([read.leaf_count for read in reads], groups.values())
     classes = (plain, *map(type, layers))
     kept = _READINGS.get(classes, ())
-    _READINGS[classes] = (_Reading(parts, order, names, full), *kept[: _KEPT_READINGS - 1])
+    _READINGS[classes] = (_Reading(parts, order, names, full, slides), *kept[: _KEPT_READINGS - 1])
 
 
 def _order_of_leaves(counts: list[int], groups: Iterable[list[int]]) -> Pick | None:

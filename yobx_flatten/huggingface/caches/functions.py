@@ -8,7 +8,7 @@ Nothing that depends on the tokens seen is static, so one exported program serve
 sliding layers comes from:
 
 * a full layer of the same cache holds every token: its number of keys *is* the length, and no leaf is needed;
-* otherwise one integer leaf, ``length``, stands at the end.
+* otherwise one leaf, ``length``, stands at the end: a tensor without axes (see :mod:`.length`).
 """
 
 from __future__ import annotations

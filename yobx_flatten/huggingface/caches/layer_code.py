@@ -212,10 +212,11 @@ class _Reader:
             self._check(f"type({value}) is not int")
             self.leaves.append(value)
         elif kind == "length":
-            self._check(f"type({value}) is not int")
+            self._check(f"type({value}) is not int and type({value}) is not Tensor")
             if leaf_types(self.template):  # an object that holds nothing yet has seen nothing
                 self.known.add("length")
-                self.body.append(f"if {value} != length: lengths.append(length := {value})")
+                differs = f"{value} is not length and (type({value}) is Tensor or {value} != length)"
+                self.body.append(f"if {differs}: lengths.append(length := {value})")
         elif kind == "same":
             self._check(f"{value} is not {self.leaves[rest[0]]}")
         elif kind == "dict":

@@ -14,9 +14,10 @@ letter    class                        leaves                   counter         
 
 Every other class is flattened by its attributes: the letters are those of :data:`OTHER_LETTERS`, or the class's name.
 
-``position`` is a tensor that the layer itself counts with. ``length`` is a Python integer; sliding layers keep fewer
-keys than they have seen tokens, and positions are wrong without it. It is one value for the whole cache: see
-:mod:`.functions` for where it comes from. What differs between versions of transformers is here.
+``position`` is a tensor that the layer itself counts with. ``length`` is an integer in the layer and a tensor among the
+leaves: sliding layers keep fewer keys than they have seen tokens, and positions are wrong without it. It is one value
+for the whole cache: see :mod:`.functions` for where it comes from. What differs between versions of transformers is
+here.
 """
 
 from __future__ import annotations

@@ -18,9 +18,19 @@ from ...errors import CacheStructureError, SpecMismatchError
 from ...recipe.static_codec import locate
 from .fast_path import Builders, LayerBuild, LayerRead, is_rule, key_count, learn, read_as_before
 from .layers import PLACEHOLDERS, LayerKind, code_of, kind_of, kind_of_code, make_window_tensor, remember
-from .state import Template, build_state, follow_state, leaf_paths, read_state
+from .length import length_leaf, length_of
+from .length import slides as layer_slides
+from .state import LENGTHS, Template, build_state, follow_state, leaf_paths, read_state
 
-__all__ = ["LENGTH", "flatten_layers", "holds_full_only", "is_leaf_name", "rebuild_by_attributes", "unflatten_layers"]
+__all__ = [
+    "LENGTH",
+    "flatten_layers",
+    "hold_length_leaf",
+    "holds_full_only",
+    "is_leaf_name",
+    "rebuild_by_attributes",
+    "unflatten_layers",
+]
 
 LENGTH = "length"
 _UNSET: Any = object()  # not None, which may stand for any leaf
@@ -45,7 +55,7 @@ def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[s
         return found
     reading = _read(layers, plain)
     if reading.reads is not None:
-        learn(layers, plain, reading.reads, reading.names.copy(), reading.full)
+        learn(layers, plain, reading.reads, reading.names.copy(), reading.full, reading.slides)
     return reading.values, reading.names
 
 
@@ -69,16 +79,36 @@ def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
         raise SpecMismatchError(
             f"A cache with the leaves {names} was given {len(values)} values instead of {plan.leaf_count}."
         )
-    length = 0
+    length: Any = 0
+    counted: Any = None
     if plan.counter is not None:
-        length = values[plan.counter]
-        if not plan.counts_itself:  # it is the keys of a full layer, which hold every token
-            length = key_count(length) if isinstance(length, torch.Tensor) else 0
+        counted = values[plan.counter]
+        if plan.counts_itself:
+            length = length_of(counted)
+        else:  # the keys of a full layer, which hold every token
+            length = key_count(counted) if isinstance(counted, torch.Tensor) else 0
     layers = plan.quick(values, length)
     if layers is None:
+        if plan.counts_itself and not all(isinstance(value, torch.Tensor) for value in values):
+            length = counted  # among placeholders it is one, whatever it looks like
         leaves = iter(values)
         layers = [rebuild(leaves, length) for rebuild in plan.rebuilds]
     return layers
+
+
+def hold_length_leaf(layers: list[Any]) -> None:
+    """Have layers that slide hold the leaf that they count in, as in a trace: the same tensor at each flattening.
+
+    Args:
+        layers: of one cache, which is changed.
+    """
+    values, names = flatten_layers(layers, plain=True)
+    if names[-1:] != [LENGTH] or not isinstance(values[-1], torch.Tensor):
+        return
+    for layer in layers:
+        held = vars(layer)
+        if held.get("keys") is not None:
+            held.update(dict.fromkeys((name for name in LENGTHS if type(held.get(name)) is int), values[-1]))
 
 
 def holds_full_only(names: list[str]) -> bool:
@@ -95,6 +125,7 @@ class _ReadLayers(NamedTuple):
     values: list[Any]
     names: list[str]
     full: int | None  # the leaf that holds every token
+    slides: bool  # all that counted are layers that slide
     reads: list[LayerRead] | None  # how each was read; None where that is not a rule for others
 
 
@@ -103,6 +134,7 @@ def _read(layers: list[Any], plain: bool) -> _ReadLayers:
     names: list[str] = []
     reads: list[LayerRead] = []
     full: int | None = None  # keys of the first filled DynamicLayer, which hold every token
+    slides = real = True
     seen: Any = _UNSET  # what the layers counted that do not hold every token
     first = ("", "")  # the first of them
     uncounted: list[tuple[int, str, str]] = []  # the keys of those that hold some and counted none
@@ -116,6 +148,8 @@ def _read(layers: list[Any], plain: bool) -> _ReadLayers:
             if kind.letter == "D" and full is None and len(values) > count:
                 full = count
         attributes = tuple(vars(layer)) if kind is None else None
+        slides = slides and (not lengths or layer_slides(type(layer)))
+        real = real and PLACEHOLDERS not in vars(layer)
         reads.append(LayerRead(type(layer), attributes, template, len(values) - count))
         for length in lengths:
             held = _held_uncounted(layer, length)
@@ -130,7 +164,7 @@ def _read(layers: list[Any], plain: bool) -> _ReadLayers:
         not read.leaf_count and kind is not None and not kind.has_flag
         for read, kind in zip(reads, map(kind_of, map(type, layers)), strict=True)
     )
-    rule = reads if is_rule(values) and not unsure and not uncounted else None
+    rule = reads if is_rule(values) and real and not unsure and not uncounted else None
     if uncounted:
         whole = values[full] if full is not None else None
         if seen is _UNSET:
@@ -140,13 +174,13 @@ def _read(layers: list[Any], plain: bool) -> _ReadLayers:
                 _check_agreement(seen, 0, place, code)
     if seen is not _UNSET:
         if full is None:
-            values.append(seen)
+            values.append(length_leaf(seen) if slides and real else seen)
             names.append(LENGTH)
         elif isinstance(values[full], torch.Tensor):
             _check_agreement(key_count(values[full]), seen, *first)
     if plain and len(values) == 2 * len(layers) and all(_is_full(name) for name in names):
         names = list(_plain_names(len(layers)))
-    return _ReadLayers(values, names, full, rule)
+    return _ReadLayers(values, names, full, slides, rule)
 
 
 def _read_row(

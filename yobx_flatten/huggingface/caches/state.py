@@ -85,13 +85,18 @@ def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Templat
         template[name] = []  # in its place
         if follows_leaf(name, value):
             waiting.append((name, value))
-        elif in_cache and name in LENGTHS and not isinstance(value, torch.Tensor):
+        elif in_cache and name in LENGTHS and not _is_position(name, value, held):
             template[name] = ["length"]
         else:
             template[name] = _read(value, name, leaves)
     for name, value in waiting:
         template[name] = read_like(name, value, leaves, template)
     return template, leaves
+
+
+def _is_position(name: str, value: Any, held: dict[str, Any]) -> bool:
+    """Whether a static layer counts in a tensor of its own; in a trace, other layers also count in tensors."""
+    return isinstance(value, torch.Tensor) and name == "cumulative_length" and "max_cache_len" in held
 
 
 def _read(value: Any, name: str, leaves: list[Any]) -> list[Any]:

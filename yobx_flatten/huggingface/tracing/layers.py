@@ -5,7 +5,7 @@ arithmetic on lengths:
 
 * a sliding layer knows how many keys it kept from their shape, so ``kept + query`` keys are attended to, starting at
   position ``seen - kept``; of those it keeps the last ``window - 1``, or all if there are fewer;
-* a static sliding layer shows the last ``window - 1`` keys it has seen, the new ones, and unused slots up to its size;
+* a static sliding layer shows the last ``window - 1`` keys it has seen, the new ones, and unused slots after them;
 * an empty layer starts from a slice of its first keys, not from a new tensor: a tensor made in a trace is a constant of
   the program that ``run_decompositions`` and the ONNX exporter do not find again
   (https://github.com/pytorch/pytorch/issues/179555).
@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from ..caches.length import length_leaf
 
 __all__ = ["layer_replacements"]
 
@@ -53,31 +55,40 @@ def layer_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
 def _sliding_update(original: Any) -> Any:
     def update(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if getattr(self, "record_past", False):
-            return original(self, key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         if self.keys is None:
             _start_empty(self, key_states, value_states)
-        self.cumulative_length = self.cumulative_length + key_states.shape[-2]
+        new = key_states.shape[-2]
+        self.cumulative_length = self.cumulative_length + new
         keys = torch.cat([self.keys, key_states], dim=-2)
         values = torch.cat([self.values, value_states], dim=-2)
-        count = keys.shape[-2]
-        last = torch.arange(torch.sym_min(count, self.sliding_window - 1), device=keys.device)
-        last = last + torch.sym_max(count - self.sliding_window + 1, 0)
-        # Not keys[:, :, start:]: a slice asks whether start is 0, and whether its strides are those of a contiguous
-        # tensor. Either answer is fixed in the program, which then refuses lengths on the other side of the window.
-        self.keys, self.values = keys.index_select(2, last), values.index_select(2, last)
-        return keys, values
+        recording = getattr(self, "record_past", False)
+        last = _last(keys, self.sliding_window - 1 + (new if recording else 0))
+        some = keys.index_select(2, last), values.index_select(2, last)
+        (self.keys, self.values), found = ((keys, values), some) if recording else (some, (keys, values))
+        return found
 
     return update
+
+
+def _last(keys: Any, most: Any) -> Any:
+    """The places of the last keys, at most so many.
+
+    Not ``keys[:, :, -most:]``: a slice asks whether there are as many, and its strides whether it is all of them. The
+    answer is fixed in the program, which then refuses lengths on the other side of the window; and each pass over a
+    program asks again.
+    """
+    count = keys.shape[-2]
+    kept = torch.sym_min(count, most)
+    return torch.arange(kept, device=keys.device) + (count - kept)
 
 
 def _sliding_mask_sizes(original: Any) -> Any:
     count = _query_counter(original)
 
     def get_mask_sizes(self: Any, query: Any) -> tuple[Any, Any]:
-        if getattr(self, "record_past", False):
-            return original(self, query)  # type: ignore[no-any-return]
         kept = 0 if self.keys is None or self.keys.dim() < 2 else self.keys.shape[-2]
+        if getattr(self, "record_past", False):
+            kept = torch.sym_min(kept, self.sliding_window - 1)
         return kept + count(query), self.cumulative_length - kept
 
     return get_mask_sizes
@@ -135,7 +146,7 @@ def _without_new_tensors() -> Iterator[None]:
 # What a static sliding layer with 4 slots shows of its slots (a-d) and the new keys (x, y), and what it keeps:
 #
 #   seen  slots    new   shown        kept
-#   1     a - - -  x y   a x y -      a x y -      there is room: unused slots are shown, and masked
+#   1     a - - -  x y   a x y - -    a x y -      there is room: others are shown in addition, and masked
 #   3     a b c -  x y   a b c x y    b c x y      it becomes full
 #   9     a b c d  x y   b c d x y    c d x y      it is full; a is out of the window
 
@@ -145,20 +156,24 @@ def _static_sliding_update(original: Any) -> Any:
         if self.keys is None:
             self.lazy_initialization(*((key_states, value_states)[: _filled_from(self)]))
         counter = _counter(self)
-        size, new, seen = self.max_cache_len, key_states.shape[-2], vars(self)[counter]
-        kept, first = torch.sym_min(seen, size - 1), torch.sym_min(torch.sym_max(seen - size + 1, 0), 1)
-        shown = torch.sym_max(kept + new, size)
-        slot = torch.arange(shown, device=key_states.device)
-        slot = torch.where(slot < kept, slot + first, torch.where(slot < kept + new, slot + (size - kept), slot))
-        keys = torch.cat([self.keys, key_states], dim=-2).index_select(2, slot)
-        values = torch.cat([self.values, value_states], dim=-2).index_select(2, slot)
-        last = torch.arange(size, device=key_states.device) + (shown - size)
-        self.keys.copy_(keys.index_select(2, last))  # in place, like the original: a caller may hold these tensors
-        self.values.copy_(values.index_select(2, last))
+        size, new, seen = self.max_cache_len, key_states.shape[-2], length_leaf(vars(self)[counter])
+        keys = torch.cat([self.keys, key_states], dim=-2)
+        values = torch.cat([self.values, value_states], dim=-2)
+        filled = seen.clamp(max=size)
+
+        def chosen(slot: Any, first: Any) -> Any:
+            place = slot + first  # among the filled slots and, after them, the new keys
+            return torch.where(place < filled, place, torch.where(place < filled + new, place - filled + size, slot))
+
+        shown = chosen(torch.arange(size - 1 + new, device=keys.device), (filled - size + 1).clamp(min=0))
+        kept = chosen(torch.arange(size, device=keys.device), (filled + new - size).clamp(min=0))
+        # in place, like the original: a caller may hold these tensors
+        self.keys.copy_(keys.index_select(2, kept))
+        self.values.copy_(values.index_select(2, kept))
         vars(self)[counter] = seen + new
         if counter != "cumulative_length":  # the tensor next to the integer, which stops where the layer is full
-            self.cumulative_length.add_(new * torch.sym_min(torch.sym_max(size - seen - new + 1, 0), 1))
-        return keys, values
+            self.cumulative_length.add_((seen + new <= size) * new)
+        return keys.index_select(2, shown), values.index_select(2, shown)
 
     return update
 
@@ -168,7 +183,10 @@ def _static_sliding_mask_sizes(original: Any) -> Any:
 
     def get_mask_sizes(self: Any, query: Any) -> tuple[Any, Any]:
         size, seen = self.max_cache_len, vars(self)[_counter(self)]
-        return torch.sym_max(torch.sym_min(seen, size - 1) + count(query), size), torch.sym_max(seen - size + 1, 0)
+        first = seen - size + 1
+        return size - 1 + count(query), (
+            first.clamp(min=0) if isinstance(first, torch.Tensor) else torch.sym_max(first, 0)
+        )
 
     return get_mask_sizes
 

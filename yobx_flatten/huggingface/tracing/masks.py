@@ -1,4 +1,4 @@
-"""Attention masks that are made the same way for every length: always, padded by ``max(missing, 0)``, and broadcast."""
+"""Attention masks that are made the same way for every length: always, padded, and broadcast."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 __all__ = ["mask_replacements"]
 
@@ -29,17 +30,17 @@ def _prepare_padding_mask(original: Any) -> Any:
     def prepare_padding_mask(attention_mask: Any, kv_length: Any, kv_offset: Any, *args: Any, **kwargs: Any) -> Any:
         if attention_mask is None:
             return None
-        missing = torch.sym_max(kv_length + kv_offset - attention_mask.shape[-1], 0)
-        padded = attention_mask if type(missing) is int and missing == 0 else _pad(attention_mask, missing)
+        missing = kv_length + kv_offset - attention_mask.shape[-1]
+        if isinstance(missing, torch.Tensor) or not statically_known_true(missing <= 0):
+            # more than is missing, which no graph has to compute: a mask covers what is before the first key
+            padded = torch.nn.functional.pad(attention_mask, (0, missing if type(missing) is int else kv_length))
+        else:
+            padded = attention_mask
         if kwargs.get("_slice", "_slice" in inspect.signature(original).parameters):  # before 5.0
             return padded[:, torch.arange(kv_length, device=padded.device) + kv_offset]
         return padded
 
     return prepare_padding_mask
-
-
-def _pad(mask: Any, missing: Any) -> Any:
-    return torch.nn.functional.pad(mask, (0, missing))
 
 
 def _never_ignore_the_mask(original: Any) -> Any:

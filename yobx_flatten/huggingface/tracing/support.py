@@ -13,6 +13,7 @@ what they do not cover.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,12 +25,14 @@ from ...errors.dependencies import is_installed
 from ...registry.locking import LOCK
 from ...registry.patches import AttributePatch, TracePatch, tracing_here
 from ...trace.onnx_operators import Translation
+from ..caches.layouts import hold_length_leaf
 from ..loaded import subclasses_of
 from .attention import attention_replacements
 from .layers import layer_replacements
 from .masks import mask_replacements
 from .model_patches import upstream_replacements
 from .models import model_replacements
+from .ranges import TensorRanges
 from .sparse import prepare_compressed
 
 __all__ = ["TRANSFORMERS_TRACING", "TransformersTracing"]
@@ -91,6 +94,9 @@ class TransformersTracing:
             if not isinstance(node, Cache):
                 return node
             copy = pytree.tree_map(contiguous, node)
+            parts = [vars(copy).get(name) for name in ("self_attention_cache", "cross_attention_cache")]
+            for cache in (copy, *parts):
+                hold_length_leaf(vars(cache).get("layers", []) if cache is not None else [])
             for layer in getattr(copy, "layers", ()):
                 prepare_compressed(layer)
             return copy
@@ -114,6 +120,8 @@ class TransformersTracing:
                 patch.acquire()
                 stack.callback(patch.release)
             stack.enter_context(tracing_here())
+            if _ranges_begin_at_the_past():
+                stack.enter_context(TensorRanges())
             yield
 
     def translations(self) -> Iterator[Translation]:
@@ -138,6 +146,13 @@ def _grouped_products(operator: Any) -> Callable[..., Any]:
         return _ONNX_TRANSLATION_TABLE[operator](*args, **kwargs)
 
     return translate
+
+
+def _ranges_begin_at_the_past() -> bool:
+    # 4.56 to 5.0 hand the positions of the new tokens to the cache; later versions make them where they are used
+    from transformers.cache_utils import DynamicLayer
+
+    return "cache_position" in inspect.signature(DynamicLayer.get_mask_sizes).parameters
 
 
 def _replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:

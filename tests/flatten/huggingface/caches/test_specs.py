@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import operator
 import pickle
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 from transformers import cache_utils
 
-from tests.flatten.huggingface.caches.cache_cases import LAYOUTS, PAST, cache_differences, made, states
+from tests.flatten.huggingface.caches.cache_cases import LAYOUTS, PAST, cache_differences, made, same_leaves, states
 from tests.models import WINDOW, start
 from yobx_flatten import register_flattening_functions
 from yobx_flatten.huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache, make_static_cache
@@ -77,7 +76,7 @@ def test_the_keyed_flatten_agrees_with_the_plain_one(block, layout):
     leaves, spec = pytree.tree_flatten(cache)
     keyed, keyed_spec = pytree.tree_flatten_with_path(cache)
     assert keyed_spec == spec
-    assert all(a is b for (_, a), b in zip(keyed, leaves, strict=True))
+    assert same_leaves([leaf for _, leaf in keyed], leaves)
     assert len({pytree.keystr(path) for path, _ in keyed}) == len(leaves)
 
 
@@ -103,5 +102,5 @@ def test_the_cpp_pytree_sees_the_same_leaves(block, layout):
     cache = made(layout, length=12)
     leaves = pytree.tree_leaves(cache)
     found, spec = cxx.tree_flatten(cache)
-    assert all(map(operator.is_, found, leaves))
+    assert same_leaves(found, leaves)
     assert cache_differences(cxx.tree_unflatten(found, spec), cache) == []

@@ -85,6 +85,14 @@ def test_the_program_decomposes(exported):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_sizes_are_compared_at_most_once(exported):
+    """How many keys a window keeps is a minimum of sizes; nothing else is, since some runtimes have no rule for it."""
+    name, program = exported
+    used = [node.target for node in program.graph.nodes]
+    assert used.count(torch.sym_min) == (name != "llama")
+    assert torch.sym_max not in used
+
+
 def test_no_layer_of_the_program_keeps_more_than_its_window(exported):
     """The cache that comes out keeps `window - 1` keys of a sliding layer, as the eager one does."""
     name, _, module = exported

@@ -1,0 +1,105 @@
+"""The number of tokens that sliding layers have seen is a tensor among the leaves, and a number in the layers."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim
+from torch.export.graph_signature import SymIntArgument
+from torch.utils import _pytree as pytree
+
+from roundpipe_runtime.batch.splitting import split
+from tests.flatten.huggingface.caches.cache_cases import made, round_trip
+from yobx_flatten.huggingface.caches import fast_path, layouts
+from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache, unflatten_dynamic_cache
+
+
+def seen(cache):
+    return [layer.cumulative_length for layer in cache.layers]
+
+
+def test_the_leaf_is_a_tensor_without_axes(block):
+    """Of integers, on the CPU, where reading it waits for nothing; also for layers that hold nothing on the CPU."""
+    for device in ("cpu", "meta"):
+        leaf = pytree.tree_leaves(made("WW", length=12, device=device))[-1]
+        assert (leaf.shape, leaf.dtype, leaf.device.type, leaf.item()) == ((), torch.int64, "cpu", 12)
+
+
+def test_layers_count_in_a_number_again(block):
+    """Eager layers branch on it."""
+    assert [type(count) for count in seen(round_trip(made("WW", length=12)))] == [int, int]
+    assert seen(round_trip(made("WW", length=12))) == [12, 12]
+
+
+def test_a_number_survives_a_change_of_all_leaves_to_another_type(block):
+    """`tree_map(torch.Tensor.half, cache)` keeps what was seen."""
+    assert seen(pytree.tree_map(torch.Tensor.half, made("WW", length=12))) == [12, 12]
+
+
+def test_leaves_of_earlier_versions_are_integers():
+    """As stored inputs have them."""
+    leaves, names = flatten_dynamic_cache(made("WW", length=12))
+    assert seen(unflatten_dynamic_cache([*leaves[:-1], 12], names)) == [12, 12]
+
+
+def test_a_tensor_without_a_value_stays_one(block):
+    """Of a trace, and on the meta device: nothing asks for its value."""
+    leaves, spec = pytree.tree_flatten(made("WW", length=12))
+    fake = FakeTensorMode()
+    for stand_ins in ([fake.from_tensor(leaf) for leaf in leaves], [leaf.to("meta") for leaf in leaves]):
+        cache = pytree.tree_unflatten(stand_ins, spec)
+        assert all(count is stand_ins[-1] for count in seen(cache))
+        assert all(a is b for a, b in zip(pytree.tree_leaves(cache), stand_ins, strict=True))
+
+
+def test_vmap_goes_over_several_caches(block):
+    """Put together leaf by leaf; within, the count is a number."""
+    caches = [made("WW", length=12) for _ in range(3)]
+    together = pytree.tree_map(lambda *leaves: torch.stack(leaves), *caches)
+    counts = []
+
+    def twice(cache):
+        counts.append(seen(cache))
+        return pytree.tree_map(lambda leaf: leaf * 2, cache)
+
+    found = pytree.tree_leaves(torch.vmap(twice)(together))
+    assert counts == [[12, 12]]
+    assert found[0].unique().tolist() == [2]
+    assert found[-1].tolist() == [24] * 3
+
+
+def test_a_batch_that_is_split_leaves_the_length_whole(block):
+    """It has no axis to be cut."""
+    parts = split((torch.ones(4, 3),), {"past": made("WW", length=12, batch=4)}, None, 2)
+    assert [seen(part.kwargs["past"]) for part in parts] == [[12, 12]] * 2
+    assert [part.kwargs["past"].layers[0].keys.shape[0] for part in parts] == [2, 2]
+
+
+class TimesSeen(torch.nn.Module):
+    def forward(self, x, cache):
+        return x * cache.get_seq_length()
+
+
+def program_of(monkeypatch, *, earlier):
+    """A program for a cache that has seen 9 tokens; of an earlier version, which flattened the number as it was."""
+    with monkeypatch.context() as patched:
+        for module in (layouts, fast_path) if earlier else ():
+            patched.setattr(module, "length_leaf", lambda seen: seen)
+        shapes = {"x": None, "cache": [{}, {}, {}, {}, Dim.AUTO]}
+        return torch.export.export(TimesSeen(), (torch.ones(2), made("WW", length=9)), dynamic_shapes=shapes)
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["a tensor", "an integer, as in earlier versions"])
+def test_programs_that_take_either_are_called_alike(block, monkeypatch, earlier):
+    """With the cache of a model, which holds a number."""
+    program = program_of(monkeypatch, earlier=earlier)
+    taken = [type(spec.arg) is SymIntArgument for spec in program.graph_signature.input_specs]
+    assert taken == [False] * 5 + [earlier]
+    for count in (9, 30):
+        assert program.module()(torch.ones(2), made("WW", length=count)).tolist() == [count] * 2
+
+
+def test_a_program_of_an_earlier_version_is_loaded(block, monkeypatch, tmp_path):
+    """Inside the block, where its inputs are given as it takes them."""
+    torch.export.save(program_of(monkeypatch, earlier=True), tmp_path / "old.pt2")
+    program = torch.export.load(tmp_path / "old.pt2").module()
+    assert program(torch.ones(2), made("WW", length=30)).tolist() == [30, 30]

@@ -42,6 +42,7 @@ __all__ = [
     "finish",
     "following",
     "replay_program",
+    "source_of",
     "traced_example",
 ]
 
@@ -68,7 +69,7 @@ class ExportedModel:
     report: ExportReport
     path: pathlib.Path | None = None
     _patches: dict[str, bool] = dataclasses.field(default_factory=dict, repr=False)
-    _source: Source | None = dataclasses.field(default=None, repr=False)
+    _source: Source | None = dataclasses.field(default=None, init=False, repr=False)
 
     @functools.cached_property
     def _runner(self) -> ProgramRunner:
@@ -116,7 +117,7 @@ class ExportedModel:
             NoRoomError: when disk or memory is too small.
             ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
         """
-        return write_for("onnxruntime", self.source, path, caller="to_onnx", opset_version=opset_version)
+        return write_for("onnxruntime", source_of(self), path, caller="to_onnx", opset_version=opset_version)
 
     def to_aotinductor(self, path: str | os.PathLike[str]) -> ExportReport:
         """Compile the program with AOTInductor for this machine, and replay the cases of this export.
@@ -135,7 +136,7 @@ class ExportedModel:
             NoRoomError: when disk or memory is too small.
             ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
         """
-        return write_for("aotinductor", self.source, path, caller="to_aotinductor")
+        return write_for("aotinductor", source_of(self), path, caller="to_aotinductor")
 
     def to_executorch(self, path: str | os.PathLike[str], *, backend: Backend = "xnnpack") -> ExportReport:
         """Lower the program to a file of ExecuTorch, and replay the cases of this export in its runtime.
@@ -158,7 +159,7 @@ class ExportedModel:
             NoRoomError: when disk or memory is too small.
             ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
         """
-        return write_for("executorch", self.source, path, caller="to_executorch", backend=backend)
+        return write_for("executorch", source_of(self), path, caller="to_executorch", backend=backend)
 
     def to_openvino(self, path: str | os.PathLike[str]) -> ExportReport:
         """Write the program as files of OpenVINO, and replay the cases of this export there, in float32.
@@ -179,17 +180,24 @@ class ExportedModel:
             NoRoomError: when disk or memory is too small.
             ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
         """
-        return write_for("openvino", self.source, path, caller="to_openvino")
-
-    @property
-    def source(self) -> Source:
-        """What files for other runtimes are made of."""
-        if self._source is None:
-            raise InvalidArgumentError("This program was not made by export_program: there is nothing to replay.")
-        return self._source
+        return write_for("openvino", source_of(self), path, caller="to_openvino")
 
     def __str__(self) -> str:
         return str(self.report)
+
+
+def source_of(exported: ExportedModel) -> Source:
+    """Return what files for runtimes are made of.
+
+    Args:
+        exported: what an export returned.
+
+    Raises:
+        InvalidArgumentError: when it was made by hand.
+    """
+    if exported._source is None:
+        raise InvalidArgumentError("This program was not made by export_program: there is nothing to replay.")
+    return exported._source
 
 
 def export_program(
@@ -352,4 +360,6 @@ def finish(
     """
     if not report.ok:
         raise ReplayError(f"{report.failure()}\n{report}{otherwise}", report)
-    return ExportedModel(traced.program, report, path, options_in_use(), source)
+    exported = ExportedModel(traced.program, report, path, options_in_use())
+    exported._source = source
+    return exported

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch.export import Dim
 
 from ..errors import InvalidArgumentError
-from ..export.program import export_program
+from ..export.program import export_program, source_of
 from ..export.proof import sampled
 from ..export.replay import Case
 from ..export.report import ExportReport
@@ -184,7 +184,7 @@ def write_piece(
         shapes = bounds.on(dynamic_shapes(dict(piece.kwargs)) if isinstance(shapes, str) else shapes)
         cases = fitting_cases(piece, bounds)
     exported = export_program(piece.module, (), piece.kwargs, dynamic_shapes=shapes, proof="none", tolerance=tolerance)
-    source = exported.source
+    source = source_of(exported)
     chosen = [source.example.case(2 if proof == "sample" else 3), *(sampled(cases) if proof == "sample" else cases)]
     if bounds is not None and not bounds.holds(chosen[0]):
         chosen[0] = dataclasses.replace(chosen[0], steps=1)

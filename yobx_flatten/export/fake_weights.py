@@ -18,12 +18,12 @@ __all__ = ["fake_weights"]
 def fake_weights(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
     """Put fake weights in the place of those on ``meta``, on the device of the inputs; nothing is brought meanwhile.
 
-    A trace computes shapes only, and it refuses tensors of two devices. Where the inputs are on ``meta`` as well,
+    A trace computes shapes only, and it refuses tensors of two devices. Where the inputs are also on ``meta``,
     everything stays as it is.
 
     Args:
         module: the module; afterwards it has its own tensors again.
-        leaves: of the inputs.
+        leaves: the leaves of the inputs.
     """
     devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if devices and all(device.type == "meta" for device in devices):

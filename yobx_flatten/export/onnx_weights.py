@@ -32,7 +32,7 @@ def read_lazily(model: Any, readers: Mapping[str, Reader]) -> None:
 
     Args:
         model: an ``onnx_ir.Model``, fresh from the exporter; it is changed in place.
-        readers: by the name of the initializer.
+        readers: a reader for each name of an initializer without data.
 
     Raises:
         FlattenError: when a weight has neither data nor a reader.

@@ -119,7 +119,7 @@ def fill(program: ExportedProgram, readers: Mapping[str, Reader]) -> None:
 
     Args:
         program: the program; its state is changed in place.
-        readers: by the weight's name.
+        readers: a reader for each name of a weight.
     """
     read: dict[tuple[int, torch.Size], torch.nn.Parameter] = {}
     for name in program.state_dict.keys() & readers.keys():

@@ -36,7 +36,7 @@ class _LayerWeights:
 
     Args:
         layer: the module.
-        readers: by the weight's name in the layer.
+        readers: a reader for each name of a weight in the layer.
     """
 
     def __init__(self, layer: torch.nn.Module, readers: Mapping[str, Reader]) -> None:

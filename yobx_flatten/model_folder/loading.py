@@ -28,7 +28,7 @@ class OpenedModel:
     """A model to export.
 
     Attributes:
-        model: of transformers, in evaluation mode.
+        model: a model of transformers, in evaluation mode.
         folder: what it is from; ``None`` where there is none.
         is_streamed: whether the weights of a layer are read when it is called.
         remarks: notes for the report.
@@ -64,7 +64,7 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
 
     Args:
         found: the model.
-        dtype: of its weights.
+        dtype: the type of its weights.
         weights: a :data:`WeightsIn`; ``"auto"`` streams weights of more than a quarter of the free memory to ONNX
             files.
         to: format of the files to be.

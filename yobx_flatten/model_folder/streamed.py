@@ -43,8 +43,8 @@ class Checkpoint:
 
     Attributes:
         files: the file of each weight, by its name there.
-        shapes: by name.
-        types: by name, as safetensors writes them (``"F16"``).
+        shapes: the shape of each weight.
+        types: the type of each weight, as safetensors writes them (``"F16"``).
     """
 
     files: Mapping[str, pathlib.Path]
@@ -63,8 +63,8 @@ class Checkpoint:
         """Return one weight, of a type; without a cast it is mapped.
 
         Args:
-            name: in the files.
-            dtype: of floating-point numbers.
+            name: the weight's name in the files.
+            dtype: the type of floating-point numbers.
         """
         from safetensors import safe_open
 
@@ -115,10 +115,10 @@ def streamed_model(config: Any, folder: pathlib.Path, checkpoint: Checkpoint, dt
     """Return a model in evaluation mode that reads the weights of a layer when the layer is called.
 
     Args:
-        config: of transformers.
+        config: a configuration of transformers.
         folder: what the model is from.
         checkpoint: the weights of the folder.
-        dtype: of the weights.
+        dtype: the type of the weights.
 
     Raises:
         NotStreamableError: when the files do not hold the weights one by one as the model has them.

@@ -18,7 +18,7 @@ def has_no_data(module: torch.nn.Module, leaves: Iterable[Any], brought: Collect
 
     Args:
         module: the module.
-        leaves: of its inputs.
+        leaves: the leaves of its inputs.
         brought: names of weights that are brought when a layer is called; none by default.
     """
     from torch._subclasses.fake_tensor import FakeTensor

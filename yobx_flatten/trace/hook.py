@@ -295,7 +295,7 @@ def _duck_shapes_off() -> Iterator[None]:
 
 
 def _sizes_differ(*trees: Any) -> bool:
-    """Tell whether torch's cache of what operators return is a loss.
+    """Return whether torch's cache of what operators return is a loss.
 
     It finds results again where layers have equal shapes (an encoder: without it, a trace takes 1.6 times as long).
     With keys and values each layer has its own sizes: few results are found, an entry costs more than its operator, and
@@ -306,7 +306,7 @@ def _sizes_differ(*trees: Any) -> bool:
 
 @contextlib.contextmanager
 def _fake_tensor_cache_off() -> Iterator[None]:
-    # A setting per thread as well; imported here because it brings all of dynamo.
+    # Also a setting per thread; imported here because it brings all of dynamo.
     import torch._dynamo.config as dynamo_config
 
     found = dynamo_config.fake_tensor_cache_enabled

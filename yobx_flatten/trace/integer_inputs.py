@@ -37,7 +37,7 @@ def with_integers(program: ExportedProgram) -> _Hook | None:
     names = spec.children()[1].context
 
     def convert(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if set(names) != set(kwargs):  # torch says so
+        if set(names) != set(kwargs):  # torch names them
             return None
         leaves, found = pytree.tree_flatten((args, {name: kwargs[name] for name in names}))
         late = {place for place in places if place < len(leaves) and isinstance(leaves[place], torch.Tensor)}

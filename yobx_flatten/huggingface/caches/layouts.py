@@ -100,7 +100,7 @@ def hold_length_leaf(layers: list[Any]) -> None:
     """Have layers that slide hold the leaf that they count in, as in a trace: the same tensor at each flattening.
 
     Args:
-        layers: of one cache, which is changed.
+        layers: those of one cache, which are changed.
     """
     values, names = flatten_layers(layers, plain=True)
     if names[-1:] != [LENGTH] or not isinstance(values[-1], torch.Tensor):

@@ -21,7 +21,7 @@ from ...trace.integer_inputs import StoredInteger
 __all__ = ["length_leaf", "length_of", "slides"]
 
 
-# those whose methods are replaced in a trace; what models bring along counts in integers there, too
+# those whose methods are replaced in a trace; what models bring along also counts in integers there
 _CLASSES = {
     "DynamicSlidingWindowLayer",
     "StaticSlidingWindowLayer",

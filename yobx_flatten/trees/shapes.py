@@ -15,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.export import Dim
 
-from ..errors import DynamicShapesError, describe_class
+from ..errors import DynamicShapesError, InvalidArgumentError, describe_class
 from ..recipe.contract import Recipe
 from .node import Node, check_no_cycles, key_name, node_of, own_children
 from .walk import walk
@@ -25,7 +25,9 @@ __all__ = ["check_dynamic_shapes", "dynamic_shapes", "make_dynamic_shapes_kv_cac
 _Path = tuple[str, ...]
 
 
-def dynamic_shapes(inputs: Any, overrides: Mapping[str, Any] | None = None) -> Any:
+def dynamic_shapes(
+    inputs: Any, overrides: Mapping[str, Any] | None = None, *, bounds: Mapping[str, int] | None = None
+) -> Any:
     """Write the ``dynamic_shapes`` of nested inputs.
 
     Args:
@@ -34,22 +36,28 @@ def dynamic_shapes(inputs: Any, overrides: Mapping[str, Any] | None = None) -> A
         overrides: entries to use instead, by dotted key path: ``{"input_ids": {0: Dim("batch")}}``,
             ``{"past_key_values.key_0": {2: Dim.DYNAMIC}}``; the entry ``None`` keeps everything below the path fixed.
             No overrides by default.
+        bounds: the largest ``"batch"`` and ``"length"`` (in tokens), for runtimes that plan their memory:
+            ``{"batch": 8, "length": 2048}``. Of a cache the registration states which axes these are; of any other
+            tensor they are axes 0 and 1. No bounds by default.
 
     Returns:
         What ``torch.export.export(..., dynamic_shapes=...)`` takes: ``Dim.AUTO`` for the axes that may vary and for
         the counters of caches, ``None`` for what stays as it is (numbers, strings, booleans).
 
     Raises:
-        DynamicShapesError: when a path of ``overrides`` is not among the inputs, or its entry does not fit.
-        InvalidArgumentError: when an object holds itself.
+        DynamicShapesError: when a path of ``overrides`` is not among the inputs, or its entry does not fit; when the
+            example is larger than a bound.
+        InvalidArgumentError: when an object holds itself, or a bound is not a size of one of these names.
 
     >>> shapes = dynamic_shapes({"x": torch.zeros(2, 3), "y": torch.zeros(4), "flag": True}, {"x": {0: Dim.DYNAMIC}})
     >>> shapes == {"x": {0: Dim.DYNAMIC}, "y": {0: Dim.AUTO}, "flag": None}
     True
+    >>> dynamic_shapes({"x": torch.zeros(2, 3)}, bounds={"batch": 8})["x"][0].max
+    8
     """
     check_no_cycles(inputs, "inputs", caller="dynamic_shapes")
     left = dict(overrides or {})
-    written = _write(inputs, (), None, left)
+    written = _write(inputs, (), None, left, _checked_bounds(bounds or {}))
     if left:
         known = sorted({".".join(map(key_name, place.keys)) for place in walk(inputs, own_children) if place.keys})
         raise DynamicShapesError(
@@ -156,27 +164,59 @@ def shapes_of_leaves(inputs: Any, shapes: Any) -> list[dict[int, Any] | None]:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-def _write(obj: Any, path: _Path, axes: dict[int, str] | None, overrides: dict[str, Any]) -> Any:
+_MEANINGS = ("batch", "length")
+_PLAIN = dict(enumerate(_MEANINGS))  # of a tensor that no registration speaks of
+
+
+def _checked_bounds(bounds: Mapping[str, int]) -> Mapping[str, int]:
+    for name, most in bounds.items():
+        if name not in _MEANINGS or type(most) is not int or most < 2:
+            raise InvalidArgumentError(
+                f"bounds: expected sizes of 2 or more for 'batch' and 'length', found {name!r}: {most!r}. Bounds of "
+                'other axes are overrides:\n    dynamic_shapes(inputs, {"x": {2: Dim.AUTO(max=64)}})'
+            )
+    return bounds
+
+
+def _write(
+    obj: Any, path: _Path, axes: dict[int, str] | None, overrides: dict[str, Any], bounds: Mapping[str, int]
+) -> Any:
     dotted = ".".join(path)
     if path and dotted in overrides:
         return overrides.pop(dotted)
     node = node_of(obj)
     if node is None:
-        return _write_leaf(obj, axes)
+        return _write_leaf(obj, path, axes, bounds)
     below = [
-        _write(child, (*path, key_name(key)), _axes(node.recipe, key), overrides)
+        _write(child, (*path, key_name(key)), _axes(node.recipe, key), overrides, bounds)
         for key, child in zip(node.keys, node.children, strict=True)
     ]
     return _same_container(obj, node, below)
 
 
-def _write_leaf(obj: Any, axes: dict[int, str] | None) -> Any:
+def _write_leaf(obj: Any, path: _Path, axes: dict[int, str] | None, bounds: Mapping[str, int]) -> Any:
     if isinstance(obj, torch.Tensor):
         if axes is not None and obj.dim() <= max(axes, default=-1):
             return {}  # other than its name: a quantised layer has a scale, and an empty tensor in place of its keys
-        return dict.fromkeys(range(obj.dim()) if axes is None else axes, Dim.AUTO)
+        meanings = _PLAIN if axes is None else axes
+        return {
+            axis: _dim(obj.shape[axis], (*path, f"axis {axis}"), meanings.get(axis), bounds)
+            for axis in (range(obj.dim()) if axes is None else axes)
+        }
     # a plain number is part of the program, unless a recipe states that it counts
     return Dim.AUTO if axes is not None and type(obj) is int else None
+
+
+def _dim(size: int, path: _Path, meaning: str | None, bounds: Mapping[str, int]) -> Any:
+    most = bounds.get(meaning or "")
+    if most is None:
+        return Dim.AUTO
+    if size > most:
+        raise DynamicShapesError(
+            f"{_format(path)}: size {size} of the example is above the bound {most} of {meaning!r}. Pass a smaller "
+            f'example, or a larger bound:\n    bounds={{"{meaning}": {size}}}'
+        )
+    return Dim.AUTO(max=most)
 
 
 def _axes(recipe: Recipe | None, key: Any) -> dict[int, str] | None:

@@ -11,6 +11,7 @@ from tests.models import make_model, start
 from yobx_flatten import (
     DecodeSizes,
     DynamicShapesError,
+    InvalidArgumentError,
     check_dynamic_shapes,
     decode_inputs,
     dynamic_shapes,
@@ -173,3 +174,38 @@ def test_a_users_own_class_is_written_as_a_list_of_its_children():
         assert program.module()(pair=Pair(torch.ones(5), torch.ones(7))).tolist() == [8.0] * 5
     finally:
         unregister_class_flattening(Pair)
+
+
+def test_bounds_hold_for_all_leaves_of_one_meaning():
+    """Of a cache the registration states the axes; tokens and masks have the batch first."""
+    inputs = decode_inputs(make_model("mistral"), DecodeSizes(2, 5, 3))
+    shapes = dynamic_shapes(inputs, bounds={"batch": 4, "length": 32})
+    found = {
+        "tokens": [dim.max for dim in shapes["input_ids"].values()],
+        "cache": [[dim.max for dim in entry.values()] for entry in shapes["past_key_values"]],
+    }
+    assert found == {"tokens": [4, 32], "cache": [[4, 32]] * 4 + [[]]}
+
+
+def test_a_bound_is_part_of_the_program():
+    """Larger batches are refused, others served."""
+    x = torch.ones(2, 3)
+    with register_flattening_functions():
+        program = torch.export.export(torch.nn.ReLU(), (x,), dynamic_shapes=dynamic_shapes((x,), bounds={"batch": 4}))
+    assert 4 in [found.upper for found in program.range_constraints.values()]
+    assert program.module()(torch.ones(4, 7)).shape == (4, 7)
+    with pytest.raises((AssertionError, RuntimeError), match="4"):
+        program.module()(torch.ones(5, 7))
+
+
+def test_an_example_above_a_bound_is_refused():
+    """With its place, its size and the bound."""
+    with pytest.raises(DynamicShapesError, match=r"x\.axis 0: size 5 of the example is above the bound 4 of 'batch'"):
+        dynamic_shapes({"x": torch.ones(5, 3)}, bounds={"batch": 4})
+
+
+@pytest.mark.parametrize("bounds", [{"rows": 4}, {"batch": 1}, {"length": 8.0}])
+def test_what_is_no_bound_is_refused(bounds):
+    """Another name, too small a size, a number that is no size."""
+    with pytest.raises(InvalidArgumentError, match="expected sizes of 2 or more for 'batch' and 'length'"):
+        dynamic_shapes({"x": torch.ones(5, 3)}, bounds=bounds)

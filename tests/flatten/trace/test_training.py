@@ -1,0 +1,75 @@
+"""Programs that are trained: gradients flow through caches and registered classes as in the eager module."""
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from yobx_flatten import (
+    dynamic_shapes,
+    make_dynamic_cache,
+    make_flattening_function_for_dataclass,
+    register_class_flattening,
+    register_flattening_functions,
+    unregister_class_flattening,
+)
+
+WINDOW = 4
+
+
+@dataclasses.dataclass
+class Scored:
+    scores: torch.Tensor
+    past: object
+
+
+class Reader(torch.nn.Module):
+    """One layer with a cache: its keys are projected, and so is what is new."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(4, 4)
+
+    def forward(self, scored):
+        new = self.project(scored.scores)
+        keys, values = scored.past.update(new, new * 2, 0)
+        return {"loss": (keys * values).sum() + self.project(keys).mean(), "past": scored.past}
+
+
+def inputs(batch, length):
+    generator = torch.Generator().manual_seed(length)
+    new, keys, values = (torch.randn(batch, 2, size, 4, generator=generator) for size in (2, length, length))
+    keys.requires_grad_()
+    cache = make_dynamic_cache([(keys, values)], "DynamicSlidingWindowLayer", {"sliding_window": WINDOW})
+    return Scored(new, cache), keys
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    flatten, flatten_with_keys, unflatten = make_flattening_function_for_dataclass(Scored, set())
+    register_class_flattening(Scored, flatten, unflatten, flatten_with_keys)
+    yield
+    unregister_class_flattening(Scored)
+
+
+def gradients(module, scored, keys):
+    module.zero_grad()
+    module(scored)["loss"].backward()
+    return [keys.grad, *(parameter.grad for parameter in module.parameters())]
+
+
+def test_a_program_has_the_gradients_of_its_module():
+    """Of parameters, and of the keys in a cache in a dataclass; below the window and at it, in other batches."""
+    torch.manual_seed(0)
+    module = Reader().train()
+    with register_flattening_functions(patch_transformers=True):
+        example, _ = inputs(2, 2)
+        program = torch.export.export(module, (example,), dynamic_shapes=dynamic_shapes((example,)))
+        trained = program.module()
+        for batch, length in ((2, 2), (3, WINDOW - 1)):
+            expected = gradients(module, *inputs(batch, length))
+            found = gradients(trained, *inputs(batch, length))
+            torch.testing.assert_close(found, expected)
+            assert all(gradient.abs().max() > 0 for gradient in expected)

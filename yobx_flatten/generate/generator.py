@@ -11,6 +11,7 @@ import torch
 from ..errors import GenerationError, InvalidArgumentError, describe_class
 from ..runners.runner import Runner
 from .beams import BeamSearch, BeamSettings
+from .image_positions import image_positions
 from .sampling import Sampling, TokenChooser
 from .score_rules import GenerationCall, ScoreProcessor
 from .settings import GenerationSettings
@@ -56,12 +57,21 @@ class _Sequence:
     images: torch.Tensor | None = None
     # what the encoder read, where that is tokens
     source: torch.Tensor | None = None
+    # of the tokens of the next call in time, height and width, where the decoder takes those
+    positions: torch.Tensor | None = None
 
     def repeat(self, rows: torch.Tensor) -> None:
         """Let rows stand for several; the cache stays as it is."""
         self.tokens, self.mask = self.tokens[rows], self.mask[rows]
         self.context = {name: value[rows] for name, value in self.context.items()}
         self.source = None if self.source is None else self.source[rows]
+        self.positions = None if self.positions is None else self.positions[:, rows]
+
+    def follow(self, new: torch.Tensor) -> None:
+        """Let tokens of shape (batch, 1) be what the next call is given."""
+        self.new = new
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(new), 1)], dim=1)
+        self.positions = None if self.positions is None else self.positions[..., -1:] + 1
 
 
 class Generator:
@@ -93,6 +103,7 @@ class Generator:
         sampling: Sampling | None = None,
         input_features: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
         decoder_input_ids: torch.Tensor | None = None,
         num_beams: int = 1,
         length_penalty: float = 1.0,
@@ -110,6 +121,8 @@ class Generator:
             sampling: how tokens are chosen; by default the likeliest.
             input_features: sound for the encoder, in place of ``input_ids``.
             pixel_values: images, for the image tokens of the prompt.
+            image_grid_thw: patches of each image in time, height and width, integers of shape (images, 3), for models
+                whose ``pixel_values`` are patches.
             decoder_input_ids: first tokens of an encoder-decoder model's output; by default its start token.
             num_beams: continuations of each row that a beam search keeps; 1, the default, for none. What
                 ``generation_config.json`` has of beams is not read.
@@ -128,7 +141,7 @@ class Generator:
             InvalidArgumentError: when the inputs do not fit the model or each other.
             GenerationError: when a file fails while it runs.
         """
-        given = (input_ids, attention_mask, input_features, pixel_values, decoder_input_ids)
+        given = (input_ids, attention_mask, input_features, pixel_values, decoder_input_ids, image_grid_thw)
         beams = BeamSettings(num_beams, length_penalty, early_stopping, num_return_sequences)
         if num_beams > 1 and sampling is not None and sampling.do_sample:
             raise InvalidArgumentError("A beam search draws no tokens: pass num_beams, or Sampling(do_sample=True).")
@@ -148,6 +161,7 @@ class Generator:
         sampling: Sampling | None = None,
         input_features: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
         decoder_input_ids: torch.Tensor | None = None,
     ) -> Iterator[torch.Tensor]:
         """Return the tokens of :meth:`generate` one step at a time.
@@ -162,6 +176,7 @@ class Generator:
             sampling: see :meth:`generate`.
             input_features: see :meth:`generate`.
             pixel_values: see :meth:`generate`.
+            image_grid_thw: see :meth:`generate`.
             decoder_input_ids: see :meth:`generate`.
 
         Returns:
@@ -171,7 +186,7 @@ class Generator:
             InvalidArgumentError: when the inputs do not fit the model or each other.
             GenerationError: when a file fails while it runs.
         """
-        given = (input_ids, attention_mask, input_features, pixel_values, decoder_input_ids)
+        given = (input_ids, attention_mask, input_features, pixel_values, decoder_input_ids, image_grid_thw)
         return self._stream(self._begin(*given), max_new_tokens, sampling)
 
     # -- before the first token ----------------------------------------------------------------------------------------
@@ -183,9 +198,10 @@ class Generator:
         input_features: torch.Tensor | None,
         pixel_values: torch.Tensor | None,
         decoder_input_ids: torch.Tensor | None,
+        image_grid_thw: torch.Tensor | None = None,
     ) -> _Sequence:
         context: dict[str, torch.Tensor] = {}
-        images = None
+        images = positions = None
         if self.parts.encoder is not None:
             context, batch = self._encode(input_ids, attention_mask, input_features)
             tokens = decoder_input_ids if decoder_input_ids is not None else self._start_tokens(batch)
@@ -196,11 +212,12 @@ class Generator:
             tokens = _integers("input_ids", input_ids)
             mask = torch.ones_like(tokens) if attention_mask is None else _integers("attention_mask", attention_mask)
             _check_mask(mask, tokens)
-            images = self._see(tokens, pixel_values)
+            images = self._see(tokens, pixel_values, image_grid_thw)
+            positions = self._positions(tokens, mask, image_grid_thw)
         reader = self.parts.prefill or self.parts.decoder
         cache = {} if self.parts.prefill is not None else reader.cache(empty_cache(reader.slots, len(tokens)))
         source = input_ids if self.parts.encoder is not None and input_features is None else None
-        return _Sequence(tokens, mask, tokens, cache, context, images, source)
+        return _Sequence(tokens, mask, tokens, cache, context, images, source, positions)
 
     def _start_tokens(self, batch: int) -> torch.Tensor:
         start = self.settings.decoder_start_token_id
@@ -237,7 +254,16 @@ class Generator:
             context["encoder_attention_mask"] = mask
         return context, len(source)
 
-    def _see(self, tokens: torch.Tensor, pixel_values: torch.Tensor | None) -> torch.Tensor | None:
+    def _positions(self, tokens: torch.Tensor, mask: torch.Tensor, grids: torch.Tensor | None) -> torch.Tensor | None:
+        """Positions of the prompt in time, height and width; ``None`` where the decoder takes one per token."""
+        port = self.parts.decoder.ports.get("position_ids")
+        if port is None or len(port.shape) != 3:
+            return None
+        return image_positions(tokens, mask, grids, self.settings.image_token_id, self.settings.spatial_merge_size or 1)
+
+    def _see(
+        self, tokens: torch.Tensor, pixel_values: torch.Tensor | None, grids: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """Features of the images, of shape (image tokens, hidden size)."""
         if pixel_values is None:
             return None
@@ -245,7 +271,18 @@ class Generator:
             raise InvalidArgumentError(f"{self.parts.decoder.name} belongs to a model without eyes: no pixel_values.")
         # the file takes one image at a time
         vision = self.parts.vision
-        found = [vision.step(_typed(vision, {"pixel_values": image[None]}), {})[0] for image in pixel_values]
+        images = [{"pixel_values": image[None]} for image in pixel_values]
+        if "image_grid_thw" in vision.ports:
+            if grids is None or grids.ndim != 2 or int(grids.prod(-1).sum()) != len(pixel_values):
+                raise InvalidArgumentError(
+                    f"{vision.name} takes patches. Pass image_grid_thw of shape (pictures, 3), whose products add up "
+                    f"to the {len(pixel_values)} rows of pixel_values, as the model's processor returns it."
+                )
+            if bool((grids[:, 0] != 1).any()):
+                raise InvalidArgumentError("image_grid_thw states several frames: files see pictures, and no videos.")
+            patches = pixel_values.split(grids.prod(-1).tolist())
+            images = [{"pixel_values": p, "image_grid_thw": g[None]} for p, g in zip(patches, grids, strict=True)]
+        found = [vision.step(_typed(vision, image), {})[0] for image in images]
         features = torch.cat([outputs["image_features"].flatten(0, -2) for outputs in found])
         places = int(torch.eq(tokens, self.settings.image_token_id or 0).sum())
         if places != len(features):
@@ -290,8 +327,7 @@ class Generator:
             ended |= torch.isin(chosen, ends)
             if bool(ended.all()) or number + 1 == limit:
                 return
-            sequence.new = chosen[:, None]
-            sequence.mask = torch.cat([sequence.mask, sequence.mask.new_ones(len(chosen), 1)], dim=1)
+            sequence.follow(chosen[:, None])
             if processors:
                 sequence.tokens = torch.cat([sequence.tokens, sequence.new], dim=1)
 
@@ -315,8 +351,7 @@ class Generator:
                 return search.sequences
             sequence.cache = self.parts.decoder.select_rows(sequence.cache, rows[chosen])
             rows = torch.arange(len(every))
-            sequence.new = search.tokens[:, -1:]
-            sequence.mask = torch.cat([sequence.mask, sequence.mask.new_ones(len(every), 1)], dim=1)
+            sequence.follow(search.tokens[:, -1:])
             scores = self._step(sequence)
 
     def _step(self, sequence: _Sequence) -> torch.Tensor:
@@ -333,7 +368,8 @@ class Generator:
         made = {**sequence.context, "input_ids": sequence.new, "attention_mask": sequence.mask}
         if "position_ids" in runner.ports:
             # of a padded row, the first token after the padding is at 0
-            made["position_ids"] = (sequence.mask.cumsum(-1) - 1).clamp(min=0)[:, -sequence.new.shape[1] :]
+            counted = (sequence.mask.cumsum(-1) - 1).clamp(min=0)[:, -sequence.new.shape[1] :]
+            made["position_ids"] = counted if sequence.positions is None else sequence.positions
         if "inputs_embeds" in runner.ports:
             made["inputs_embeds"] = self._embed(sequence)
         return _typed(runner, made)

@@ -27,6 +27,7 @@ class GenerationSettings:
         processors: rules that are applied to the scores, in order.
         forced_bos_token_id: the second token, after a single first one: with mBART the language to translate into.
         forced_eos_token_id: the last token, or one of several, where ``max_new_tokens`` ends a row.
+        spatial_merge_size: patches of a picture per token along each side, where pictures have positions of their own.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -37,6 +38,7 @@ class GenerationSettings:
     processors: tuple[ScoreProcessor, ...] = ()
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | tuple[int, ...] | None = None
+    spatial_merge_size: int | None = None
 
     def processors_for(self, call: GenerationCall) -> list[ScoreProcessor]:
         """Return the rules for the scores of one call of ``generate``, in order.
@@ -81,7 +83,7 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
 
     >>> settings_of({"eos_token_id": 1, "pad_token_id": 0}, {"eos_token_id": [2, 3], "max_new_tokens": 5})
     GenerationSettings(eos_token_ids=(2, 3), pad_token_id=0, decoder_start_token_id=None, image_token_id=None, \
-max_new_tokens=5, processors=(), forced_bos_token_id=None, forced_eos_token_id=None)
+max_new_tokens=5, processors=(), forced_bos_token_id=None, forced_eos_token_id=None, spatial_merge_size=None)
     """
     text = {**config, **(config.get("text_config") or {})}
 
@@ -103,6 +105,7 @@ max_new_tokens=5, processors=(), forced_bos_token_id=None, forced_eos_token_id=N
         score_rules(rules),
         rules.get("forced_bos_token_id"),
         tuple(forced) if isinstance(forced, list) else forced,
+        (config.get("vision_config") or {}).get("spatial_merge_size"),
     )
 
 

@@ -27,6 +27,7 @@ from ..huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_
 from ..huggingface.state_decoder import StateDecoder
 from ..recipe.aliases import TransformersModel
 from ..trees.shapes import dynamic_shapes
+from .grid_images import GridVisionEncoder, grid_image
 
 __all__ = [
     "Piece",
@@ -50,6 +51,7 @@ class Piece:
         kwargs: the example.
         cases: other sizes.
         dynamic_shapes: ``"auto"``, a specification, or ``None`` where every size is fixed.
+        has_rows: whether the first axis of its inputs is the batch; ``True`` by default.
     """
 
     stem: str
@@ -57,6 +59,7 @@ class Piece:
     kwargs: Mapping[str, Any]
     cases: Sequence[Case]
     dynamic_shapes: Any = "auto"
+    has_rows: bool = True
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
@@ -342,7 +345,8 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
         GenerationError: when the model cannot be cut into them.
     """
     kinds = [name for name in inspect.signature(model.forward).parameters if name.endswith("token_type_ids")]
-    if kinds:
+    has_grids = GridVisionEncoder.fits(model)
+    if kinds and not has_grids:
         # image tokens that see each other, or have positions of their own: the language model alone does not get them
         raise GenerationError(
             f"{type(model).__qualname__} takes {kinds[0]}, by which image tokens are treated unlike text. The files "
@@ -359,21 +363,21 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
         mask = torch.ones(batch, past + new, dtype=torch.int64)
         mask[0, :padding] = 0
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        read = decoder(embeds[:, :past], mask[:, :past], positions[:, :past])
+        if has_grids:
+            positions = torch.stack([positions, positions + 1, positions + 3])  # time, height and width differ
+        read = decoder(embeds[:, :past], mask[:, :past], positions[..., :past])
         return {
             "inputs_embeds": embeds[:, past:],
             "attention_mask": mask,
-            "position_ids": positions[:, past:],
+            "position_ids": positions[..., past:],
             "past_key_values": read["past_key_values"],
         }
 
     tokens = {length: {"input_ids": random_tokens(model, (rows or 3, length))} for length in (1, 6)}
-    images = [{"pixel_values": image[None]} for image in images_for(model, 3)]
-    others = [Case(f"image {number}", (), given) for number, given in enumerate(images[1:], 2)]
     pasts = (3, window + 3) if window <= 512 else (3, 11)
     sizes = {f"batch {rows or b}, past {p}": decode(rows or b, p, 1, 2) for b, p in zip((3, 1), pasts, strict=True)}
     return [
-        Piece("vision_encoder", VisionEncoder(model), images[0], others, dynamic_shapes=None),
+        _vision_piece(model),
         Piece(
             "embed_tokens",
             Embedding(model),
@@ -387,6 +391,17 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
             [Case(name, (), given) for name, given in sizes.items()],
         ),
     ]
+
+
+def _vision_piece(model: TransformersModel) -> Piece:
+    if not GridVisionEncoder.fits(model):
+        images = [{"pixel_values": image[None]} for image in images_for(model, 3)]
+        others = [Case(f"image {number}", (), given) for number, given in enumerate(images[1:], 2)]
+        return Piece("vision_encoder", VisionEncoder(model), images[0], others, dynamic_shapes=None)
+    grids = {f"{high} x {wide} tokens": grid_image(model, high, wide) for high, wide in ((4, 3), (1, 2), (2, 5))}
+    cases = [Case(name, (), given) for name, given in grids.items()]
+    shapes = {"pixel_values": {0: Dim.AUTO}, "image_grid_thw": {}}
+    return Piece("vision_encoder", GridVisionEncoder(model), grid_image(model, 2, 3), cases, shapes, has_rows=False)
 
 
 def images_for(model: TransformersModel, count: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from ..declare.scopes import register_flattening_functions
 from ..export.replay import Case, clone
 from ..recipe.aliases import TransformersModel
 from ..trees.naming import leaf_names, output_names
+from .grid_images import GridVisionEncoder, grid_image
 from .pieces import Piece
 
 __all__ = ["SAMPLED_TOKENS", "TOKENS", "GenerationCase", "generation_case", "stored_calls"]
@@ -105,6 +106,7 @@ def generation_case(model: TransformersModel, task: str, rows: int = 3, tokens: 
         return_dict_in_generate=True,
         output_scores=True,
     )
+    inputs.pop("mm_token_type_ids", None)  # which tokens are pictures, the files' generator finds out
     return GenerationCase(inputs, found.sequences, new_tokens, _margins(found.sequences, found.scores))
 
 
@@ -131,12 +133,23 @@ def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -
     """One image for every row, before its text and after its padding."""
     from .pieces import VisionEncoder, images_for
 
-    images = images_for(model, len(inputs["input_ids"]))
-    places = VisionEncoder(model)(images[:1])["image_features"].shape[-2]
+    count = len(inputs["input_ids"])
+    pictures: dict[str, torch.Tensor] = {}
+    if GridVisionEncoder.fits(model):
+        # wide and high ones in turns
+        made = [grid_image(model, *((2, 3), (3, 2))[row % 2]) for row in range(count)]
+        pictures = {name: torch.cat([picture[name] for picture in made]) for name in made[0]}
+        places = 6
+    else:
+        pictures["pixel_values"] = images_for(model, count)
+        places = VisionEncoder(model)(pictures["pixel_values"][:1])["image_features"].shape[-2]
     token = getattr(model.config, "image_token_id", None) or model.config.image_token_index
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     rows, masks = [], []
     for row, kept in zip(ids, mask.bool(), strict=True):
         rows.append(torch.cat([row[~kept], row.new_full((places,), token), row[kept]]))
         masks.append(torch.cat([torch.zeros_like(row[~kept]), torch.ones(places + int(kept.sum()), dtype=row.dtype)]))
-    return {"input_ids": torch.stack(rows), "attention_mask": torch.stack(masks), "pixel_values": images}
+    found = torch.stack(rows)
+    if GridVisionEncoder.fits(model):
+        pictures["mm_token_type_ids"] = torch.eq(found, token).long()
+    return {"input_ids": found, "attention_mask": torch.stack(masks), **pictures}

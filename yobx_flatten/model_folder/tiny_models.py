@@ -127,6 +127,8 @@ def _shrunk(config_class: Any) -> Any:
         options["layer_types"] = [kinds[index % len(kinds)] for index in range(options["num_hidden_layers"])]
     if {"num_heads", "head_dim"} <= options.keys() and hasattr(default, "expand"):  # Mamba 2
         options |= {"head_dim": default.expand * _SIZES["hidden_size"] // _SIZES["num_heads"], "n_groups": 1}
+    if hasattr(default, "spatial_merge_size"):  # vision encoders of pictures of any size
+        options |= {name: 64 for name in ("embed_dim", "out_hidden_size") if _may_be_set(default, name)}
     for name in getattr(default, "sub_configs", {}):
         below = getattr(default, name, None)
         if below is not None:
@@ -134,6 +136,8 @@ def _shrunk(config_class: Any) -> Any:
     if "vision_config" in options and hasattr(default, "projection_dim"):
         options.pop("projection_dim", None)
     config = config_class(**options)
+    if "mrope_section" in getattr(config_class, "ignore_keys_at_rope_validation", ()):
+        config.rope_parameters["mrope_section"] = [2, 3, 3]  # time, height and width share half of a head
     if getattr(config, "is_encoder_decoder", False):
         config.decoder_start_token_id = _VOCABULARY["decoder_start_token_id"]  # T5's class has no value for it
     return config

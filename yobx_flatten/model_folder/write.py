@@ -296,7 +296,7 @@ def _export(
 ) -> ExportReport:
     logger.info("exporting %s", path.name, extra=STEP)
     shapes: Any = piece.dynamic_shapes
-    if batch is not None and shapes is not None:
+    if batch is not None and shapes is not None and piece.has_rows:
         shapes = _with_fixed_batch(dynamic_shapes(dict(piece.kwargs)) if shapes == "auto" else shapes)
     if runtime not in ("onnxruntime", "torch"):
         return write_piece(runtime, piece, path, shapes, bounds, options["tolerance"], options["proof"])

@@ -1,0 +1,72 @@
+"""Vision encoders that take a picture of any size, as patches and their number in time, height and width."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from ..recipe.aliases import TransformersModel
+
+__all__ = ["GridVisionEncoder", "grid_image"]
+
+
+class GridVisionEncoder(torch.nn.Module):
+    """One picture to the features that stand in the place of its tokens, for Qwen2-VL.
+
+    Where each patch is follows from its number and the grid, without a size that depends on values.
+    """
+
+    def __init__(self, model: TransformersModel) -> None:
+        super().__init__()
+        self.visual = model.model.visual
+
+    @staticmethod
+    def fits(model: TransformersModel) -> bool:
+        """Return whether a model has such an encoder, and a language model that sees nothing else of a picture."""
+        inside: Any = getattr(model, "model", None)
+        if not all(hasattr(inside, name) for name in ("visual", "language_model", "get_rope_index")):
+            return False
+        takes = inspect.signature(inspect.unwrap(type(inside.language_model).forward)).parameters
+        sees = inspect.unwrap(type(inside.visual).forward).__code__.co_names
+        return (
+            "deepstack_visual_embeds" not in takes
+            and {"get_vision_position_ids", "get_vision_attention_seqlens"} <= set(sees)
+            and "get_vision_window_index" not in sees
+        )
+
+    def forward(self, pixel_values: Any, image_grid_thw: Any) -> dict[str, Any]:
+        """Return features of shape (tokens of the picture, hidden size)."""
+        merge, count = self.visual.spatial_merge_size, pixel_values.shape[0]
+        # patches are in blocks of merge x merge, those of a block next to each other
+        patch = torch.arange(count, device=pixel_values.device)
+        block, wide = patch // merge**2, image_grid_thw[0, 2] // merge
+        high = block // wide * merge + patch // merge % merge
+        found = self.visual(
+            pixel_values,
+            grid_thw=image_grid_thw,
+            position_ids=torch.stack([high, block % wide * merge + patch % merge], dim=-1),
+            cu_seqlens=torch.arange(2, device=pixel_values.device) * count,
+        )
+        return {"image_features": found.pooler_output}
+
+
+def grid_image(model: TransformersModel, height: int, width: int) -> dict[str, torch.Tensor]:
+    """Make a random picture.
+
+    Args:
+        model: a model of which :meth:`GridVisionEncoder.fits` is true.
+        height: number of tokens along its height.
+        width: number of tokens along its width.
+
+    Returns:
+        ``pixel_values`` of shape (patches, values of a patch), and ``image_grid_thw`` of shape (1, 3).
+    """
+    vision = model.config.vision_config
+    merge = vision.spatial_merge_size
+    grid = torch.tensor([[1, height * merge, width * merge]])
+    values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    generator = torch.Generator().manual_seed(height)
+    pixels = torch.randn(int(grid.prod()), values, generator=generator)
+    return {"pixel_values": pixels.to(model.dtype), "image_grid_thw": grid}

@@ -339,7 +339,8 @@ def run(family: str, options: argparse.Namespace, folder: pathlib.Path) -> dict[
                 print(f"{'':12}   {side:40} {took:8.2f} ms   off by {row['off'][side]:.1e}", flush=True)
     for costs in made.values():
         costs.pop("file", None)
-    return {"bytes of the weights": weights, "made": made, "calls": rows}
+    layers = model.config.num_hidden_layers
+    return {"size": options.size, "layers": layers, "bytes of the weights": weights, "made": made, "calls": rows}
 
 
 def _made_line(costs: dict[str, Any], weights: int) -> str:
@@ -362,7 +363,7 @@ def main() -> None:
     parser.add_argument("--genai", help="Python of an environment with onnxruntime-genai")
     parser.add_argument("--optimum", help="Python of an environment with optimum-onnx")
     parser.add_argument("--compile", action="store_true", help="also time torch.compile, which compiles for minutes")
-    parser.add_argument("--output", type=pathlib.Path, help="a JSON file to write")
+    parser.add_argument("--output", type=pathlib.Path, help="a JSON file to write, or to add families to")
     options = parser.parse_args()
     options.families = options.families.split(",")
     if unknown := set(options.families) - set(FAMILIES):
@@ -378,7 +379,11 @@ def main() -> None:
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "onnxruntime")}
     print(", ".join(f"{name} {version}" for name, version in versions.items()), "- float32, one thread")
     found: dict[str, Any] = {"machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"}
-    found |= {"versions": versions, "size": options.size, "load": list(os.getloadavg()), "models": {}}
+    found |= {"versions": versions, "load": list(os.getloadavg()), "models": {}}
+    if options.output and options.output.exists():
+        stored = json.loads(options.output.read_text())
+        if all(stored[what] == found[what] for what in ("machine", "versions")):
+            found["models"] = stored["models"]  # a family at a time can be measured anew
     with tempfile.TemporaryDirectory() as folder:
         for family in options.families:
             found["models"][family] = run(family, options, pathlib.Path(folder))

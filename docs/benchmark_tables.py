@@ -45,7 +45,7 @@ def _export(data: Mapping[str, Any], folder: Path) -> list[str]:
         sides = list(calls[0]["milliseconds"])
         picture = folder / f"bench_export_{family}.svg"
         _draw_tokens(calls, sides, picture)
-        lines += ["", f"### {family}, {data['size']} parameters", ""]
+        lines += ["", f"### {family}, {found['layers']} layers, {weights / 4e6:.0f} million parameters", ""]
         lines += [f"```{{image}} _generated/{picture.name}", ":alt: milliseconds per token by tokens in the cache"]
         lines += ["```", ""]
 

@@ -138,16 +138,14 @@ class ExportReport(Report):
         self.remarks += [text for text in texts if text not in self.remarks]
 
     def __str__(self) -> str:
-        sizes = (
-            f", ONNX in {self.onnx_seconds:.1f} s, {self.onnx_bytes / 1e6:.2f} MB, opset {self.opset}"
-            if self.onnx_bytes
-            else ""
-        )
+        parts = [f"exported in {self.export_seconds:.1f} s"] if "trace" in self.seconds or not self.seconds else []
+        if self.onnx_bytes:
+            parts += [f"ONNX in {self.onnx_seconds:.1f} s", f"{self.onnx_bytes / 1e6:.2f} MB", f"opset {self.opset}"]
         if self.file_bytes:
-            sizes = f", for {self.runtime} in {self.onnx_seconds:.1f} s, {self.file_bytes / 1e6:.2f} MB"
+            parts += [f"written for {self.runtime} in {self.onnx_seconds:.1f} s", f"{self.file_bytes / 1e6:.2f} MB"]
         if self.planned_bytes is not None:
-            sizes += f", {self.planned_bytes / 1e6:.2f} MB of memory planned for a call"
-        lines = [f"{self.module}: exported in {self.export_seconds:.1f} s{sizes}"]
+            parts.append(f"{self.planned_bytes / 1e6:.2f} MB of memory planned for a call")
+        lines = [f"{self.module}: {', '.join(parts)}"]
         if self.proof == "none":
             lines.append(f"  {UNPROVEN}")
         if self.cases:

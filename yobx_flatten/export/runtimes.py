@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..declare.scopes import options_in_use, register_flattening_functions
-from ..errors import FlattenError, InvalidArgumentError, ReplayError
+from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, ReplayError
 from ..errors.dependencies import require
 from ..errors.log import STEP
 from ..errors.messages import first_line
@@ -35,7 +35,7 @@ from .report import ExportReport
 from .room import check_room
 from .sides import ByName
 from .to_aotinductor import check_compiler, write_package
-from .to_executorch import check_backend, write_pte
+from .to_executorch import Backend, check_backend, write_pte
 from .to_openvino import write_openvino
 from .traced import Traced, trace
 from .without_counter import without_counter
@@ -182,9 +182,28 @@ def _package(source: Source, file: UnprovenFile, report: ExportReport, options: 
 
 
 def _pte(source: Source, file: UnprovenFile, report: ExportReport, options: Mapping[str, Any]) -> None:
-    with report.timed("convert"):
-        report.planned_bytes = write_pte(source.traced, file.path, **options)
-    _replay(source, file, report)
+    asked: Backend = options.get("backend", "auto")
+    attempts = _KERNELS if asked == "auto" else (asked,)
+    for backend in attempts:
+        last = backend == attempts[-1]
+        try:
+            with report.timed("convert"):
+                report.planned_bytes = write_pte(source.traced, file.path, backend=backend)
+        except FlattenError as error:
+            if last or isinstance(error, (DynamicShapesError, InvalidArgumentError)):
+                raise
+            report.remark(f"kernels of {backend} were left out: {first_line(error)}")
+            continue
+        _replay(source, file, report)
+        failed = [case for case in report.cases if not case.max_difference <= report.tolerance]
+        if not failed or last:
+            return
+        reason = failed[0].error or f"it differs by {failed[0].max_difference:.1e}"
+        report.remark(f"kernels of {backend} were left out: {failed[0].case}: {reason}")
+        report.cases.clear()
+
+
+_KERNELS: tuple[Backend, ...] = ("xnnpack", "portable")  # the faster first
 
 
 def _openvino(source: Source, file: UnprovenFile, report: ExportReport, options: Mapping[str, Any]) -> None:

@@ -15,8 +15,8 @@ from .traced import Traced
 
 __all__ = ["Backend", "check_backend", "check_bounds", "write_pte"]
 
-Backend = Literal["xnnpack", "portable"]
-"""Kernels of ExecuTorch: those of XNNPACK where it has them, or its plain ones."""
+Backend = Literal["auto", "xnnpack", "portable"]
+"""Kernels of ExecuTorch: those of XNNPACK where it has them, or its plain ones; ``"auto"``, the first that replay."""
 
 
 def check_backend(backend: str) -> None:

@@ -16,6 +16,7 @@ from yobx_flatten import (
     export_program,
 )
 from yobx_flatten.errors import dependencies
+from yobx_flatten.export import CaseResult, runtimes
 from yobx_flatten.runners.open import open_runner
 
 pytest.importorskip("onnxscript")
@@ -155,6 +156,30 @@ def test_a_size_without_a_bound_is_refused_for_executorch(tmp_path, monkeypatch)
     free = export_program(make_step(), (), inputs(2, 3, 2), dynamic_shapes=shapes(bounded=False), cases=[])
     with pytest.raises(DynamicShapesError, match="input_ids axis 0, input_ids axis 1, attention_mask axis 0"):
         free.to_executorch(tmp_path / "step.pte")
+
+
+def test_kernels_of_xnnpack_are_left_out_where_they_differ(exported, tmp_path, monkeypatch):
+    """Its GELU is an approximation: then the file has ExecuTorch's own kernels, and the report states why."""
+
+    def write(traced, path, *, backend):
+        path.write_text(backend, encoding="utf-8")
+        return 64
+
+    def replayed(source, file, report):
+        found = 1e-3 if file.path.read_text(encoding="utf-8") == "xnnpack" else 1e-6
+        report.cases.append(CaseResult("the example", "executorch", 1, {"logits": found}, 0.0))
+
+    monkeypatch.setattr(runtimes, "require_executorch", lambda caller: None)
+    monkeypatch.setattr(runtimes, "write_pte", write)
+    monkeypatch.setattr(runtimes, "_replay", replayed)
+    report = exported.to_executorch(tmp_path / "step.pte")
+    assert (tmp_path / "step.pte").read_text(encoding="utf-8") == "portable"
+    assert [case.max_difference for case in report.cases] == [1e-6]
+    assert report.remarks == ["kernels of xnnpack were left out: the example: it differs by 1.0e-03"]
+    with pytest.raises(ReplayError, match="does not do what the eager model does"):
+        exported.to_executorch(tmp_path / "other.pte", backend="xnnpack")
+    with pytest.raises(InvalidArgumentError, match="backend must be one of"):
+        exported.to_executorch(tmp_path / "other.pte", backend="cuda")
 
 
 def test_another_suffix_is_refused(exported, tmp_path):

@@ -11,11 +11,15 @@ from ..recipe.aliases import TransformersModel
 
 __all__ = ["GridVisionEncoder", "grid_image"]
 
+# encoders whose layers see windows of a picture, and have a version to trace that does
+_WITH_WINDOWS = ("Qwen2_5_VisionTransformerPretrainedModel",)
+
 
 class GridVisionEncoder(torch.nn.Module):
     """One picture to the features that stand in the place of its tokens, for Qwen2-VL.
 
-    Where each patch is follows from its number and the grid, without a size that depends on values.
+    Where each patch is, and in which window, follows from its number and the grid, without a size that depends on
+    values.
     """
 
     def __init__(self, model: TransformersModel) -> None:
@@ -33,7 +37,7 @@ class GridVisionEncoder(torch.nn.Module):
         return (
             "deepstack_visual_embeds" not in takes
             and {"get_vision_position_ids", "get_vision_attention_seqlens"} <= set(sees)
-            and "get_vision_window_index" not in sees
+            and ("get_vision_window_index" not in sees or type(inside.visual).__name__ in _WITH_WINDOWS)
         )
 
     def forward(self, pixel_values: Any, image_grid_thw: Any) -> dict[str, Any]:
@@ -48,8 +52,24 @@ class GridVisionEncoder(torch.nn.Module):
             grid_thw=image_grid_thw,
             position_ids=torch.stack([high, block % wide * merge + patch % merge], dim=-1),
             cu_seqlens=torch.arange(2, device=pixel_values.device) * count,
+            **self._windows(count, wide),
         )
         return {"image_features": found.pooler_output}
+
+    def _windows(self, count: Any, wide: Any) -> dict[str, Any]:
+        """The order of the tokens by window, and where each window ends; in a trace once for each of its tokens."""
+        if type(self.visual).__name__ not in _WITH_WINDOWS:
+            return {}
+        merge = self.visual.spatial_merge_size
+        size = self.visual.window_size // merge // self.visual.patch_size
+        token = torch.arange(count // merge**2, device=wide.device)
+        window = token // wide // size * wide + token % wide // size
+        order = torch.argsort(window * token.shape[0] + token)
+        window = window[order]
+        ends = (window[:, None] >= window).sum(-1) * merge**2
+        if not torch.compiler.is_compiling():  # the number of windows is a size that depends on values
+            ends = ends.unique_consecutive()
+        return {"window_index": order, "cu_window_seqlens": torch.nn.functional.pad(ends, (1, 0))}
 
 
 def grid_image(model: TransformersModel, height: int, width: int) -> dict[str, torch.Tensor]:

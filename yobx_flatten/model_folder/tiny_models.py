@@ -128,7 +128,14 @@ def _shrunk(config_class: Any) -> Any:
     if {"num_heads", "head_dim"} <= options.keys() and hasattr(default, "expand"):  # Mamba 2
         options |= {"head_dim": default.expand * _SIZES["hidden_size"] // _SIZES["num_heads"], "n_groups": 1}
     if hasattr(default, "spatial_merge_size"):  # vision encoders of pictures of any size
-        options |= {name: 64 for name in ("embed_dim", "out_hidden_size") if _may_be_set(default, name)}
+        sizes = {
+            "embed_dim": 64,
+            "out_hidden_size": 64,
+            "window_size": 32,
+            "fullatt_block_indexes": [1],
+            "initializer_range": 0.1,  # features that are no larger than embeddings
+        }
+        options |= {name: size for name, size in sizes.items() if _may_be_set(default, name)}
     for name in getattr(default, "sub_configs", {}):
         below = getattr(default, name, None)
         if below is not None:

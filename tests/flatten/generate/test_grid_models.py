@@ -17,12 +17,12 @@ pytestmark = pytest.mark.slow
 PICTURE = 3
 
 
-@pytest.fixture(scope="module")
-def qwen():
-    """A small Qwen2-VL, and its generator."""
-    if not GridVisionEncoder.fits(small_model("qwen2_vl")):
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+def qwen(request):
+    """A small model and its generator; the layers of the second see windows of 2 x 2 tokens."""
+    if not GridVisionEncoder.fits(small_model(request.param)):
         pytest.skip("its vision encoder makes the positions of patches by itself")
-    model, folder = exported("qwen2_vl")
+    model, folder = exported(request.param)
     return model, OnnxGenerator(folder, threads=1)
 
 

@@ -14,10 +14,10 @@ PICTURE = 3
 GRIDS = torch.tensor([[1, 4, 6], [1, 6, 4], [1, 2, 8]])  # of 2 x 3, 3 x 2 and 1 x 4 tokens
 
 
-@pytest.fixture(scope="module")
-def qwen():
-    """A small Qwen2-VL."""
-    model = small_model("qwen2_vl")
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+def qwen(request):
+    """A small model; the layers of the second see windows of 2 x 2 tokens."""
+    model = small_model(request.param)
     if not GridVisionEncoder.fits(model):
         pytest.skip("its vision encoder makes the positions of patches by itself")
     return model
@@ -44,9 +44,9 @@ def test_a_picture_of_another_size_than_its_tokens_is_refused():
 
 
 def test_an_encoder_without_sizes_that_depend_on_values_has_the_features_of_the_model(qwen):
-    """Of pictures of three sizes."""
+    """Of pictures of five sizes."""
     encoder = GridVisionEncoder(qwen)
-    for high, wide in ((2, 3), (3, 2), (1, 4)):
+    for high, wide in ((2, 3), (3, 2), (1, 4), (5, 4), (4, 5)):
         picture = grid_image(qwen, high, wide)
         with torch.no_grad():
             wanted = torch.cat(tuple(qwen.get_image_features(**picture).pooler_output))

@@ -70,14 +70,16 @@ def _imported(path: str) -> Any:
     return sys.modules.get(path) or getattr(sys.modules.get(module), name, None)
 
 
-def _attention_with_norms(original: Any) -> Any:
+def _masked_attention(original: Any) -> Any:
     # Upstream's version (5.23) leaves out the norms of queries and keys where both come from one projection, and
-    # computes something else without a word. It also wants pictures of one size; a mask does not.
+    # computes something else without a word. It also wants pictures, and windows, of one size; a mask does not.
     def forward(self: Any, hidden_states: Any, cu_seqlens: Any, position_embeddings: Any = None, **kwargs: Any) -> Any:
         count = hidden_states.shape[0]
         query, key, value = self.qkv(hidden_states).reshape(count, 3, self.num_heads, -1).unbind(1)
         rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb_vision
-        query, key = rotate(self.q_norm(query), self.k_norm(key), *position_embeddings)
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = rotate(query, key, *position_embeddings)
         picture = (torch.arange(count, device=cu_seqlens.device)[:, None] >= cu_seqlens[1:]).sum(-1)
         query, key, value = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
         seen = torch.nn.functional.scaled_dot_product_attention(
@@ -90,6 +92,7 @@ def _attention_with_norms(original: Any) -> Any:
 
 # class and attribute -> ours, where upstream's does not compute what the model does
 _CORRECTED: dict[tuple[str, str], Callable[[Any], Any]] = {
-    ("Dots3NoteVisionAttention", "forward"): _attention_with_norms,
-    ("GlmOcrVisionAttention", "forward"): _attention_with_norms,
+    ("Dots3NoteVisionAttention", "forward"): _masked_attention,
+    ("GlmOcrVisionAttention", "forward"): _masked_attention,
+    ("Qwen2_5_VLVisionAttention", "forward"): _masked_attention,
 }

@@ -18,7 +18,7 @@ __all__ = ["write_openvino"]
 def write_openvino(traced: Traced, example: Example, path: pathlib.Path) -> None:
     """Convert a program and write the files. The block must be open.
 
-    The program itself is not converted: OpenVINO 2026.4 has no rule for ``sym_max``, which masks of transformers use.
+    The program itself is not converted: OpenVINO 2026.4 has no rule for ``sym_min``, which sliding layers use.
 
     Args:
         traced: the program.

@@ -338,9 +338,9 @@ class _RememberingProgram(ExportedProgram):
         require_registered(_classes_of(self), "This program")
         attention = torch.ops.aten.scaled_dot_product_attention.default
         if decomp_table is None or attention in decomp_table:
-            return _remember(super().run_decompositions(decomp_table, *args, **kwargs))
+            return _decomposed(super().run_decompositions(decomp_table, *args, **kwargs))
         with _PLAIN_ATTENTION:
-            return _remember(super().run_decompositions(decomp_table, *args, **kwargs))
+            return _decomposed(super().run_decompositions(decomp_table, *args, **kwargs))
 
 
 def _remembering(original: Callable[..., None]) -> Callable[..., None]:
@@ -369,6 +369,10 @@ def _remember(program: ExportedProgram) -> ExportedProgram:
     if type(program) is ExportedProgram:
         program.__class__ = _RememberingProgram
     return program
+
+
+def _decomposed(program: ExportedProgram) -> ExportedProgram:
+    return _remember(without_needless_assertions(program))
 
 
 def _classes_of(program: ExportedProgram) -> tuple[type, ...]:

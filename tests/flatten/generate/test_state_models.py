@@ -10,7 +10,7 @@ pytest.importorskip("onnxscript")
 from transformers.cache_utils import Cache
 
 from tests.flatten.model_folder.exported_folders import exported
-from yobx_flatten import OnnxGenerator
+from yobx_flatten import OnnxGenerator, ProgramGenerator
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,11 +20,11 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", ["mamba", "lfm2"])
-def test_states_begin_as_zeros(name):
+@pytest.mark.parametrize(("name", "to"), [("mamba", "onnx"), ("lfm2", "onnx"), ("lfm2", "program")])
+def test_states_begin_as_zeros(name, to):
     """One file reads a prompt of one token, of many, and padded ones; it searches with beams."""
-    model, folder = exported(name)
-    generator = OnnxGenerator(folder, threads=1)
+    model, folder = exported(name, to)
+    generator = OnnxGenerator(folder, threads=1) if to == "onnx" else ProgramGenerator(folder)
     ids = torch.randint(3, 259, (3, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :4], mask[2, :1] = 0, 0

@@ -21,6 +21,10 @@ def mask_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         return
     yield masks, "prepare_padding_mask", _prepare_padding_mask
     yield masks, "_ignore_causal_mask_sdpa", _never_ignore_the_mask
+    name = "create_recurrent_attention_mask"  # each model has imported it
+    for path, module in sys.modules.copy().items():
+        if path.startswith("transformers.models.") and name in vars(module):
+            yield module, name, _recurrent_mask
     if hasattr(masks, "_vmap_for_bhqkv"):  # 4.56 and 4.57; later versions broadcast by themselves
         yield masks, "_vmap_for_bhqkv", _broadcast_for_bhqkv
         yield masks, "TransformGetItemToIndex", _nothing_to_transform
@@ -41,6 +45,19 @@ def _prepare_padding_mask(original: Any) -> Any:
         return padded
 
     return prepare_padding_mask
+
+
+def _recurrent_mask(original: Any) -> Any:
+    # Not mask[:, -new:]: a slice asks whether it begins at 0, as before the first token, and the answer is fixed.
+    def create_recurrent_attention_mask(
+        config: Any, inputs_embeds: Any, attention_mask: Any, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
+        if attention_mask is None or attention_mask.ndim != 2:
+            return None
+        new = torch.arange(inputs_embeds.shape[1], device=attention_mask.device)
+        return attention_mask.index_select(1, new + (attention_mask.shape[1] - inputs_embeds.shape[1]))
+
+    return create_recurrent_attention_mask
 
 
 def _never_ignore_the_mask(original: Any) -> Any:

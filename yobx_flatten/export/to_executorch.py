@@ -83,9 +83,9 @@ def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack
             )
             made = edge.to_executorch()
     except Exception as error:  # ExecuTorch raises whatever its passes do
+        hint = '. Try the plain kernels:\n    backend="portable"' if backend == "xnnpack" else ""
         raise FlattenError(
-            f"ExecuTorch cannot lower the program ({type(error).__name__}: {first_line(error)}). Try the plain "
-            'kernels:\n    backend="portable"'
+            f"ExecuTorch cannot lower the program ({type(error).__name__}: {first_line(error)}){hint}"
         ) from error
     with path.open("wb") as file:
         made.write_to_file(file)

@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.export import Dim
 
-from ..errors import InvalidArgumentError
+from ..errors import DynamicShapesError, InvalidArgumentError
 from ..export.program import export_program, source_of
 from ..export.proof import sampled
 from ..export.replay import Case
@@ -178,12 +178,25 @@ def write_piece(
 
     Returns:
         The report of the file.
+
+    Raises:
+        DynamicShapesError: when the model itself bounds a size in another way.
     """
     cases: Sequence[Case] = piece.cases
     if bounds is not None:
         shapes = bounds.on(dynamic_shapes(dict(piece.kwargs)) if isinstance(shapes, str) else shapes)
         cases = fitting_cases(piece, bounds)
-    exported = export_program(piece.module, (), piece.kwargs, dynamic_shapes=shapes, proof="none", tolerance=tolerance)
+    try:
+        exported = export_program(
+            piece.module, (), piece.kwargs, dynamic_shapes=shapes, proof="none", tolerance=tolerance
+        )
+    except ValueError as error:
+        if "user-specified" not in str(error):
+            raise
+        raise DynamicShapesError(
+            f"{piece.stem}: the model itself bounds a size in another way than bounds={bounds}: "
+            f"{' '.join(str(error).split())[:400]}"
+        ) from error
     source = source_of(exported)
     chosen = [source.example.case(2 if proof == "sample" else 3), *(sampled(cases) if proof == "sample" else cases)]
     if bounds is not None and not bounds.holds(chosen[0]):

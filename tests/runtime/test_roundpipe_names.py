@@ -118,7 +118,7 @@ CONTRACT = {
 }
 
 # What is otherwise on purpose: the default here, and words of the line in `from_roundpipe.md` that says so.
-OTHERWISE = {("RoundPipe.step", "is_async"): (False, "`step` is asynchronous unless told otherwise")}
+OTHERWISE = {("RoundPipe.step", "is_async"): (False, "`step` is asynchronous by default")}
 # What is new stands behind all that is old, and in the table of that page.
 ADDED = {
     "RoundPipe": ["devices"],

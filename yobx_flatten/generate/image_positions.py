@@ -27,7 +27,7 @@ def image_positions(
 
     Args:
         tokens: integers of shape (batch, length).
-        mask: of the same shape, 0 where a row is padded.
+        mask: integers of the same shape, 0 where a row is padded.
         grids: patches of each picture in time, height and width, of shape (pictures, 3), in the order of their tokens;
             ``None`` without pictures.
         image_token_id: the token that pictures replace.

@@ -41,7 +41,6 @@ from .adapted_shapes import adapted_shapes
 from .compiled_packages import called_contiguous, remembering_strides
 from .ignored_inputs import refusal_of_ignored_inputs
 from .integer_inputs import with_integers
-from .needless_assertions import without_needless_assertions
 from .onnx_operators import TRANSLATIONS, Translation, add_translation
 from .onnx_registry import filled_registry
 from .type_promotion import without_running
@@ -192,7 +191,7 @@ class ExportHook:
                 for support in supports:
                     args, kwargs = support.prepare(args), support.prepare(kwargs)
                     stack.enter_context(support.traceable())
-                return without_needless_assertions(original(mod, args, kwargs, dynamic_shapes, *more, **options))
+                return _concise(original(mod, args, kwargs, dynamic_shapes, *more, **options))
 
         return _export
 
@@ -371,8 +370,15 @@ def _remember(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
+def _concise(program: ExportedProgram) -> ExportedProgram:
+    # imported here because it brings sympy, as the first export itself does: half a second
+    from .needless_assertions import without_needless_assertions
+
+    return without_needless_assertions(program)
+
+
 def _decomposed(program: ExportedProgram) -> ExportedProgram:
-    return _remember(without_needless_assertions(program))
+    return _remember(_concise(program))
 
 
 def _classes_of(program: ExportedProgram) -> tuple[type, ...]:

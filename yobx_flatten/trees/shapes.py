@@ -200,21 +200,22 @@ def _write_leaf(obj: Any, path: _Path, axes: dict[int, str] | None, bounds: Mapp
             return {}  # other than its name: a quantised layer has a scale, and an empty tensor in place of its keys
         meanings = _PLAIN if axes is None else axes
         return {
-            axis: _dim(obj.shape[axis], (*path, f"axis {axis}"), meanings.get(axis), bounds)
+            axis: _dim(obj, axis, path, meanings.get(axis), bounds)
             for axis in (range(obj.dim()) if axes is None else axes)
         }
     # a plain number is part of the program, unless a recipe states that it counts
     return Dim.AUTO if axes is not None and type(obj) is int else None
 
 
-def _dim(size: int, path: _Path, meaning: str | None, bounds: Mapping[str, int]) -> Any:
+def _dim(tensor: torch.Tensor, axis: int, path: _Path, meaning: str | None, bounds: Mapping[str, int]) -> Any:
     most = bounds.get(meaning or "")
     if most is None:
         return Dim.AUTO
+    size = tensor.shape[axis]  # not read without need: a nested tensor has none
     if size > most:
         raise DynamicShapesError(
-            f"{_format(path)}: size {size} of the example is above the bound {most} of {meaning!r}. Pass a smaller "
-            f'example, or a larger bound:\n    bounds={{"{meaning}": {size}}}'
+            f"{_format((*path, f'axis {axis}'))}: size {size} of the example is above the bound {most} of {meaning!r}. "
+            f'Pass a smaller example, or a larger bound:\n    bounds={{"{meaning}": {size}}}'
         )
     return Dim.AUTO(max=most)
 

@@ -20,6 +20,7 @@ from tests import fresh_process
 from tests.flatten.model_folder.exported_folders import exported, saved
 from yobx_flatten import make_dynamic_cache, save_nested
 from yobx_flatten.__main__ import main
+from yobx_flatten.export.report import ExportReport
 from yobx_flatten.model_folder import write
 
 pytestmark = pytest.mark.slow
@@ -43,7 +44,7 @@ def no_export(folder, monkeypatch):
 
     def copy(piece, path, *how):
         shutil.copy(folder / path.name, path)
-        return SimpleNamespace(report=None)
+        return ExportReport(path.name)
 
     monkeypatch.setattr(write, "_export", copy)
 
@@ -197,7 +198,7 @@ def test_a_damaged_model_is_named(tmp_path, capsys):
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     assert main(["export", str(copy), "-o", str(tmp_path / "out")]) == 2
-    assert f"The model in {copy} cannot be loaded" in capsys.readouterr().err
+    assert f"The weights in {copy} cannot be read" in capsys.readouterr().err
     (copy / "config.json").write_text("{", encoding="utf-8")
     assert main(["export", str(copy), "-o", str(tmp_path / "out")]) == 2
     (copy / "config.json").unlink()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import tempfile
 
-from ..runners.openvino_runner import read_model
+from ..runners.openvino_runner import import_openvino, read_model
 from ..runners.signature import KEY
 from .example import Example
 from .flat_program import signature_of
@@ -25,8 +25,7 @@ def write_openvino(traced: Traced, example: Example, path: pathlib.Path) -> None
         example: what it was traced from.
         path: the ``.xml`` file to write; the weights get the suffix ``.bin`` next to it.
     """
-    import openvino
-
+    openvino = import_openvino()
     names = (traced.input_names, traced.output_names)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".onnx-") as folder:
         file = UnprovenFile(pathlib.Path("model.onnx"), pathlib.Path(folder))

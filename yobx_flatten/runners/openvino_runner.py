@@ -6,7 +6,9 @@ So the precision is asked for here.
 
 from __future__ import annotations
 
+import importlib
 import pathlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -17,7 +19,7 @@ from ..errors.dependencies import require
 from .checked_runner import CheckedRunner
 from .signature import KEY, Signature, Size
 
-__all__ = ["FLOAT32", "OpenVINORunner", "open_openvino", "read_model"]
+__all__ = ["FLOAT32", "OpenVINORunner", "import_openvino", "open_openvino", "read_model"]
 
 FLOAT32: Mapping[str, str] = {"INFERENCE_PRECISION_HINT": "f32"}
 """What a model is compiled with."""
@@ -31,6 +33,25 @@ _TYPES = {
     "u8": torch.uint8,
     **{f"i{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
 }
+
+
+def import_openvino() -> Any:
+    """Import OpenVINO without its reports of use.
+
+    The import sends an event over the network from a process that it forks, and a fork of a process with threads (of
+    torch, of JAX) may hang. OpenVINO itself does without the package that sends where it is not installed.
+
+    Returns:
+        The module, imported by the caller's program before or imported here.
+    """
+    sender = "openvino_telemetry"
+    if "openvino" in sys.modules or sender in sys.modules:
+        return importlib.import_module("openvino")
+    sys.modules[sender] = None  # type: ignore[assignment] # as if it were not installed
+    try:
+        return importlib.import_module("openvino")
+    finally:
+        del sys.modules[sender]
 
 
 class OpenVINORunner(CheckedRunner):
@@ -66,8 +87,7 @@ def read_model(path: pathlib.Path) -> Any:
     Raises:
         DamagedFileError: when OpenVINO cannot read it.
     """
-    import openvino
-
+    openvino = import_openvino()
     try:
         return openvino.Core().read_model(str(path))
     except Exception as error:  # OpenVINO raises RuntimeError, over several lines
@@ -92,8 +112,7 @@ def open_openvino(path: pathlib.Path, *, caller: str, failure: type[FlattenError
         FlattenError: of the class ``failure``.
     """
     require("openvino", purpose=caller, extra="openvino")
-    import openvino
-
+    openvino = import_openvino()
     if not path.is_file():
         raise failure(f"There is no file {path}.")
     model = read_model(path)

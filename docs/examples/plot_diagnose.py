@@ -75,7 +75,7 @@ kwargs = {
 
 # %%
 # What torch reports
-# ---------------
+# ------------------
 #
 # The class, and three ways to go on. ``explain_error`` adds the place, and the way that fits.
 

@@ -1,6 +1,6 @@
 """
 A pipeline next to plain training
-================================
+=================================
 
 A small transformer reads bytes. It is trained twice from the same weights: plainly, and through a pipeline over two
 devices that run a few layers at a time. The losses are drawn over each other, and below them what ran

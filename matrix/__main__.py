@@ -7,7 +7,7 @@ import sys
 
 from rich.console import Console
 
-from .command import ROOT, add_options, check_options, failure_list, open_results, run_work, types_among
+from .command import ROOT, add_options, check_options, open_results, run_work, show_recorded, types_among
 from .results import Results, installed_versions, library_state
 from .runner import Limits, Runner
 
@@ -64,16 +64,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     options = parse(arguments)
-    if options.page is not None or options.failures:
-        results = Results.read(options.output)
-        if options.page is not None:
-            from .page import page_of
 
-            peers = sorted(options.output.parent.glob(f"{options.output.stem}-*.json"))
-            text = page_of(results, list(COLUMNS), [Results.read(path) for path in peers], options.output.name)
-            options.page.write_text(text, encoding="utf-8")
-        if options.failures:
-            console.print(failure_list(results, list(COLUMNS)), markup=False)
+    def page(held: Results) -> str:
+        from .page import page_of
+
+        peers = sorted(options.output.parent.glob(f"{options.output.stem}-*.json"))
+        return page_of(held, list(COLUMNS), [Results.read(path) for path in peers], options.output.name)
+
+    if show_recorded(options, COLUMNS, page, console):
         return 0
     state = library_state(ROOT / "yobx_flatten")
     results = open_results(options, options.way)

@@ -1,17 +1,18 @@
-"""What the command lines of the two matrices share: options, the choice of types, a run with its bar, the lists."""
+"""What the command lines of all matrices share: options, the choice of types, a run with its bar, the lists."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .results import Results, failures, installed_versions, regressions, symbol_of
-from .runner import Runner, Work
+from .results import Results, failures, installed_versions, library_state, regressions, symbol_of
+from .runner import Limits, Runner, Work
 
 __all__ = [
     "ROOT",
@@ -20,7 +21,9 @@ __all__ = [
     "failure_list",
     "line_of",
     "open_results",
+    "run_list",
     "run_work",
+    "show_recorded",
     "types_among",
     "work_left",
 ]
@@ -96,6 +99,20 @@ def types_among(names: list[str], only: list[str]) -> list[str]:
     return [name for name in names if name in only or f"{split_name(name)[0]}:" in only]
 
 
+def show_recorded(
+    options: argparse.Namespace, columns: Iterable[str], page_of: Callable[[Results], str], console: Console
+) -> bool:
+    """Write the page and list the failures, as far as they are asked for; return whether one of them was."""
+    if options.page is None and not options.failures:
+        return False
+    held = Results.read(options.output)
+    if options.page is not None:
+        options.page.write_text(page_of(held), encoding="utf-8")
+    if options.failures:
+        console.print(failure_list(held, list(columns)), markup=False)
+    return True
+
+
 def open_results(options: argparse.Namespace, way: str) -> Results:
     """Open the file of results; what other versions have recorded is not replaced unless that is asked for."""
     results = Results.open(options.output, installed_versions(), way)
@@ -137,6 +154,33 @@ def run_work(
     for line in worse:
         console.print(f"worse than in {options.against.name}: {line}", markup=False)
     return 1 if worse else 0
+
+
+def run_list(
+    options: argparse.Namespace,
+    way: str,
+    columns: Iterable[str],
+    types: Iterable[str],
+    run_type: Callable[..., Any],
+    page_of: Callable[[Results, str], str],
+) -> int:
+    """Do what the options of a matrix state whose types are a list; return the exit code.
+
+    Args:
+        options: of the command line, checked.
+        way: the name under which results are recorded.
+        columns: what is asked of a type, in order.
+        types: those that there are.
+        run_type: asks it, in a process of its own.
+        page_of: makes the page of the results and the name of their file.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    if show_recorded(options, columns, lambda held: page_of(held, options.output.name), console):
+        return 0
+    names = types_among(list(types), options.only) if options.only else list(types)
+    runner = Runner(way, Limits(options.timeout, options.memory), run=run_type, preload=("matrix.preload",))
+    state = library_state(ROOT / "yobx_flatten")
+    return run_work(runner, names[: options.sample], open_results(options, way), options, state, console)
 
 
 def line_of(name: str, found: dict[str, dict[str, object]]) -> str:

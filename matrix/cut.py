@@ -7,7 +7,7 @@ import sys
 
 from rich.console import Console
 
-from .command import ROOT, add_options, check_options, failure_list, open_results, run_work, types_among
+from .command import ROOT, add_options, check_options, open_results, run_work, show_recorded, types_among
 from .cut_cases import COLUMNS, run_type
 from .kinds import kind_of, quiet_sample
 from .models import split_name, type_names
@@ -54,14 +54,13 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     console = Console(highlight=False, soft_wrap=True)
     options = parse(arguments)
-    if options.page is not None or options.failures:
-        held = Results.read(options.output)
-        if options.page is not None:
-            from .cut_page import page_of
 
-            options.page.write_text(page_of(held, options.output.name), encoding="utf-8")
-        if options.failures:
-            console.print(failure_list(held, list(COLUMNS)), markup=False)
+    def page(held: Results) -> str:
+        from .cut_page import page_of
+
+        return page_of(held, options.output.name)
+
+    if show_recorded(options, COLUMNS, page, console):
         return 0
     state = library_state(ROOT / "roundpipe_runtime")
     results = open_results(options, _WAY)

@@ -6,12 +6,9 @@ import argparse
 import importlib.metadata
 import sys
 
-from rich.console import Console
-
-from .command import ROOT, add_options, check_options, failure_list, open_results, run_work
+from .command import add_options, check_options, run_list
 from .genai_cases import COLUMNS, TYPES, run_type
-from .results import Results, library_state, symbol_of
-from .runner import Limits, Runner
+from .results import Results, symbol_of
 
 __all__ = ["main", "page_of", "parse"]
 
@@ -44,7 +41,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m matrix.genai", description=__doc__, allow_abbrev=False)
     add_options(parser, COLUMNS, timeout=600.0, stem="genai", kinds="the list")
     options = parser.parse_args(arguments)
-    check_options(parser, options, COLUMNS, f"genai-{importlib.metadata.version(_WAY)}")
+    try:
+        version = importlib.metadata.version(_WAY)
+    except importlib.metadata.PackageNotFoundError:
+        parser.error(f"{_WAY} is not installed: make genai installs it")
+    check_options(parser, options, COLUMNS, f"genai-{version}")
     return options
 
 
@@ -82,19 +83,7 @@ def page_of(results: Results, file: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    console = Console(highlight=False, soft_wrap=True)
-    options = parse(arguments)
-    if options.page is not None or options.failures:
-        held = Results.read(options.output)
-        if options.page is not None:
-            options.page.write_text(page_of(held, options.output.name), encoding="utf-8")
-        if options.failures:
-            console.print(failure_list(held, list(COLUMNS)), markup=False)
-        return 0
-    results = open_results(options, _WAY)
-    runner = Runner(_WAY, Limits(options.timeout, options.memory), run=run_type, preload=("matrix.preload",))
-    names = list(options.only or TYPES)[: options.sample]
-    return run_work(runner, names, results, options, library_state(ROOT / "yobx_flatten"), console)
+    return run_list(parse(arguments), _WAY, COLUMNS, TYPES, run_type, page_of)
 
 
 if __name__ == "__main__":

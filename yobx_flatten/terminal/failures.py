@@ -73,7 +73,8 @@ def _names(error: BaseException) -> set[str]:
 
 def _click_message(error: BaseException) -> str:
     formatted = getattr(error, "format_message", lambda: str(error))()
-    return " ".join(str(formatted).split()).rstrip(".")
+    # newer versions of typer check values with pydantic, which begins with the class of the error
+    return " ".join(str(formatted).split()).replace(": Value error, ", ": ").rstrip(".")
 
 
 def _is_disk_full(error: BaseException) -> bool:

@@ -49,7 +49,7 @@ def test_every_command_has_help(name):
         (["exprt"], "No such command 'exprt'"),
         (["export"], "Missing argument 'MODEL'"),
         (["export", "llama"], "Missing option '--output'"),
-        (["export", "llama", "-o", "x", "--to", "tf"], "'tf' is not one of"),
+        (["export", "llama", "-o", "x", "--to", "tf"], "'--to': 'tf' is not one of"),
         (["list", "--kind", "lair"], "there is no kind 'lair'; there are layer, cache"),
         (["list", "--import", "no_such_module"], "the module no_such_module cannot be imported"),
         (["bench", "speed"], "there is no benchmark 'speed'; there are"),

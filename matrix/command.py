@@ -167,7 +167,7 @@ def run_list(
     """Do what the options of a matrix state whose types are a list; return the exit code.
 
     Args:
-        options: of the command line, checked.
+        options: the command line, checked.
         way: the name under which results are recorded.
         columns: what is asked of a type, in order.
         types: those that there are.

@@ -163,6 +163,8 @@ def run_list(
     types: Iterable[str],
     run_type: Callable[..., Any],
     page_of: Callable[[Results, str], str],
+    *,
+    preload: tuple[str, ...] = ("matrix.preload",),
 ) -> int:
     """Do what the options of a matrix state whose types are a list; return the exit code.
 
@@ -173,12 +175,13 @@ def run_list(
         types: those that there are.
         run_type: asks it, in a process of its own.
         page_of: makes the page of the results and the name of their file.
+        preload: modules to import once for all processes.
     """
     console = Console(highlight=False, soft_wrap=True)
     if show_recorded(options, columns, lambda held: page_of(held, options.output.name), console):
         return 0
     names = types_among(list(types), options.only) if options.only else list(types)
-    runner = Runner(way, Limits(options.timeout, options.memory), run=run_type, preload=("matrix.preload",))
+    runner = Runner(way, Limits(options.timeout, options.memory), run=run_type, preload=preload)
     state = library_state(ROOT / "yobx_flatten")
     return run_work(runner, names[: options.sample], open_results(options, way), options, state, console)
 

@@ -10,7 +10,7 @@ from typing import Any
 from .causes import CAUSES
 from .results import Results, passes, symbol_of, untried
 
-__all__ = ["page_of"]
+__all__ = ["cleaned", "codes", "page_of", "row", "rule"]
 
 _INTRODUCTION = """# The matrix
 
@@ -79,7 +79,7 @@ def page_of(results: Results, columns: list[str], peers: Iterable[Results], file
     if weak:
         parts.append(
             "## Weak evidence\n\nThe logits of these models change by less than 0.001 when the cache holds other "
-            f"tokens, so their replays say little about the cache: {_codes(weak)}.\n"
+            f"tokens, so their replays say little about the cache: {codes(weak)}.\n"
         )
     return "\n".join(parts)
 
@@ -88,8 +88,8 @@ def _at_a_glance(results: Results, columns: list[str]) -> str:
     ends = [end for end in _UP_TO if end in columns]
     lines = [
         "## At a glance\n\nTypes that pass every column that applies to them, up to and including ...\n",
-        _row(["", "types", "built", "with a cache", *(_UP_TO[end] for end in ends)]),
-        _rule(4 + len(ends)),
+        row(["", "types", "built", "with a cache", *(_UP_TO[end] for end in ends)]),
+        rule(4 + len(ends)),
     ]
     for family, title in _FAMILIES.items():
         entries = [entry for name, entry in results.types.items() if _family(name) == family]
@@ -97,7 +97,7 @@ def _at_a_glance(results: Results, columns: list[str]) -> str:
             cached = [entry for entry in entries if passes(entry, ["prefill"]) and _cache(entry["columns"]["prefill"])]
             built = sum(passes(entry, ["built"]) for entry in entries)
             through = [_through(cached, columns[: columns.index(end) + 1]) for end in ends]
-            lines.append(_row([title, *map(str, (len(entries), built, len(cached), *through))]))
+            lines.append(row([title, *map(str, (len(entries), built, len(cached), *through))]))
     return "\n".join(lines) + "\n"
 
 
@@ -109,14 +109,14 @@ def _through(entries: list[dict[str, Any]], columns: list[str]) -> str:
 
 
 def _summary(results: Results, columns: list[str]) -> str:
-    lines = ["## Column by column\n", _row(["column", "passed", "failed", "does not apply", "not tried"]), _rule(5)]
+    lines = ["## Column by column\n", row(["column", "passed", "failed", "does not apply", "not tried"]), rule(5)]
     for column in columns:
         counts = _counts(results, results.types, column)
         if sum(counts.values()):
             late = sum(
                 untried(entry["columns"][column]) for entry in results.types.values() if column in entry["columns"]
             )
-            lines.append(_row([column, *map(str, (counts[True], counts[False], counts[None] - late, late))]))
+            lines.append(row([column, *map(str, (counts[True], counts[False], counts[None] - late, late))]))
     layers = Counter(
         layer for entry in results.types.values() for layer in entry["columns"].get("prefill", {}).get("layers", ())
     )
@@ -138,8 +138,8 @@ def _comparison(all_results: list[Results], columns: list[str]) -> str:
     lines = [
         f"## Next to transformers' own\n\nThe same cases, the {len(shared)} types that were run in all of these ways; "
         "passed of those tried. onnx-diagnostic does not import with transformers 5.23.\n",
-        _row(["column", *(one.way for one in all_results)]),
-        _rule(1 + len(all_results)),
+        row(["column", *(one.way for one in all_results)]),
+        rule(1 + len(all_results)),
     ]
     for column in columns:
         cells = []
@@ -147,18 +147,18 @@ def _comparison(all_results: list[Results], columns: list[str]) -> str:
             counts = _counts(one, shared, column)
             cells.append(f"{counts[True]} of {counts[True] + counts[False]}" if counts[True] + counts[False] else "")
         if any(cells):
-            lines.append(_row([column, *cells]))
+            lines.append(row([column, *cells]))
     return "\n".join(lines) + "\n"
 
 
 def _table(results: Results, names: list[str], columns: list[str]) -> str:
     # without those that were not run, or apply to none of these types
     run = [column for column in columns if any(_tried(results.types[name], column) for name in names)]
-    lines = [_row(["type", "cache", *run]), _rule(2 + len(run))]
+    lines = [row(["type", "cache", *run]), rule(2 + len(run))]
     for name in names:
         held = results.types[name]["columns"]
         signs = [symbol_of(held.get(column)) for column in run]
-        lines.append(_row([f"`{name}`", _cache(held.get("prefill", {})), *signs]))
+        lines.append(row([f"`{name}`", _cache(held.get("prefill", {})), *signs]))
     return "\n".join(lines) + "\n"
 
 
@@ -181,25 +181,29 @@ def _reasons(results: Results, columns: list[str]) -> str:
     for name, entry in sorted(results.types.items()):
         failed = [column for column in columns if entry["columns"].get(column, {"ok": None})["ok"] is False]
         if failed:
-            why = CAUSES.get(name) or f"`{_clean(entry['columns'][failed[0]]['why'])}`"
+            why = CAUSES.get(name) or f"`{cleaned(entry['columns'][failed[0]]['why'])}`"
             rows.setdefault((", ".join(failed), why), []).append(name)
         for column, result in entry["columns"].items():
             if result["ok"] is None and not untried(result) and (column != "picture" or _family(name) == "image"):
                 why = result["why"].partition(": ")[2] or result["why"]
-                skipped.setdefault(f"{column}: {_clean(why)}", []).append(name)
+                skipped.setdefault(f"{column}: {cleaned(why)}", []).append(name)
     parts = []
     if rows:
-        parts += ["## What fails, and why\n", _row(["types", "columns", "known cause, or what the first one states"])]
-        parts.append(_rule(3))
-        parts += [_row([_codes(names), failed, why]) for (failed, why), names in rows.items()]
+        parts += ["## What fails, and why\n", row(["types", "columns", "known cause, or what the first one states"])]
+        parts.append(rule(3))
+        parts += [row([codes(names), failed, why]) for (failed, why), names in rows.items()]
     if skipped:
         parts.append("\n## What does not apply\n")
-        parts += [f"- {_codes(names)}: {reason}" for reason, names in sorted(skipped.items())]
+        parts += [f"- {codes(names)}: {reason}" for reason, names in sorted(skipped.items())]
     return "\n".join(parts) + "\n" if parts else ""
 
 
-def _clean(said: str) -> str:
-    """One line of what an error states, without what would end a cell or its code."""
+def cleaned(said: str) -> str:
+    """Return one line of what an error states, without what would end a cell or its code.
+
+    Args:
+        said: what it states.
+    """
     return re.sub(r"[`\s|]+|\x1b\[\d*m", " ", said).strip()
 
 
@@ -216,13 +220,16 @@ def _sensitivity(entry: dict[str, Any]) -> float:
     return float(entry["columns"].get("prefill", {}).get("sensitivity", 1.0))
 
 
-def _codes(names: Iterable[str]) -> str:
+def codes(names: Iterable[str]) -> str:
+    """Return names as code, in one line."""
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _row(cells: Iterable[str]) -> str:
+def row(cells: Iterable[str]) -> str:
+    """Return a row of a table in Markdown."""
     return f"| {' | '.join(cells)} |"
 
 
-def _rule(count: int) -> str:
+def rule(count: int) -> str:
+    """Return the line under the head of a table of ``count`` columns."""
     return f"|{'---|' * count}"

@@ -1,4 +1,4 @@
-"""The columns of the table of runtimes: is a folder proven there, and do inputs in other places give the same numbers.
+"""The columns of folders in the table of runtimes: does one generate there, and what do inputs in other places give.
 
 Models are those of `yobx-flatten export TYPE`: small, with random weights and a window of eight tokens.
 """
@@ -9,15 +9,14 @@ import dataclasses
 import functools
 import importlib.metadata
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TextIO
 
-import torch
-
 from .cases import DifferenceError, SkipColumnError
+from .places import strided
 from .worker import be_quiet, run_columns
 
-__all__ = ["COLUMNS", "NEEDS", "TYPES", "RuntimeTrial", "run_type", "strided"]
+__all__ = ["BOUNDS", "COLUMNS", "LIBRARIES", "NEEDS", "TYPES", "RuntimeTrial", "run_type"]
 
 TYPES = ("llama", "mistral", "gemma3_text", "qwen3", "gpt2", "mixtral", "t5", "whisper")
 """One of each kind of cache and of attention."""
@@ -81,26 +80,19 @@ class RuntimeTrial:
         return {"moved": count}
 
 
-def strided(inputs: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the same values twice: as slices of larger tensors, and with their axes in another order of memory.
-
-    Args:
-        inputs: tensors by name.
-    """
-    yield {name: torch.stack([value, value + value], dim=-1)[..., 0] for name, value in inputs.items()}
-    yield {
-        name: value.permute(*reversed(range(value.dim()))).contiguous().permute(*reversed(range(value.dim())))
-        for name, value in inputs.items()
-    }
-
-
-_RUNTIMES = {"OpenVINO": "openvino", "AOTInductor": "aotinductor", "ExecuTorch": "executorch"}
+_RUNTIMES = {"OpenVINO folder": "openvino", "AOTInductor folder": "aotinductor", "ExecuTorch folder": "executorch"}
 
 COLUMNS: dict[str, Callable[[RuntimeTrial], dict[str, Any]]] = {
     **{shown: functools.partial(RuntimeTrial.exported, runtime=name) for shown, name in _RUNTIMES.items()},
-    **{f"{shown} strided": functools.partial(RuntimeTrial.moved, runtime=name) for shown, name in _RUNTIMES.items()},
+    **{f"{shown}, strided": functools.partial(RuntimeTrial.moved, runtime=name) for shown, name in _RUNTIMES.items()},
 }
-NEEDS = {f"{shown} strided": shown for shown in _RUNTIMES}
+NEEDS = {f"{shown}, strided": shown for shown in _RUNTIMES}
+LIBRARIES = {
+    column: name.replace("aotinductor", "torch")
+    for shown, name in _RUNTIMES.items()
+    for column in (shown, f"{shown}, strided")
+}
+"""By column: the library that runs the files."""
 
 
 def run_type(

@@ -1,5 +1,7 @@
-"""The page of runtimes shows what was recorded; inputs in other places of memory have the same values."""
+"""The page of runtimes shows what was recorded; programs are replayed in every size, and inputs moved in memory."""
 
+import io
+import json
 from pathlib import Path
 
 import pytest
@@ -7,19 +9,120 @@ import torch
 
 pytest.importorskip("transformers")
 
+from matrix.cases import DifferenceError
+from matrix.places import strided
 from matrix.results import Results
-from matrix.runtimes import page_of
-from matrix.runtimes_cases import TYPES, strided
+from matrix.runtimes import causal_types, parse
+from matrix.runtimes_cases import COLUMNS as OF_FOLDERS
+from matrix.runtimes_cases import TYPES
+from matrix.runtimes_causes import cause_of
+from matrix.runtimes_page import page_of
+from matrix.runtimes_programs import COLUMNS, NEEDS, ProgramTrial
+from matrix.worker import run_columns
 
 DOCS = Path(__file__).parent.parent / "docs"
+RIGHT = {"ok": True, "max_difference": 1e-06}
+WRONG = {"ok": False, "why": "ReplayError: off | by 0.5"}
+
+
+def recorded(types):
+    """Results that are not from a file."""
+    results = Results(Path("unused.json"), {"torch": "2.13"}, "runtimes")
+    results.types = {name: {"columns": columns} for name, columns in types.items()}
+    return results
 
 
 def test_the_page_is_that_of_the_recorded_results():
     """Written by `make runtimes`, and not by hand."""
     (path,) = (DOCS / "data").glob("runtimes-*.json")
     results = Results.read(path)
-    assert set(results.types) <= set(TYPES)
+    folders = {name for name, entry in results.types.items() if set(entry["columns"]) & set(OF_FOLDERS)}
+    assert folders == set(TYPES)
     assert (DOCS / "runtimes.md").read_text(encoding="utf-8") == page_of(results, path.name)
+
+
+def test_the_page_counts_what_was_tried_and_lists_failures_first():
+    """What does not apply is not counted, and a type of another table is not listed."""
+    page = page_of(
+        recorded(
+            {
+                "alike": {"program": RIGHT, "OpenVINO": RIGHT},
+                "broken": {"program": RIGHT, "OpenVINO": WRONG},
+                "cacheless": {"program": {"ok": None, "why": "NoCacheError: no cache"}},
+                "folder": {"OpenVINO folder": RIGHT},
+            }
+        ),
+        "found.json",
+    )
+    assert "| OpenVINO | 2 | 1 | 1 |" in page
+    assert "| program | 2 | 2 | 0 |" in page
+    assert "| `broken` | OpenVINO | `ReplayError: off by 0.5` |" in page
+    assert "- `cacheless`: no cache" in page
+    rows = [line.split("`")[1] for line in page.partition("## Causal types")[2].splitlines() if line.startswith("| `")]
+    assert rows == ["broken", "alike", "cacheless", "folder"]
+
+
+def test_a_cause_that_is_known_is_stated_in_place_of_the_error(monkeypatch):
+    """By runtime and text of the error; another runtime states its own error."""
+    monkeypatch.setattr("matrix.runtimes_causes.RUNTIME_CAUSES", {("OpenVINO", "no rule for f"): "it has no f"})
+    assert cause_of("llama", "OpenVINO", "RuntimeError: no rule for f (x)") == "it has no f"
+    assert cause_of("llama", "AOTInductor", "RuntimeError: no rule for f") == "`RuntimeError: no rule for f`"
+
+
+def test_columns_are_those_of_the_libraries_that_are_installed(monkeypatch):
+    """So that a later run with the library finds the column not recorded; `program` is what files are made of."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "executorch" else name)
+    assert parse([]).columns == ["program", "OpenVINO", "AOTInductor"]
+    assert parse(["--columns", "AOTInductor"]).columns == ["program", "AOTInductor"]
+    assert parse(["--folders", "--columns", "ExecuTorch folder"]).columns == ["ExecuTorch folder"]
+
+
+def test_the_first_types_stand_for_all_kinds_of_cache_layers(monkeypatch):
+    """The order of `--sample` and of a run that is stopped; other families have no program here."""
+    monkeypatch.setattr("matrix.runtimes.type_names", lambda: ["llama", "qwen2", "mistral", "mamba", "seq2seq:t5"])
+    assert causal_types() == ["llama", "mistral", "mamba", "qwen2"]
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory):
+    """A small Gemma 2, one of whose layers slides."""
+    return ProgramTrial("gemma2", tmp_path_factory.mktemp("gemma2"))
+
+
+def test_a_program_is_replayed_in_every_size(trial):
+    """One sample among others, one token, a padded row, more tokens than the window of eight holds."""
+    events = io.StringIO()
+    run_columns(trial, ["program"], {}, events, (COLUMNS, NEEDS))
+    result = json.loads(events.getvalue().splitlines()[-1])["result"]
+    assert (result["ok"], result["cases"]) == (True, 6)
+    assert [case.name for case in trial.cases] == [
+        "batch 3, past 6, new 3",
+        "batch 1, past 9, new 2",
+        "batch 4, past 7, new 1",
+        "batch 2, past 20, new 3",
+        "batch 3, past 6, new 3, 3 padded",
+    ]
+
+
+def test_a_file_that_reads_other_strides_wrong_does_not_pass(trial, monkeypatch):
+    """The inputs of each case are moved, and what comes out is compared with the eager model."""
+
+    class ReadsInOrder:
+        """It takes what a cache holds in the order of memory, whatever the strides are."""
+
+        ports = trial.free._runner.ports
+
+        def run(self, inputs):
+            lying = {
+                name: given.as_strided(given.shape, torch.empty(given.shape, device="meta").stride())
+                for name, given in inputs.items()
+                if given.is_floating_point()
+            }
+            return trial.free._runner.run({**inputs, **lying})
+
+    monkeypatch.setattr("yobx_flatten.runners.open.open_runner", lambda *args, **options: ReadsInOrder())
+    with pytest.raises(DifferenceError, match="the example, other strides: logits differ"):
+        trial.moved(trial.free, Path("unused"), "openvino")
 
 
 def test_moved_inputs_have_the_same_values():

@@ -1,0 +1,113 @@
+"""The page of runtimes: how many types are right where, what fails and why, the types, the folders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from . import runtimes_cases, runtimes_programs
+from .page import cleaned, codes, row, rule
+from .results import Results, symbol_of, untried
+from .runtimes_causes import cause_of
+
+__all__ = ["page_of"]
+
+_PAGE = """# Runtimes
+
+Causal language models of transformers in OpenVINO, AOTInductor and ExecuTorch, from small configurations with random
+weights. A program is exported once by `export_program`, written by `to_openvino`, `to_aotinductor` and
+`to_executorch(backend="portable")`, and replayed there next to the eager model: the example and other batch sizes (one
+sample among them) and lengths, one and several tokens at once, more tokens than a window holds, a padded row; three
+calls each that hand on the cache. Then each case runs again with inputs in other places of memory: slices of larger
+tensors, and axes in another order. ExecuTorch has bounds of {batch} samples and {length} tokens. `make runtimes` runs
+it, and goes on where it stopped (`python -m matrix.runtimes --help` lists how to run less); this page is written from
+`data/{file}`, with {versions}.
+
+✓ passed, ✗ failed, – does not apply or was not tried because an earlier column did not pass; an empty cell was not run
+yet. The number is the largest difference of an output to the eager model's.
+
+{counts}
+{failures}
+## Causal types
+
+{types}
+## Folders that generate
+
+Folders of `export_folder(model, folder, target=...)`, proven in their runtime: each file with the example and cases of
+other batch sizes and lengths, one padded, three calls each that hand on the cache, and 40 tokens of `model.generate`
+for three rows, two of them padded. Then the stored cases run again with inputs in other places of memory.
+`python -m matrix.runtimes --folders` runs it.
+
+{folders}"""
+
+
+def page_of(results: Results, file: str) -> str:
+    """Return the page.
+
+    Args:
+        results: the results of this matrix.
+        file: the name of the file they are from.
+    """
+    found = [result for entry in results.types.values() for result in entry["columns"].values()]
+    made_by = dict(result["library"] for result in found if "library" in result)
+    made_by.pop("torch", None)
+    versions = ", ".join(f"{library} {version}" for library, version in {**results.versions, **made_by}.items())
+    return _PAGE.format(
+        **runtimes_cases.BOUNDS,
+        file=file,
+        versions=versions,
+        counts=_counts(results),
+        failures=_failures(results),
+        types=_table(results, runtimes_programs.COLUMNS),
+        folders=_table(results, runtimes_cases.COLUMNS),
+    )
+
+
+def _counts(results: Results) -> str:
+    lines = [row(["", "tried", "right", "fail"]), rule(4)]
+    for column in runtimes_programs.COLUMNS:
+        held = [entry["columns"][column]["ok"] for entry in results.types.values() if column in entry["columns"]]
+        right, failed = held.count(True), held.count(False)
+        lines.append(row([column, str(right + failed), str(right), str(failed)]))
+    return "\n".join(lines) + "\n"
+
+
+def _failures(results: Results) -> str:
+    """A row per reason: the types, where they fail, and why."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    skipped: dict[str, list[str]] = {}
+    for name, entry in sorted(results.types.items()):
+        by_reason: dict[str, list[str]] = {}
+        for column, result in entry["columns"].items():
+            if result["ok"] is False:
+                by_reason.setdefault(cause_of(name, column, result["why"]), []).append(column)
+            elif result["ok"] is None and not untried(result):
+                skipped.setdefault(result["why"].partition(": ")[2] or result["why"], []).append(name)
+        for reason, columns in by_reason.items():
+            rows.setdefault((", ".join(columns), reason), []).append(name)
+    parts = []
+    if rows:
+        parts += ["## What fails, and why\n", row(["types", "where", "cause, or what is reported"]), rule(3)]
+        parts += [row([codes(names), where, why]) for (where, why), names in sorted(rows.items())]
+    if skipped:
+        parts += ["\n## What does not apply\n"]
+        parts += [f"- {codes(dict.fromkeys(names))}: {cleaned(why)}" for why, names in sorted(skipped.items())]
+    return "\n".join(parts) + "\n" if parts else ""
+
+
+def _table(results: Results, columns: Iterable[str]) -> str:
+    columns = list(columns)
+    lines = [row(["type", *columns]), rule(1 + len(columns))]
+    run = {name: held for name, held in results.types.items() if set(columns) & set(held["columns"])}
+    for name, entry in sorted(run.items(), key=lambda one: (not _fails(one[1], columns), one[0])):
+        lines.append(row([f"`{name}`", *(_cell(entry["columns"].get(column)) for column in columns)]))
+    return "\n".join(lines) + "\n"
+
+
+def _fails(entry: dict[str, Any], columns: Iterable[str]) -> bool:
+    return any(entry["columns"].get(column, {"ok": True})["ok"] is False for column in columns)
+
+
+def _cell(result: dict[str, Any] | None) -> str:
+    most = (result or {}).get("max_difference")
+    return symbol_of(result) + ("" if most is None else f" {most:.0e}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .given_program import prove_program
 from .onnx_export import export_onnx
 from .program import ExportedModel, export_program
 from .quality import Quality
@@ -18,4 +19,5 @@ __all__ = [
     "Quantization",
     "export_onnx",
     "export_program",
+    "prove_program",
 ]

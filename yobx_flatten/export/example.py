@@ -25,7 +25,7 @@ from .replay import Case, clone
 from .swallowed import check_spelling, swallowed_names
 from .undisturbed import undisturbed
 
-__all__ = ["Example", "make_example", "resized"]
+__all__ = ["Example", "make_example", "resized", "sizes_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,12 @@ class Example:
         sizes, remark = default_sizes(self.module)
         if only_largest:
             sizes = [max(sizes, key=lambda s: s.batch * (s.past + s.new))]
-        cases = [Case(str(s), (), resized(self.module, self.kwargs, s, seed), steps) for seed, s in enumerate(sizes)]
+        cache, kwargs = self.kwargs.get(self.cache_is), self.kwargs
+        if cache is not None and not pytree.tree_leaves(cache):  # a program for an empty cache takes no other
+            kwargs = {name: value for name, value in kwargs.items() if name != self.cache_is}
+            sizes = [dataclasses.replace(s, past=0, new=s.past + s.new) for s in sizes]
+        made = [{**self.kwargs, **resized(self.module, kwargs, s, seed)} for seed, s in enumerate(sizes)]
+        cases = [Case(str(s), (), inputs, steps) for s, inputs in zip(sizes, made, strict=True)]
         return cases, [remark] if remark else []
 
 
@@ -118,7 +123,7 @@ def make_example(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping
     check_no_modules(inputs)
     brought = {*streamed_readers(module), *offloaded_readers(module)}
     no_data = has_no_data(module, pytree.tree_leaves(inputs), brought)
-    why_not, remarks = _sizes_of(module, args, kwargs)
+    why_not, remarks = sizes_of(module, args, kwargs)
     given = not (shapes is None or (isinstance(shapes, str) and shapes == "auto"))
     specs, axis_names = _complete(module, inputs, kwargs, shapes)
     cache_is = cache_name(kwargs) or ""
@@ -155,8 +160,17 @@ def _by_name(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     return {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
 
 
-def _sizes_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Why inputs of other sizes cannot be made, empty where they can; what results may depend on."""
+def sizes_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Find out whether inputs of other sizes can be made for a module.
+
+    Args:
+        module: the module.
+        args: example positional arguments.
+        kwargs: example keyword arguments.
+
+    Returns:
+        The reason why they cannot, empty where they can; and notes on what results may depend on.
+    """
     if not options_in_use()["patch_transformers"]:
         return "there are positional arguments" if args else "transformers is not imported", []
     from ..huggingface.cases import ambiguous_without, why_not_resizable

@@ -26,6 +26,7 @@ from ..errors.log import STEP
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
 from .example import Example, make_example
+from .hf_exporter import to_hf_exporter
 from .proof import Proof, choose_proof, sampled
 from .replay import Case, CaseResult, check_cases, following, replay
 from .report import ExportReport
@@ -98,6 +99,22 @@ class ExportedModel:
         """
         with register_flattening_functions(**self._patches):
             torch.export.save(self.program, path)
+
+    def to_transformers(self) -> Any:
+        """Return the program as ``transformers.exporters`` returns one: called, saved and loaded by its code.
+
+        Use it inside ``register_flattening_functions``: transformers writes and reads caches with the registration that
+        it finds, and registers its own for good where there is none.
+
+        Returns:
+            A ``transformers.exporters.ExportedModel`` with this program as its only component, ``"model"``, and the
+            configuration of the model.
+
+        Raises:
+            InvalidArgumentError: when this was made by hand, or the program takes positional arguments.
+            MissingDependencyError: when the installed transformers has no such class: 5.23 has.
+        """
+        return to_hf_exporter(self.program, source_of(self).example)
 
     def to_onnx(self, path: str | os.PathLike[str], *, opset_version: int | None = None) -> ExportReport:
         """Write the program as an ONNX file, and replay the cases of this export in onnxruntime.

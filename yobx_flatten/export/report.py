@@ -145,7 +145,7 @@ class ExportReport(Report):
             parts += [f"written for {self.runtime} in {self.onnx_seconds:.1f} s", f"{self.file_bytes / 1e6:.2f} MB"]
         if self.planned_bytes is not None:
             parts.append(f"{self.planned_bytes / 1e6:.2f} MB of memory planned for a call")
-        lines = [f"{self.module}: {', '.join(parts)}"]
+        lines = [f"{self.module}: {', '.join(parts) or 'replayed'}"]
         if self.proof == "none":
             lines.append(f"  {UNPROVEN}")
         if self.cases:

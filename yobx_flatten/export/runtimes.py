@@ -55,6 +55,7 @@ class Source:
         cases: what is replayed.
         tolerance: largest absolute difference to the module.
         proof: what is replayed, for the report.
+        is_given: whether the program was handed over, so that files are made of it as it is; ``False`` by default.
     """
 
     example: Example
@@ -62,6 +63,7 @@ class Source:
     cases: Sequence[Case]
     tolerance: float
     proof: str
+    is_given: bool = False
 
     def feedable(self, report: ExportReport) -> Source:
         """Return it without the counter that no tool feeds, for a model whose layers all slide. The block must be open.
@@ -69,7 +71,7 @@ class Source:
         Args:
             report: gets the time of the second trace, and notes.
         """
-        fed = without_counter(self.example, self.traced, report)
+        fed = None if self.is_given else without_counter(self.example, self.traced, report)
         if fed is None:
             return self
         decoder: Any = fed.module

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
 
 from ..diagnose.export_errors import explain_error
 from ..diagnose.refused import explain_leaf
@@ -27,7 +27,7 @@ from .sizes_in_specs import check_static_parts
 from .swallowed import check_all_read, named_in_forward, swallowed_names
 from .undisturbed import draws_random_numbers, own_written_state, undisturbed, written_state
 
-__all__ = ["Traced", "fill", "trace"]
+__all__ = ["Traced", "described", "fill", "trace"]
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -101,17 +101,36 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
         if explained is None:
             raise
         raise explained from error
+    check_all_read(module, swallowed, program, _by_argument(example.names, _user_inputs(program)))
+    return described(program, example)
+
+
+def described(program: ExportedProgram, example: Example) -> Traced:
+    """Name what a program takes and returns, and give it its own copies of the state that it writes to.
+
+    Args:
+        program: the program; tensors of its state may be replaced.
+        example: what it was traced from.
+
+    Returns:
+        The program with its names.
+
+    Raises:
+        StaticDataError: when a size of the trace is part of an output's static data.
+    """
+    module, signature = example.module, program.graph_signature
     check_static_parts(program)
-    signature = program.graph_signature
-    inputs = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    check_all_read(module, swallowed, program, _by_argument(example.names, inputs))
     fill(program, offloaded_readers(module))
     written, drawing = written_state(program), draws_random_numbers(program)
     own_written_state(program, written)
     outputs = [spec for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
     names = _in_graph(output_names(_returned(program), example.names), outputs)
-    readers = streamed_readers(module)
-    return Traced(program, _in_graph(example.names, inputs), names, _types(program, outputs), written, drawing, readers)
+    inputs, readers = _in_graph(example.names, _user_inputs(program)), streamed_readers(module)
+    return Traced(program, inputs, names, _types(program, outputs), written, drawing, readers)
+
+
+def _user_inputs(program: ExportedProgram) -> list[InputSpec]:
+    return [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
 
 
 def fill(program: ExportedProgram, readers: Mapping[str, Reader]) -> None:

@@ -91,8 +91,13 @@ class TracePatch(AttributePatch):
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        original = vars(owner)[name]
-        super().__init__(owner, name, _in_traces(original, make(original)))
+        self._original = vars(owner)[name]
+        super().__init__(owner, name, _in_traces(self._original, make(self._original)))
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is held, or was made of the function that is in place now: others also replace functions."""
+        return self._holders > 0 or self._entries.get(self._name) is self._original
 
 
 def _in_traces(original: Any, version: Any) -> Any:

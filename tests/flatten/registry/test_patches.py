@@ -140,6 +140,19 @@ def test_a_patch_of_a_trace_is_for_the_thread_that_traces(owner, name):
     assert vars(owner)[name] is original
 
 
+def test_a_patch_of_a_trace_is_stale_where_others_replaced_the_function(owner):
+    """Made of their function it would bring that back after they are gone; while it is held, it stays."""
+    original = vars(owner)["method"]
+    owner.method = lambda self: "theirs"
+    patch = TracePatch(owner, "method", lambda original: lambda self: "replaced")
+    patch.acquire()
+    assert patch.is_current
+    patch.release()
+    owner.method = original
+    assert not patch.is_current
+    assert TracePatch(owner, "method", lambda original: original).is_current
+
+
 # The hook for an import.
 
 

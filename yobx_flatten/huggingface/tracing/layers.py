@@ -32,6 +32,7 @@ def layer_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     sliding, full = cache_utils.DynamicSlidingWindowLayer, cache_utils.DynamicLayer
     yield sliding, "update", _sliding_update
     yield sliding, "get_mask_sizes", _sliding_mask_sizes
+    yield sliding, "get_seq_length", _sliding_seq_length
     yield full, "lazy_initialization", _lazy_initialization
     if "lazy_initialization" in vars(sliding):
         yield sliding, "lazy_initialization", _lazy_initialization
@@ -92,6 +93,14 @@ def _sliding_mask_sizes(original: Any) -> Any:
         return kept + count(query), self.cumulative_length - kept
 
     return get_mask_sizes
+
+
+def _sliding_seq_length(original: Any) -> Any:
+    # the value of the original, which transformers' exporters (5.23) replace by the number of keys that are kept
+    def get_seq_length(self: Any, *args: Any) -> Any:
+        return self.cumulative_length
+
+    return get_seq_length
 
 
 def _query_counter(get_mask_sizes: Any) -> Callable[[Any], Any]:

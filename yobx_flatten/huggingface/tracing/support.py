@@ -108,11 +108,7 @@ class TransformersTracing:
         """Put the traceable versions in place, and the originals back."""
         replacements = list(_replacements())  # which may import
         with LOCK:
-            patches = [
-                self._patches.get((target, name))
-                or self._patches.setdefault((target, name), TracePatch(target, name, make))
-                for target, name, make in replacements
-            ]
+            patches = [self._patch(target, name, make) for target, name, make in replacements]
         with contextlib.ExitStack() as stack:
             self.acquire()  # again: for models imported inside the block, and for a trace that outlives its block
             stack.callback(self.release)
@@ -123,6 +119,12 @@ class TransformersTracing:
             if _ranges_begin_at_the_past():
                 stack.enter_context(TensorRanges())
             yield
+
+    def _patch(self, target: Any, name: str, make: Callable[[Any], Any]) -> TracePatch:
+        patch = self._patches.get((target, name))
+        if patch is None or not patch.is_current:
+            patch = self._patches[target, name] = TracePatch(target, name, make)
+        return patch
 
     def translations(self) -> Iterator[Translation]:
         """Return the translations of the grouped products by which mixtures of experts multiply.

@@ -73,3 +73,35 @@ def test_a_program_has_the_gradients_of_its_module():
             found = gradients(trained, *inputs(batch, length))
             torch.testing.assert_close(found, expected)
             assert all(gradient.abs().max() > 0 for gradient in expected)
+
+
+class Loss(torch.nn.Module):
+    """The loss alone: torch's joint export takes no other output that has a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.reader = Reader()
+
+    def forward(self, scored):
+        return {"loss": self.reader(scored)["loss"]}
+
+
+def test_one_graph_of_forward_and_backward_has_the_gradients_of_its_module():
+    """Of parameters and of the keys in a cache in a dataclass, for sizes that the trace has not seen."""
+    experimental = pytest.importorskip("torch.export.experimental")
+    torch.manual_seed(0)
+    module = Loss().train()
+    with register_flattening_functions(patch_transformers=True):
+        example, _ = inputs(2, 2)
+        program = torch.export.export(module, (example,), dynamic_shapes=dynamic_shapes((example,)))
+        joint = experimental._export_forward_backward(program)
+        backward = joint.graph_signature.backward_signature
+        assert backward.loss_output == joint.graph_signature.user_outputs[0]
+        assert list(backward.gradients_to_parameters.values()) == list(dict(module.named_parameters()))
+        for batch, length in ((2, 2), (3, WINDOW - 1)):
+            scored, _ = inputs(batch, length)
+            with torch.no_grad():
+                loss, *found = joint.graph_module(*module.parameters(), *torch.utils._pytree.tree_leaves(scored))
+            keys, *weights = gradients(module, *inputs(batch, length))
+            torch.testing.assert_close(loss, module(scored)["loss"])
+            torch.testing.assert_close(found, [*weights, keys])

@@ -47,8 +47,8 @@ def prove_program(
 ) -> ExportedModel:
     """Replay a program that other code exported against its module, and return what ``export_program`` returns.
 
-    The program has to be made inside ``register_flattening_functions``, where every cache has this package's
-    registration: by ``torch.export.export``, or by ``transformers.exporters``, whose result has it in ``.program``.
+    ``torch.export.export`` or ``transformers.exporters`` (whose result has it in ``.program``) have to make it inside
+    ``register_flattening_functions``, where every cache has this package's registration.
 
     Args:
         program: what ``torch.export.export`` returned. Its example is the first case. Buffers that it writes to are

@@ -11,6 +11,7 @@ import torch
 from ..errors import MissingDependencyError
 from ..runners.signature import KEY
 from .flat_program import flat_program, quietly, signature_of
+from .scan_sizes import lift_sizes
 from .traced import Traced
 
 __all__ = ["check_compiler", "write_package"]
@@ -39,10 +40,11 @@ def write_package(traced: Traced, path: pathlib.Path) -> None:
         traced: the program.
         path: the file to write, with the suffix ``.pt2``.
     """
-    signature = signature_of(traced)
+    signature, program = signature_of(traced), flat_program(traced.program)
+    lift_sizes(program.graph_module)
     with quietly("torch._inductor"):
         torch._inductor.aoti_compile_and_package(
-            flat_program(traced.program),
+            program,
             package_path=str(path),
             inductor_configs={"aot_inductor.metadata": {KEY: signature.to_json()}},
         )

@@ -29,7 +29,7 @@ NEEDS_notebooks := --editable '.[all]' --group notebooks
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test executorch compat kills lint format types doctest docs notebooks bench matrix cut-matrix genai runtimes clean distclean
+.PHONY: help demo test executorch compat kills lint format types doctest docs site notebooks bench matrix cut-matrix genai runtimes clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ doctest: $(VENV)/.has-test  ## run the examples of the docstrings
 docs: $(VENV)/.has-docs  ## build the site into build/docs; a warning is an error
 	$(BIN)/sphinx-build -W --keep-going --quiet -b html -d build/doctrees docs build/docs
 	@echo "build/docs/index.html"
+
+site: docs $(VENV)/.has-test  ## build the site, and look at each page in a browser (chromium) on a phone and on a desk
+	$(BIN)/python -m pytest -n 0 tests/site
 
 # The executed copies go to build/notebooks, so the tree stays as it is.
 notebooks: $(VENV)/.has-notebooks  ## run every notebook; an error in a cell is an error here

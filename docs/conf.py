@@ -22,6 +22,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
+    "sphinx_design",
     "sphinx_gallery.gen_gallery",
 ]
 
@@ -32,10 +33,17 @@ suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
+myst_html_meta = {
+    "description": "Export PyTorch and Hugging Face models with their KV cache to ONNX and other runtimes, proven next "
+    "to the eager model; fine-tune models larger than the GPU.",
+    "keywords": "PyTorch, torch.export, ONNX, KV cache, DynamicCache, pytree, onnxruntime, OpenVINO, ExecuTorch, "
+    "fine-tuning, CPU offload, pipeline parallelism",
+}
 html_theme = "furo"
 html_title = f"yobx_flatten {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_favicon = "_static/favicon.svg"
 html_show_sphinx = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

@@ -40,10 +40,10 @@ def pasted(tmp_path_factory):
     return folder, done.stdout
 
 
-def test_its_python_runs_when_pasted_and_leaves_the_file(pasted):
-    """The first block writes the ONNX file it names."""
+def test_its_python_runs_when_pasted_and_leaves_the_folder(pasted):
+    """The first block writes the folder it names."""
     folder, _ = pasted
-    assert (folder / "mistral.onnx").stat().st_size > 0
+    assert (folder / "mistral" / "model.onnx").stat().st_size > 0
 
 
 def test_it_shows_the_report_that_its_python_prints(pasted):

@@ -7,6 +7,8 @@ PYTEST_ARGS ?=
 # Processes of `make test`: one per core and at most 8, each takes 1.5 GB; 0 runs all tests in one, where a debugger stops.
 WORKERS ?= auto
 MATRIX_ARGS ?=
+# How many random orders `make interleavings` trains in, those of earlier runs included.
+COUNT ?= 10000
 # What `make compat` runs, and with which versions of transformers.
 VERSIONS ?= 4.56.2 4.57.6 5.0.0 5.17.0 5.23.0
 COMPAT_TESTS ?= tests/flatten --ignore=tests/flatten/cli/test_demo.py \
@@ -29,7 +31,7 @@ NEEDS_notebooks := --editable '.[all]' --group notebooks
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test executorch compat kills lint format types doctest docs site notebooks bench matrix cut-matrix genai runtimes clean distclean
+.PHONY: help demo test accelerator interleavings mutants executorch compat kills lint format types doctest docs site notebooks bench matrix cut-matrix genai runtimes clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +43,17 @@ demo: $(VENV)/.has-demo  ## export models with their caches, train one through a
 
 test: $(VENV)/.has-test  ## run the tests, a process per core (PYTEST_ARGS="-k cache" and the like are passed on, WORKERS=0: one process)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 $(PYTEST_ARGS)
+
+# docs/dev/accelerator.md states what it shows. One process: the order of the work would differ between several.
+accelerator: $(VENV)/.has-test  ## run the tests of the pipeline on an accelerator made of the CPU (PYTEST_ARGS="--order random --seed 7")
+	$(BIN)/python -m pytest -p tests.accelerator.plugin -n 0 tests/accelerator/on_late $(PYTEST_ARGS) \
+		$(addprefix tests/runtime/,pipeline engine optim device batch huggingface/test_wrap.py)
+
+interleavings: $(VENV)/.has-test  ## train there in COUNT=10000 random orders and compare every bit; goes on where it stopped
+	$(BIN)/python -m tests.accelerator.interleavings $(COUNT)
+
+mutants: $(VENV)/.has-test  ## remove every wait, event and pin of the devices once, and see which test notices
+	$(BIN)/python -m tests.accelerator.mutants --page docs/dev/mutants.md
 
 executorch:  ## run the tests of ExecuTorch, in .venv-executorch: it brings torchao, which other tests do not expect
 	@$(MAKE) VENV=.venv-executorch .venv-executorch/.has-executorch

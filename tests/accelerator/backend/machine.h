@@ -1,0 +1,240 @@
+// Streams, and when their work is done: as late as it may, in an order drawn from a seed, or at once.
+//
+// One lock guards everything. Whoever holds it runs kernels and moves numbers, and never asks for the interpreter: a thread
+// that has the interpreter may wait for the lock. So no tensor that Python knows is copied or dropped under the lock.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+#include <c10/util/Exception.h>
+
+#include <array>
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace late {
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::StreamId;
+constexpr auto KIND = c10::DeviceType::PrivateUse1;
+constexpr int MOST_DEVICES = 16, POOL = 32;
+
+enum class Order { late, random, eager };
+
+// Units are seconds and bytes.
+struct Costs {
+  double launch = 5e-6, link = 50e9, pageable_link = 8e9, memory = 4e12, flops = 500e12;
+};
+
+struct Settings {
+  int devices = 2;
+  Order order = Order::late;
+  bool dry = false;  // compute nothing; the clocks go on by `costs`
+  Costs costs;
+};
+inline Settings settings;
+
+inline std::recursive_mutex machine;
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+inline std::map<std::string, int64_t> counts;
+inline void count(const std::string& what, int64_t by = 1) {
+  Lock lock(machine);
+  counts[what] += by;
+}
+
+// -- clocks ------------------------------------------------------------------------------------------------------------
+
+// Each stream has a clock. It goes on by the time that a kernel took, or in a dry run by what it would have taken; then
+// each thread of the host and each copy engine has a clock, too.
+inline int epoch = 0;
+inline double latest_host = 0, engines[MOST_DEVICES][2];
+inline double& host_clock() {
+  thread_local double clock = 0;
+  thread_local int of_epoch = -1;
+  if (of_epoch != epoch) of_epoch = epoch, clock = 0;
+  return clock;
+}
+inline void host_waits(double until) {
+  host_clock() = std::max(host_clock(), until);
+  latest_host = std::max(latest_host, host_clock());
+}
+inline std::vector<std::tuple<int, StreamId, std::string, double, double>> spans;
+
+// -- streams -----------------------------------------------------------------------------------------------------------
+
+struct Work {
+  std::function<void()> run;
+  const char* name = nullptr;  // of a kernel or copy; a mark or a wait has none, and takes no time
+  double seconds = 0;          // in a dry run
+  int engine = -1;             // copy engine: 0 up, 1 down
+  double given = 0;            // clock of the host
+};
+
+struct Stream {
+  int device;
+  StreamId id;
+  std::deque<Work> queue;
+  uint64_t given = 0, done = 0;
+  double clock = 0;
+};
+
+inline std::vector<std::unique_ptr<Stream>> streams[MOST_DEVICES];
+inline int next_in_pool[MOST_DEVICES];
+inline thread_local int current = 0;
+inline thread_local StreamId current_stream[MOST_DEVICES] = {};
+
+inline Stream& stream_at(int device, StreamId id) {
+  Lock lock(machine);
+  auto& all = streams[device];
+  while (static_cast<StreamId>(all.size()) <= id) all.emplace_back(new Stream{device, static_cast<StreamId>(all.size())});
+  return *all[id];
+}
+inline Stream& here(int device) {
+  return stream_at(device, current_stream[device]);
+}
+inline void set_current(int device) {
+  TORCH_CHECK(device >= 0 && device < settings.devices, "There is no device late:", device, "; there are ", settings.devices, ".");
+  current = device;
+}
+
+inline std::exception_ptr error;  // the first one of a kernel; raised where the host waits next
+inline void raise_error() {
+  if (auto found = std::exchange(error, nullptr)) std::rethrow_exception(found);
+}
+
+inline int depth = 0;  // of pieces of work, one of which waits for the next
+inline void run_next(Stream& stream) {
+  depth++;
+  Work work = std::move(stream.queue.front());
+  stream.queue.pop_front();
+  const auto begin = std::chrono::steady_clock::now();
+  if (!work.name || !settings.dry) try {
+    work.run();
+  } catch (...) {
+    if (!error) error = std::current_exception();
+  }
+  if (work.name) {
+    double start = stream.clock;
+    if (settings.dry) {
+      start = std::max(start, work.given);
+      if (work.engine >= 0) start = std::max(start, engines[stream.device][work.engine]);
+    } else {
+      work.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    }
+    stream.clock = start + work.seconds;
+    if (work.engine >= 0) engines[stream.device][work.engine] = stream.clock;
+    if (settings.dry) spans.emplace_back(stream.device, stream.id, work.name, start, stream.clock);
+  }
+  stream.done++;
+  depth--;
+}
+
+// Do the first `place` pieces of work of a stream, and what they wait for.
+inline void run_to(Stream& stream, uint64_t place) {
+  Lock lock(machine);
+  while (stream.done < place) run_next(stream);
+}
+
+inline std::mt19937_64 chance;
+inline std::map<std::pair<int, StreamId>, int> haste;  // of each stream, drawn with the seed: some hurry, some never do
+
+// Do some pieces of work of some streams.
+inline void run_some() {
+  while (chance() % 3 == 0) {
+    std::vector<Stream*> candidates;
+    for (int device = 0; device < settings.devices; device++)
+      for (auto& one : streams[device]) {
+        if (one->queue.empty()) continue;
+        auto [found, is_new] = haste.try_emplace({one->device, one->id}, 0);
+        if (is_new) found->second = std::array{0, 1, 8}[chance() % 3];
+        candidates.insert(candidates.end(), found->second, one.get());
+      }
+    if (candidates.empty()) return;
+    run_next(*candidates[chance() % candidates.size()]);
+  }
+}
+
+inline void enqueue(Stream& stream, Work work) {
+  Lock lock(machine);
+  if (settings.dry && work.name) host_clock() += settings.costs.launch;
+  work.given = host_clock();
+  stream.given++;
+  stream.queue.push_back(std::move(work));
+  if (depth) return;  // work that is given by work waits, so that the stream does not overtake itself
+  if (settings.order == Order::eager) run_to(stream, stream.given);
+  if (settings.order == Order::random) run_some();
+}
+
+// -- places in the work of a stream --------------------------------------------------------------------------------------
+
+struct Moment {
+  Stream* stream = nullptr;
+  uint64_t place = 0;
+  std::shared_ptr<double> time;  // clock of the stream there
+};
+inline Moment now(Stream& stream) {
+  return {&stream, stream.given, nullptr};
+}
+inline bool passed(const Moment& moment) {
+  return moment.stream->done >= moment.place;
+}
+inline Moment mark(Stream& stream) {
+  Lock lock(machine);
+  auto time = std::make_shared<double>(0);
+  enqueue(stream, {[&stream, time] { *time = stream.clock; }});
+  return {&stream, stream.given, time};
+}
+inline void wait_for(Stream& stream, const Moment& moment) {
+  enqueue(stream, {[&stream, moment] {
+    run_to(*moment.stream, moment.place);
+    if (moment.time) stream.clock = std::max(stream.clock, *moment.time);
+  }});
+}
+// Whether the work is done. Who asks again and again is told so one day.
+inline bool query(const Moment& moment) {
+  Lock lock(machine);
+  if (!passed(moment)) run_next(*moment.stream);
+  return passed(moment);
+}
+inline void host_waits_for(const Moment& moment, const char* what) {
+  Lock lock(machine);
+  count(std::string("host waits: ") + what);
+  run_to(*moment.stream, moment.place);
+  host_waits(moment.time ? *moment.time : moment.stream->clock);
+  raise_error();
+}
+inline void synchronize(Stream& stream, const char* what = "stream") {
+  Lock lock(machine);
+  host_waits_for(now(stream), what);
+}
+inline void synchronize_device(int device) {
+  Lock lock(machine);
+  for (size_t number = 0; number < streams[device].size(); number++) synchronize(*streams[device][number], "device");
+}
+
+// Start again with another order and seed, all clocks at zero. What was given before is done first.
+inline void set_order(Order order, uint64_t seed) {
+  Lock lock(machine);
+  for (int device = 0; device < settings.devices; device++) synchronize_device(device);
+  settings.order = order;
+  chance.seed(seed);
+  haste.clear();
+  for (auto& of_device : streams)
+    for (auto& one : of_device) one->clock = 0;
+  for (auto& pair : engines) pair[0] = pair[1] = 0;
+  latest_host = 0;
+  epoch++;
+  spans.clear();
+}
+
+} // namespace late

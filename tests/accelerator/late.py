@@ -1,0 +1,119 @@
+"""The reference accelerator as a device of torch: importing this file makes ``torch.device("late")`` known.
+
+It is for a process of its own, since ``torch.accelerator.is_available()`` is true from then on. These variables are
+read from the environment:
+
+- ``LATE_DEVICES``: number of devices. Default: 4.
+- ``LATE_DRY``: with ``1`` nothing is computed; the clocks of streams, copy engines and host go on.
+"""
+
+import os
+import sys
+import types
+from typing import Any
+
+import torch
+import torch._meta_registrations  # more operators state what comes out without being run
+
+from .build import load
+
+__all__ = ["DEVICES", "clock", "counts", "pending", "set_memory", "set_order", "trace"]
+
+DEVICES = int(os.environ.get("LATE_DEVICES", "4"))
+
+_backend = load()
+_backend.start(DEVICES, os.environ.get("LATE_DRY") == "1")
+_PROCESS = os.getpid()
+
+
+def set_order(order: str, seed: int = 0) -> None:
+    """Choose when work is done, from now on; what was given before is done first.
+
+    Args:
+        order: ``"late"``: when the host waits for it; ``"random"``: then, or before, in an order drawn from the seed;
+            ``"eager"``: at once.
+        seed: seed of a random order. Default: 0.
+    """
+    _backend.set_order(getattr(_backend.Order, order), seed)
+
+
+def counts() -> dict[str, int]:
+    """What was counted since the last call: copies and bytes, pinned and pageable, kernels, and waits of the host."""
+    return dict(_backend.counts())
+
+
+def pending(device: int) -> int:
+    """Pieces of work of a device that are not done yet."""
+    return int(_backend.pending(device))
+
+
+def set_memory(device: int, limit: int) -> None:
+    """Set the bytes of memory of a device, 16 GiB before."""
+    _backend.set_memory(device, limit)
+
+
+def clock() -> float:
+    """The seconds that a dry run took since :func:`set_order`, on all streams and the host."""
+    return float(_backend.clock())
+
+
+def trace() -> list[tuple[int, int, str, float, float]]:
+    """The work of a dry run since the last call: device, stream, name, begin and end in seconds."""
+    return list(_backend.trace())
+
+
+# -- torch.late --------------------------------------------------------------------------------------------------------
+
+
+def _index(device: Any) -> int:
+    found = device if isinstance(device, int) or device is None else torch.device(device).index
+    return _backend.current_device() if found is None else found
+
+
+class _DeviceContext:
+    def __init__(self, device: Any) -> None:
+        self.index = _index(device)
+
+    def __enter__(self) -> None:
+        self.before = _backend.current_device()
+        _backend.set_device(self.index)
+
+    def __exit__(self, *_: object) -> None:
+        _backend.set_device(self.before)
+
+
+def _generator(device: Any = None) -> torch.Generator:
+    return _backend.default_generator(_index(device))
+
+
+def _seed_all(seed: int) -> None:
+    for number in range(DEVICES):
+        _generator(number).manual_seed(int(seed))
+
+
+def _register() -> None:
+    module = types.ModuleType("torch.late")
+    vars(module).update(
+        device=_DeviceContext,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        _initialized=True,  # torch.utils.checkpoint asks for it
+        _is_in_bad_fork=lambda: os.getpid() != _PROCESS,
+        device_count=lambda: DEVICES,
+        current_device=_backend.current_device,
+        set_device=lambda device: _backend.set_device(_index(device)),
+        synchronize=lambda device=None: _backend.synchronize(_index(device)),
+        get_rng_state=lambda device=None: _generator(device).get_state(),
+        set_rng_state=lambda state, device=None: _generator(device).set_state(state),
+        manual_seed=lambda seed: _generator().manual_seed(int(seed)),
+        manual_seed_all=_seed_all,
+        initial_seed=lambda: _generator().initial_seed(),
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+    )
+    sys.modules["torch.late"] = module
+    torch.utils.rename_privateuse1_backend("late")
+    torch._register_device_module("late", module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+_register()

@@ -1,0 +1,302 @@
+"""The reference accelerator finds what it is there to find, and computes what the CPU does."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.accelerator import late
+
+F = nn.functional
+DEVICE = torch.device("late:0")
+
+
+@pytest.fixture(autouse=True)
+def as_late_as_may_be():
+    late.set_order("late")
+    late.counts()
+
+
+# -- what it finds -----------------------------------------------------------------------------------------------------
+
+
+def test_a_wait_that_is_missing_is_nan():
+    """The upload is on one stream, the computation on another."""
+    uploads, compute = torch.Stream(DEVICE), torch.Stream(DEVICE)
+    host = torch.ones(4).pin_memory()
+    found = []
+    for waits in (False, True):
+        with uploads:
+            there = torch.empty(4, device=DEVICE).copy_(host, non_blocking=True)
+        if waits:
+            compute.wait_event(uploads.record_event())
+        with compute:
+            found.append((there + 1).cpu())
+    assert found[0].isnan().all()
+    assert found[1].tolist() == [2, 2, 2, 2]
+
+
+def test_memory_that_another_stream_reads_without_record_stream_is_nan():
+    """It is given to the next tensor of its own stream at once."""
+    uploads, compute = torch.Stream(DEVICE), torch.Stream(DEVICE)
+    found = []
+    for records in (False, True):
+        with uploads:
+            there = torch.ones(1000, device=DEVICE)
+        compute.wait_event(uploads.record_event())
+        with compute:
+            doubled = there * 2
+        if records:
+            there.record_stream(compute)
+        del there
+        uploads.synchronize()
+        with compute:
+            found.append(doubled.cpu())
+    assert found[0].isnan().all()
+    assert found[1].eq(2).all()
+
+
+def test_memory_is_used_again_on_its_stream_at_once():
+    first = torch.ones(1000, device=DEVICE)
+    address = first.data_ptr()
+    del first
+    assert torch.empty(1000, device=DEVICE).data_ptr() == address
+    with torch.Stream(DEVICE):
+        assert torch.empty(1000, device=DEVICE).data_ptr() != address
+
+
+def test_new_memory_is_nan():
+    assert torch.empty(1000, device=DEVICE).cpu().isnan().all()
+
+
+def test_pinned_memory_that_the_host_changes_too_early_is_found():
+    """The copy reads it when its stream comes to it; pageable memory was read when the call returned."""
+    found = []
+    for host in (torch.ones(4).pin_memory(), torch.ones(4)):
+        there = torch.empty(4, device=DEVICE).copy_(host, non_blocking=True)
+        host.fill_(5)
+        found.append(there.cpu().tolist())
+    assert found == [[5] * 4, [1] * 4]
+
+
+def test_pinned_memory_is_kept_for_its_copies():
+    """It is freed by the host before the copy begins."""
+    there = torch.empty(1000, device=DEVICE).copy_(torch.ones(1000).pin_memory(), non_blocking=True)
+    others = [torch.zeros(1000).pin_memory() for _ in range(4)]
+    assert there.cpu().eq(1).all()
+    del others
+
+
+def test_a_download_that_is_not_waited_for_is_not_there():
+    host = torch.zeros(4).pin_memory()
+    host.copy_(torch.ones(4, device=DEVICE), non_blocking=True)
+    before = host.tolist()
+    torch.accelerator.synchronize(0)
+    assert (before, host.tolist()) == ([0] * 4, [1] * 4)
+
+
+def test_copies_are_counted():
+    there = torch.ones(1000, device=DEVICE)
+    late.counts()
+    there.copy_(torch.ones(1000).pin_memory(), non_blocking=True)
+    there.copy_(torch.ones(1000))
+    there.cpu()
+    found = late.counts()
+    assert (found["bytes up, pinned"], found["bytes up, pageable"], found["bytes down, pageable"]) == (4000, 4000, 4000)
+
+
+def test_nothing_runs_until_the_host_waits():
+    there = torch.ones(4, device=DEVICE)
+    for _ in range(5):
+        there = there + 1
+    assert late.pending(0) >= 6
+    assert there.cpu().tolist() == [6] * 4
+    assert late.pending(0) == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_random_order_runs_some_work_before(seed):
+    """Two seeds do it in two orders, and one seed in one."""
+
+    def pending():
+        late.set_order("random", seed)
+        streams = [torch.Stream(DEVICE) for _ in range(3)]
+        found = []
+        for number in range(60):
+            with streams[number % 3]:
+                torch.ones(2, device=DEVICE)
+            found.append(late.pending(0))
+        torch.accelerator.synchronize(0)
+        return found
+
+    late.set_order("late")
+    assert len(set(pending())) > 1
+
+
+def test_the_host_cannot_read_memory_of_a_device():
+    """The process ends, and the last line states why."""
+    program = (
+        "import ctypes, torch; from tests.accelerator import late\n"
+        "there = torch.ones(4, device='late')\n"
+        "print(ctypes.cast(there.data_ptr(), ctypes.POINTER(ctypes.c_float))[0])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[3]
+    )
+    assert done.returncode == -11
+    assert done.stderr == "late: the host read or wrote memory of a device. Copy the tensor with .cpu() first.\n"
+
+
+def test_tensors_of_two_devices_are_refused():
+    here, there = torch.ones(2, device="late:0"), torch.ones(2, device="late:1")
+    for other in (there, torch.ones(2)):
+        with pytest.raises(RuntimeError, match="same device"):
+            here + other
+    with pytest.raises(TypeError, match="late"):
+        here.numpy()
+
+
+def test_out_of_memory_is_an_error_and_ends_with_it():
+    late.set_memory(0, 1 << 20)
+    try:
+        held = torch.ones(100_000, device=DEVICE)
+        with pytest.raises(torch.OutOfMemoryError, match="late:0 is out of memory"):
+            torch.ones(200_000, device=DEVICE)
+        assert torch.accelerator.get_memory_info(0)[1] == 1 << 20
+        del held
+        assert torch.ones(200_000, device=DEVICE).sum().item() == 200_000
+    finally:
+        late.set_memory(0, 16 << 30)
+
+
+def test_memory_is_counted():
+    torch.accelerator.empty_cache()
+    before = torch.accelerator.memory_allocated(0)
+    torch.accelerator.reset_peak_memory_stats(0)
+    held = torch.empty(2**20, device=DEVICE)
+    assert torch.accelerator.memory_allocated(0) - before == held.nbytes
+    del held
+    assert torch.accelerator.memory_allocated(0) == before
+    assert torch.accelerator.max_memory_allocated(0) - before == 2**22
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_event_passes_when_its_stream_comes_to_it():
+    stream = torch.Stream(DEVICE)
+    event = torch.Event(DEVICE)
+    with stream:
+        ones = torch.ones(4, device=DEVICE)
+        event.record(stream)
+        ones + ones
+    assert late.pending(0) > 2
+    event.synchronize()
+    assert event.query()
+    assert late.pending(0) > 0
+    assert torch.Event(DEVICE).query()
+
+
+def test_who_asks_an_event_again_and_again_is_told_one_day():
+    stream = torch.Stream(DEVICE)
+    with stream:
+        for _ in range(5):
+            torch.ones(4, device=DEVICE)
+    event = stream.record_event()
+    assert not event.query()
+    for _ in range(10):
+        event.query()
+    assert event.query()
+
+
+def test_the_time_between_two_events_is_that_of_the_kernels():
+    """Work of another stream, which runs in between, does not count."""
+    stream, other = torch.Stream(DEVICE), torch.Stream(DEVICE)
+    start, end = (torch.Event(DEVICE, enable_timing=True) for _ in range(2))
+    with other:
+        large = torch.ones(600, 600, device=DEVICE)
+        for _ in range(20):
+            large @ large
+    with stream:
+        small = torch.ones(2, device=DEVICE)
+        start.record(stream)
+        small + small
+        end.record(stream)
+    end.synchronize()
+    with pytest.raises(ValueError, match="enable_timing"):
+        start.elapsed_time(stream.record_event())
+    other.synchronize()
+    assert 0 < start.elapsed_time(end) < 5
+
+
+def test_an_error_of_a_kernel_comes_where_the_host_waits():
+    found = torch.ones(4, device=DEVICE).index_select(0, torch.tensor([9], device=DEVICE))
+    with pytest.raises((IndexError, RuntimeError), match="index out of range"):
+        found.cpu()
+    assert torch.ones(2, device=DEVICE).tolist() == [1, 1]
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_those_of_the_cpu():
+    host = torch.randn(3, 4)
+    there = host.to(DEVICE)
+    for compute in (
+        lambda x: x @ x.T + 1,
+        lambda x: (x > 0).nonzero(),
+        lambda x: torch.cat([x, x], 1)[:, ::2].contiguous(),
+        lambda x: x.clone().index_fill_(0, torch.tensor([1], device=x.device), 7).clamp_(max=3),
+        lambda x: x[torch.tensor([2, 0])],
+        lambda x: torch.view_as_complex(x.reshape(3, 2, 2).contiguous()).abs(),
+        lambda x: F.scaled_dot_product_attention(*[x.view(1, 1, 3, 4)] * 3),
+        lambda x: x.unfold(1, 2, 1).sum(-1),
+        lambda x: x.sum(),
+    ):
+        torch.testing.assert_close(compute(there).cpu(), compute(host))
+
+
+def test_gradients_are_those_of_the_cpu():
+    """A linear layer, convolution, both norms."""
+
+    def gradients(device):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.GELU(), nn.Flatten(), nn.LayerNorm(16), nn.Linear(16, 2)
+        ).to(device)
+        x = torch.randn(5, 2, 6, generator=torch.Generator().manual_seed(1)).to(device)
+        model(x).square().mean().backward()
+        return [p.grad.cpu() for p in model.parameters()] + [b.cpu() for b in model.buffers()]
+
+    for found, expected in zip(gradients(DEVICE), gradients("cpu"), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_device_draws_the_numbers_of_the_cpu_from_a_generator_of_its_own():
+    """The same seed, the same masks and noise; the generator of the CPU is left alone."""
+
+    def drawn(device):
+        torch.manual_seed(3)
+        noise = torch.randn(7, device=device)
+        return [
+            noise,
+            torch.rand(3, device=device),
+            F.dropout(torch.ones(100, device=device), 0.3),
+            torch.randn(20, device=device),
+        ]
+
+    for found, expected in zip(drawn(DEVICE), drawn("cpu"), strict=True):
+        assert found.cpu().equal(expected)
+    before = torch.get_rng_state()
+    drawn_before = torch.rand(2, device=DEVICE)
+    assert torch.get_rng_state().equal(before)
+    torch.late.manual_seed(5)
+    assert not drawn_before.equal(torch.rand(2, device=DEVICE))
+
+
+def test_autocast_reaches_the_device():
+    with torch.autocast("late", torch.bfloat16):
+        assert (torch.ones(2, 2, device=DEVICE) @ torch.ones(2, 2, device=DEVICE)).dtype == torch.bfloat16

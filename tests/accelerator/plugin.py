@@ -1,0 +1,77 @@
+"""A plugin of pytest for tests on the reference accelerator: ``pytest -p tests.accelerator.plugin tests/runtime``.
+
+Where a test asks for ``"virtual:N"`` it gets ``late:0`` to ``late:N-1``, and so do fixtures with devices that check.
+``--order random --seed 7`` draws the order of the work; without it everything is done as late as it may.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+# Each test compares bits, and a kernel that is split over threads adds in another order.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+from roundpipe_runtime.device import virtual
+from roundpipe_runtime.device.accelerator import AcceleratorDevice
+from tests.accelerator import late
+from tests.accelerator.exceptions import reason_to_skip
+from tests.runtime import small
+
+
+def _on_late(text: str) -> list[virtual.Device]:
+    """In the place of ``virtual._virtual``, which parses ``"virtual:N"``."""
+    return [AcceleratorDevice(torch.device("late", number)) for number in range(len(_virtual(text)))]
+
+
+@contextlib.contextmanager
+def _late_devices(count: int) -> Iterator[list[AcceleratorDevice]]:
+    """In the place of ``small.checked_devices``."""
+    made = [AcceleratorDevice(torch.device("late", number)) for number in range(count)]
+    try:
+        yield made
+    finally:
+        for device in made:
+            device.close()
+
+
+_virtual, virtual._virtual = virtual._virtual, _on_late
+small.checked_devices = _late_devices
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("reference accelerator")
+    group.addoption("--order", choices=["late", "random", "eager"], default="late", help="when work is done")
+    group.addoption("--seed", type=int, default=0, help="seed of a random order")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if reason := reason_to_skip(item):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _order(request: pytest.FixtureRequest) -> Iterator[None]:
+    late.set_order(request.config.getoption("--order"), request.config.getoption("--seed"))
+    yield
+    for number in range(late.DEVICES):
+        torch.accelerator.synchronize(number)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End without the destructors: a thread of autograd for a device may abort a process that ends after a backward."""
+    status = getattr(config, "late_status", None)
+    if status is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.late_status = int(exitstatus)

@@ -1,0 +1,44 @@
+"""Tests on the reference accelerator, in a process that has it: ``docs/dev/accelerator.md``."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.accelerator.build import reason_not_to_build
+
+_ROOT = Path(__file__).parents[2]
+
+# Tests of the runtime that run there, too; `make accelerator` runs all.
+_RUNTIME = [
+    "tests/runtime/device/test_accelerator.py",
+    "tests/runtime/device/test_device.py::test_an_accelerator_copies_in_and_out",
+    "tests/flatten/trees/test_describe.py::test_values_are_read_from_an_accelerator",
+]
+
+pytestmark = pytest.mark.skipif(reason_not_to_build() is not None, reason=str(reason_not_to_build()))
+
+
+@pytest.mark.parametrize("tests", [["tests/accelerator/on_late"], _RUNTIME], ids=["order", "runtime"])
+def test_on_the_reference_accelerator(tests):
+    """All pass. A process of its own, since torch.accelerator.is_available() is true in it from its start."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.accelerator.plugin",
+            "-p",
+            "no:cacheprovider",
+            "-n",
+            "0",
+            "-q",
+            *tests,
+        ],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-4000:]

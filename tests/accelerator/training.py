@@ -1,0 +1,86 @@
+"""One short training that uses all of a pipeline, and what it leaves, bit by bit."""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from roundpipe_runtime import Device, RoundPipe, RoundPipeRunConfig, VirtualDevice
+from roundpipe_runtime.device.accelerator import AcceleratorDevice
+from tests.runtime.small import batch, cut_plan, small_model, state
+
+__all__ = ["GRAINS", "expected", "late_devices", "train"]
+
+F = nn.functional
+GRAINS = ["stage", "layer"]
+_LAYERS = 9
+
+
+class Checkpointed(nn.Module):
+    """A layer that keeps nothing for its backward, and draws in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self.inner, x, use_reentrant=False)
+
+
+def late_devices(count: int) -> list[Device]:
+    """The first devices of the reference accelerator."""
+    return [AcceleratorDevice(torch.device("late", number)) for number in range(count)]
+
+
+def train(
+    devices: list[Device],
+    *,
+    grain: str = "stage",
+    is_async: bool = False,
+    checkpoints: bool = False,
+    classic: bool = False,
+    pin: str = "alloc",
+    steps: int = 3,
+) -> list[torch.Tensor]:
+    """Losses, gradients, buffers and weights of a model with tied weights, dropout, batch norm and a layer in place.
+
+    Args:
+        devices: devices of the pipeline; they are closed at the end.
+        grain: ``recompute_grain``.
+        is_async: whether weights are updated one step late.
+        checkpoints: whether a layer has a checkpoint of its own.
+        classic: whether ``forward`` and ``backward`` are called, and no ``forward_backward``.
+        pin: ``pin_model``.
+        steps: number of steps.
+    """
+    model = small_model(tied=True, dropout=0.3, norm=True)
+    if checkpoints:
+        model[4] = Checkpointed()  # in the place of the batch norm
+    config = RoundPipeRunConfig(
+        loss_reduction="mean",
+        num_microbatch=3,
+        recompute_grain=grain,
+        **({} if classic else {"execute_plan": cut_plan(_LAYERS, [2, 4], [3, 5], 2)}),
+    )
+    pipe = RoundPipe(model, devices=devices, model_run_config=config, pin_model=pin)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    inputs, labels = batch(8)
+    inputs.requires_grad_(classic)
+    found = []
+    for _ in range(steps):
+        if classic:
+            loss = F.mse_loss(pipe(inputs), labels)
+            loss.backward()
+            found.append(inputs.grad.clone())
+        else:
+            loss = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+        found.append(loss.detach().clone())
+        pipe.step(optimizer.step, is_async=is_async)
+    pipe.synchronize()
+    found += [*state(model), *(parameter.detach().clone() for parameter in model.parameters())]
+    pipe.close()
+    return found
+
+
+def expected(**options: object) -> list[torch.Tensor]:
+    """The same on a virtual device, where every copy is there at once, and every access is checked."""
+    return train([VirtualDevice("virtual:0", check=True)], **options)

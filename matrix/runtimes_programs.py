@@ -62,7 +62,7 @@ class ProgramTrial(Trial):
 
     def run_on(self, runtime: str) -> dict[str, Any]:
         """Write the program for a runtime, replay it there, and move its inputs."""
-        from yobx_flatten import MissingDependencyError
+        from yobx_flatten import MissingDependencyError, ReplayError
 
         file, options = self.folder / _FILES[runtime], {}
         exported = self.exported(BOUNDS) if runtime == "executorch" else self.free
@@ -72,45 +72,90 @@ class ProgramTrial(Trial):
             report = getattr(exported, f"to_{runtime}")(file, **options)
         except MissingDependencyError as error:
             raise SkipColumnError(str(error).splitlines()[0]) from error
+        except ReplayError as error:
+            failed = next(case for case in error.report.cases if not case.max_difference <= error.report.tolerance)
+            reason = failed.error or f"outputs differ by {failed.max_difference:.1e}"
+            raise DifferenceError(f"{failed.case}: {reason}") from error
+        except Exception as error:  # a compiler states its command first, which is long
+            said = [line for line in str(error).splitlines() if "error:" in line]
+            if said:
+                raise RuntimeError(f"{type(error).__name__}: {said[0].strip()}") from error
+            raise
         library = runtime if runtime != "aotinductor" else "torch"
         return {
             "library": [library, importlib.metadata.version(library)],
             "cases": len(report.cases),
             "max_difference": max(case.max_difference for case in report.cases),
-            "moved": self.moved(exported, file, runtime),
+            **self.calls(exported, file, runtime),
             **({"planned_bytes": report.planned_bytes} if report.planned_bytes is not None else {}),
         }
 
-    def moved(self, exported: Any, file: pathlib.Path, runtime: str) -> int:
-        """Run every case with slices and transposed tensors; return how many inputs were moved."""
-        from yobx_flatten.diagnose.compare import largest_difference
+    def calls(self, exported: Any, file: pathlib.Path, runtime: str) -> dict[str, int]:
+        """Run each case with slices and transposed tensors, and one with inputs that do not fit; count both."""
         from yobx_flatten.export.program import source_of
         from yobx_flatten.export.report import ExportReport
         from yobx_flatten.runners.open import open_runner
 
-        runner, count = open_runner(file, runtime=runtime, trust=True), 0
+        runner = open_runner(file, runtime=runtime, trust=True)
         with self.way.block(self.model):
             source = source_of(exported).feedable(ExportReport(self.name))
-            module: Any = source.example.module
-            for case in source.cases:
-                leaves = pytree.tree_leaves((case.args, dict(case.kwargs)))
-                names = source.example.names
-                tensors = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name in runner.ports}
-                expected = _logits(module, case.kwargs)
-                for inputs in strided(tensors):
-                    count += sum(not value.is_contiguous() for value in inputs.values())
-                    difference = largest_difference(expected, runner.run(inputs)["logits"])
-                    if not difference <= source.tolerance:
-                        raise DifferenceError(f"{case.name}, other strides: logits differ by {difference:.1e}")
-        return count
+            moved = sum(_moved(runner, source, case) for case in source.cases)
+            return {"moved": moved, "refused": _refused(runner, source, source.cases[-1])}
 
 
-def _logits(module: Any, kwargs: Any) -> torch.Tensor:
+def _moved(runner: Any, source: Any, case: Any) -> int:
+    """Run a case with its inputs in other places of memory; return how many were moved."""
+    from yobx_flatten.diagnose.compare import largest_difference
+
+    count, expected = 0, _logits(source, case.kwargs)
+    for inputs in strided(_tensors(runner, source, case.kwargs)):
+        count += sum(not value.is_contiguous() for value in inputs.values())
+        difference = largest_difference(expected, runner.run(inputs)["logits"])
+        if not difference <= source.tolerance:
+            raise DifferenceError(f"{case.name}, other strides: logits differ by {difference:.1e}")
+    return count
+
+
+def _refused(runner: Any, source: Any, case: Any) -> int:
+    """Give each input one entry more, then one less, in each axis, in turn; return how many calls are refused.
+
+    What is not refused has to be what the model returns for it; it may not be numbers for what the model refuses.
+    """
+    from yobx_flatten import FlattenError
+
+    leaves, spec = pytree.tree_flatten(dict(case.kwargs))
+    count = 0
+    for index, leaf in enumerate(leaves):
+        for axis in range(leaf.dim() if isinstance(leaf, torch.Tensor) else 0):
+            for other in (torch.cat([leaf, leaf.narrow(axis, 0, 1)], axis), leaf.narrow(axis, 1, leaf.shape[axis] - 1)):
+                kwargs = pytree.tree_unflatten([*leaves[:index], other, *leaves[index + 1 :]], spec)
+                try:
+                    found = runner.run(_tensors(runner, source, kwargs))["logits"]
+                except FlattenError:
+                    count += 1
+                    continue
+                place = f"{source.example.names[index]} of shape {tuple(other.shape)} after {tuple(leaf.shape)}"
+                try:
+                    expected = _logits(source, kwargs)
+                except Exception as error:  # whatever the model raises for inputs that do not fit
+                    raise DifferenceError(f"{place}: numbers, and the model refuses it") from error
+                if found.shape != expected.shape or not (found - expected).abs().max() <= source.tolerance:
+                    raise DifferenceError(f"{place}: other numbers than the model's")
+    return count
+
+
+def _tensors(runner: Any, source: Any, kwargs: Any) -> dict[str, torch.Tensor]:
+    """The inputs by name that a file takes."""
+    leaves = zip(source.example.names, pytree.tree_leaves(dict(kwargs)), strict=True)
+    return {name: leaf for name, leaf in leaves if name in runner.ports}
+
+
+def _logits(source: Any, kwargs: Any) -> torch.Tensor:
     """What the model itself computes."""
     from yobx_flatten.export.replay import clone
 
     with torch.no_grad():
-        found = module(**clone(dict(kwargs)))
+        found = source.example.module(**clone(dict(kwargs)))
     logits: torch.Tensor = found["logits"]
     return logits
 

@@ -17,7 +17,7 @@ from matrix.runtimes_cases import COLUMNS as OF_FOLDERS
 from matrix.runtimes_cases import TYPES
 from matrix.runtimes_causes import cause_of
 from matrix.runtimes_page import page_of
-from matrix.runtimes_programs import COLUMNS, NEEDS, ProgramTrial
+from matrix.runtimes_programs import COLUMNS, NEEDS, ProgramTrial, _refused
 from matrix.worker import run_columns
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -104,25 +104,56 @@ def test_a_program_is_replayed_in_every_size(trial):
     ]
 
 
-def test_a_file_that_reads_other_strides_wrong_does_not_pass(trial, monkeypatch):
-    """The inputs of each case are moved, and what comes out is compared with the eager model."""
+class ReadsInOrder:
+    """A file that takes what a cache holds in the order of memory, whatever the strides are."""
 
-    class ReadsInOrder:
-        """It takes what a cache holds in the order of memory, whatever the strides are."""
+    def __init__(self, runner):
+        self.ports, self._runner = runner.ports, runner
 
-        ports = trial.free._runner.ports
+    def run(self, inputs):
+        lying = {
+            name: given.as_strided(given.shape, torch.empty(given.shape, device="meta").stride())
+            for name, given in inputs.items()
+            if given.is_floating_point()
+        }
+        return self._runner.run({**inputs, **lying})
 
-        def run(self, inputs):
-            lying = {
-                name: given.as_strided(given.shape, torch.empty(given.shape, device="meta").stride())
-                for name, given in inputs.items()
-                if given.is_floating_point()
-            }
-            return trial.free._runner.run({**inputs, **lying})
 
-    monkeypatch.setattr("yobx_flatten.runners.open.open_runner", lambda *args, **options: ReadsInOrder())
-    with pytest.raises(DifferenceError, match="the example, other strides: logits differ"):
-        trial.moved(trial.free, Path("unused"), "openvino")
+class IgnoresTheMask:
+    """A file that takes any mask, and sees all tokens."""
+
+    def __init__(self, runner):
+        self.ports, self._runner = runner.ports, runner
+
+    def run(self, inputs):
+        rows, columns = inputs["input_ids"].shape[0], inputs["attention_mask"].shape[1]
+        return self._runner.run({**inputs, "attention_mask": torch.ones(rows, columns, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (ReadsInOrder, "the example, other strides: logits differ"),
+        (IgnoresTheMask, "3 padded, other strides: logits differ"),
+    ],
+)
+def test_a_file_that_is_wrong_about_one_input_does_not_pass(wrong, said, trial, monkeypatch):
+    """Each case is run with moved inputs, and compared with the eager model."""
+    file = wrong(trial.free._runner)
+    monkeypatch.setattr("yobx_flatten.runners.open.open_runner", lambda *args, **options: file)
+    with pytest.raises(DifferenceError, match=said):
+        trial.calls(trial.free, Path("unused"), "openvino")
+
+
+def test_a_file_that_takes_what_the_model_refuses_does_not_pass(trial):
+    """A mask without the last row; torch's own program refuses it, as the model does."""
+    from yobx_flatten.export.program import source_of
+
+    source = source_of(trial.free)
+    with trial.way.block(trial.model):
+        assert _refused(trial.free._runner, source, source.cases[1]) > 0
+        with pytest.raises(DifferenceError, match=r"attention_mask of shape \(2, 9\) after \(3, 9\): numbers"):
+            _refused(IgnoresTheMask(trial.free._runner), source, source.cases[1])
 
 
 def test_moved_inputs_have_the_same_values():

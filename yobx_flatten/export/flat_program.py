@@ -109,6 +109,8 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     arguments = [spec.arg for spec in specs if not isinstance(spec.arg, ConstantArgument)]
+    by_argument = {argument.name: name for name, argument in zip(traced.input_names, arguments, strict=True)}
+    counted = _counted(program, by_argument)
     inputs = []
     for name, argument in zip(traced.input_names, arguments, strict=True):
         value = values[argument.name]
@@ -117,12 +119,12 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
                 f"{name} is a number that varies, and other runtimes take tensors. Pass a tensor without axes, or keep "
                 "it fixed in dynamic_shapes."
             )
-        inputs.append((name, value.dtype, tuple(map(_size, value.shape))))
+        sizes = tuple(counted.get((name, axis), _size(size)) for axis, size in enumerate(value.shape))
+        inputs.append((name, value.dtype, sizes))
     ranges = {str(symbol): found for symbol, found in program.range_constraints.items()}
     largest = {name: int(found.upper) for name, found in ranges.items() if _is_finite(found.upper)}
     smallest = {name: int(found.lower) for name, found in ranges.items() if _is_finite(found.lower) and found.lower > 2}
     made_by = {name: _version(name) for name in (*_MADE_BY, *versions) if is_installed(name)}
-    by_argument = {argument.name: name for name, argument in zip(traced.input_names, arguments, strict=True)}
     return Signature(inputs, traced.output_names, largest, smallest, made_by, _rows(program, by_argument))
 
 
@@ -141,6 +143,41 @@ def _rows(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, int]:
             name = names[given.name]
             found[name] = min(size, found.get(name, size))
     return found
+
+
+_SAME_AXES = ("to", "pad", "alias", "detach", "contiguous", "clone")
+
+
+def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[str, int], Size]:
+    """The sizes of axes that are read entry by entry, by name of the input and axis, as many as another input has.
+
+    A mask is read at the numbers of the rows of tokens. torch refuses one of fewer rows, and OpenVINO returns numbers.
+    """
+    found: dict[tuple[str, int], Size] = {}
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):
+        given, places = node.args
+        while given.op == "call_function" and str(given.target).split(".")[1] in _SAME_AXES:
+            given = given.args[0]
+        for axis, place in enumerate(places):
+            count = _length_of_range(place)
+            if given.name not in names or count is None:
+                continue
+            own, read = given.meta["val"].shape[axis], node.args[0].meta["val"].shape[axis]
+            if isinstance(own, torch.SymInt) and own.node.expr.is_Symbol and str(own) == str(read):
+                found[names[given.name], axis] = _size(count)
+    return found
+
+
+def _length_of_range(place: Any) -> Any:
+    """The length of a range from 0 on, where an index is all of one; ``None`` for others."""
+    if not isinstance(place, torch.fx.Node):
+        return None
+    entries = place.meta["val"].numel()
+    while place.op == "call_function" and str(place.target).split(".")[1] in (*_SAME_VALUES, *_SAME_AXES):
+        place = place.args[0]
+    if place.target is not torch.ops.aten.arange.default or str(place.meta["val"].shape[0]) != str(entries):
+        return None
+    return place.meta["val"].shape[0]
 
 
 def _size(size: Any) -> Size:

@@ -1,0 +1,43 @@
+"""What a file states of its inputs: sizes that depend on each other, those that only an index shows among them."""
+
+import pytest
+import torch
+
+from yobx_flatten import InvalidArgumentError, export_program
+from yobx_flatten.export.flat_program import signature_of
+from yobx_flatten.export.program import source_of
+
+
+class Masked(torch.nn.Module):
+    """A mask that is read at the numbers of the rows, as masks of transformers are."""
+
+    def forward(self, x, mask):
+        rows = torch.arange(x.shape[0])[:, None]
+        padded = torch.nn.functional.pad(mask.to(torch.bool), (0, x.shape[1]))
+        return x * padded[rows, torch.arange(x.shape[1])[None]]
+
+
+@pytest.fixture(scope="module")
+def signature():
+    """Of a program for any number of rows and columns."""
+    free = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    given = {"x": torch.ones(2, 3), "mask": torch.ones(2, 4, dtype=torch.int64)}
+    exported = export_program(Masked(), (), given, dynamic_shapes={"x": free, "mask": free}, cases=[])
+    return signature_of(source_of(exported).traced)
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_a_mask_of_another_number_of_rows_is_refused(signature, rows):
+    """torch raises `IndexError` for fewer rows, and OpenVINO would return numbers."""
+    with pytest.raises(InvalidArgumentError, match=f"mask has size {rows} in axis 0, and the file takes 3 there"):
+        signature.bind({"x": torch.ones(3, 5), "mask": torch.ones(rows, 5).long()}, InvalidArgumentError, "the file")
+
+
+@pytest.mark.parametrize("columns", [1, 4, 9])
+def test_a_mask_of_any_length_is_taken_where_it_is_padded(signature, columns):
+    """Columns are padded before they are read, so that all of them are there."""
+    given = {"x": torch.ones(3, 5), "mask": torch.ones(3, columns).long()}
+    assert [tensor.shape for tensor in signature.bind(given, InvalidArgumentError, "the file")] == [
+        (3, 5),
+        (3, columns),
+    ]

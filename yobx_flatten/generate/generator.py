@@ -19,7 +19,7 @@ from .slots import check_ports, empty_cache
 
 __all__ = ["Generator", "Parts"]
 
-_LOOP = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+_LOOP = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
 _FROM_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
 # what an encoder can be given: text, sound
 _SOURCES = ("input_ids", "input_features", "attention_mask")
@@ -59,6 +59,9 @@ class _Sequence:
     source: torch.Tensor | None = None
     # of the tokens of the next call in time, height and width, where the decoder takes those
     positions: torch.Tensor | None = None
+    # of all tokens, where the decoder takes those: which of them see each other
+    types: torch.Tensor | None = None
+    generated_type: int = 0
 
     def repeat(self, rows: torch.Tensor) -> None:
         """Let rows stand for several; the cache stays as it is."""
@@ -66,12 +69,16 @@ class _Sequence:
         self.context = {name: value[rows] for name, value in self.context.items()}
         self.source = None if self.source is None else self.source[rows]
         self.positions = None if self.positions is None else self.positions[:, rows]
+        self.types = None if self.types is None else self.types[rows]
 
     def follow(self, new: torch.Tensor) -> None:
         """Let tokens of shape (batch, 1) be what the next call is given."""
         self.new = new
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(new), 1)], dim=1)
         self.positions = None if self.positions is None else self.positions[..., -1:] + 1
+        if self.types is not None:
+            generated = self.types.new_full((len(new), 1), self.generated_type)
+            self.types = torch.cat([self.types, generated], dim=1)
 
 
 class Generator:
@@ -201,7 +208,7 @@ class Generator:
         image_grid_thw: torch.Tensor | None = None,
     ) -> _Sequence:
         context: dict[str, torch.Tensor] = {}
-        images = positions = None
+        images = positions = types = None
         if self.parts.encoder is not None:
             context, batch = self._encode(input_ids, attention_mask, input_features)
             tokens = decoder_input_ids if decoder_input_ids is not None else self._start_tokens(batch)
@@ -214,10 +221,13 @@ class Generator:
             _check_mask(mask, tokens)
             images = self._see(tokens, pixel_values, image_grid_thw)
             positions = self._positions(tokens, mask, image_grid_thw)
+            if "token_type_ids" in self.parts.decoder.ports:
+                types = self.settings.token_types(tokens)
         reader = self.parts.prefill or self.parts.decoder
         cache = {} if self.parts.prefill is not None else reader.cache(empty_cache(reader.slots, len(tokens)))
         source = input_ids if self.parts.encoder is not None and input_features is None else None
-        return _Sequence(tokens, mask, tokens, cache, context, images, source, positions)
+        typed = (types, self.settings.generated_type)
+        return _Sequence(tokens, mask, tokens, cache, context, images, source, positions, *typed)
 
     def _start_tokens(self, batch: int) -> torch.Tensor:
         start = self.settings.decoder_start_token_id
@@ -370,6 +380,8 @@ class Generator:
             # of a padded row, the first token after the padding is at 0
             counted = (sequence.mask.cumsum(-1) - 1).clamp(min=0)[:, -sequence.new.shape[1] :]
             made["position_ids"] = counted if sequence.positions is None else sequence.positions
+        if sequence.types is not None:
+            made["token_type_ids"] = sequence.types
         if "inputs_embeds" in runner.ports:
             made["inputs_embeds"] = self._embed(sequence)
         return _typed(runner, made)

@@ -8,6 +8,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from ..errors import GenerationError
 from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
 
@@ -28,6 +30,8 @@ class GenerationSettings:
         forced_bos_token_id: the second token, after a single first one: with mBART the language to translate into.
         forced_eos_token_id: the last token, or one of several, where ``max_new_tokens`` ends a row.
         spatial_merge_size: patches of a picture per token along each side, where pictures have positions of their own.
+        sees_prompt: whether all tokens of a prompt see each other, where the decoder takes types of tokens, and not
+            those of an image only; ``False`` by default.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -39,6 +43,20 @@ class GenerationSettings:
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | tuple[int, ...] | None = None
     spatial_merge_size: int | None = None
+    sees_prompt: bool = False
+
+    def token_types(self, prompt: torch.Tensor) -> torch.Tensor:
+        """Return the types of the tokens of a prompt: 1 for those of images; 0 for all where they see each other.
+
+        Args:
+            prompt: integers of shape (batch, length).
+        """
+        return torch.zeros_like(prompt) if self.sees_prompt else torch.eq(prompt, self.image_token_id or 0).long()
+
+    @property
+    def generated_type(self) -> int:
+        """The type of a token that is generated, which sees what is before it."""
+        return int(self.sees_prompt)
 
     def processors_for(self, call: GenerationCall) -> list[ScoreProcessor]:
         """Return the rules for the scores of one call of ``generate``, in order.
@@ -83,7 +101,8 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
 
     >>> settings_of({"eos_token_id": 1, "pad_token_id": 0}, {"eos_token_id": [2, 3], "max_new_tokens": 5})
     GenerationSettings(eos_token_ids=(2, 3), pad_token_id=0, decoder_start_token_id=None, image_token_id=None, \
-max_new_tokens=5, processors=(), forced_bos_token_id=None, forced_eos_token_id=None, spatial_merge_size=None)
+max_new_tokens=5, processors=(), forced_bos_token_id=None, forced_eos_token_id=None, spatial_merge_size=None, \
+sees_prompt=False)
     """
     text = {**config, **(config.get("text_config") or {})}
 
@@ -106,6 +125,7 @@ max_new_tokens=5, processors=(), forced_bos_token_id=None, forced_eos_token_id=N
         rules.get("forced_bos_token_id"),
         tuple(forced) if isinstance(forced, list) else forced,
         (config.get("vision_config") or {}).get("spatial_merge_size"),
+        config.get("model_type") == "paligemma",
     )
 
 

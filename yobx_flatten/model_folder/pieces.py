@@ -27,6 +27,7 @@ from ..huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_
 from ..huggingface.state_decoder import StateDecoder
 from ..recipe.aliases import TransformersModel
 from ..trees.shapes import dynamic_shapes
+from .blockwise_decoder import BlockwiseDecoder
 from .grid_images import GridVisionEncoder, grid_image
 
 __all__ = [
@@ -346,15 +347,15 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
     """
     kinds = [name for name in inspect.signature(model.forward).parameters if name.endswith("token_type_ids")]
     has_grids = GridVisionEncoder.fits(model)
-    if kinds and not has_grids:
-        # image tokens that see each other, or have positions of their own: the language model alone does not get them
+    if kinds and not has_grids and not BlockwiseDecoder.fits(model):
+        # image tokens that have positions of their own: the language model alone does not get them
         raise GenerationError(
             f"{type(model).__qualname__} takes {kinds[0]}, by which image tokens are treated unlike text. The files "
             "of a vision-language model have no such input."
         )
     if not hasattr(getattr(model, "model", None), "language_model"):
         raise GenerationError(f"{type(model).__qualname__} has no model.language_model to export for itself.")
-    decoder = TextDecoder(model)
+    decoder = BlockwiseDecoder(model) if BlockwiseDecoder.fits(model) else TextDecoder(model)
     window = getattr(model.config.get_text_config(), "sliding_window", None) or 8
 
     @torch.no_grad()
@@ -365,11 +366,14 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         if has_grids:
             positions = torch.stack([positions, positions + 1, positions + 3])  # time, height and width differ
-        read = decoder(embeds[:, :past], mask[:, :past], positions[..., :past])
+        typed = {"token_type_ids": decoder.types(batch, past, new)} if isinstance(decoder, BlockwiseDecoder) else {}
+        before = {name: types[:, :past] for name, types in typed.items()}
+        read = decoder(embeds[:, :past], mask[:, :past], positions[..., :past], **before)
         return {
             "inputs_embeds": embeds[:, past:],
             "attention_mask": mask,
             "position_ids": positions[..., past:],
+            **typed,
             "past_key_values": read["past_key_values"],
         }
 

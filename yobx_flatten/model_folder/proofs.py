@@ -12,8 +12,10 @@ import torch.utils._pytree as pytree
 
 from ..declare.scopes import register_flattening_functions
 from ..export.replay import Case, clone
+from ..generate.settings import settings_of
 from ..recipe.aliases import TransformersModel
 from ..trees.naming import leaf_names, output_names
+from .blockwise_decoder import BlockwiseDecoder
 from .grid_images import GridVisionEncoder, grid_image
 from .pieces import Piece
 
@@ -106,7 +108,8 @@ def generation_case(model: TransformersModel, task: str, rows: int = 3, tokens: 
         return_dict_in_generate=True,
         output_scores=True,
     )
-    inputs.pop("mm_token_type_ids", None)  # which tokens are pictures, the files' generator finds out
+    for name in ("mm_token_type_ids", "token_type_ids"):  # which tokens are pictures, the files' generator finds out
+        inputs.pop(name, None)
     return GenerationCase(inputs, found.sequences, new_tokens, _margins(found.sequences, found.scores))
 
 
@@ -152,4 +155,7 @@ def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -
     found = torch.stack(rows)
     if GridVisionEncoder.fits(model):
         pictures["mm_token_type_ids"] = torch.eq(found, token).long()
+    elif BlockwiseDecoder.fits(model):
+        settings = settings_of(model.config.to_dict(), {})
+        pictures["token_type_ids"] = settings.token_types(found)
     return {"input_ids": found, "attention_mask": torch.stack(masks), **pictures}

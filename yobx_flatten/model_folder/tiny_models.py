@@ -57,6 +57,7 @@ _SIZES: dict[str, Any] = {
     "image_size": 32,
     "patch_size": 8,
     "projection_dim": 64,
+    "mm_tokens_per_image": 4,
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -140,8 +141,6 @@ def _shrunk(config_class: Any) -> Any:
         below = getattr(default, name, None)
         if below is not None:
             options[name] = _shrunk(type(below))
-    if "vision_config" in options and hasattr(default, "projection_dim"):
-        options.pop("projection_dim", None)
     config = config_class(**options)
     if "mrope_section" in getattr(config_class, "ignore_keys_at_rope_validation", ()):
         config.rope_parameters["mrope_section"] = [2, 3, 3]  # time, height and width share half of a head

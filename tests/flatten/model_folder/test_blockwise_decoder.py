@@ -1,0 +1,90 @@
+"""Models that see, in which tokens of an image, or of the prompt, see each other: Gemma 3 and both PaliGemmas."""
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from yobx_flatten import OnnxGenerator, export_folder
+from yobx_flatten.model_folder.blockwise_decoder import BlockwiseDecoder
+from yobx_flatten.model_folder.tiny_models import small_config
+
+NAMES = ["gemma3", "paligemma", "paligemma2"]
+IMAGE = 3
+
+
+@functools.cache
+def make_model(name):
+    config = small_config(name.rstrip("2"))
+    if name == "paligemma2":  # layers that slide, and scores that are capped
+        config.text_config = small_config("gemma2")
+        config.text_config.use_bidirectional_attention = True
+    kind = "Gemma3ForConditionalGeneration" if name == "gemma3" else "PaliGemmaForConditionalGeneration"
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = getattr(transformers, kind)(config).eval()
+        if name == "gemma3":  # zeros by default, so that images would show nothing
+            model.model.multi_modal_projector.mm_input_projection_weight.normal_()
+    return model
+
+
+def types_of(name, ids):
+    return (ids == IMAGE).long() if name == "gemma3" else torch.zeros_like(ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_decoder_computes_first_and_later_calls(name):
+    """Scores of the model, which is given types in the first call only; two images, one row padded, past the window."""
+    model, first_position = make_model(name), int(name != "gemma3")
+    decoder, embed = BlockwiseDecoder(model), model.get_input_embeddings()
+    ids = torch.randint(4, 250, (2, 13), generator=torch.Generator().manual_seed(1))
+    ids[:, 4:8] = ids[:, 9:12] = IMAGE
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    types, positions, shown = types_of(name, ids), (mask.cumsum(-1) - 1).clamp(min=0), mask.bool()
+    given = {"inputs_embeds": embed(ids), "attention_mask": mask}
+    with torch.no_grad():
+        expected = model(**given, position_ids=positions + first_position, token_type_ids=types, use_cache=True)
+        found = decoder(**given, position_ids=positions, token_type_ids=types)
+        causal = decoder(**given, position_ids=positions, token_type_ids=torch.full_like(types, first_position))
+    torch.testing.assert_close(found["logits"][shown], expected.logits[shown])
+    assert (causal["logits"] - expected.logits)[shown].abs().max() > 0.1
+
+    given = {"inputs_embeds": embed(ids[:, :1]), "attention_mask": torch.cat([mask, mask[:, -1:]], 1)}
+    positions = positions[:, -1:] + 1
+    with torch.no_grad():
+        expected = model(
+            **given, position_ids=positions + first_position, past_key_values=expected.past_key_values, use_cache=True
+        )
+        types = torch.cat([types, torch.full((2, 1), first_position)], 1)
+        found = decoder(**given, position_ids=positions, token_type_ids=types, past_key_values=found["past_key_values"])
+    torch.testing.assert_close(found["logits"], expected.logits)
+
+
+@pytest.mark.slow  # exports three files
+@pytest.mark.parametrize("name", ["gemma3", "paligemma2"])
+def test_a_folder_generates_what_its_model_generates(name, tmp_path):
+    """Two images in a row between text, with padding; greedily and with beams; nothing but the prompt is passed."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = make_model(name)
+    places = 4 if name == "gemma3" else 16
+    done = export_folder(model, tmp_path / "out")
+    assert (done.task, done.verified.ok) == ("image-text-to-text", True)
+    row = [5, *[IMAGE] * places, 9, 11, *[IMAGE] * places, 13, 17]
+    ids = torch.tensor([[0, 0, *row], [*row, 19, 21]])
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "attention_mask": mask, "pixel_values": images}
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    generator = OnnxGenerator(tmp_path / "out")
+    with torch.no_grad():
+        expected = model.generate(**inputs, token_type_ids=types_of(name, ids), **settings)
+        beams = model.generate(**inputs, token_type_ids=types_of(name, ids), num_beams=2, **settings)
+    assert generator.generate(**inputs, max_new_tokens=8).tolist() == expected.tolist()
+    assert generator.generate(**inputs, max_new_tokens=8, num_beams=2).tolist() == beams.tolist()

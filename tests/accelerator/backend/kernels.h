@@ -109,8 +109,12 @@ struct Call {
     return values;
   }
 
-  // What comes out, as meta tensors, with the tensors that it is written to resized for it; nothing if torch has no meta kernel.
-  std::optional<Values> results_by_meta() const {
+  // What comes out, as meta tensors, and the new shapes of arguments that are written to; nothing if torch has no meta kernel.
+  struct Shapes {
+    Values results;
+    std::vector<std::pair<size_t, at::Tensor>> written;
+  };
+  std::optional<Shapes> run_meta() const {
     for (const auto& result : schema.returns())
       if (!is_tensor_type(result.type())) return std::nullopt;
     Values metas = with(
@@ -129,14 +133,47 @@ struct Call {
     } catch (const std::exception&) {
       return std::nullopt;
     }
-    for (size_t i = 0; i < given.size(); i++) {
-      if (!is_written(i)) continue;
-      const at::Tensor &target = given[i].toTensor(), &meta = metas[i].toTensor();
+    Shapes shapes{{stack.begin(), stack.end()}, {}};
+    for (size_t i = 0; i < given.size(); i++)
+      if (is_written(i)) shapes.written.emplace_back(i, metas[i].toTensor());
+    return shapes;
+  }
+
+  // Many meta kernels are in Python and take longer than the kernel: each answer is kept.
+  const std::optional<Shapes>& shapes() const {
+    std::ostringstream key;
+    key << schema.operator_name();
+    for (const auto& value : given) {
+      key << '|';
+      if (value.isGenerator() || value.isDevice()) continue;
+      bool has_tensors = value.isTensor();
+      map_tensors(value, [&](const at::Tensor& tensor) {
+        has_tensors = true;
+        key << tensor.scalar_type() << tensor.sizes() << tensor.strides() << tensor.device() << tensor.unsafeGetTensorImpl()->is_wrapped_number();
+        return tensor;
+      });
+      if (value.isOptionalTensorList())
+        for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) key << (tensor && tensor->defined() ? '+' : '-');
+      else if (!has_tensors) key << value;
+    }
+    static std::mutex mutex;  // never held while something is computed
+    static auto* known = new std::unordered_map<std::string, std::unique_ptr<const std::optional<Shapes>>>;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      if (auto found = known->find(key.str()); found != known->end()) return *found->second;
+    }
+    auto found = std::make_unique<const std::optional<Shapes>>(run_meta());
+    std::lock_guard<std::mutex> lock(mutex);
+    return *known->try_emplace(key.str(), std::move(found)).first->second;
+  }
+
+  void resize_written(const Shapes& shapes) const {
+    for (const auto& [i, meta] : shapes.written) {
+      const at::Tensor& target = given[i].toTensor();
       if (target.sizes() == meta.sizes()) continue;
       target.resize_(meta.sizes());
       target.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes(), meta.strides());
     }
-    return Values(stack.begin(), stack.end());
   }
 
   // The same draws as on the CPU with a generator in this state. Which draws follow is found by a rehearsal on tensors
@@ -282,8 +319,9 @@ struct Call {
 inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call(op, *stack);
   c10::DeviceGuard guard(Device(KIND, static_cast<DeviceIndex>(call.device)));
-  const auto metas = call.results_by_meta();
-  Values results = metas ? call.launch(*metas) : call.run_now();
+  const auto& shapes = call.shapes();
+  if (shapes) call.resize_written(*shapes);
+  Values results = shapes ? call.launch(shapes->results) : call.run_now();
   torch::jit::drop(*stack, call.given.size());
   for (auto& result : results) stack->push_back(std::move(result));
 }

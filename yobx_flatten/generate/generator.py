@@ -19,7 +19,7 @@ from .slots import check_ports, empty_cache
 
 __all__ = ["Generator", "Parts"]
 
-_LOOP = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids")
+_LOOP = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "deepstack_embeds")
 _FROM_ENCODER = ("encoder_hidden_states", "encoder_attention_mask")
 # what an encoder can be given: text, sound
 _SOURCES = ("input_ids", "input_features", "attention_mask")
@@ -54,7 +54,9 @@ class _Sequence:
     new: torch.Tensor
     cache: dict[str, Any]
     context: dict[str, torch.Tensor]
+    # features of the images, in the place of image tokens; and those that layers add, where the decoder takes them
     images: torch.Tensor | None = None
+    between: torch.Tensor | None = None
     # what the encoder read, where that is tokens
     source: torch.Tensor | None = None
     # of the tokens of the next call in time, height and width, where the decoder takes those
@@ -208,7 +210,7 @@ class Generator:
         image_grid_thw: torch.Tensor | None = None,
     ) -> _Sequence:
         context: dict[str, torch.Tensor] = {}
-        images = positions = types = None
+        images = between = positions = types = None
         if self.parts.encoder is not None:
             context, batch = self._encode(input_ids, attention_mask, input_features)
             tokens = decoder_input_ids if decoder_input_ids is not None else self._start_tokens(batch)
@@ -219,7 +221,7 @@ class Generator:
             tokens = _integers("input_ids", input_ids)
             mask = torch.ones_like(tokens) if attention_mask is None else _integers("attention_mask", attention_mask)
             _check_mask(mask, tokens)
-            images = self._see(tokens, pixel_values, image_grid_thw)
+            images, between = self._see(tokens, pixel_values, image_grid_thw)
             positions = self._positions(tokens, mask, image_grid_thw)
             if "token_type_ids" in self.parts.decoder.ports:
                 types = self.settings.token_types(tokens)
@@ -227,7 +229,7 @@ class Generator:
         cache = {} if self.parts.prefill is not None else reader.cache(empty_cache(reader.slots, len(tokens)))
         source = input_ids if self.parts.encoder is not None and input_features is None else None
         typed = (types, self.settings.generated_type)
-        return _Sequence(tokens, mask, tokens, cache, context, images, source, positions, *typed)
+        return _Sequence(tokens, mask, tokens, cache, context, images, between, source, positions, *typed)
 
     def _start_tokens(self, batch: int) -> torch.Tensor:
         start = self.settings.decoder_start_token_id
@@ -273,10 +275,10 @@ class Generator:
 
     def _see(
         self, tokens: torch.Tensor, pixel_values: torch.Tensor | None, grids: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Features of the images, of shape (image tokens, hidden size)."""
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Features of the images, of shape (image tokens, hidden size), and those of layers between."""
         if pixel_values is None:
-            return None
+            return None, None
         if self.parts.vision is None:
             raise InvalidArgumentError(f"{self.parts.decoder.name} belongs to a model without eyes: no pixel_values.")
         # the file takes one image at a time
@@ -300,7 +302,8 @@ class Generator:
                 f"The prompt has {places} image tokens (id {self.settings.image_token_id}), the images make "
                 f"{len(features)}. Let the model's processor write the prompt."
             )
-        return features
+        between = [outputs["deepstack_features"] for outputs in found if "deepstack_features" in outputs]
+        return features, torch.cat(between) if between else None
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -382,6 +385,12 @@ class Generator:
             made["position_ids"] = counted if sequence.positions is None else sequence.positions
         if sequence.types is not None:
             made["token_type_ids"] = sequence.types
+        if "deepstack_embeds" in runner.ports:
+            of_token: list[Any] = list(runner.ports["deepstack_embeds"].shape[2:])  # layers, hidden size
+            made["deepstack_embeds"] = added = torch.zeros(*sequence.new.shape, *of_token)
+            if sequence.between is not None:
+                added[sequence.new == self.settings.image_token_id] = sequence.between.to(added.dtype)
+                sequence.between = None
         if "inputs_embeds" in runner.ports:
             made["inputs_embeds"] = self._embed(sequence)
         return _typed(runner, made)

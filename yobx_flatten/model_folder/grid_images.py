@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from ..recipe.aliases import TransformersModel
+from .deepstack_decoder import DeepstackDecoder
 
 __all__ = ["GridVisionEncoder", "grid_image"]
 
+# what makes positions of any grid out of a table of learned ones
+_INTERPOLATES = "get_vision_interpolation_indices_and_weights"
 # encoders whose layers see windows of a picture, and have a version to trace that does
 _WITH_WINDOWS = ("Qwen2_5_VisionTransformerPretrainedModel",)
 
@@ -28,33 +31,59 @@ class GridVisionEncoder(torch.nn.Module):
 
     @staticmethod
     def fits(model: TransformersModel) -> bool:
-        """Return whether a model has such an encoder, and a language model that sees nothing else of a picture."""
+        """Return whether a model has such an encoder, and a language model that takes what it returns."""
         inside: Any = getattr(model, "model", None)
         if not all(hasattr(inside, name) for name in ("visual", "language_model", "get_rope_index")):
             return False
         takes = inspect.signature(inspect.unwrap(type(inside.language_model).forward)).parameters
         sees = inspect.unwrap(type(inside.visual).forward).__code__.co_names
+        table = (
+            getattr(inside.visual, "interpolation_mode", ""),
+            getattr(inside.visual, "interpolation_align_corners", 0),
+        )
         return (
-            "deepstack_visual_embeds" not in takes
+            ("deepstack_visual_embeds" not in takes or DeepstackDecoder.fits(model))
             and {"get_vision_position_ids", "get_vision_attention_seqlens"} <= set(sees)
+            and (_INTERPOLATES not in sees or table == ("bilinear", True))
             and ("get_vision_window_index" not in sees or type(inside.visual).__name__ in _WITH_WINDOWS)
         )
 
     def forward(self, pixel_values: Any, image_grid_thw: Any) -> dict[str, Any]:
-        """Return features of shape (tokens of the picture, hidden size)."""
+        """Return features of shape (tokens, hidden size), and those of layers: (tokens, layers, hidden size)."""
         merge, count = self.visual.spatial_merge_size, pixel_values.shape[0]
         # patches are in blocks of merge x merge, those of a block next to each other
         patch = torch.arange(count, device=pixel_values.device)
         block, wide = patch // merge**2, image_grid_thw[0, 2] // merge
-        high = block // wide * merge + patch // merge % merge
+        row, column = block // wide * merge + patch // merge % merge, block % wide * merge + patch % merge
         found = self.visual(
             pixel_values,
             grid_thw=image_grid_thw,
-            position_ids=torch.stack([high, block % wide * merge + patch % merge], dim=-1),
+            position_ids=torch.stack([row, column], dim=-1),
             cu_seqlens=torch.arange(2, device=pixel_values.device) * count,
             **self._windows(count, wide),
+            **self._interpolated(row, column, image_grid_thw[0]),
         )
-        return {"image_features": found.pooler_output}
+        features = {"image_features": found.pooler_output}
+        between = getattr(found, "deepstack_features", None)
+        return features if between is None else features | {"deepstack_features": torch.stack(tuple(between), dim=1)}
+
+    def _interpolated(self, row: Any, column: Any, grid: Any) -> dict[str, Any]:
+        """The four entries of a square table of learned positions that each patch is between, and their weights."""
+        if getattr(self.visual, "interpolation_mode", None) is None:
+            return {}
+        side = self.visual.num_grid_per_side
+
+        def between(index: Any, size: Any) -> tuple[Any, Any]:
+            at = index * (side - 1) / (size - 1).clamp(min=1)
+            low = at.floor()
+            near = torch.stack([low, (low + 1).clamp(max=side - 1)], dim=-1).long()
+            return near, torch.stack([1 + low - at, at - low], dim=-1)
+
+        (rows, of_row), (columns, of_column) = between(row, grid[1]), between(column, grid[2])
+        return {
+            "interp_indices": (rows[:, :, None] * side + columns[:, None]).flatten(1),
+            "interp_weights": (of_row[:, :, None] * of_column[:, None]).flatten(1),
+        }
 
     def _windows(self, count: Any, wide: Any) -> dict[str, Any]:
         """The order of the tokens by window, and where each window ends; in a trace once for each of its tokens."""

@@ -28,6 +28,7 @@ from ..huggingface.state_decoder import StateDecoder
 from ..recipe.aliases import TransformersModel
 from ..trees.shapes import dynamic_shapes
 from .blockwise_decoder import BlockwiseDecoder
+from .deepstack_decoder import DeepstackDecoder
 from .grid_images import GridVisionEncoder, grid_image
 
 __all__ = [
@@ -355,7 +356,8 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
         )
     if not hasattr(getattr(model, "model", None), "language_model"):
         raise GenerationError(f"{type(model).__qualname__} has no model.language_model to export for itself.")
-    decoder = BlockwiseDecoder(model) if BlockwiseDecoder.fits(model) else TextDecoder(model)
+    kinds_of = (BlockwiseDecoder, DeepstackDecoder)
+    decoder: Any = next((kind(model) for kind in kinds_of if kind.fits(model)), None) or TextDecoder(model)
     window = getattr(model.config.get_text_config(), "sliding_window", None) or 8
 
     @torch.no_grad()
@@ -366,20 +368,29 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         if has_grids:
             positions = torch.stack([positions, positions + 1, positions + 3])  # time, height and width differ
-        typed = {"token_type_ids": decoder.types(batch, past, new)} if isinstance(decoder, BlockwiseDecoder) else {}
-        before = {name: types[:, :past] for name, types in typed.items()}
-        read = decoder(embeds[:, :past], mask[:, :past], positions[..., :past], **before)
+        first, more = {}, {}
+        if isinstance(decoder, BlockwiseDecoder):
+            more["token_type_ids"] = decoder.types(batch, past, new)
+            first["token_type_ids"] = more["token_type_ids"][:, :past]
+        if isinstance(decoder, DeepstackDecoder):
+            features = embeds[:, :, None].repeat(1, 1, decoder.layers, 1).cos()
+            first["deepstack_embeds"], more["deepstack_embeds"] = features.split([past, new], dim=1)
+        read = decoder(embeds[:, :past], mask[:, :past], positions[..., :past], **first)
         return {
             "inputs_embeds": embeds[:, past:],
             "attention_mask": mask,
             "position_ids": positions[..., past:],
-            **typed,
+            **more,
             "past_key_values": read["past_key_values"],
         }
 
     tokens = {length: {"input_ids": random_tokens(model, (rows or 3, length))} for length in (1, 6)}
     pasts = (3, window + 3) if window <= 512 else (3, 11)
     sizes = {f"batch {rows or b}, past {p}": decode(rows or b, p, 1, 2) for b, p in zip((3, 1), pasts, strict=True)}
+    example = decode(rows or 2, 5, 3, 0)
+    shapes: Any = "auto"
+    if "deepstack_embeds" in example:  # the number of layers and their width do not vary
+        shapes = dynamic_shapes(example, {"deepstack_embeds": {0: Dim.AUTO, 1: Dim.AUTO}})
     return [
         _vision_piece(model),
         Piece(
@@ -389,10 +400,7 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
             [Case(f"length {length}", (), given) for length, given in tokens.items()],
         ),
         Piece(
-            "decoder_model_merged",
-            decoder,
-            decode(rows or 2, 5, 3, 0),
-            [Case(name, (), given) for name, given in sizes.items()],
+            "decoder_model_merged", decoder, example, [Case(name, (), given) for name, given in sizes.items()], shapes
         ),
     ]
 

@@ -134,6 +134,7 @@ def _shrunk(config_class: Any) -> Any:
             "out_hidden_size": 64,
             "window_size": 32,
             "fullatt_block_indexes": [1],
+            "deepstack_visual_indexes": [0, 1],
             "initializer_range": 0.1,  # features that are no larger than embeddings
         }
         options |= {name: size for name, size in sizes.items() if _may_be_set(default, name)}

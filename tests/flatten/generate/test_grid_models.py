@@ -17,9 +17,9 @@ pytestmark = pytest.mark.slow
 PICTURE = 3
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def qwen(request):
-    """A small model and its generator; the layers of the second see windows of 2 x 2 tokens."""
+    """A small model and its generator; the second sees windows of 2 x 2 tokens, the third features."""
     if not GridVisionEncoder.fits(small_model(request.param)):
         pytest.skip("its vision encoder makes the positions of patches by itself")
     model, folder = exported(request.param)

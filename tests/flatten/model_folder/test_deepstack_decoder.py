@@ -1,0 +1,41 @@
+"""Qwen3-VL, whose first layers of text also get features of pictures."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from yobx_flatten.model_folder.deepstack_decoder import DeepstackDecoder
+from yobx_flatten.model_folder.grid_images import GridVisionEncoder, grid_image
+from yobx_flatten.model_folder.tiny_models import small_model
+
+PICTURE = 3
+
+
+def test_a_prompt_with_a_picture_has_the_scores_of_its_model():
+    """Features of every token, zeros for text, add up to what the model adds to the places of the picture."""
+    model = small_model("qwen3_vl")
+    decoder, before = DeepstackDecoder(model), dict(vars(model.model.language_model))
+    picture = grid_image(model, 5, 3)
+    ids = torch.randint(4, 250, (1, 20), generator=torch.Generator().manual_seed(0))
+    ids[0, 2:17] = PICTURE
+    shown = ids == PICTURE
+    with torch.no_grad():
+        expected = model(ids, mm_token_type_ids=shown.long(), **picture).logits
+        positions, _ = model.model.get_rope_index(ids, shown.long(), picture["image_grid_thw"])
+        features = GridVisionEncoder(model)(**picture)
+        embeds = model.get_input_embeddings()(ids)
+        embeds[shown] = features["image_features"]
+        added = torch.zeros(1, 20, 2, 64)
+        added[shown] = features["deepstack_features"]
+        found = decoder(embeds, torch.ones_like(ids), positions, added)["logits"]
+        without = decoder(embeds, torch.ones_like(ids), positions, added * 0)["logits"]
+    torch.testing.assert_close(found, expected)
+    assert (without - expected).abs().max() > 0.1
+    assert vars(model.model.language_model) == before
+
+
+def test_only_its_kind_is_taken_for_one():
+    """Qwen2-VL has no features of layers."""
+    assert DeepstackDecoder.fits(small_model("qwen3_vl"))
+    assert not DeepstackDecoder.fits(small_model("qwen2_vl"))

@@ -136,7 +136,7 @@ def _rows(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
         table, given = node.args[:2]
-        while given.op == "call_function" and str(given.target).split(".")[1] in _SAME_VALUES:
+        while _name(given) in _SAME_VALUES:
             given = given.args[0]
         size = table.meta["val"].shape[0]
         if given.name in names and isinstance(size, int):
@@ -156,7 +156,7 @@ def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[s
     found: dict[tuple[str, int], Size] = {}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):
         given, places = node.args
-        while given.op == "call_function" and str(given.target).split(".")[1] in _SAME_AXES:
+        while _name(given) in _SAME_AXES:
             given = given.args[0]
         for axis, place in enumerate(places):
             count = _length_of_range(place)
@@ -168,12 +168,18 @@ def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[s
     return found
 
 
+def _name(node: torch.fx.Node) -> str:
+    """The name of a node's operator, without its overload; empty where torch has none of it."""
+    target = node.target
+    return target._schema.name.rpartition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
+
+
 def _length_of_range(place: Any) -> Any:
     """The length of a range from 0 on, where an index is all of one; ``None`` for others."""
     if not isinstance(place, torch.fx.Node):
         return None
     entries = place.meta["val"].numel()
-    while place.op == "call_function" and str(place.target).split(".")[1] in (*_SAME_VALUES, *_SAME_AXES):
+    while _name(place) in (*_SAME_VALUES, *_SAME_AXES):
         place = place.args[0]
     if place.target is not torch.ops.aten.arange.default or str(place.meta["val"].shape[0]) != str(entries):
         return None

@@ -9,12 +9,12 @@ from yobx_flatten.export.program import source_of
 
 
 class Masked(torch.nn.Module):
-    """A mask that is read at the numbers of the rows, as masks of transformers are."""
+    """A mask that is read at the numbers of the rows, as masks of transformers are; rows in order of their sums."""
 
     def forward(self, x, mask):
         rows = torch.arange(x.shape[0])[:, None]
         padded = torch.nn.functional.pad(mask.to(torch.bool), (0, x.shape[1]))
-        return x * padded[rows, torch.arange(x.shape[1])[None]]
+        return (x * padded[rows, torch.arange(x.shape[1])[None]])[x.sum(1).sort()[1]]
 
 
 @pytest.fixture(scope="module")

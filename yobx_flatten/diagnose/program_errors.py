@@ -76,7 +76,8 @@ def _guard(failure: Failure, found: re.Match[str]) -> Explanation:
         )
     return Explanation(
         f"The program holds only for {format_size(guard)}: the code branches on it and the example took one way, "
-        "or a Dim sets the range. Take the branch out, or export one program for each way and choose before the call.",
+        "or bounds= or a Dim set the range. Take the branch out, export with a larger bound, or export one program for "
+        "each way and choose before the call.",
         (path,),
         "",
     )

@@ -21,6 +21,7 @@ from ..trees.naming import leaf_names
 from ..trees.shapes import check_dynamic_shapes, shapes_of_leaves, without_names
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
 from ..trees.weights import has_no_data
+from .bounds import Bounds
 from .replay import Case, clone
 from .swallowed import check_spelling, swallowed_names
 from .undisturbed import undisturbed
@@ -42,6 +43,7 @@ class Example:
         no_data: reason why nothing can be run; empty where it can.
         why_not: reason why inputs of other sizes cannot be made; empty where they can.
         remarks: notes for the report.
+        bounds: the largest sizes; ``None`` without them.
     """
 
     module: torch.nn.Module
@@ -53,6 +55,7 @@ class Example:
     no_data: str = ""
     why_not: str = ""
     remarks: tuple[str, ...] = ()
+    bounds: Bounds | None = None
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -71,6 +74,17 @@ class Example:
             steps: number of calls.
         """
         return Case("the example", self.args, self.kwargs, steps)
+
+    def holds(self, case: Case, steps: int) -> bool:
+        """Return whether a case is within the bounds.
+
+        Args:
+            case: its first call.
+            steps: number of calls.
+        """
+        if self.shapes is None or self.bounds is None:
+            return True
+        return self.bounds.holds(_by_name(self.module, case.args, case.kwargs), self.shapes, steps)
 
     def other_cases(self, steps: int, *, only_largest: bool = False) -> tuple[list[Case], list[str]]:
         """Make cases of other sizes.
@@ -101,7 +115,13 @@ class Example:
         return cases, [remark] if remark else []
 
 
-def make_example(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Any) -> Example:
+def make_example(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    shapes: Any,
+    bounds: Bounds | None = None,
+) -> Example:
     """Check the arguments of an export and complete them. The block must be open.
 
     Args:
@@ -109,6 +129,7 @@ def make_example(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping
         args: example positional arguments.
         kwargs: example keyword arguments.
         shapes: dynamic shapes; ``"auto"`` writes them, ``None`` keeps every size fixed.
+        bounds: largest sizes, which the shapes get; ``None``, the default, for none.
 
     Returns:
         The example. For a transformers model, one that ``torch.export`` would fix at a size of 0 or 1 is replaced by a
@@ -117,7 +138,7 @@ def make_example(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping
     Raises:
         InvalidArgumentError: when a name is misspelt.
         NotRegisteredError: when an input is a module.
-        DynamicShapesError: when ``shapes`` does not fit the inputs.
+        DynamicShapesError: when ``shapes`` does not fit the inputs, or these are above the bounds.
     """
     inputs = _by_name(module, args, kwargs)
     check_no_modules(inputs)
@@ -125,12 +146,13 @@ def make_example(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping
     no_data = has_no_data(module, pytree.tree_leaves(inputs), brought)
     why_not, remarks = sizes_of(module, args, kwargs)
     given = not (shapes is None or (isinstance(shapes, str) and shapes == "auto"))
-    specs, axis_names = _complete(module, inputs, kwargs, shapes)
+    specs, axis_names = _complete(module, inputs, kwargs, shapes, bounds)
     cache_is = cache_name(kwargs) or ""
-    example = Example(module, args, kwargs, specs, axis_names, cache_is, no_data, no_data or why_not, tuple(remarks))
+    why_not, notes = no_data or why_not, tuple(remarks)
+    example = Example(module, args, kwargs, specs, axis_names, cache_is, no_data, why_not, notes, bounds)
     fixed = _fixed_axes(example, given)
     if fixed and not example.why_not:
-        example = _replaced(example, shapes, fixed)
+        example = _replaced(example, shapes, fixed, bounds)
     if fixed and example.why_not:
         remark = f"sizes of 0 and 1 in the example stay fixed ({', '.join(fixed)}): pass an example of size 2 or more."
         example = dataclasses.replace(example, remarks=(*example.remarks, remark))
@@ -180,7 +202,7 @@ def sizes_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     return why_not, [missing] if missing else []
 
 
-def _replaced(example: Example, shapes: Any, fixed: list[str]) -> Example:
+def _replaced(example: Example, shapes: Any, fixed: list[str], bounds: Bounds | None) -> Example:
     """The example in sizes that torch does not fix, if the model takes it; else with the reason why not."""
     from ..huggingface.cases import DecodeSizes
 
@@ -194,7 +216,7 @@ def _replaced(example: Example, shapes: Any, fixed: list[str]) -> Example:
         return dataclasses.replace(
             example, why_not=f"the model refuses {DecodeSizes()} ({type(error).__name__}: {lines[0]})"
         )
-    specs, axis_names = _complete(module, _by_name(module, example.args, larger), larger, shapes)
+    specs, axis_names = _complete(module, _by_name(module, example.args, larger), larger, shapes, bounds)
     remark = (
         f"the example was replaced by one of {DecodeSizes()}: torch.export fixes sizes of 0 and 1 ({', '.join(fixed)})."
     )
@@ -206,17 +228,19 @@ def _replaced(example: Example, shapes: Any, fixed: list[str]) -> Example:
 
 
 def _complete(
-    module: torch.nn.Module, inputs: Mapping[str, Any], kwargs: Mapping[str, Any], shapes: Any
+    module: torch.nn.Module, inputs: Mapping[str, Any], kwargs: Mapping[str, Any], shapes: Any, bounds: Bounds | None
 ) -> tuple[Any, dict[tuple[str, int], str]]:
     """Dynamic shapes for all inputs, in the form torch wants them: by parameter name; and the names in them."""
     if shapes is None:
         return None, {}
     check_spelling(module, swallowed_names(module, kwargs))
     if isinstance(shapes, str) and shapes == "auto":
-        return write_dynamic_shapes(inputs), {}
-    shapes = shapes_by_name(inputs, shapes)
-    check_dynamic_shapes(inputs, shapes)
-    return without_names(shapes), _named_axes(inputs, shapes)
+        specs, names = write_dynamic_shapes(inputs), {}
+    else:
+        shapes = shapes_by_name(inputs, shapes)
+        check_dynamic_shapes(inputs, shapes)
+        specs, names = without_names(shapes), _named_axes(inputs, shapes)
+    return specs if bounds is None else bounds.on(inputs, specs), names
 
 
 def _fixed_axes(example: Example, given: bool) -> list[str]:

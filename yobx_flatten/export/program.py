@@ -25,6 +25,7 @@ from ..errors import InvalidArgumentError, ReplayError
 from ..errors.log import STEP
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
+from .bounds import Bounds
 from .example import Example, make_example
 from .hf_exporter import to_hf_exporter
 from .proof import Proof, choose_proof, sampled
@@ -42,7 +43,9 @@ __all__ = [
     "export_program",
     "finish",
     "following",
+    "left_out",
     "replay_program",
+    "shortened",
     "source_of",
     "traced_example",
 ]
@@ -224,6 +227,7 @@ def export_program(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic_shapes: Any = "auto",
+    bounds: Mapping[str, int] | None = None,
     strict: bool = False,
     cases: Iterable[Case] | None = None,
     steps: int = 3,
@@ -240,6 +244,10 @@ def export_program(
             by a larger one, and the report states it.
         dynamic_shapes: as for ``torch.export.export``; ``"auto"`` writes them (see
             :func:`~yobx_flatten.dynamic_shapes`); ``None`` keeps every size fixed.
+        bounds: the largest sizes of the axes that vary: ``"batch"``, ``"length"`` (tokens in the cache and the mask),
+            and ``"new"`` for the tokens of one call, where these are fewer. ``{"batch": 4, "length": 512}`` is what
+            ``to_executorch`` needs, which plans memory for them. A file refuses a larger input by name, the program by
+            a guard of torch. No bounds by default.
         strict: as for ``torch.export.export``; ``False`` by default.
         cases: what to replay in addition to the example. By default, for a transformers model: other
             batch sizes and lengths below, at and past its window, several tokens at once, a padded row.
@@ -256,7 +264,8 @@ def export_program(
     Raises:
         InvalidArgumentError: when the module does not take these arguments, or another argument is invalid.
         NotRegisteredError: when an input holds an object of a class that is not registered.
-        DynamicShapesError: when ``dynamic_shapes`` does not fit the inputs.
+        DynamicShapesError: when ``dynamic_shapes`` does not fit the inputs; when the example, or the model's number of
+            positions, is on the other side of a bound.
         ReplayError: when a case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
 
     >>> class Scale(torch.nn.Module):
@@ -269,10 +278,12 @@ def export_program(
     [('the example', {'sum': 0.0}), ('batch 5', {'sum': 0.0})]
     """
     check_arguments(module, args, kwargs)
-    cases = cases if cases is None else check_cases(cases)
+    cases, largest = cases if cases is None else check_cases(cases), Bounds.of(bounds)
+    if largest is not None:
+        largest.check_positions(module)
     report = ExportReport(type(module).__qualname__, tolerance=tolerance, proof=choose_proof(proof, module))
     with register_flattening_functions(**options_in_use()):
-        example = make_example(module, args, dict(kwargs or {}), dynamic_shapes)
+        example = make_example(module, args, dict(kwargs or {}), dynamic_shapes, largest)
         traced = traced_example(example, report, strict=strict)
         fill(traced.program, traced.readers)
         with report.timed("replay"):
@@ -349,8 +360,30 @@ def cases_of(example: Example, cases: Iterable[Case] | None, steps: int, report:
         report.remark(*remarks)
     else:
         others = sampled(list(cases)) if is_sample else list(cases)
-    chosen = [example.case(steps), *others]
+    fitting = [case for case in others if example.holds(case, case.steps)]
+    report.remark(*left_out(len(others) - len(fitting)))
+    chosen = [shortened(example, example.case(steps)), *fitting]
     return [dataclasses.replace(case, steps=min(case.steps, steps)) for case in chosen] if is_sample else chosen
+
+
+def shortened(example: Example, case: Case) -> Case:
+    """Return a case that ends before its cache is larger than the bounds of an example.
+
+    Args:
+        example: the example.
+        case: several calls; the first one is kept.
+    """
+    steps = next((steps for steps in range(case.steps, 1, -1) if example.holds(case, steps)), 1)
+    return dataclasses.replace(case, steps=steps)
+
+
+def left_out(count: int) -> list[str]:
+    """Return the note on cases that were not replayed; none where there are none.
+
+    Args:
+        count: their number.
+    """
+    return [f"{count} cases were left out: they are larger than the bounds."] if count else []
 
 
 def finish(

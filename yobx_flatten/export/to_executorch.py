@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import pathlib
+import re
 from typing import Any, Literal, get_args
 
 from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError
 from ..errors.messages import first_line
 from ..runners.executorch_runner import METHOD, SIGNATURE
 from ..runners.signature import Signature
+from .executorch_operators import missing_kernels, written_out
 from .flat_program import flat_program, quietly, signature_of
 from .traced import Traced
 
@@ -76,18 +78,34 @@ def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack
                 xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
                 partitioners.append(xnnpack.XnnpackPartitioner())
             edge = exir.to_edge_transform_and_lower(
-                {METHOD: flat_program(traced.program)},
+                {METHOD: written_out(flat_program(traced.program))},
                 partitioner=partitioners,
                 compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
                 constant_methods={SIGNATURE: signature.to_json()},
             )
             made = edge.to_executorch()
     except Exception as error:  # ExecuTorch raises whatever its passes do
-        hint = '. Try the plain kernels:\n    backend="portable"' if backend == "xnnpack" else ""
-        raise FlattenError(
-            f"ExecuTorch cannot lower the program ({type(error).__name__}: {first_line(error)}){hint}"
-        ) from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise FlattenError(f"ExecuTorch cannot lower the program ({reason}){_advice(error, backend)}") from error
+    (plan,) = (plan for plan in made.executorch_program.execution_plan if plan.name == METHOD)
+    missing = missing_kernels(plan.operators)
+    if missing:  # the runtime states a number only
+        raise FlattenError(f"ExecuTorch cannot run the program. {_without_kernel(', '.join(missing))}")
     with path.open("wb") as file:
         made.write_to_file(file)
-    plans = made.executorch_program.execution_plan
-    return sum(sum(plan.non_const_buffer_sizes) for plan in plans if plan.name == METHOD)
+    return int(sum(plan.non_const_buffer_sizes))
+
+
+def _advice(error: Exception, backend: Backend) -> str:
+    """What can be done: other kernels do not help where an operator has none that writes into planned memory."""
+    missing = re.search(r"Missing out variants: \{(.*)\}", str(error))
+    if missing is not None:
+        return f". {_without_kernel(missing[1])}"
+    return '. Try the plain kernels:\n    backend="portable"' if backend == "xnnpack" else ""
+
+
+def _without_kernel(operators: str) -> str:
+    return (
+        f"It has no kernel for {operators}, whichever backend is chosen: write the model without it, or take another "
+        'runtime:\n    target="openvino" (to_openvino)'
+    )

@@ -14,7 +14,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec,
 
 from ..diagnose.export_errors import explain_error
 from ..diagnose.refused import explain_leaf
-from ..errors import FlattenError, InvalidArgumentError, NotRegisteredError
+from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
 from ..errors.log import STEP
 from ..huggingface.layer_weights import Reader, offloaded_readers, streamed_readers
 from ..trees.naming import output_names
@@ -81,6 +81,7 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
         InvalidArgumentError: when an input is on another device than the weights, or ``forward`` does not read it.
         NotRegisteredError: when an input or output holds an object of a class that is not registered.
         StaticDataError: when a size of the trace is part of an output's static data.
+        DynamicShapesError: when a size that varies is above its bound, or the module bounds it in another way.
     """
     module = example.module
     logger.info("tracing %s", type(module).__qualname__, extra=STEP)
@@ -102,6 +103,8 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
             raise
         raise explained from error
     check_all_read(module, swallowed, program, _by_argument(example.names, _user_inputs(program)))
+    if example.bounds is not None:
+        example.bounds.check_program(example.inputs, example.shapes, program, example.names)
     return described(program, example)
 
 
@@ -156,6 +159,11 @@ def _explain(example: Example, error: Exception) -> FlattenError | None:
         with undisturbed(module):
             args, kwargs = clone(example.args), clone(dict(example.kwargs))
             return NotRegisteredError(str(explain_error(error, module, args, kwargs)))
+    if example.bounds is not None and "user-specified" in message:
+        return DynamicShapesError(
+            f"{type(module).__qualname__} itself bounds a size in another way than bounds= ({example.bounds}): "
+            f"{' '.join(message.split())[:400]}"
+        )
     if "to be on the same device" in message:
         leaves = [item for name, value in inputs.items() for item in torch_leaves(value, name)]
         tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -39,7 +39,7 @@ def without_counter(example: Example, traced: Traced, report: ExportReport) -> E
             expected = module(**clone(dict(kwargs)))
             found = decoder(**clone(inputs))
         if largest_difference(expected.logits, found["logits"]) <= report.tolerance:
-            fed = make_example(decoder, (), inputs, decoder.shapes(example.shapes))
+            fed = make_example(decoder, (), inputs, decoder.shapes(example.shapes), example.bounds)
             return dataclasses.replace(fed, axis_names=example.axis_names)
         why_not = "the model computes something else from the length of the mask"
     report.remark(

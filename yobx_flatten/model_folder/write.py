@@ -23,6 +23,7 @@ import torch
 from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
 from ..errors.dependencies import is_installed
 from ..errors.log import STEP
+from ..export.bounds import Bounds
 from ..export.kernels import has_kernels
 from ..export.onnx_export import export_onnx
 from ..export.onnx_file import check_opset
@@ -48,7 +49,7 @@ from .proofs import SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .quality_text import python_text
 from .sidecar_files import genai_config, write_companions, write_genai_config
 from .source import FoundModel, find_model, require_transformers
-from .targets import FORMATS, Bounds, Target, choose_target, fitting_cases, write_piece
+from .targets import FORMATS, Target, choose_bounds, choose_target, fitting_cases, room_for_tokens, write_piece
 from .tasks import GENERATES, pieces_for
 from .verify import FolderReport, verify_folder
 from .writable import check_writable
@@ -166,11 +167,13 @@ def export_folder(
     require_transformers("export_folder")
     runtime = choose_target(to, target, bounds, batch)
     shown = f"to={to!r}" if target is None else f"target={target!r}"
-    form, suffix, largest = FORMATS[runtime], RUNTIMES[runtime][0], Bounds.of(bounds, batch)
+    form, suffix, largest = FORMATS[runtime], RUNTIMES[runtime][0], choose_bounds(bounds, batch)
     place = pathlib.Path(folder)
     check_target(place, overwrite)
     opened = _open(model, dtype, weights, form)
     model, source = without_peft(opened.model), opened.folder if source is None else source
+    if largest is not None:
+        largest.check_positions(model)
     dtype = str(model.dtype).removeprefix("torch.")
     proof = choose_proof(proof, model)
     if dtype not in TOLERANCES or (form == "onnx" and proof != "none" and not has_kernels(dtype)):
@@ -233,9 +236,8 @@ def export_folder(
         if task in GENERATES and proof != "none":
             logger.info("generating with %s", type(model).__qualname__, extra=STEP)
             count = TOKENS if proof == "full" else SAMPLED_TOKENS
-            count = count if largest is None else largest.tokens(count)
             with first.timed("generate"):
-                cases[""] = [_store_generation(model, task, batch, count, work)]
+                cases[""] = [_store_generation(model, task, batch, room_for_tokens(largest, count), work)]
         write_companions(work, model, None if source is None else pathlib.Path(source))
         if task == "text-generation" and form == "onnx":
             contents = genai_config(model, reports["model.onnx"].input_names, shared=shared)
@@ -303,6 +305,7 @@ def _export(
     how: dict[str, Any] = {"dynamic_shapes": shapes, "cases": piece.cases, **options}
     if runtime == "onnxruntime":
         return export_onnx(piece.module, (), piece.kwargs, path, **how).report
+    how |= {"cases": fitting_cases(piece, bounds), "bounds": None if bounds is None else vars(bounds)}
     exported = export_program(piece.module, (), piece.kwargs, **how)
     exported.save(path)
     return exported.report

@@ -10,6 +10,7 @@ import torch
 
 from yobx_flatten import (
     DamagedFileError,
+    DynamicShapesError,
     GenerationError,
     InvalidArgumentError,
     MissingDependencyError,
@@ -20,7 +21,6 @@ from yobx_flatten import (
 from yobx_flatten.__main__ import main
 from yobx_flatten.errors import UntrustedFileError, dependencies
 from yobx_flatten.model_folder.manifest import read_manifest
-from yobx_flatten.model_folder.targets import Bounds
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("onnxscript")
@@ -151,7 +151,9 @@ REFUSED = {
     "no bounds": ({"target": "executorch"}, "--max-batch 4 --max-length 512"),
     "bounds of another name": ({"target": "executorch", "bounds": {"rows": 4}}, "bounds are ints, such as"),
     "bounds that hold no case": ({"target": "executorch", "bounds": {"length": 8}}, "length=8 is less than 32"),
-    "bounds for onnxruntime": ({"bounds": BOUNDS}, "leave them out for onnxruntime"),
+    "bounds for onnxruntime": ({"bounds": BOUNDS}, "leave bounds= out for onnxruntime"),
+    "bounds without a length": ({"target": "executorch", "bounds": {"batch": 4}}, "bounds= names the length"),
+    "bounds above the positions": ({"to": "program", "bounds": {"length": 4096}}, "above the 2048 positions of Llama"),
     "weights in fewer bits": ({"target": "openvino", "quantize": "int8"}, "leave it out with target='openvino'"),
 }
 
@@ -162,7 +164,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_traced(model, tmp_path,
     options, message = REFUSED[what]
     if options.get("target") == "openvino":
         pytest.importorskip("openvino")
-    with pytest.raises(InvalidArgumentError, match=message):
+    with pytest.raises((InvalidArgumentError, DynamicShapesError), match=message):
         export_folder(model, tmp_path / "folder", **options)
     assert list(tmp_path.iterdir()) == []
 
@@ -173,13 +175,3 @@ def test_a_missing_runtime_is_named(model, tmp_path, monkeypatch):
     monkeypatch.setattr(dependencies, "is_installed", lambda library: library != "executorch" and found(library))
     with pytest.raises(MissingDependencyError, match=r"pip install 'yobx-flatten\[executorch\]'"):
         export_folder(model, tmp_path / "folder", target="executorch", bounds=BOUNDS)
-
-
-def test_bounds_are_largest_sizes_of_axes():
-    """Rows in the first axis, tokens in others; what is fixed stays fixed."""
-    from torch.export import Dim
-
-    bounds = Bounds.of({"length": 64, "new": 16}, None)
-    shapes = bounds.on({"input_ids": {0: Dim.AUTO, 1: Dim.AUTO}, "past_key_values": [{0: Dim.AUTO, 2: Dim.AUTO}]})
-    assert shapes["input_ids"] == {0: Dim.AUTO(max=4), 1: Dim.AUTO(max=16)}
-    assert shapes["past_key_values"] == [{0: Dim.AUTO(max=4), 2: Dim.AUTO(max=64)}]

@@ -1,0 +1,56 @@
+"""Operators that ExecuTorch has no kernel for, written out: the program computes the same without them."""
+
+import pytest
+import torch
+
+from yobx_flatten.export.executorch_operators import grouped_product, written_out
+
+moe = pytest.importorskip("transformers.integrations.moe")
+if not hasattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback"):
+    pytest.skip("this version of transformers has no grouped product", allow_module_level=True)
+
+
+class Experts(torch.nn.Module):
+    """Rows sorted by expert, multiplied in groups, and put back: what transformers' mixtures do."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.weight = torch.nn.Parameter(torch.randn(4, 5, 6))
+
+    def forward(self, rows, expert):
+        order = torch.argsort(expert, stable=True)
+        counts = torch.histc(expert.float(), bins=4, min=0, max=3)
+        ends = counts.cumsum(0).to(torch.int32)
+        product = torch.ops.transformers.grouped_mm_fallback(rows[order], self.weight, ends)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0])
+        return product[back]
+
+
+def test_a_mixture_without_its_operators_computes_the_same():
+    """For other numbers of rows, an expert without rows among them."""
+    rows, experts = torch.randn(7, 5), torch.tensor([3, 0, 1, 0, 3, 3, 1])
+    dynamic = {0: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(Experts(), (rows, experts), dynamic_shapes=(dynamic, dynamic)).run_decompositions({})
+    found = written_out(program)
+    names = {str(node.target) for node in found.graph.nodes}
+    assert [n for n in names if any(word in n for word in ("grouped_mm", "sort", "histc", "empty"))] == []
+    for count in (2, 7, 12):
+        given = torch.randn(count, 5), torch.arange(count) % 3
+        with torch.no_grad():
+            torch.testing.assert_close(found.module()(*given), Experts()(*given))
+
+
+def test_a_program_without_them_stays_as_it_is():
+    """Nothing is traced again."""
+    program = torch.export.export(torch.nn.Linear(3, 2), (torch.zeros(4, 3),))
+    assert written_out(program) is program
+
+
+def test_rows_after_the_last_expert_are_zeros():
+    """As in transformers' own product."""
+    rows, weight, ends = torch.randn(6, 5), torch.randn(3, 5, 4), torch.tensor([2, 2, 5], dtype=torch.int32)
+    expected = torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
+    torch.testing.assert_close(grouped_product(rows, weight, ends), expected)

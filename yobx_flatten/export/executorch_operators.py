@@ -1,0 +1,113 @@
+"""Operators of mixtures of experts that ExecuTorch has no kernel for, written out with those that it has."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from .untranslated import decompose_untranslated
+
+__all__ = ["grouped_product", "missing_kernels", "written_out"]
+
+_ATEN = torch.ops.aten
+
+
+def grouped_product(rows: Any, weight: Any, ends: Any) -> Any:
+    """Multiply rows that are sorted by expert, each with the weights of its own expert.
+
+    Every expert multiplies all rows, and the product of its own rows is kept: how many rows an expert has depends on
+    the values, and memory is planned before.
+
+    Args:
+        rows: tensor of shape (rows, inputs).
+        weight: weights of shape (experts, inputs, outputs).
+        ends: for every expert the number of the row after its last one, of shape (experts,).
+
+    Returns:
+        A tensor of shape (rows, outputs); zeros for rows after the last expert.
+
+    >>> rows = torch.tensor([[1.0], [2.0], [3.0]])
+    >>> grouped_product(rows, torch.tensor([[[10.0]], [[100.0]]]), torch.tensor([1, 3])).tolist()
+    [[10.0], [200.0], [300.0]]
+    """
+    places = torch.arange(rows.shape[0], device=rows.device)[:, None]
+    found = rows.new_zeros(rows.shape[0], weight.shape[2])
+    for expert in range(weight.shape[0] - 1, -1, -1):
+        found = torch.where(places < ends[expert], rows @ weight[expert], found)
+    return found
+
+
+def _grouped_mm(rows: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    if offs is None or weight.dim() != 3 or rows.dim() != 2 or bias is not None or out_dtype is not None:
+        return NotImplemented
+    return grouped_product(rows, weight, offs)
+
+
+def _sort(values: Any, dim: int = -1, descending: bool = False) -> Any:
+    return torch.topk(values, values.shape[dim], dim, descending, True)
+
+
+def _stable_sort(values: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    # experts need their own rows together, in whichever order
+    return _sort(values, dim, descending)
+
+
+def _argsort(values: Any, dim: int = -1, descending: bool = False) -> Any:
+    return _sort(values, dim, descending)[1]
+
+
+def _stable_argsort(values: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    return _sort(values, dim, descending)[1]
+
+
+def _histc(values: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+    if (min, max) != (0, bins - 1):
+        return NotImplemented
+    return (values.reshape(-1, 1) == torch.arange(bins, device=values.device)).sum(0).to(values.dtype)
+
+
+def _empty_like(like: Any, **options: Any) -> Any:
+    return torch.zeros_like(like, dtype=options.get("dtype"))
+
+
+_TABLE: Mapping[Any, Callable[..., Any]] = {
+    _ATEN._grouped_mm.default: _grouped_mm,
+    _ATEN.histc.default: _histc,
+    _ATEN.argsort.default: _argsort,
+    _ATEN.argsort.stable: _stable_argsort,
+    _ATEN.sort.default: _sort,
+    _ATEN.sort.stable: _stable_sort,
+    _ATEN.empty_like.default: _empty_like,
+}
+
+
+def written_out(program: ExportedProgram) -> ExportedProgram:
+    """Return a program without products by expert; the same one where there are none.
+
+    Args:
+        program: the program; it stays as it is.
+    """
+    fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
+    products: dict[Any, Callable[..., Any]] = {_ATEN._grouped_mm.default: _grouped_mm}
+    if fallback is not None:
+        products[fallback.default] = grouped_product
+    if not any(node.target in products for node in program.graph.nodes):
+        return program
+    table = {**_TABLE, **products}
+    return decompose_untranslated(program, table) or program.run_decompositions(table)
+
+
+def missing_kernels(operators: Iterable[Any]) -> list[str]:
+    """Return the operators of a file that the installed ExecuTorch has no kernel for.
+
+    Args:
+        operators: those of an execution plan, which have a ``name`` and an ``overload``.
+    """
+    runtime: Any = importlib.import_module("executorch.runtime")
+    known = set(runtime.Runtime.get().operator_registry.operator_names)
+    names = (f"{operator.name}.{operator.overload}" if operator.overload else operator.name for operator in operators)
+    return [name for name in names if name not in known]

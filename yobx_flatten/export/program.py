@@ -161,8 +161,8 @@ class ExportedModel:
     def to_executorch(self, path: str | os.PathLike[str], *, backend: Backend = "auto") -> ExportReport:
         """Lower the program to a file of ExecuTorch, and replay the cases of this export in its runtime.
 
-        ExecuTorch plans memory for the largest sizes, so every size that varies needs a bound: a ``Dim`` with ``max=``
-        in ``dynamic_shapes``.
+        ExecuTorch plans memory for the largest sizes, so every size that varies needs a bound: ``bounds=`` of the export,
+        or a ``Dim`` with ``max=`` in ``dynamic_shapes``.
 
         Args:
             path: the file to write, with the suffix ``.pte``. It takes its name when the replay has passed.

@@ -48,8 +48,8 @@ def check_bounds(signature: Signature) -> None:
     ]
     if free:
         raise DynamicShapesError(
-            f"ExecuTorch plans memory for the largest sizes, and these have none: {', '.join(free)}. Export with "
-            "bounds, such as\n    dynamic_shapes={'input_ids': {0: Dim.AUTO(max=4), 1: Dim.AUTO(max=128)}, ...}"
+            f"ExecuTorch plans memory for the largest sizes, and these have none: {', '.join(free)}. Export with them:\n"
+            '    export_program(..., bounds={"batch": 4, "length": 128})   # or Dim.AUTO(max=128) in dynamic_shapes'
         )
 
 

@@ -29,6 +29,7 @@ from .bounds import Bounds
 from .example import Example, make_example
 from .hf_exporter import to_hf_exporter
 from .proof import Proof, choose_proof, sampled
+from .quantization import Quantization, WeightBits
 from .replay import Case, CaseResult, check_cases, following, replay
 from .report import ExportReport
 from .runtimes import Source, write_for
@@ -158,17 +159,26 @@ class ExportedModel:
         """
         return write_for("aotinductor", source_of(self), path, caller="to_aotinductor")
 
-    def to_executorch(self, path: str | os.PathLike[str], *, backend: Backend = "auto") -> ExportReport:
+    def to_executorch(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        backend: Backend = "auto",
+        quantize: WeightBits | Quantization | None = None,
+    ) -> ExportReport:
         """Lower the program to a file of ExecuTorch, and replay the cases of this export in its runtime.
 
-        ExecuTorch plans memory for the largest sizes, so every size that varies needs a bound: ``bounds=`` of the export,
-        or a ``Dim`` with ``max=`` in ``dynamic_shapes``.
+        ExecuTorch plans memory for the largest sizes, so every size that varies needs a bound: ``bounds=`` of the
+        export, or a ``Dim`` with ``max=`` in ``dynamic_shapes``.
 
         Args:
             path: the file to write, with the suffix ``.pte``. It takes its name when the replay has passed.
             backend: ``"xnnpack"`` for the kernels of XNNPACK where it has them; ``"portable"`` for ExecuTorch's own,
                 which are slower. ``"auto"``, the default, takes XNNPACK's where their replay passes; its GELU is an
                 approximation, off by 1e-3 in a small Gemma 3.
+            quantize: ``"int8"`` or ``"int4"`` to store the weights of projections in so many bits with torchao, for
+                kernels of XNNPACK that also round activations to 8 bits; measured as :func:`export_onnx` does it.
+                ``None``, the default, stores them as they are.
 
         Returns:
             The report: one result per case, and the memory that is planned.
@@ -180,9 +190,13 @@ class ExportedModel:
             NoRoomError: when disk or memory is too small.
             ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
         """
-        return write_for("executorch", source_of(self), path, caller="to_executorch", backend=backend)
+        return write_for(
+            "executorch", source_of(self), path, caller="to_executorch", quantize=quantize, backend=backend
+        )
 
-    def to_openvino(self, path: str | os.PathLike[str]) -> ExportReport:
+    def to_openvino(
+        self, path: str | os.PathLike[str], *, quantize: WeightBits | Quantization | None = None
+    ) -> ExportReport:
         """Write the program as files of OpenVINO, and replay the cases of this export there, in float32.
 
         OpenVINO itself computes in bfloat16 where the processor has it: compile the file with
@@ -191,17 +205,19 @@ class ExportedModel:
         Args:
             path: the file to write, with the suffix ``.xml``; the weights get the suffix ``.bin``. Both take their name
                 when the replay has passed.
+            quantize: ``"int8"`` or ``"int4"`` to store the weights in so many bits with NNCF, measured as
+                :func:`export_onnx` does it. ``None``, the default, stores them as they are.
 
         Returns:
             The report: one result per case.
 
         Raises:
-            InvalidArgumentError: when the suffix is another one, or an input is a number that varies.
-            MissingDependencyError: when openvino, onnx or onnxscript is not installed.
+            InvalidArgumentError: when an argument is invalid, or an input is a number that varies.
+            MissingDependencyError: when openvino, onnx, onnxscript, or NNCF for ``quantize``, is not installed.
             NoRoomError: when disk or memory is too small.
             ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
         """
-        return write_for("openvino", source_of(self), path, caller="to_openvino")
+        return write_for("openvino", source_of(self), path, caller="to_openvino", quantize=quantize)
 
     def __str__(self) -> str:
         return str(self.report)

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from .quantization import Quantization
-
 __all__ = ["SCORES", "Distance", "Quality", "text_losses"]
 
 SCORES = "logits"
@@ -26,7 +24,7 @@ class Quality:
 
     Attributes:
         weights: type of the stored weights: ``"int8"`` or ``"int4"``.
-        block_size: number of weights that share a scale and a zero point.
+        block_size: number of weights that share a scale and a zero point; 0 where all of an output do.
         positions: number of rows of scores that were compared: one for each token of each call.
         max_difference: largest absolute difference of a score; of any output for a module without scores.
         mean_difference: mean absolute difference of a score.
@@ -88,7 +86,8 @@ class Quality:
             shown.append(f"perplexity {self.perplexity:.4g}, of the model {self.model_perplexity:.4g}")
         if ratio is not None:
             shown.append(f"perplexity ratio {ratio:.4f}, allowed {self.allowed:g}")
-        return f"{self.weights}, blocks of {self.block_size}: {'; '.join(shown)}"
+        blocks = f"blocks of {self.block_size}" if self.block_size else "one scale per output"
+        return f"{self.weights}, {blocks}: {'; '.join(shown)}"
 
 
 class Distance:
@@ -128,8 +127,14 @@ class Distance:
         self._losses["file"] += float(file["losses"].double().sum())
         self._choose(model["greedy"], file["greedy"])
 
-    def quality(self, quantization: Quantization) -> Quality:
-        """Return what was found."""
+    def quality(self, weights: str, block_size: int, allowed: float) -> Quality:
+        """Return what was found.
+
+        Args:
+            weights: type of the stored weights.
+            block_size: number of weights that share a scale; 0 where all of an output do.
+            allowed: largest ratio of the two perplexities.
+        """
         numbers, scored = max(self._numbers, 1), self._positions > 0
         perplexities: list[float | None] = [
             math.exp(min(self._losses[side] / self._text, 700)) if self._text else None for side in ("model", "file")
@@ -138,8 +143,8 @@ class Distance:
         relative = math.sqrt(self._sums["square"] / size) if size else (math.inf if self._sums["square"] else 0.0)
         compared = self._positions - self._text
         return Quality(
-            weights=quantization.weights,
-            block_size=quantization.block_size,
+            weights=weights,
+            block_size=block_size,
             positions=self._positions,
             max_difference=self._largest,
             mean_difference=self._sums["difference"] / numbers,
@@ -149,7 +154,7 @@ class Distance:
             text_tokens=self._text,
             model_perplexity=perplexities[0],
             perplexity=perplexities[1],
-            allowed=quantization.allowed,
+            allowed=allowed,
         )
 
     def _compare(self, one: torch.Tensor, other: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 
 from ..errors import FlattenError, InvalidArgumentError, MissingDependencyError, describe_class
+from ..errors.dependencies import require
 from ..errors.messages import first_line
 from ..runners.onnx_session import open_session
 
@@ -32,7 +33,8 @@ class Quantization:
     Attributes:
         weights: type of the stored weights: ``"int4"``, the default, or ``"int8"``.
         block_size: number of weights that share a scale and a zero point: 16, 32 (the default), 64, 128 or 256. Larger
-            blocks are further from the model, and the file is smaller.
+            blocks are further from the model, and the file is smaller. ExecuTorch has no blocks of 16; OpenVINO and
+            ExecuTorch store int8 with one scale for each output.
         perplexity_ratio: largest perplexity of the file, relative to the model's; ``None``, the default, for 1.01 with
             int8 and 1.1 with int4.
         tokens: a text for the perplexity, int64 of shape (texts, length), without padding. ``None``, the default, for
@@ -90,7 +92,7 @@ class Quantization:
 
 
 def choose_quantization(
-    quantize: WeightBits | Quantization | None, module: torch.nn.Module, caller: str
+    quantize: WeightBits | Quantization | None, module: torch.nn.Module, caller: str, runtime: str = "onnxruntime"
 ) -> Quantization | None:
     """Return what is quantized, ``None`` for nothing.
 
@@ -98,11 +100,13 @@ def choose_quantization(
         quantize: ``"int8"``, ``"int4"``, a :class:`Quantization`, or ``None``.
         module: what is exported.
         caller: the function that the user called, for messages.
+        runtime: the library that runs the file, ``"onnxruntime"`` by default.
 
     Raises:
-        InvalidArgumentError: when there is no such type, or the module has no weights of projections, or their type is
-            neither float32 nor float16.
-        MissingDependencyError: when onnxruntime lacks its quantizer, or the operator for quantized weights.
+        InvalidArgumentError: when there is no such type, the runtime has no such weights, the module has no weights of
+            projections, or their type is neither float32 nor float16.
+        MissingDependencyError: when onnxruntime lacks its quantizer, or the operator for quantized weights; when the
+            tool of another runtime is not installed.
     """
     if quantize is None:
         return None
@@ -125,6 +129,9 @@ def choose_quantization(
             f"{caller}: quantize={chosen.weights!r} takes weights of float32 or float16, and "
             f"{type(module).__qualname__} has some of {others[0]}. Convert them first: model.float()"
         )
+    if runtime != "onnxruntime":
+        _check_tool(chosen, runtime, caller)
+        return chosen
     _library()
     reason = _why_not_run(chosen.bits)
     if reason is not None:
@@ -133,6 +140,25 @@ def choose_quantization(
             f"the installed onnxruntime does not run ({reason}):\n    pip install --upgrade onnxruntime"
         )
     return chosen
+
+
+def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
+    """Check what quantizes for another runtime than onnxruntime."""
+    asked = f"quantize={chosen.weights!r}"
+    if runtime == "openvino":
+        require("nncf", purpose=f"{caller}: {asked} for OpenVINO", extra="nncf")
+    elif runtime == "executorch":
+        require("torchao", purpose=f"{caller}: {asked} for ExecuTorch", extra="executorch")
+        if chosen.bits == 4 and chosen.block_size % 32:
+            raise InvalidArgumentError(
+                f"{caller}: XNNPACK has blocks of 32, 64, 128 and 256 weights, found {chosen.block_size}:\n"
+                '    Quantization("int4", block_size=32)'
+            )
+    else:
+        raise InvalidArgumentError(
+            f"{caller}: {asked} is for files of onnxruntime, OpenVINO and ExecuTorch, not of {runtime}: leave it out, "
+            'or take\n    target="onnxruntime", target="openvino" or target="executorch"'
+        )
 
 
 def has_projections(module: torch.nn.Module) -> bool:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import pathlib
@@ -28,12 +29,16 @@ from ..huggingface.sliding_decoder import SlidingDecoder
 from ..runners.executorch_runner import require_executorch
 from ..runners.open import RUNTIMES, check_runtime, open_runner
 from .example import Example
+from .measured import measure
 from .onnx_attempts import write_proven
 from .onnx_file import UnprovenFile, check_opset, unproven_file
+from .quantization import Quantization, WeightBits, choose_quantization
 from .replay import Case, CaseResult, following, replay
 from .report import ExportReport
 from .room import check_room
+from .runtime_quantized import blocks_of, compress_openvino, quantized_example
 from .sides import ByName
+from .text_cases import check_text
 from .to_aotinductor import check_compiler, write_package
 from .to_executorch import Backend, check_backend, write_pte
 from .to_openvino import write_openvino
@@ -56,6 +61,7 @@ class Source:
         tolerance: largest absolute difference to the module.
         proof: what is replayed, for the report.
         is_given: whether the program was handed over, so that files are made of it as it is; ``False`` by default.
+        quantization: weights that are stored in fewer bits; ``None``, the default, for none.
     """
 
     example: Example
@@ -64,6 +70,7 @@ class Source:
     tolerance: float
     proof: str
     is_given: bool = False
+    quantization: Quantization | None = None
 
     def feedable(self, report: ExportReport) -> Source:
         """Return it without the counter that no tool feeds, for a model whose layers all slide. The block must be open.
@@ -104,7 +111,13 @@ def check_libraries(runtime: str, caller: str) -> None:
 
 
 def write_for(
-    runtime: str, source: Source, path: str | os.PathLike[str], *, caller: str, **options: Any
+    runtime: str,
+    source: Source,
+    path: str | os.PathLike[str],
+    *,
+    caller: str,
+    quantize: WeightBits | Quantization | None = None,
+    **options: Any,
 ) -> ExportReport:
     """Write the file of a runtime and replay it there. It takes its name when the replay has passed.
 
@@ -113,6 +126,7 @@ def write_for(
         source: what the file is made of.
         path: the file to write.
         caller: the function that the user called, for messages.
+        quantize: weights in fewer bits, see :class:`.quantization.Quantization`; ``None`` by default.
         **options: options of the runtime: ``opset_version`` (onnxruntime), ``backend`` (ExecuTorch).
 
     Returns:
@@ -133,6 +147,14 @@ def write_for(
     example = source.example
     if example.no_data:
         raise InvalidArgumentError(f"{caller} writes the weights, and {example.no_data}. Load them first.")
+    quantization = choose_quantization(quantize, example.module, caller, runtime)
+    check_text(example, quantization)
+    if quantization is not None and runtime == "executorch" and source.is_given:
+        raise InvalidArgumentError(
+            f"{caller}: torchao quantises a module before its trace, and this program was traced by other code. Trace "
+            "it here:\n    export_program(module, args, kwargs, bounds=...)"
+        )
+    source = dataclasses.replace(source, quantization=quantization)
     check_room(example.module, target, in_memory=1 if source.cases else 0)
     name = type(example.module).__qualname__
     report = ExportReport(name, tolerance=source.tolerance, proof=source.proof, runtime=runtime)
@@ -173,6 +195,24 @@ _OPTIONS: Mapping[str, Mapping[str, Callable[[Any], None]]] = {
 }
 
 
+def _quantized(source: Source, file: UnprovenFile, report: ExportReport, write: Callable[[], None]) -> None:
+    """Replace a file that passed its replay by one with quantised weights, and measure that one."""
+    asked = source.quantization
+    if asked is None or not report.ok:
+        return
+    logger.info("quantizing %s to %s", file.path.name, asked.weights, extra=STEP)
+    with report.timed("quantize"):
+        write()
+    report.file_bytes = _bytes(file)
+    if not source.cases:
+        return
+    report.remark("the table is of the file before its weights were quantised.")
+    with report.timed("measure"):
+        runner = open_runner(file.path, runtime=report.runtime, caller="export", failure=ReplayError)
+        block = blocks_of(asked)
+        report.quality = measure(runner, asked, source.example, source.traced, source.cases, block_size=block)
+
+
 def _onnx(source: Source, file: UnprovenFile, report: ExportReport, options: Mapping[str, Any]) -> None:
     write_proven(file, source.example, source.traced, source.cases, report, options.get("opset_version"))
 
@@ -197,12 +237,20 @@ def _pte(source: Source, file: UnprovenFile, report: ExportReport, options: Mapp
             report.remark(f"kernels of {backend} were left out: {first_line(error)}")
             continue
         _replay(source, file, report)
+        if report.ok:
+            _quantized(source, file, report, functools.partial(_quantized_pte, source, file, report))
         failed = [case for case in report.cases if not case.max_difference <= report.tolerance]
         if not failed or last:
             return
         reason = failed[0].error or f"it differs by {failed[0].max_difference:.1e}"
         report.remark(f"kernels of {backend} were left out: {failed[0].case}: {reason}")
         report.cases.clear()
+
+
+def _quantized_pte(source: Source, file: UnprovenFile, report: ExportReport) -> None:
+    assert source.quantization is not None
+    traced = trace(quantized_example(source.example, source.quantization, report))
+    report.planned_bytes = write_pte(traced, file.path)
 
 
 _KERNELS: tuple[Backend, ...] = ("xnnpack", "portable")  # the faster first
@@ -212,6 +260,9 @@ def _openvino(source: Source, file: UnprovenFile, report: ExportReport, options:
     with report.timed("convert"):
         write_openvino(source.traced, source.example, file.path)
     _replay(source, file, report)
+    if source.quantization is not None:
+        compress = functools.partial(compress_openvino, file.path, source.quantization, report)
+        _quantized(source, file, report, compress)
 
 
 _WRITERS: Mapping[str, Callable[[Source, UnprovenFile, ExportReport, Mapping[str, Any]], None]] = {
@@ -222,9 +273,13 @@ _WRITERS: Mapping[str, Callable[[Source, UnprovenFile, ExportReport, Mapping[str
 }
 
 
+def _bytes(file: UnprovenFile) -> int:
+    return sum(part.stat().st_size for part in file.folder.iterdir() if part.is_file())
+
+
 def _replay(source: Source, file: UnprovenFile, report: ExportReport, **options: Any) -> None:
     """Replay the cases with a file that was written."""
-    report.file_bytes = sum(part.stat().st_size for part in file.folder.iterdir() if part.is_file())
+    report.file_bytes = _bytes(file)
     if not source.cases:
         return
     runtime, example, traced = report.runtime, source.example, source.traced

@@ -48,7 +48,7 @@ def check_bounds(signature: Signature) -> None:
     ]
     if free:
         raise DynamicShapesError(
-            f"ExecuTorch plans memory for the largest sizes, and these have none: {', '.join(free)}. Export with them:\n"
+            f"ExecuTorch plans memory for the largest sizes, and these have none: {', '.join(free)}. Name them:\n"
             '    export_program(..., bounds={"batch": 4, "length": 128})   # or Dim.AUTO(max=128) in dynamic_shapes'
         )
 

@@ -7,10 +7,13 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import torch
+
 from ..errors import InvalidArgumentError
 from ..export.bounds import Bounds
 from ..export.program import export_program, left_out, shortened, source_of
 from ..export.proof import sampled
+from ..export.quantization import Quantization
 from ..export.replay import Case
 from ..export.report import ExportReport
 from ..export.runtimes import check_libraries, write_for
@@ -24,6 +27,7 @@ __all__ = [
     "choose_bounds",
     "choose_target",
     "fitting_cases",
+    "fitting_text",
     "room_for_tokens",
     "write_piece",
 ]
@@ -78,6 +82,18 @@ def room_for_tokens(bounds: Bounds | None, wanted: int) -> int:
     return wanted if bounds is None or bounds.length is None else min(wanted, bounds.length - _PROMPT - 3)
 
 
+def fitting_text(tokens: torch.Tensor | None, bounds: Bounds | None) -> torch.Tensor | None:
+    """Return a text whose rows are within the bounds: its first token is in the cache, all others in one call.
+
+    Args:
+        tokens: the text, int64 of shape (texts, length); ``None`` without one.
+        bounds: the largest sizes; ``None`` without them.
+    """
+    if tokens is None or bounds is None or bounds.length is None or bounds.new is None:
+        return tokens
+    return tokens[:, : min(bounds.length, bounds.new + 1)]
+
+
 def choose_target(to: str, target: str | None, bounds: Mapping[str, int] | None, rows: int | None) -> str:
     """Return the runtime of a folder.
 
@@ -109,7 +125,14 @@ def choose_target(to: str, target: str | None, bounds: Mapping[str, int] | None,
 
 
 def write_piece(
-    runtime: str, piece: Piece, path: pathlib.Path, shapes: Any, bounds: Bounds | None, tolerance: float, proof: str
+    runtime: str,
+    piece: Piece,
+    path: pathlib.Path,
+    shapes: Any,
+    bounds: Bounds | None,
+    tolerance: float,
+    proof: str,
+    quantize: Quantization | None = None,
 ) -> ExportReport:
     """Export a piece and write its file.
 
@@ -121,6 +144,7 @@ def write_piece(
         bounds: the largest sizes; ``None`` without them.
         tolerance: largest absolute difference to the module.
         proof: what is replayed: ``"full"``, ``"sample"`` or ``"none"``.
+        quantize: weights in fewer bits; ``None``, the default, for none.
 
     Returns:
         The report of the file.
@@ -142,7 +166,7 @@ def write_piece(
     example = shortened(source.example, source.example.case(2 if proof == "sample" else 3))
     chosen = [example, *(sampled(fitting) if proof == "sample" else fitting)]
     source = dataclasses.replace(source, cases=[] if proof == "none" else chosen, proof=proof)
-    report = write_for(runtime, source, path, caller="export_folder")
+    report = write_for(runtime, source, path, caller="export_folder", quantize=quantize)
     report.remark(*left_out(len(piece.cases) - len(fitting)))
     return report
 

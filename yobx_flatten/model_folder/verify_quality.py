@@ -10,7 +10,6 @@ import torch
 from ..errors import ReplayError
 from ..export.padding import Padding
 from ..export.quality import SCORES, Distance, Quality, text_losses
-from ..export.quantization import Quantization
 from ..runners.runner import Runner
 from ..storage.cases import StoredCase
 
@@ -44,5 +43,4 @@ def measure_again(stored: Quality, cases: Iterable[StoredCase], runner: Runner) 
             {name: padding.blank(name, side[name]) for name in expected} for side in (expected, outputs)
         ]
         distance.add(*sides)
-    weights: Any = stored.weights
-    return distance.quality(Quantization(weights, stored.block_size, stored.allowed))
+    return distance.quality(stored.weights, stored.block_size, stored.allowed)

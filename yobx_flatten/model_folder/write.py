@@ -49,7 +49,16 @@ from .proofs import SAMPLED_TOKENS, TOKENS, generation_case, stored_calls
 from .quality_text import python_text
 from .sidecar_files import genai_config, write_companions, write_genai_config
 from .source import FoundModel, find_model, require_transformers
-from .targets import FORMATS, Target, choose_bounds, choose_target, fitting_cases, room_for_tokens, write_piece
+from .targets import (
+    FORMATS,
+    Target,
+    choose_bounds,
+    choose_target,
+    fitting_cases,
+    fitting_text,
+    room_for_tokens,
+    write_piece,
+)
 from .tasks import GENERATES, pieces_for
 from .verify import FolderReport, verify_folder
 from .writable import check_writable
@@ -166,7 +175,6 @@ def export_folder(
     """
     require_transformers("export_folder")
     runtime = choose_target(to, target, bounds, batch)
-    shown = f"to={to!r}" if target is None else f"target={target!r}"
     form, suffix, largest = FORMATS[runtime], RUNTIMES[runtime][0], choose_bounds(bounds, batch)
     place = pathlib.Path(folder)
     check_target(place, overwrite)
@@ -181,9 +189,7 @@ def export_folder(
             f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Take float32 or float16, or to='program'; "
             'or proof="none" for files of another provider, unproven.'
         )
-    if quantize is not None and form != "onnx":
-        raise InvalidArgumentError(f"quantize={quantize!r} is for ONNX files; leave it out with {shown}.")
-    quantization = choose_quantization(quantize, model, "export_folder")
+    quantization = choose_quantization(quantize, model, "export_folder", runtime)
     if optimize not in (None, "onnxruntime") or (optimize is not None and form != "onnx"):
         raise InvalidArgumentError(f'optimize must be None, or "onnxruntime" for to="onnx"; found {optimize!r}.')
     room: dict[str, Any] = {"in_memory": 0 if proof == "none" else 1, "quantization": quantization, "proof": proof}
@@ -208,16 +214,16 @@ def export_folder(
     if quantization is not None and quantization.tokens is None and task == "text-generation" and logits == "all":
         rows = (8 if proof == "full" else 2) if batch is None else batch
         tokens = python_text(model, None if source is None else pathlib.Path(source), rows)
-        quantization = dataclasses.replace(quantization, tokens=tokens)
+        quantization = dataclasses.replace(quantization, tokens=fitting_text(tokens, largest))
     with _appears_when_done(place) as work:
         reports, cases = {}, {}
         shared: list[str] = []
         for piece in pieces:
             name = piece.stem + suffix
             quantized = quantization if has_projections(piece.module) else None
-            how: dict[str, Any] = {"tolerance": TOLERANCES[dtype], "proof": proof}
+            how: dict[str, Any] = {"tolerance": TOLERANCES[dtype], "proof": proof, "quantize": quantized}
             if form == "onnx":
-                how |= {"opset_version": opset_version, "quantize": quantized, "optimize": optimize}
+                how |= {"opset_version": opset_version, "optimize": optimize}
             reports[name] = _export(piece, work / name, batch, how, runtime, largest)
             shared = [] if optimize is None else shared_inputs(work / name)
             if not shared and keeps_more(piece, model):
@@ -301,10 +307,11 @@ def _export(
     if batch is not None and shapes is not None and piece.has_rows:
         shapes = _with_fixed_batch(dynamic_shapes(dict(piece.kwargs)) if shapes == "auto" else shapes)
     if runtime not in ("onnxruntime", "torch"):
-        return write_piece(runtime, piece, path, shapes, bounds, options["tolerance"], options["proof"])
+        return write_piece(runtime, piece, path, shapes, bounds, **options)
     how: dict[str, Any] = {"dynamic_shapes": shapes, "cases": piece.cases, **options}
     if runtime == "onnxruntime":
         return export_onnx(piece.module, (), piece.kwargs, path, **how).report
+    del how["quantize"]  # a program has none
     how |= {"cases": fitting_cases(piece, bounds), "bounds": None if bounds is None else vars(bounds)}
     exported = export_program(piece.module, (), piece.kwargs, **how)
     exported.save(path)

@@ -229,7 +229,7 @@ def test_distances_are_those_that_are_written_out():
     found = torch.tensor([[[2.0, 1.0], [0.5, 0.25]]])
     distance = Distance()
     distance.add({"logits": expected}, {"logits": found})
-    quality = distance.quality(Quantization("int8"))
+    quality = distance.quality("int8", 32, 1.01)
     assert quality.max_difference == 1.0
     assert quality.mean_difference == pytest.approx((1 + 0.5 + 0.75) / 4)
     assert (quality.positions, quality.agreement) == (2, 0.5)

@@ -93,7 +93,7 @@ def test_a_text_is_in_the_tokens_of_the_model(tmp_path):
 
 def test_programs_are_not_quantised(tmp_path):
     """Before anything is exported, and with the argument to leave out."""
-    with pytest.raises(InvalidArgumentError, match=r"is for ONNX files; leave it out with to='program'"):
+    with pytest.raises(InvalidArgumentError, match="ExecuTorch, not of torch: leave it out"):
         export_folder(small_model("llama"), tmp_path / "out", to="program", quantize="int4")
     with pytest.raises(InvalidArgumentError, match="found 'int2'"):
         export_folder(small_model("llama"), tmp_path / "out", quantize="int2")

@@ -154,7 +154,11 @@ REFUSED = {
     "bounds for onnxruntime": ({"bounds": BOUNDS}, "leave bounds= out for onnxruntime"),
     "bounds without a length": ({"target": "executorch", "bounds": {"batch": 4}}, "bounds= names the length"),
     "bounds above the positions": ({"to": "program", "bounds": {"length": 4096}}, "above the 2048 positions of Llama"),
-    "weights in fewer bits": ({"target": "openvino", "quantize": "int8"}, "leave it out with target='openvino'"),
+    "weights in fewer bits": (
+        {"to": "program", "quantize": "int8"},
+        'not of torch: leave it out, or take\n.*target="openv',
+    ),
+    "a type that is not there": ({"target": "openvino", "quantize": "int2"}, "found 'int2'"),
 }
 
 

@@ -1,5 +1,6 @@
 """What every test gets: a check that it left no registry changed, and one set of Hypothesis settings."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -12,8 +13,13 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 # Inductor compiles here: its pool of processes would import torch twice more for a few small files.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+# Sizes in a trace are expressions of sympy, which keeps a thousand results by itself; an export asks for more of them,
+# and takes a seventh longer.
+os.environ.setdefault("SYMPY_CACHE_SIZE", "50000")
+
 import hypothesis
 import pytest
+import torch.fx.config
 
 from tests import registry_snapshot
 
@@ -22,6 +28,18 @@ from tests import registry_snapshot
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+# No test asks from which line of a model a node of a program comes. Under pytest the stack is deep: to write it down
+# for every node takes an eighth of an export.
+torch.fx.config.do_not_emit_stack_traces = True
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported by now as it is: a tenth of the time went by in searching it for cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -1,32 +1,44 @@
 """Programs in a process of their own, where torch is imported and nothing else is.
 
     done = fresh_process.run("-c", "import yobx_flatten; print(1)")  # as `python -c`, with its exit status and output
+    with fresh_process.start("-m", "roundpipe_runtime", "train") as program:  # one that gets signals meanwhile
+        program.send_signal(signal.SIGINT)
 
 A new interpreter imports torch for two seconds, a fork of a process that has imported it starts at once. So the first
 program of a process of tests starts such a process, and each program runs in a fork of it. It has no thread and has
 called nothing of torch. A test about the import of torch itself, or about options of the interpreter, starts an
 interpreter of its own.
+
+Programs that train models of transformers spend more time on importing it than on their work: with
+``imported=TRAINER`` they are forks of a second process that has imported what the Trainer needs.
 """
+
+from __future__ import annotations
 
 import atexit
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-__all__ = ["ROOT", "run"]
+__all__ = ["ROOT", "TRAINER", "Program", "run", "start"]
+
+TRAINER = "torch, transformers.trainer, transformers.modeling_layers"
+"""Modules for programs that train models of transformers."""
 
 ROOT = Path(__file__).parents[1]
 
 # Runs as `python -c`, so that the forks have the module search path of `python -c`.
 _SERVER = """
 import json, os, runpy, socket, sys, types
-import torch
+import {imported}
 
 stream = socket.socket(fileno=int(sys.argv[1])).makefile("rw")
 for line in stream:
@@ -34,6 +46,7 @@ for line in stream:
     child = os.fork()
     if not child:
         break
+    print(child, file=stream, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=stream, flush=True)
 else:
     sys.exit()
@@ -58,20 +71,34 @@ else:
 class _Server:
     """The process that is forked."""
 
-    def __init__(self) -> None:
+    def __init__(self, imported: str) -> None:
         self._socket, other = socket.socketpair()
         with other:
-            command = [sys.executable, "-c", _SERVER, str(other.fileno())]
+            command = [sys.executable, "-c", _SERVER.format(imported=imported), str(other.fileno())]
             self._process = subprocess.Popen(
                 command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, cwd=ROOT, start_new_session=True
             )
-        self._stream = self._socket.makefile("rw")
 
-    def run(self, request: Mapping[str, object], timeout: float) -> int:
-        """Return the exit status; a program that takes longer is killed."""
+    def start(self, request: Mapping[str, object]) -> int:
+        """Start a program; return its process."""
+        self._socket.sendall(f"{json.dumps(request)}\n".encode())
+        return self._number(timeout=240)
+
+    def status(self, timeout: float) -> int:
+        """Return the exit status of the program; raise `TimeoutError` if it takes longer."""
+        return self._number(timeout)
+
+    def _number(self, timeout: float) -> int:
         self._socket.settimeout(timeout)
-        print(json.dumps(request), file=self._stream, flush=True)
-        return int(self._stream.readline())
+        line = b""
+        while not line.endswith(b"\n"):  # byte by byte, so that what comes next is still in the socket
+            part = self._socket.recv(1)
+            assert part, "the process that is forked has ended"
+            line += part
+        return int(line)
+
+    def is_done(self) -> bool:
+        return bool(select.select([self._socket], [], [], 0)[0])
 
     def kill(self) -> None:
         """End it with the program that it runs."""
@@ -79,58 +106,138 @@ class _Server:
         self.close()
 
     def close(self) -> None:
-        self._stream.close()
         self._socket.close()
         self._process.wait()
 
 
-_server: _Server | None = None
+# by what they have imported
+_servers: dict[str, _Server] = {}
+
+
+class Program:
+    """A program that runs, and what can be asked of it, inside of a `with`, whose end is also its own.
+
+    Attributes:
+        returncode: its exit status, as `subprocess` states it; `None` while it runs.
+    """
+
+    def __init__(self, server: str, request: Mapping[str, object], folder: tempfile.TemporaryDirectory[str]) -> None:
+        self.returncode: int | None = None
+        self._server, self._folder = server, folder
+        self._pid = _servers[server].start(request)
+
+    @property
+    def stdout(self) -> str:
+        """What it has written so far."""
+        return Path(self._folder.name, "stdout").read_text()
+
+    @property
+    def stderr(self) -> str:
+        """What it has written so far."""
+        return Path(self._folder.name, "stderr").read_text()
+
+    def poll(self) -> int | None:
+        """Return the exit status, or `None` while it runs."""
+        return self.wait() if self.returncode is None and _servers[self._server].is_done() else self.returncode
+
+    def wait(self, timeout: float = 240) -> int:
+        """Return the exit status; a program that takes longer is killed, and `TimeoutError` raised."""
+        if self.returncode is None:
+            try:
+                self.returncode = _servers[self._server].status(timeout)
+            except BaseException:
+                self.returncode = -signal.SIGKILL
+                _servers.pop(self._server).kill()
+                raise
+        return self.returncode
+
+    def wait_for(self, is_there: Callable[[], bool], timeout: float = 240) -> None:
+        """Return when the program has done something; fail with what it wrote to stderr if it ends before."""
+        deadline = time.monotonic() + timeout
+        while not is_there():
+            assert self.poll() is None or is_there(), self.stderr
+            assert time.monotonic() < deadline, self.stderr
+            time.sleep(0.005)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self._pid, number)
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.returncode is None:
+            self.send_signal(signal.SIGKILL)
+            self.wait()
+        self._folder.cleanup()
+
+
+def start(
+    *arguments: str | Path,
+    cwd: str | Path = ROOT,
+    env: Mapping[str, str] | None = None,
+    imported: str = "torch",
+    terminal: str | None = None,
+) -> Program:
+    """Start a program in a fork of a process that has imported torch; one at a time.
+
+    Args:
+        *arguments: as those of Python: `-c`, a program and its arguments, or `-m`, a module and its arguments.
+        cwd: the working directory; by default the repository, where the program finds the modules of the tests.
+        env: the environment; by default that of the tests.
+        imported: modules that are imported in the process, by default `torch`; `TRAINER` is the other choice.
+        terminal: the path of a terminal to write to; by default a file each for stdout and stderr.
+
+    Returns:
+        The program, which runs.
+    """
+    if not _servers:
+        atexit.register(_close)
+    if imported not in _servers:
+        _servers[imported] = _Server(imported)
+    folder = tempfile.TemporaryDirectory()
+    files = [Path(folder.name, name) for name in ("stdout", "stderr")]
+    for file in files:
+        file.touch()
+    request = {
+        "arguments": list(map(str, arguments)),
+        "cwd": str(cwd),
+        "env": dict(os.environ if env is None else env),
+        "files": [terminal] * 2 if terminal else list(map(str, files)),
+    }
+    return Program(imported, request, folder)
 
 
 def run(
     *arguments: str | Path,
     cwd: str | Path = ROOT,
     env: Mapping[str, str] | None = None,
+    imported: str = "torch",
     timeout: float = 240,
     check: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program in a fork of a process that has imported torch.
+    """Run a program as :func:`start` does, to its end.
 
     Args:
-        *arguments: as those of Python: `-c`, a program and its arguments, or `-m`, a module and its arguments.
-        cwd: the working directory; by default the repository, where the program finds the modules of the tests.
-        env: the environment; by default that of the tests.
+        *arguments: as for :func:`start`.
+        cwd: as for :func:`start`.
+        env: as for :func:`start`.
+        imported: as for :func:`start`.
         timeout: seconds after which the program is killed and `TimeoutError` raised.
         check: fail with what the program wrote to stderr if it does not exit with 0.
 
     Returns:
         What `subprocess.run` returns, with the output as text.
     """
-    global _server
-    if _server is None:
-        _server = _Server()
-        atexit.register(_close)
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, name) for name in ("stdout", "stderr")]
-        for file in files:
-            file.touch()
-        request = {
-            "arguments": list(map(str, arguments)),
-            "cwd": str(cwd),
-            "env": dict(os.environ if env is None else env),
-            "files": list(map(str, files)),
-        }
-        try:
-            status = _server.run(request, timeout)
-        except BaseException:
-            _server.kill()
-            _server = None
-            raise
-        done = subprocess.CompletedProcess(arguments, status, *(file.read_text() for file in files))
+    with start(*arguments, cwd=cwd, env=env, imported=imported) as program:
+        status = program.wait(timeout)
+        done = subprocess.CompletedProcess(arguments, status, program.stdout, program.stderr)
     assert not check or status == 0, done.stderr
     return done
 
 
 def _close() -> None:
-    if _server is not None:
-        _server.close()
+    while _servers:
+        _servers.popitem()[1].close()

@@ -8,7 +8,6 @@ import itertools
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -94,7 +93,7 @@ def type_command(typed: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> str
     program, *words = shlex.split(typed)
     module = {"yobx-flatten": "yobx_flatten", "roundpipe": "roundpipe_runtime"}[program]
     if "^C" in shown.splitlines():
-        return interrupted([sys.executable, "-m", module, *words])
+        return interrupted("-m", module, *words)
     main = importlib.import_module(f"{module}.__main__").main
     monkeypatch.setenv("COLUMNS", "80")
     # the one number of this machine that decides what is said
@@ -108,16 +107,13 @@ def type_command(typed: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> str
     return printed.getvalue()
 
 
-def interrupted(command: list[str]) -> str:
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        lines = []
-        for line in process.stdout or ():
-            if not any(before.startswith("step ") for before in lines) and line.startswith("step "):
-                process.send_signal(signal.SIGINT)
-                line += "^C\n"
-            lines.append(line)
-        assert process.wait() == 130, "".join(lines)
-    return "".join(lines)
+def interrupted(*command: str) -> str:
+    first = re.compile(r"^step .*\n", re.MULTILINE)
+    with fresh_process.start(*command, cwd=Path.cwd(), imported=fresh_process.TRAINER) as process:
+        process.wait_for(lambda: first.search(process.stdout) is not None)
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130, process.stderr
+        return first.sub(r"\g<0>^C\n", process.stdout, count=1) + process.stderr
 
 
 NUMBER = re.compile(r"\d[\d,.]*(e[-+]\d+)?")

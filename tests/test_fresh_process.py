@@ -1,5 +1,6 @@
 """`tests.fresh_process` runs a program as a new interpreter would, after the import of torch."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -38,6 +39,35 @@ def test_only_torch_is_imported():
     names = ["torch", "yobx_flatten", "roundpipe_runtime", "tests", "transformers", "optree", "jax", "onnx", "pytest"]
     program = f"import sys, threading; print(*(name in sys.modules for name in {names}), threading.active_count())"
     assert fresh_process.run("-c", program).stdout.split() == ["True", *["False"] * 8, "1"]
+
+
+def test_what_the_trainer_needs_is_imported_where_that_is_asked_for():
+    """Nothing of ours there, either; no thread runs."""
+    names = ["transformers.trainer", "yobx_flatten", "roundpipe_runtime", "tests", "pytest"]
+    program = f"import sys, threading; print(*(name in sys.modules for name in {names}), threading.active_count())"
+    done = fresh_process.run("-c", program, imported=fresh_process.TRAINER)
+    assert done.stdout.split() == ["True", *["False"] * 4, "1"]
+
+
+def test_a_program_that_was_started_gets_signals():
+    """What it has written is there while it runs; how it ended is what `subprocess` states."""
+    program = "import time; print('here', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('there')"
+    with fresh_process.start("-c", program) as started:
+        started.wait_for(lambda: started.stdout == "here\n")
+        assert started.poll() is None
+        started.send_signal(signal.SIGINT)
+        assert (started.wait(), started.stdout) == (0, "here\nthere\n")
+    with fresh_process.start("-c", program) as started:
+        started.send_signal(signal.SIGKILL)
+        assert started.wait() == started.poll() == -9
+
+
+def test_a_program_runs_no_longer_than_it_is_needed():
+    with fresh_process.start("-c", "import time; time.sleep(60)") as started:
+        pass
+    assert started.returncode == -9
+    with pytest.raises(AssertionError, match="ZeroDivisionError"), fresh_process.start("-c", "1 / 0") as started:
+        started.wait_for(lambda: False)
 
 
 def test_a_module_runs_as_main():

@@ -42,7 +42,7 @@ from .compiled_packages import called_contiguous, remembering_strides
 from .ignored_inputs import refusal_of_ignored_inputs
 from .integer_inputs import with_integers
 from .onnx_operators import TRANSLATIONS, Translation, add_translation
-from .onnx_registry import filled_registry
+from .onnx_registry import filled_registry, remembering_decompositions
 from .type_promotion import without_running
 
 __all__ = ["EXPORT_HOOK", "ExportHook", "TraceSupport", "require_registered"]
@@ -78,6 +78,10 @@ class ExportHook:
         self._on_import = [
             ImportedPatch("torch.export._trace", self._trace_patch),
             ImportedPatch("torch.onnx._internal.exporter._registration", self._translations_patch),
+            ImportedPatch(
+                "torch.onnx._internal.exporter._decomp",
+                _wrapping(None, "create_onnx_friendly_decomposition_table", remembering_decompositions),
+            ),
             ImportedPatch(
                 "torch.onnx._internal.fx.passes.type_promotion",
                 _wrapping("_TypePromotionInterpreter", "run_node", without_running),

@@ -1,20 +1,23 @@
-"""The exporter's table of translations, read once per process instead of at each conversion.
+"""The exporter's tables of translations and decompositions, read once per process instead of at each conversion.
 
 torch's ONNX exporter fills a new ``ONNXRegistry`` for every conversion, and parses the source of some 500 functions of
-onnxscript for it: half a second, more than the conversion of a small module takes.
+onnxscript for it: half a second, more than the conversion of a small module takes. The decompositions of all other
+operators are an eighth of the rest.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..registry.locking import LOCK
 
-__all__ = ["filled_registry"]
+__all__ = ["filled_registry", "remembering_decompositions"]
 
 # what was asked for -> what a table depends on, and the table
 _TABLES: dict[Any, tuple[Any, Any]] = {}
@@ -40,6 +43,37 @@ def filled_registry(read: Any, cls: type, args: tuple[Any, ...], kwargs: dict[st
     own = copy.copy(table)
     own.functions = {operator: list(entries) for operator, entries in table.functions.items()}
     return own
+
+
+def remembering_decompositions(original: Callable[[Any], dict[Any, Any]]) -> Callable[[Any], dict[Any, Any]]:
+    """Return ``create_onnx_friendly_decomposition_table`` that makes a table once for the same operators.
+
+    Args:
+        original: the function as it was found.
+    """
+
+    @functools.wraps(original)
+    def create(onnx_registered_ops: Any) -> dict[Any, Any]:
+        asked = original, frozenset(onnx_registered_ops)
+        known = _decomposed()
+        with LOCK:
+            given_for, table = _TABLES.get(asked, (None, None))
+        if given_for != known:
+            table = original(onnx_registered_ops)
+            with LOCK:
+                _TABLES[asked] = _decomposed(), table  # reading it imports decompositions
+        return dict(table)
+
+    return create
+
+
+def _decomposed() -> tuple[Any, ...]:
+    """Return what decompositions are made of: the operators, those that others are made of, and Python's own."""
+    return (
+        torch._C._dispatch_get_all_op_names(),
+        torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"),
+        list(torch._decomp.decomposition_table.items()),
+    )
 
 
 def _known() -> tuple[Any, ...]:

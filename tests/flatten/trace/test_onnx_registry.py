@@ -1,8 +1,8 @@
-"""The exporter's table of translations is read once, and each conversion has a copy of its own."""
+"""The exporter's tables are read once, and each conversion has a copy of its own."""
 
 import torch
 
-from yobx_flatten.trace.onnx_registry import filled_registry
+from yobx_flatten.trace.onnx_registry import filled_registry, remembering_decompositions
 
 
 class Table:
@@ -51,5 +51,58 @@ def test_a_table_is_read_again_when_a_library_has_defined_an_operator():
         made(Counted)
         made(Counted)
         assert Counted.read == 2
+    finally:
+        library._destroy()
+
+
+def described(table):
+    """Some of the functions are made anew for each table, for an operator that they name."""
+    return [(operator, getattr(function, "keywords", function)) for operator, function in table.items()]
+
+
+def test_decompositions_are_those_of_the_exporter_and_read_once():
+    """The table of torch, in its order; what a caller takes out of it is in the next one."""
+    from torch.onnx._internal.exporter._decomp import create_onnx_friendly_decomposition_table as original
+
+    asked = []
+
+    def counted(operators):
+        asked.append(operators)
+        return original(operators)
+
+    create, aten = remembering_decompositions(counted), torch.ops.aten
+    few, more = {aten.gelu.default}, {aten.gelu.default, aten.silu.default}
+    expected = described(original(few))
+    table = create(few)
+    assert described(table) == expected
+    del table[aten.silu.default]
+    assert described(create(few)) == expected
+    assert aten.silu.default not in create(more)
+    assert asked == [few, more]
+
+
+def test_decompositions_are_read_again_when_there_is_another():
+    """Of an operator that is defined later, or by a function that is registered for it."""
+    asked = []
+
+    def counted(operators):
+        asked.append(operators)
+        return {}
+
+    create = remembering_decompositions(counted)
+    library = torch.library.Library("yobx_flatten_test", "FRAGMENT")
+    try:
+        create(set())
+        library.define("decomposed_later(Tensor x) -> Tensor")
+        create(set())
+        library.impl("decomposed_later", torch.neg, "CompositeImplicitAutograd")
+        create(set())
+        create(set())
+        assert len(asked) == 3
+        operator = torch.ops.yobx_flatten_test.decomposed_later.default
+        torch._decomp.register_decomposition(operator)(lambda x: -x)
+        create(set())
+        assert len(asked) == 4
+        del torch._decomp.decomposition_table[operator]
     finally:
         library._destroy()

@@ -2,9 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from functools import cache
 
 import pytest
@@ -66,14 +63,10 @@ def test_kills_change_no_bit(tmp_path, uninterrupted, kind, at):
 
 def test_a_new_interpreter_goes_on(tmp_path, uninterrupted):
     """Killed with the interpreter that ran it; another one, started anew, ends it on other devices."""
-    options = [str(tmp_path), "--steps", "12", "--here", "--devices", "2"]
-    with subprocess.Popen([sys.executable, "-m", PROGRAM, *options], cwd=fresh_process.ROOT) as process:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "losses").exists() or len(losses(tmp_path)) < 4:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+    with fresh_process.start("-m", PROGRAM, tmp_path, "--steps", "12", "--here", "--devices", "2") as process:
+        process.wait_for(lambda: (tmp_path / "losses").exists() and len(losses(tmp_path)) >= 4)
         process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     assert not (tmp_path / "final").exists()
     training(tmp_path, "--steps", 12, "--here", "--devices", 3)
     assert same_end(tmp_path, uninterrupted("adam", 12))

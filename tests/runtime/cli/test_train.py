@@ -2,13 +2,9 @@
 
 import json
 import os
-import pathlib
 import re
 import shlex
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -24,11 +20,11 @@ from roundpipe_runtime import parse_devices
 from roundpipe_runtime.__main__ import main
 from roundpipe_runtime.cli.models import source_of
 from roundpipe_runtime.fine_tune import model_source
+from tests import fresh_process
 from tests.runtime import tiny_training as tiny
 
 pytestmark = pytest.mark.slow
 
-ROOT = pathlib.Path(__file__).parents[3]
 FEW = ["--length", "16", "--batch", "4", "--microbatches", "2", "--steps", "3", "--devices", "virtual:1", "--no-check"]
 
 
@@ -248,19 +244,8 @@ def test_a_checkpoint_of_another_run_is_in_the_way(here, capsys):
 
 def start(*arguments, folder, **options):
     """The command in a process of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **options}
-    command = [sys.executable, "-m", "roundpipe_runtime", *arguments]
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def wait_for_step(process, path, step):
-    deadline = time.monotonic() + 240
-    while not path.exists() or path.read_text().count('"loss"') < step:
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    words = ["-m", "roundpipe_runtime", *arguments]
+    return fresh_process.start(*words, cwd=folder, imported=fresh_process.TRAINER, **options)
 
 
 LONG = ["--length", "16", "--batch", "6", "--microbatches", "3", "--steps", "25", "--eval-every", "4", "--every", "2"]
@@ -288,19 +273,19 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bits(here, whole, number, sta
     """
     stopped = ["train", "--model", "conf", "texts", *LONG, "-o", "parts", "--metrics", "parts.jsonl"]
     with start(*stopped, "--devices", "virtual:1", folder=here) as process:
-        wait_for_step(process, here / "parts.jsonl", step)
+        metrics = here / "parts.jsonl"
+        process.wait_for(lambda: metrics.exists() and metrics.read_text().count('"loss"') >= step)
         process.send_signal(number)
-        shown, _ = process.communicate()
-        assert process.returncode == status
+        assert process.wait() == status
+        shown = process.stdout
     assert not (here / "parts").exists()
     if number != signal.SIGKILL:
         said, line = shown.splitlines()[-2:]
         assert re.match(r"stopped after step \d+ of 25, saved in .*parts-checkpoints/checkpoint-\d+\. To go on:", said)
         assert shlex.split(line) == ["roundpipe", *stopped, "--devices", "virtual:1", "--resume"]
     with start(*stopped, "--devices", "virtual:3", "--resume", folder=here) as process:
-        shown, error = process.communicate()
-        assert (process.returncode, error) == (0, "")
-        assert "going on after step " in shown
+        assert (process.wait(), process.stderr) == (0, "")
+        assert "going on after step " in process.stdout
     assert tiny.metrics_of(here / "parts.jsonl") == whole[0]
     assert same_bits(digest("parts"), whole[1])
 
@@ -309,9 +294,9 @@ def test_on_a_terminal_there_is_a_bar(here):
     """With loss, speed and memory, redrawn in place; lines of a log are for logs."""
     pty = pytest.importorskip("pty", reason="terminals are those of Unix")
     own, its = pty.openpty()
-    command = [sys.executable, "-m", "roundpipe_runtime", "train", "--model", "conf", "texts", "-o", "out", *FEW]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
-    with subprocess.Popen(command, env=environment, stdout=its, stderr=its, close_fds=True) as process:
+    command = ["train", "--model", "conf", "texts", "-o", "out", *FEW]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    with start(*command, folder=here, env=environment, terminal=os.ttyname(its)) as process:
         os.close(its)
         shown = b""
         while True:

@@ -1,12 +1,8 @@
 """Ctrl-C at any moment, hundreds of times, to a process that trains: nothing is half done, and nothing hangs."""
 
-import contextlib
 import random
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,27 +11,23 @@ from tests import fresh_process
 pytestmark = pytest.mark.slow
 
 TRAINING = "tests.runtime.fine_tune.interrupted_training"
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("kind", ["fused", "classic", "async"])
 def test_an_interrupted_call_did_all_or_nothing(kind):
     """After KeyboardInterrupt gradients and buffers are those from before the call, or those from behind it."""
-    command = [sys.executable, "-m", TRAINING, kind, "moments", "3"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    moments = random.Random(0)
-    end = time.monotonic() + 3.2
-    while process.poll() is None and time.monotonic() < end:
-        time.sleep(moments.uniform(0.001, 0.012))
-        with contextlib.suppress(ProcessLookupError):
+    with fresh_process.start("-m", TRAINING, kind, "moments", "3") as process:
+        process.wait_for(lambda: process.stdout == "ready\n")
+        moments = random.Random(0)
+        end = time.monotonic() + 3.2
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(moments.uniform(0.001, 0.012))
             process.send_signal(signal.SIGINT)
             if moments.random() < 0.5:  # and again, by somebody who does not want to wait
                 time.sleep(moments.uniform(0, 0.001))
                 process.send_signal(signal.SIGINT)
-    interrupted, wrong, last = process.communicate(timeout=60)[0].split()
-    assert process.returncode == 0
+        assert process.wait(timeout=60) == 0
+        _, interrupted, wrong, last = process.stdout.split()
     assert int(interrupted) > 20
     assert (wrong, last) == ("0", "True")
 

@@ -23,8 +23,6 @@ def earlier_objects_left_out():
     """To collect what a test left behind takes a second otherwise, after thousands of tests."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

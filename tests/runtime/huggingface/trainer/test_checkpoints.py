@@ -2,10 +2,7 @@
 
 import json
 import os
-import pathlib
 import shutil
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -19,12 +16,12 @@ from roundpipe_runtime import CheckpointError, CheckpointWarning, DamagedCheckpo
 from roundpipe_runtime.checkpoint.manifest import MANIFEST, write_manifest
 from roundpipe_runtime.huggingface.trainer.checkpoints import newest_whole, remove_all_but, settle
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
+from tests import fresh_process
 from tests.runtime.huggingface.trainer.trainer_runs import arguments, history, make_trainer
 
 pytestmark = pytest.mark.slow
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "no"}
-ROOT = pathlib.Path(__file__).parents[4]
 
 
 def make(run, *steps, manifest=True):
@@ -272,11 +269,8 @@ def test_kills_change_no_bit(tmp_path):
     for kills in (0, wanted):
         folder = tmp_path / str(kills)
         options = ["--steps", str(steps), "--kills", str(kills)]
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.runtime.huggingface.trainer.killed_trainer", str(folder), *options],
-            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        program = "tests.runtime.huggingface.trainer.killed_trainer"
+        done = fresh_process.run("-m", program, folder, *options, imported=fresh_process.TRAINER)
         losses = {tuple(line.split()) for line in (folder / "losses").read_text().splitlines()}
         assert sorted(int(line[0]) for line in losses) == list(range(1, steps + 1))  # what came twice came out equal
         ends.append((losses, (folder / "final").read_text()))

@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 
 from ..errors import DynamicShapesError, InvalidArgumentError
+from ..storage.matching import leaves_of
 from ..trees.naming import leaf_names
 from ..trees.node import key_name, node_of
 from ..trees.shapes import shapes_of_leaves
@@ -124,7 +124,7 @@ class Bounds:
         specs = [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
         arguments = [None if isinstance(arg, ConstantArgument) else values[arg.name] for arg in specs]
         found = dict(zip(names, arguments, strict=True))
-        leaves = zip(leaf_names(inputs), pytree.tree_leaves(inputs), shapes_of_leaves(inputs, shapes), strict=True)
+        leaves = zip(leaf_names(inputs), leaves_of(inputs), shapes_of_leaves(inputs, shapes), strict=True)
         for name, leaf, dims in leaves:
             for axis, dim in (dims or {}).items():
                 value = found.get(name)
@@ -142,7 +142,7 @@ class Bounds:
             shapes: what :meth:`on` returned for the example.
             steps: number of calls, each of which adds its tokens to the cache.
         """
-        leaves = list(zip(leaf_names(inputs), pytree.tree_leaves(inputs), strict=True))
+        leaves = list(zip(leaf_names(inputs), leaves_of(inputs), strict=True))
         new = max((leaf.shape[1] for name, leaf in leaves if name in _NEW and leaf.dim() > 1), default=0)
         for (name, leaf), dims in zip(leaves, shapes_of_leaves(inputs, shapes), strict=True):
             for axis, dim in (dims or {}).items():

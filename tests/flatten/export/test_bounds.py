@@ -14,6 +14,7 @@ from yobx_flatten import (
     dynamic_shapes,
     explain_error,
     export_program,
+    register_flattening_functions,
 )
 from yobx_flatten.export.bounds import Bounds
 
@@ -62,6 +63,19 @@ def test_caches_masks_and_tokens_have_bounds_of_their_own():
     assert [dim.max for dim in specs["input_ids"].values()] == [4, 16]
     assert [dim.max for dim in specs["attention_mask"].values()] == [4, 64]
     assert [[dim.max for dim in leaf.values()] for leaf in specs["past_key_values"]] == [[4, 64]] * 4
+
+
+def test_calls_with_a_cache_are_measured_inside_and_outside_the_block():
+    """Its keys count with the tokens of the calls that follow."""
+    model, bounds = make_model("llama"), Bounds.of({"batch": 4, "length": 12})
+    given = decode_inputs(model, DecodeSizes(2, 5, 3))
+    specs = bounds.on(given, dynamic_shapes(given))
+    with register_flattening_functions(patch_transformers=True):
+        assert bounds.holds(given, specs, steps=2)
+    assert bounds.holds(given, specs, steps=2)
+    assert not bounds.holds(given, specs, steps=3)
+    assert not bounds.holds(decode_inputs(model, DecodeSizes(2, 12, 1)), specs)
+    assert not bounds.holds(decode_inputs(model, DecodeSizes(5, 5, 3)), specs)
 
 
 @pytest.mark.parametrize("bounds", [{"rows": 4}, {"batch": 0}, {"length": 8.0}, {}])

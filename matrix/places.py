@@ -16,7 +16,8 @@ def strided(inputs: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tens
         inputs: tensors by name.
     """
     yield {name: torch.stack([value, value + value], dim=-1)[..., 0] for name, value in inputs.items()}
-    yield {
-        name: value.permute(*reversed(range(value.dim()))).contiguous().permute(*reversed(range(value.dim())))
-        for name, value in inputs.items()
-    }
+    yield {name: _reversed(_reversed(value).contiguous()) for name, value in inputs.items()}
+
+
+def _reversed(value: torch.Tensor) -> torch.Tensor:
+    return value.permute(tuple(reversed(range(value.dim()))))

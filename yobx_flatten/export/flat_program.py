@@ -125,7 +125,7 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
     largest = {name: int(found.upper) for name, found in ranges.items() if _is_finite(found.upper)}
     smallest = {name: int(found.lower) for name, found in ranges.items() if _is_finite(found.lower) and found.lower > 2}
     made_by = {name: _version(name) for name in (*_MADE_BY, *versions) if is_installed(name)}
-    return Signature(inputs, traced.output_names, largest, smallest, made_by, _rows(program, by_argument))
+    return Signature(inputs, traced.output_names, largest, smallest, made_by, _rows(program, by_argument), traced.kept)
 
 
 _SAME_VALUES = ("view", "reshape", "alias", "detach", "contiguous", "clone", "slice", "unsqueeze", "squeeze")

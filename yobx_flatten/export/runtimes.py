@@ -83,7 +83,7 @@ class Source:
             return self
         decoder: Any = fed.module
         with report.timed("trace"):
-            traced = trace(fed)
+            traced = dataclasses.replace(trace(fed), kept=decoder.kept)
         cases = [dataclasses.replace(case, kwargs=decoder.inputs(case.kwargs)) for case in self.cases]
         return dataclasses.replace(self, example=fed, traced=traced, cases=cases)
 

@@ -44,6 +44,7 @@ class Traced:
         written: buffers and parameters that it writes to, of which it has its own.
         drawing: operators that draw random numbers.
         readers: what reads the weights that have no data in the program, by name.
+        kept: see :class:`.signature.Signature`; none by default.
     """
 
     program: ExportedProgram
@@ -53,6 +54,7 @@ class Traced:
     written: Sequence[str]
     drawing: Sequence[str]
     readers: Mapping[str, Reader] = dataclasses.field(default_factory=dict)
+    kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def remarks(self) -> list[str]:
         """Return notes for the report on what it does to its state."""

@@ -72,6 +72,15 @@ class SlidingDecoder(torch.nn.Module):
         self.made = [name for name in _FED[1:3] if not isinstance(kwargs.get(name), torch.Tensor)]
         self.constants = {name: value for name, value in kwargs.items() if name not in _FED and value is not None}
 
+    @property
+    def kept(self) -> dict[str, int]:
+        """The most tokens that each input of the cache holds: the new token itself is part of the window."""
+        return {
+            f"past_key_values.{layer}.{leaf}": window["sliding_window"] - 1
+            for layer, window in enumerate(self.windows)
+            for leaf in ("key", "value")
+        }
+
     def inputs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Make inputs of this module from those of the model.
 

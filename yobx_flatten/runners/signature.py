@@ -44,6 +44,8 @@ class Signature:
         versions: versions of the libraries that made the file, by name.
         rows: for an input that is looked up in a table, tokens among them: the number of rows of the table. OpenVINO
             returns numbers for rows that are not there.
+        kept: for an input that holds the last tokens, along axis 2, of all that were seen: how many at most. Those that
+            were seen are the columns of ``attention_mask`` without those of ``input_ids``.
     """
 
     inputs: Sequence[tuple[str, torch.dtype, tuple[Size, ...]]]
@@ -52,6 +54,7 @@ class Signature:
     smallest: Mapping[str, int] = dataclasses.field(default_factory=dict)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def ports(self) -> dict[str, Port]:
@@ -104,6 +107,14 @@ class Signature:
             if expected is not None and expected != given:
                 why = "" if isinstance(size, int) else ", since it depends on the sizes of other inputs"
                 raise failure(f"{name} has size {given} in axis {axis}, and {where} takes {expected} there{why}.")
+        given_as = {name: tensor for (name, _, _), tensor in zip(self.inputs, found, strict=True)}
+        for name, most in self.kept.items():
+            seen = given_as["attention_mask"].shape[1] - given_as["input_ids"].shape[1]
+            if given_as[name].shape[2] != min(seen, most):
+                raise failure(
+                    f"{name} holds {given_as[name].shape[2]} tokens, and {where} takes {min(seen, most)} there, since "
+                    f"attention_mask has {seen} columns more than input_ids."
+                )
         return found
 
     def to_json(self) -> str:
@@ -111,6 +122,7 @@ class Signature:
         rows = [[name, str(dtype).removeprefix("torch."), list(sizes)] for name, dtype, sizes in self.inputs]
         about = {"inputs": rows, "outputs": [*self.outputs]}
         bounds = {"largest": dict(self.largest), "smallest": dict(self.smallest), "rows": dict(self.rows)}
+        bounds |= {"kept": dict(self.kept)} if self.kept else {}
         return json.dumps({"format": _FORMAT, **about, **bounds, "versions": dict(self.versions)})
 
     @classmethod
@@ -134,7 +146,8 @@ class Signature:
                 {str(k): int(v) for k, v in found[name].items()} for name in ("largest", "smallest", "rows")
             )
             outputs = [str(name) for name in found["outputs"]]
-            return cls(inputs, outputs, largest, smallest, dict(found["versions"]), rows)
+            kept = {str(k): int(v) for k, v in found.get("kept", {}).items()}
+            return cls(inputs, outputs, largest, smallest, dict(found["versions"]), rows, kept)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, ForeignFileError):
                 raise

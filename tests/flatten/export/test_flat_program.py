@@ -6,6 +6,7 @@ import torch
 from yobx_flatten import InvalidArgumentError, export_program
 from yobx_flatten.export.flat_program import signature_of
 from yobx_flatten.export.program import source_of
+from yobx_flatten.runners.signature import Signature
 
 
 class Masked(torch.nn.Module):
@@ -41,3 +42,21 @@ def test_a_mask_of_any_length_is_taken_where_it_is_padded(signature, columns):
         (3, 5),
         (3, columns),
     ]
+
+
+@pytest.mark.parametrize(("columns", "held"), [(5, 2), (9, 6), (10, 7), (30, 7)])
+def test_a_sliding_cache_holds_what_the_mask_states(columns, held):
+    """A window of eight keeps seven tokens, and fewer before they were seen; the text of a file states it."""
+    sizes = [({"a": 1}, {"b": 1}), ({"a": 1}, {"c": 1}), ({"a": 1}, 2, {"d": 1}, 4)]
+    key = "past_key_values.0.key"
+    types = zip(("input_ids", "attention_mask", key), (torch.int64, torch.int64, torch.float32), sizes, strict=True)
+    signature = Signature.from_json(Signature([*types], ["logits"], kept={key: 7}).to_json(), "the file")
+
+    def bind(tokens):
+        ids, mask = torch.zeros(1, 3).long(), torch.ones(1, columns).long()
+        given = {"input_ids": ids, "attention_mask": mask, key: torch.ones(1, 2, tokens, 4)}
+        return signature.bind(given, InvalidArgumentError, "the file")
+
+    assert [tensor.shape[-2] for tensor in bind(held)] == [1, 1, held]
+    with pytest.raises(InvalidArgumentError, match=f"{key} holds {held + 1} tokens, and the file takes {held} there"):
+        bind(held + 1)

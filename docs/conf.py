@@ -45,6 +45,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_favicon = "_static/favicon.svg"
 html_show_sphinx = False
+pygments_dark_style = "github-dark"  # furo's own underlines modules, as if they were links
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 

@@ -131,6 +131,16 @@ def comparable(typed: str, text: str) -> str:
     return "\n".join(NUMBER.sub("#", line) if measured else line for line in lines)
 
 
+@pytest.mark.parametrize(
+    "page", [*sorted(GUIDE.glob("*.md")), GUIDE.parents[1] / "README.md"], ids=lambda path: path.stem
+)
+def test_a_line_of_code_fits_into_the_column_of_the_site(page):
+    """It has room for 88 characters; a reader does not scroll."""
+    programs = programs_of(page.read_text(encoding="utf-8"))
+    lines = [line for program in programs if program.kind == "python" for line in program.source.splitlines()]
+    assert [line for line in lines if len(line) > 88] == []
+
+
 PAGES = [path for path in sorted(GUIDE.glob("*.md")) if programs_of(path.read_text(encoding="utf-8"))]
 
 
@@ -204,7 +214,7 @@ def test_no_text_block_shows_input():
     assert found == []
 
 
-def test_every_page_but_the_words_has_programs():
+def test_every_page_has_programs_but_those_of_words_and_tables():
     """A page that loses its fences would pass unseen otherwise."""
     without = {path.stem for path in GUIDE.glob("*.md")} - {path.stem for path in PAGES}
-    assert without == {"index", "words"}
+    assert without == {"index", "words", "coming_from"}

@@ -49,7 +49,9 @@ class Beams:
 
 def example(rows=2, length=5):
     memory = Memory(torch.zeros(rows, length, 4), torch.ones(rows, length, 4))
-    return Beams(torch.arange(rows * length).reshape(rows, length), torch.zeros(rows), memory)
+    return Beams(
+        torch.arange(rows * length).reshape(rows, length), torch.zeros(rows), memory
+    )
 
 
 print(string_type(example(), with_shape=True))
@@ -67,7 +69,11 @@ NODE, LEAF, OPAQUE, STATIC_PART = "#4c72b0", "#3a923a", "#c03d3e", "#7f7f7f"
 def children_of(obj):
     """The keys and children of one object, or None for a leaf."""
     pairs, _ = pytree.tree_flatten_with_path(obj, is_leaf=lambda part: part is not obj)
-    return None if len(pairs) == 1 and pairs[0][1] is obj else [(pytree.keystr(path), part) for path, part in pairs]
+    return (
+        None
+        if len(pairs) == 1 and pairs[0][1] is obj
+        else [(pytree.keystr(path), part) for path, part in pairs]
+    )
 
 
 def place(obj, label, depth, row, boxes, lines):
@@ -75,8 +81,12 @@ def place(obj, label, depth, row, boxes, lines):
     children = children_of(obj)
     if children is None:
         tensor = isinstance(obj, torch.Tensor)
-        text = "×".join(map(str, obj.shape)) if tensor else f"{type(obj).__name__}, a leaf"
-        boxes.append((depth, row, f"{label}\n{text}".strip(), LEAF if tensor else OPAQUE, "-"))
+        text = (
+            "×".join(map(str, obj.shape)) if tensor else f"{type(obj).__name__}, a leaf"
+        )
+        boxes.append(
+            (depth, row, f"{label}\n{text}".strip(), LEAF if tensor else OPAQUE, "-")
+        )
         return row, row + 1
     first, heights = row, []
     for key, child in children:
@@ -96,10 +106,32 @@ def draw(obj, ax, title):
     boxes, lines = [], []
     _, rows = place(obj, "", 0, 0, boxes, lines)
     for x0, y0, x1, y1 in lines:
-        ax.plot([x0, x0 + 0.5, x0 + 0.5, x1], [y0, y0, y1, y1], color="#b0b0b0", lw=1.2, zorder=1)
+        ax.plot(
+            [x0, x0 + 0.5, x0 + 0.5, x1],
+            [y0, y0, y1, y1],
+            color="#b0b0b0",
+            lw=1.2,
+            zorder=1,
+        )
     for x, y, text, color, style in boxes:
-        box = {"boxstyle": "round,pad=0.45", "fc": "white", "ec": color, "lw": 1.8, "ls": style}
-        ax.text(x, y, text, ha="center", va="center", fontsize=9, color=color, bbox=box, zorder=2)
+        box = {
+            "boxstyle": "round,pad=0.45",
+            "fc": "white",
+            "ec": color,
+            "lw": 1.8,
+            "ls": style,
+        }
+        ax.text(
+            x,
+            y,
+            text,
+            ha="center",
+            va="center",
+            fontsize=9,
+            color=color,
+            bbox=box,
+            zorder=2,
+        )
     ax.set_xlim(-0.45, max(2, max(x for x, *_ in boxes)) + 0.45)
     ax.set_ylim(max(rows, 2) - 0.4, -0.6)
     ax.set_title(title, loc="left", fontsize=11)
@@ -126,8 +158,15 @@ draw(example(), ax, "before: one leaf that torch.export refuses")
 
 checks = {Memory: lambda: example().memory, Beams: example}
 for cls, f_check in checks.items():
-    f_flatten, f_flatten_with_keys, f_unflatten = make_flattening_function_for_dataclass(cls, set())
-    print(cls.__name__, register_class_flattening(cls, f_flatten, f_unflatten, f_flatten_with_keys, f_check))
+    f_flatten, f_flatten_with_keys, f_unflatten = (
+        make_flattening_function_for_dataclass(cls, set())
+    )
+    print(
+        cls.__name__,
+        register_class_flattening(
+            cls, f_flatten, f_unflatten, f_flatten_with_keys, f_check
+        ),
+    )
 
 # %%
 # After: four tensors
@@ -148,7 +187,10 @@ beams = example()
 leaves, spec = pytree.tree_flatten(beams)
 rebuilt = pytree.tree_unflatten(leaves, spec)
 print(spec)
-print(all(a is b for a, b in zip(leaves, pytree.tree_leaves(rebuilt), strict=True)), rebuilt.penalty)
+print(
+    all(a is b for a, b in zip(leaves, pytree.tree_leaves(rebuilt), strict=True)),
+    rebuilt.penalty,
+)
 
 # %%
 # What for
@@ -163,8 +205,14 @@ class Penalise(torch.nn.Module):
         return dataclasses.replace(beams, scores=scores)
 
 
-program = torch.export.export(Penalise(), (beams,), dynamic_shapes=dynamic_shapes((beams,)))
-print(string_type(program.module()(example(rows=3, length=10)), with_shape=True, with_min_max=True))
+program = torch.export.export(
+    Penalise(), (beams,), dynamic_shapes=dynamic_shapes((beams,))
+)
+print(
+    string_type(
+        program.module()(example(rows=3, length=10)), with_shape=True, with_min_max=True
+    )
+)
 
 # %%
 # And nothing stays behind

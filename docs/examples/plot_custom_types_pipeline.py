@@ -45,7 +45,9 @@ def flatten_flexible(obj):
     return children, len(children)
 
 
-register_pytree_node(FlexibleOutput, flatten_flexible, lambda children, count: FlexibleOutput(*children))
+register_pytree_node(
+    FlexibleOutput, flatten_flexible, lambda children, count: FlexibleOutput(*children)
+)
 
 
 @pytree_dataclass
@@ -79,10 +81,16 @@ class State:
 ROWS = 10
 batch = {
     "text": Text(torch.zeros(ROWS, 6, dtype=torch.long), torch.ones(3)),
-    "state": State(torch.zeros(ROWS, 6, 8), {"mask": torch.ones(1, 6), "scale": torch.tensor(2.0)}, depth=1),
+    "state": State(
+        torch.zeros(ROWS, 6, 8),
+        {"mask": torch.ones(1, 6), "scale": torch.tensor(2.0)},
+        depth=1,
+    ),
     "optional": FlexibleOutput(torch.zeros(ROWS, 3)),
     "output": CausalLMOutputWithPast(logits=torch.zeros(ROWS, 6, 3)),
-    "cache": make_dynamic_cache([(torch.zeros(ROWS, 2, 4, 8), torch.zeros(ROWS, 2, 4, 8))]),
+    "cache": make_dynamic_cache(
+        [(torch.zeros(ROWS, 2, 4, 8), torch.zeros(ROWS, 2, 4, 8))]
+    ),
 }
 with register_flattening_functions(patch_transformers=True):
     parts = split((), batch, None, 3)
@@ -114,7 +122,15 @@ for row, (leaf, *cut) in enumerate(zip(before, *after, strict=True)):
     for part, colour in zip(cut, COLOURS, strict=True):
         count = part.value.shape[0]
         ax.barh(row, count, left=left, color=colour, edgecolor="white")
-        ax.text(left + count / 2, row, f"{count}", ha="center", va="center", fontsize=9, color="white")
+        ax.text(
+            left + count / 2,
+            row,
+            f"{count}",
+            ha="center",
+            va="center",
+            fontsize=9,
+            color="white",
+        )
         left += count
     ax.text(left + 0.15, row, f"{shape}", va="center", fontsize=9)
 ax.set(yticks=range(len(before)), xticks=[], xlim=(0, ROWS + 2.5))
@@ -133,8 +149,16 @@ plt.show()
 
 with register_flattening_functions(patch_transformers=True):
     joined = join([part.kwargs for part in parts], [part.rows for part in parts])
-    same = [torch.equal(one.value, two.value) for one, two in zip(before, leaves(joined), strict=True)]
-print(all(same), joined["text"].language, joined["state"].depth, joined["optional"].attentions)
+    same = [
+        torch.equal(one.value, two.value)
+        for one, two in zip(before, leaves(joined), strict=True)
+    ]
+print(
+    all(same),
+    joined["text"].language,
+    joined["state"].depth,
+    joined["optional"].attentions,
+)
 
 # %%
 # From layer to layer
@@ -159,7 +183,9 @@ class Think(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, state):
-        return State(torch.tanh(self.linear(state.hidden)), state.extra, state.depth + 1)
+        return State(
+            torch.tanh(self.linear(state.hidden)), state.extra, state.depth + 1
+        )
 
 
 class Answer(nn.Module):
@@ -168,7 +194,9 @@ class Answer(nn.Module):
         self.linear = nn.Linear(8, 3)
 
     def forward(self, state):
-        return FlexibleOutput(self.linear(state.hidden.mean(1)) * state.extra["weights"])
+        return FlexibleOutput(
+            self.linear(state.hidden.mean(1)) * state.extra["weights"]
+        )
 
 
 def loss_fn(outputs, labels):
@@ -182,10 +210,20 @@ labels = torch.randint(3, (ROWS,))
 plain = model(text)
 plain_loss = loss_fn(plain, labels)
 
-pipeline = RoundPipe(model, devices="virtual:2", model_run_config=RoundPipeRunConfig(loss_reduction="mean"))
-loss, outputs = pipeline.forward_backward((text,), label=labels, loss_fn=loss_fn, return_outputs=True)
+pipeline = RoundPipe(
+    model,
+    devices="virtual:2",
+    model_run_config=RoundPipeRunConfig(loss_reduction="mean"),
+)
+loss, outputs = pipeline.forward_backward(
+    (text,), label=labels, loss_fn=loss_fn, return_outputs=True
+)
 print(f"plain loss {plain_loss.item():.6f}, pipeline {loss.item():.6f}")
-print(type(outputs).__name__, tuple(outputs.logits.shape), torch.allclose(outputs.logits, plain.logits))
+print(
+    type(outputs).__name__,
+    tuple(outputs.logits.shape),
+    torch.allclose(outputs.logits, plain.logits),
+)
 
 # %%
 # What is refused
@@ -230,7 +268,9 @@ class CountRows(nn.Module):
         return State(state.hidden, state.extra, depth=len(state.hidden))
 
 
-counting = RoundPipe(nn.Sequential(Read(), CountRows()), devices="virtual:2", model_run_config=whole)
+counting = RoundPipe(
+    nn.Sequential(Read(), CountRows()), devices="virtual:2", model_run_config=whole
+)
 show(lambda: counting(text))
 
 # %%

@@ -44,14 +44,20 @@ def on_meta(kind, config):
 def example(**more):
     """Tokens and a mask for all pairs of them, as there are rows with padding."""
     mask = torch.zeros(ROWS, 1, LENGTH, LENGTH, dtype=torch.bfloat16)
-    return {"input_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64), "attention_mask": mask, **more}
+    return {
+        "input_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64),
+        "attention_mask": mask,
+        **more,
+    }
 
 
 model, batch = on_meta(LlamaForCausalLM, LlamaConfig(num_hidden_layers=4)), example()
 pieces = cut(model, batch)
 print(pieces.report)
 for tensor in passed_tensors(pieces, batch)[:4]:
-    print(f"{tensor.kind:8} {tensor.name:24} {tensor.bytes / 1e6:5.1f} MB, made by {tensor.made}, for {tensor.read}")
+    print(
+        f"{tensor.kind:8} {tensor.name:24} {tensor.bytes / 1e6:5.1f} MB, made by {tensor.made}, for {tensor.read}"
+    )
 
 # %%
 # The drawing
@@ -82,12 +88,21 @@ def rows_of(tensors):
     spans = {}
     for tensor in tensors:
         name = tensor.name.removesuffix("[0]").removesuffix("[1]")
-        spans.setdefault((tensor.kind, name, tensor.made, tensor.read), []).append(tensor)
+        spans.setdefault((tensor.kind, name, tensor.made, tensor.read), []).append(
+            tensor
+        )
     rows = {}
     for (kind, name, made, read), parts in spans.items():
         span = made, read, sum(part.bytes for part in parts)
         lanes = rows.setdefault((kind, name), [])
-        free = next((lane for lane in lanes if lane[-1][1][-1] <= made and lane[-1][2] == span[2]), None)
+        free = next(
+            (
+                lane
+                for lane in lanes
+                if lane[-1][1][-1] <= made and lane[-1][2] == span[2]
+            ),
+            None,
+        )
         if free is None:
             lanes.append(free := [])
         free.append(span)
@@ -100,16 +115,39 @@ def rows_of(tensors):
 
 def draw_pieces(ax, report):
     tallest = max(report.bytes)
-    for number, (piece, held) in enumerate(zip(report.pieces, report.bytes, strict=True)):
+    for number, (piece, held) in enumerate(
+        zip(report.pieces, report.bytes, strict=True)
+    ):
         path, _, index = piece.rpartition(".")
         colour = LISTS[report.lists.index(path)] if path else PHASE
         ax.bar(number, held, width=0.82, color=colour)
-        ax.text(number, held + 0.04 * tallest, size(held), ha="center", va="bottom", fontsize=8)
-        ax.text(number, -0.07 * tallest, f"layer {index}" if path else piece, ha="center", va="top", fontsize=9)
+        ax.text(
+            number,
+            held + 0.04 * tallest,
+            size(held),
+            ha="center",
+            va="bottom",
+            fontsize=8,
+        )
+        ax.text(
+            number,
+            -0.07 * tallest,
+            f"layer {index}" if path else piece,
+            ha="center",
+            va="top",
+            fontsize=9,
+        )
     for path, colour in zip(report.lists, LISTS, strict=False):
         ax.bar(0, 0, color=colour, label=path)
     ax.bar(0, 0, color=PHASE, label="the model's own code")
-    ax.legend(frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(-0.01, 1.08), borderaxespad=0)
+    ax.legend(
+        frameon=False,
+        fontsize=8,
+        ncols=3,
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 1.08),
+        borderaxespad=0,
+    )
     ax.set(ylim=(0, 1.2 * tallest), yticks=[], xticks=[], ylabel="parameters")
     ax.yaxis.label.set(rotation=0, ha="right", va="center", fontsize=9)
 
@@ -119,17 +157,49 @@ def draw_tensors(ax, rows, count):
     for place, (kind, _, lane) in enumerate(rows):
         colour = KINDS[kind][0]
         for made, read, held in lane:
-            ax.plot([made, read[-1]], [place, place], color=colour, lw=1.6, solid_capstyle="round", zorder=1)
-            ax.plot(read, [place] * len(read), "o", ms=6, mec=colour, mfc="white", mew=1.4, zorder=2)
+            ax.plot(
+                [made, read[-1]],
+                [place, place],
+                color=colour,
+                lw=1.6,
+                solid_capstyle="round",
+                zorder=1,
+            )
+            ax.plot(
+                read,
+                [place] * len(read),
+                "o",
+                ms=6,
+                mec=colour,
+                mfc="white",
+                mew=1.4,
+                zorder=2,
+            )
             for number in range(made, read[-1]):
                 handed[number] += held
         made = [span[0] for span in lane]
         ax.plot(made, [place] * len(made), "o", ms=6, color=colour, zorder=3)
-        ax.text(count - 0.35, place, size(lane[0][2]), va="center", fontsize=8, color=colour)
+        ax.text(
+            count - 0.35, place, size(lane[0][2]), va="center", fontsize=8, color=colour
+        )
     for number, held in enumerate(handed):
-        ax.text(number + 0.5, len(rows) + 0.05, size(held), ha="center", va="center", fontsize=8)
-    names = [name.removeprefix("shared_").replace("['", ", ").replace("']", "") for _, name, _ in rows]
-    ax.set(yticks=[*range(len(rows)), len(rows) + 0.05], yticklabels=[*names, "handed on"], xticks=[])
+        ax.text(
+            number + 0.5,
+            len(rows) + 0.05,
+            size(held),
+            ha="center",
+            va="center",
+            fontsize=8,
+        )
+    names = [
+        name.removeprefix("shared_").replace("['", ", ").replace("']", "")
+        for _, name, _ in rows
+    ]
+    ax.set(
+        yticks=[*range(len(rows)), len(rows) + 0.05],
+        yticklabels=[*names, "handed on"],
+        xticks=[],
+    )
     for label, row in zip(ax.get_yticklabels(), rows, strict=False):
         label.set_color(KINDS[row[0]][0])
     ax.tick_params(axis="y", length=0, labelsize=9)
@@ -152,9 +222,16 @@ def draw(model, batch):
         for side in ax.spines.values():
             side.set_visible(False)
     used = [kind for kind in KINDS if any(row[0] == kind for row in rows)]
-    lines = [plt.Line2D([], [], color=KINDS[kind][0], lw=1.6, marker="o") for kind in used]
+    lines = [
+        plt.Line2D([], [], color=KINDS[kind][0], lw=1.6, marker="o") for kind in used
+    ]
     figure.legend(
-        lines, [KINDS[kind][1] for kind in used], loc="outside lower center", ncols=2, frameon=False, fontsize=8
+        lines,
+        [KINDS[kind][1] for kind in used],
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+        fontsize=8,
     )
     return figure
 
@@ -178,10 +255,20 @@ plt.show()
 # model has weights, and is a small one.
 
 config = MixtralConfig(
-    hidden_size=256, intermediate_size=512, num_attention_heads=8, num_hidden_layers=4, vocab_size=1000
+    hidden_size=256,
+    intermediate_size=512,
+    num_attention_heads=8,
+    num_hidden_layers=4,
+    vocab_size=1000,
 )
 mixtral = MixtralForCausalLM(config).eval()
-draw(mixtral, {"input_ids": torch.zeros(ROWS, 64, dtype=torch.int64), "output_router_logits": True})
+draw(
+    mixtral,
+    {
+        "input_ids": torch.zeros(ROWS, 64, dtype=torch.int64),
+        "output_router_logits": True,
+    },
+)
 plt.show()
 
 # %%
@@ -192,7 +279,9 @@ plt.show()
 # own, which waits for it, and two kinds of layers have two kinds of positions.
 
 config = Gemma3nTextConfig(
-    num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2
+    num_hidden_layers=4,
+    num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2,
 )
 draw(on_meta(Gemma3nForCausalLM, config), example())
 plt.show()

@@ -70,7 +70,10 @@ with torch.no_grad():
 kwargs = {
     "input_ids": torch.ones(2, 3, dtype=torch.int64),
     "past_key_values": cache,
-    "steering": {"guidance": Guidance(torch.zeros(64)), "history": [torch.zeros(64), torch.ones(64)]},
+    "steering": {
+        "guidance": Guidance(torch.zeros(64)),
+        "history": [torch.zeros(64), torch.ones(64)],
+    },
 }
 
 # %%
@@ -110,21 +113,51 @@ print(after)
 #
 # The rows of a drawing know what they are, so that it can also be drawn in colours: before and after.
 
-COLORS = {"node": "#4c72b0", "tensor": "#3a923a", "value": "#8c8c8c", "opaque": "#c44e52"}
-MEANS = {"node": "is flattened", "tensor": "tensor", "value": "other leaf", "opaque": "a leaf that holds tensors"}
+COLORS = {
+    "node": "#4c72b0",
+    "tensor": "#3a923a",
+    "value": "#8c8c8c",
+    "opaque": "#c44e52",
+}
+MEANS = {
+    "node": "is flattened",
+    "tensor": "tensor",
+    "value": "other leaf",
+    "opaque": "a leaf that holds tensors",
+}
 
 
 def draw(ax, drawing, title):
     for number, row in enumerate(drawing.rows):
         color = COLORS[row.kind]
-        parent = next((n for n in range(number - 1, -1, -1) if drawing.rows[n].depth == row.depth - 1), None)
+        parent = next(
+            (
+                n
+                for n in range(number - 1, -1, -1)
+                if drawing.rows[n].depth == row.depth - 1
+            ),
+            None,
+        )
         if parent is not None:
             ax.plot(
-                [row.depth - 1, row.depth - 1, row.depth], [parent, number, number], color="#c8c8c8", lw=1, zorder=0
+                [row.depth - 1, row.depth - 1, row.depth],
+                [parent, number, number],
+                color="#c8c8c8",
+                lw=1,
+                zorder=0,
             )
-        ax.plot(row.depth, number, "o" if row.kind == "node" else "s", color=color, ms=7)
+        ax.plot(
+            row.depth, number, "o" if row.kind == "node" else "s", color=color, ms=7
+        )
         text = row.text.removeprefix("✗ ").replace(", not registered:", ":")
-        ax.text(row.depth + 0.2, number, f"{row.label}   {text}", va="center", size=8.5, color=color)
+        ax.text(
+            row.depth + 0.2,
+            number,
+            f"{row.label}   {text}",
+            va="center",
+            size=8.5,
+            color=color,
+        )
     ax.set_title(title, loc="left", fontsize=11)
     ax.set_xlim(-0.3, 7.5)
     ax.set_ylim(10.6, -0.8)
@@ -134,8 +167,13 @@ def draw(ax, drawing, title):
 fig, (left, right) = plt.subplots(1, 2, figsize=(10.4, 4), layout="constrained")
 draw(left, before, "Outside the block: two leaves hold tensors")
 draw(right, after, "Inside, with Guidance registered")
-handles = [plt.Line2D([], [], marker="s", ls="", color=color, label=MEANS[kind]) for kind, color in COLORS.items()]
-fig.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+handles = [
+    plt.Line2D([], [], marker="s", ls="", color=color, label=MEANS[kind])
+    for kind, color in COLORS.items()
+]
+fig.legend(
+    handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9
+)
 
 # %%
 # The export
@@ -145,8 +183,16 @@ fig.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, 
 
 with register_flattening_functions(patch_transformers=True):
     print(check_inputs(decoder, (), kwargs, dynamic_shapes(kwargs)))
-    program = torch.export.export(decoder, (), kwargs, dynamic_shapes=dynamic_shapes(kwargs))
-    wrong = {**kwargs, "steering": {"guidance": Guidance(torch.zeros(64), scale=3.0), "history": [torch.zeros(64)]}}
+    program = torch.export.export(
+        decoder, (), kwargs, dynamic_shapes=dynamic_shapes(kwargs)
+    )
+    wrong = {
+        **kwargs,
+        "steering": {
+            "guidance": Guidance(torch.zeros(64), scale=3.0),
+            "history": [torch.zeros(64)],
+        },
+    }
     try:
         program.module()(**wrong)
     except ValueError as error:

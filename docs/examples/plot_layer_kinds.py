@@ -34,12 +34,19 @@ SIZES = {
     "max_position_embeddings": 128,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LOW_RANK = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+LOW_RANK = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
 MODELS = {
     "Llama": ("LlamaConfig", SIZES),
     "Gemma 3": (
         "Gemma3TextConfig",
-        SIZES | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        SIZES
+        | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     ),
     "Mamba 2": (
         "Mamba2Config",
@@ -50,7 +57,10 @@ MODELS = {
         "Qwen3NextConfig",
         SIZES
         | EXPERTS
-        | {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 32}
+        | {
+            "layer_types": ["linear_attention", "full_attention"],
+            "shared_expert_intermediate_size": 32,
+        }
         | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
         | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     ),
@@ -58,11 +68,33 @@ MODELS = {
         "GlmMoeDsaConfig",
         SIZES
         | LOW_RANK
-        | {"num_key_value_heads": 4, "head_dim": 8, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
-        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
+        | {
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "index_n_heads": 4,
+            "index_head_dim": 16,
+            "index_topk": 8,
+        }
+        | {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_group": 1,
+            "topk_group": 1,
+        }
         | {"first_k_dense_replace": 1},
     ),
-    "T5": ("T5Config", {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}),
+    "T5": (
+        "T5Config",
+        {
+            "vocab_size": 128,
+            "d_model": 64,
+            "d_kv": 16,
+            "d_ff": 96,
+            "num_layers": 2,
+            "num_heads": 4,
+        },
+    ),
 }
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -71,7 +103,11 @@ def make(name):
     config_class, options = MODELS[name]
     config = getattr(transformers, config_class)(**options, **TOKENS)
     torch.manual_seed(0)
-    auto = transformers.AutoModelForSeq2SeqLM if name == "T5" else transformers.AutoModelForCausalLM
+    auto = (
+        transformers.AutoModelForSeq2SeqLM
+        if name == "T5"
+        else transformers.AutoModelForCausalLM
+    )
     return auto.from_config(config).eval()
 
 
@@ -86,7 +122,9 @@ def make(name):
 def names_of_arguments(model):
     if model.config.is_encoder_decoder:
         return "decoder_input_ids", "past_key_values"
-    return "input_ids", "cache_params" if hasattr(model, "backbone") else "past_key_values"
+    return "input_ids", "cache_params" if hasattr(
+        model, "backbone"
+    ) else "past_key_values"
 
 
 @torch.no_grad()
@@ -113,13 +151,17 @@ for name in MODELS:
     _, cache, token = generate(model, prompt, None, steps=1, **extra)
     with register_flattening_functions(patch_transformers=True):
         named, spec = pytree.tree_flatten_with_path(cache)
-        rebuilt = pytree.tree_unflatten([copy.deepcopy(leaf) for _, leaf in named], spec)
+        rebuilt = pytree.tree_unflatten(
+            [copy.deepcopy(leaf) for _, leaf in named], spec
+        )
     expected, _, _ = generate(model, token, cache, steps=8, **extra)
     logits, _, _ = generate(model, token, rebuilt, steps=8, **extra)
     equal = [torch.equal(a, b) for a, b in zip(expected, logits, strict=True)]
     paths = [pytree.keystr(path) for path, _ in named]
     found[name] = (cache, paths, [leaf for _, leaf in named], equal)
-    print(f"{name}: {type(cache).__name__}, {len(named)} leaves, {sum(equal)} of {len(equal)} steps bit-equal")
+    print(
+        f"{name}: {type(cache).__name__}, {len(named)} leaves, {sum(equal)} of {len(equal)} steps bit-equal"
+    )
 
 # %%
 # What the leaves are
@@ -130,7 +172,9 @@ for name in MODELS:
 for name, (_, paths, leaves, _) in found.items():
     print(name)
     for path, leaf in zip(paths, leaves, strict=True):
-        print("   ", path, tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf)
+        print(
+            "   ", path, tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
+        )
 
 letters = ("D", "W", "L", "I")
 for row in flattening_list():
@@ -154,10 +198,15 @@ KINDS = {
 
 
 def kind_of(path):
-    return next((kind for kind, (word, _) in KINDS.items() if f"'{word}" in path), "keys and values")
+    return next(
+        (kind for kind, (word, _) in KINDS.items() if f"'{word}" in path),
+        "keys and values",
+    )
 
 
-fig, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), sharey=True, width_ratios=[3, 1.2], layout="constrained")
+fig, (left, right) = plt.subplots(
+    1, 2, figsize=(9.6, 3.6), sharey=True, width_ratios=[3, 1.2], layout="constrained"
+)
 for position, (_, paths, leaves, equal) in enumerate(found.values()):
     start = 0
     for kind, (_, color) in KINDS.items():
@@ -167,9 +216,23 @@ for position, (_, paths, leaves, equal) in enumerate(found.values()):
         )  # fmt: skip
         left.barh(position, count, left=start, color=color, height=0.6)
         start += count
-    left.annotate(f"{len(leaves)} leaves", (start, position), (5, 0), textcoords="offset points", va="center", size=9)
+    left.annotate(
+        f"{len(leaves)} leaves",
+        (start, position),
+        (5, 0),
+        textcoords="offset points",
+        va="center",
+        size=9,
+    )
     for step, same in enumerate(equal, 1):
-        right.plot(step, position, "s", ms=9, mec="#3a923a" if same else "#c44e52", mfc="#3a923a" if same else "none")
+        right.plot(
+            step,
+            position,
+            "s",
+            ms=9,
+            mec="#3a923a" if same else "#c44e52",
+            mfc="#3a923a" if same else "none",
+        )
 left.set_yticks(range(len(found)), list(found))
 left.invert_yaxis()
 left.set_xlim(0, left.get_xlim()[1] * 1.12)

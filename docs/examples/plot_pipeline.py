@@ -19,9 +19,17 @@ import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
-from roundpipe_runtime import OptimizerCtx, RoundPipe, RoundPipeRunConfig, Timeline, optim
+from roundpipe_runtime import (
+    OptimizerCtx,
+    RoundPipe,
+    RoundPipeRunConfig,
+    Timeline,
+    optim,
+)
 
-torch.set_num_threads(1)  # operations this small lose more by being shared out than they gain
+torch.set_num_threads(
+    1
+)  # operations this small lose more by being shared out than they gain
 text = torch.tensor(list("\n".join(topics[name] for name in sorted(topics)).encode()))
 LENGTH, ROWS, STEPS, WIDTH = 64, 10, 40, 64
 
@@ -45,13 +53,21 @@ def batches(seed):
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, 4, batch_first=True)
+        self.norm, self.attention = (
+            nn.LayerNorm(width),
+            nn.MultiheadAttention(width, 4, batch_first=True),
+        )
         self.feed = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.GELU(),
+            nn.Linear(2 * width, width),
         )
 
     def forward(self, x):
-        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        later = torch.ones(
+            x.shape[1], x.shape[1], dtype=torch.bool, device=x.device
+        ).triu(1)
         y = self.norm(x)
         x = x + self.attention(y, y, y, attn_mask=later, need_weights=False)[0]
         return x + self.feed(x)
@@ -60,7 +76,9 @@ class Block(nn.Module):
 def build():
     torch.manual_seed(0)
     first, last = nn.Embedding(256, WIDTH), nn.Linear(WIDTH, 256)
-    return nn.Sequential(first, *[Block(WIDTH) for _ in range(4)], nn.LayerNorm(WIDTH), last)
+    return nn.Sequential(
+        first, *[Block(WIDTH) for _ in range(4)], nn.LayerNorm(WIDTH), last
+    )
 
 
 def loss_fn(outputs, labels):
@@ -89,7 +107,11 @@ for inputs, labels in batches(seed=1):
 # ``loss_fn`` returns a mean over its rows; the total is then the mean over the batch, also for microbatches of 4, 3 and
 # 3 rows.
 
-pipeline = RoundPipe(build(), devices="virtual:2", model_run_config=RoundPipeRunConfig(loss_reduction="mean"))
+pipeline = RoundPipe(
+    build(),
+    devices="virtual:2",
+    model_run_config=RoundPipeRunConfig(loss_reduction="mean"),
+)
 with OptimizerCtx():
     optimizer = optim.Adam(pipeline.parameters(), lr=3e-3)
 piped = []
@@ -99,7 +121,9 @@ for inputs, labels in batches(seed=1):
     piped.append(loss.item())
 
 print(f"last loss: plain {plain[-1]:.5f}, pipeline {piped[-1]:.5f}")
-print(f"largest difference of any step: {max(abs(a - b) for a, b in zip(plain, piped, strict=True)):.1e}")
+print(
+    f"largest difference of any step: {max(abs(a - b) for a, b in zip(plain, piped, strict=True)):.1e}"
+)
 
 # %%
 # What ran where
@@ -116,7 +140,9 @@ def record():
 
 
 def seconds(timeline):
-    return max(record.end for record in timeline.records) - min(record.start for record in timeline.records)
+    return max(record.end for record in timeline.records) - min(
+        record.start for record in timeline.records
+    )
 
 
 timeline = min((record() for _ in range(10)), key=seconds)
@@ -130,29 +156,63 @@ print(timeline.draw(100))
 # Above, the two curves lie on each other. In the middle, what is between them: the rounding of 32 bits, as sums are
 # taken microbatch by microbatch. Below, the recorded run; numbers are microbatches.
 
-COLOURS = {"forward": "#4477aa", "recompute": "#66ccee", "loss": "#ccbb44", "backward": "#ee6677"}
+COLOURS = {
+    "forward": "#4477aa",
+    "recompute": "#66ccee",
+    "loss": "#ccbb44",
+    "backward": "#ee6677",
+}
 COLOURS |= {"upload": "#dddddd", "download": "#bbbbbb"}
-figure, (curves, between, rows) = plt.subplots(3, 1, figsize=(8, 7), height_ratios=[3, 1.2, 1.8], layout="constrained")
+figure, (curves, between, rows) = plt.subplots(
+    3, 1, figsize=(8, 7), height_ratios=[3, 1.2, 1.8], layout="constrained"
+)
 curves.plot(plain, color="black", linewidth=4, alpha=0.25, label="plain")
 curves.plot(piped, color="#ee6677", linewidth=1, label="pipeline, 2 devices")
 curves.set(ylabel="loss")
 curves.legend()
-between.bar(range(STEPS), [abs(a - b) for a, b in zip(plain, piped, strict=True)], color="#888888")
+between.bar(
+    range(STEPS),
+    [abs(a - b) for a, b in zip(plain, piped, strict=True)],
+    color="#888888",
+)
 between.set(xlabel="step", ylabel="difference", xlim=curves.get_xlim())
 
 start = min(record.start for record in timeline.records)
 devices = sorted({record.device for record in timeline.records})
 numbered = {}
 for record in timeline.records:
-    row, left, width = devices.index(record.device), 1000 * (record.start - start), 1000 * (record.end - record.start)
-    rows.barh(row, width, left=left, color=COLOURS[record.kind], edgecolor="white", linewidth=0.2)
+    row, left, width = (
+        devices.index(record.device),
+        1000 * (record.start - start),
+        1000 * (record.end - record.start),
+    )
+    rows.barh(
+        row,
+        width,
+        left=left,
+        color=COLOURS[record.kind],
+        edgecolor="white",
+        linewidth=0.2,
+    )
     if record.microbatch >= 0:
-        numbered.setdefault((row, record.stage, record.microbatch), []).append((left, left + width))
+        numbered.setdefault((row, record.stage, record.microbatch), []).append(
+            (left, left + width)
+        )
 for (row, _, microbatch), spans in numbered.items():
     middle = (min(left for left, _ in spans) + max(right for _, right in spans)) / 2
-    rows.text(middle, row, microbatch, ha="center", va="center", fontsize=8, clip_on=True)
+    rows.text(
+        middle, row, microbatch, ha="center", va="center", fontsize=8, clip_on=True
+    )
 rows.set(yticks=range(len(devices)), yticklabels=devices, xlabel="ms")
 rows.invert_yaxis()
 handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
-rows.legend(handles, COLOURS, ncols=6, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+rows.legend(
+    handles,
+    COLOURS,
+    ncols=6,
+    fontsize="small",
+    loc="lower center",
+    bbox_to_anchor=(0.5, 1.0),
+    frameon=False,
+)
 plt.show()

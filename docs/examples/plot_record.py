@@ -43,7 +43,9 @@ def generate(batch, length, tokens):
     prompt = torch.randint(3, config.vocab_size, (batch, length))
     mask = torch.ones_like(prompt)
     mask[0, :2] = 0  # a padded row
-    model.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
+    model.generate(
+        input_ids=prompt, attention_mask=mask, max_new_tokens=tokens, do_sample=False
+    )
 
 
 with record_calls(model) as calls:
@@ -80,7 +82,11 @@ ax.text(0.1, ax.get_ylim()[1] * 0.96, "prefill", ha="center", va="top", color="#
 ax.text(0.6, ax.get_ylim()[1] * 0.96, "decode", ha="left", va="top", color="#555555")
 ax.set_xlabel("call")
 ax.set_ylabel("size")
-ax.set_title("Sizes of the arguments, by the name they were found to have", loc="left", fontsize=11)
+ax.set_title(
+    "Sizes of the arguments, by the name they were found to have",
+    loc="left",
+    fontsize=11,
+)
 ax.set_xlim(-0.3, len(calls) - 0.7)
 ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 ax.grid(alpha=0.25)
@@ -96,7 +102,10 @@ ax.spines[["right", "top"]].set_visible(False)
 programs = {}
 for phase, part in calls.phases().items():
     programs[phase] = export_program(
-        part.module(), kwargs=part.example(), dynamic_shapes=part.dynamic_shapes(), cases=[]
+        part.module(),
+        kwargs=part.example(),
+        dynamic_shapes=part.dynamic_shapes(),
+        cases=[],
     )
     print(phase, programs[phase].report.input_names)
     print(part.replay(programs[phase]))
@@ -110,9 +119,13 @@ for phase, part in calls.phases().items():
 with record_calls(model) as longer:
     generate(batch=5, length=9, tokens=40)
 
-replays = {phase: part.replay(programs[phase]) for phase, part in longer.phases().items()}
+replays = {
+    phase: part.replay(programs[phase]) for phase, part in longer.phases().items()
+}
 past = [call.past for call in longer]
-differences = [call.max_difference for replay in replays.values() for call in replay.calls]
+differences = [
+    call.max_difference for replay in replays.values() for call in replay.calls
+]
 print({phase: (len(replay.calls), replay.ok) for phase, replay in replays.items()})
 print(f"largest difference of {len(differences)} calls: {max(differences):.0e}")
 
@@ -122,13 +135,30 @@ print(f"largest difference of {len(differences)} calls: {max(differences):.0e}")
 fig, ax = plt.subplots(figsize=(8, 3.2), layout="constrained")
 ax.semilogy(past, np.maximum(differences, 1e-9), "o-", ms=3.5, lw=1, color="#8172b3")
 ax.axhline(np.finfo(np.float32).eps, color="#7f7f7f", ls=":", lw=1.2)
-ax.annotate("float32 epsilon", (past[-1], np.finfo(np.float32).eps), (-4, 5), textcoords="offset points", ha="right")
+ax.annotate(
+    "float32 epsilon",
+    (past[-1], np.finfo(np.float32).eps),
+    (-4, 5),
+    textcoords="offset points",
+    ha="right",
+)
 ax.axvspan(WINDOW - 1, past[-1], color="#7f7f7f", alpha=0.08, lw=0)
-ax.annotate("past the window", (WINDOW - 1, 2e-5), (6, 0), textcoords="offset points", va="center", color="#555555")
+ax.annotate(
+    "past the window",
+    (WINDOW - 1, 2e-5),
+    (6, 0),
+    textcoords="offset points",
+    va="center",
+    color="#555555",
+)
 ax.set_ylim(5e-10, 1e-4)
 ax.set_xlim(0, past[-1])
 ax.set_xlabel("tokens seen before the call")
 ax.set_ylabel("largest difference")
-ax.set_title("Programs against what was recorded, all outputs and the cache", loc="left", fontsize=11)
+ax.set_title(
+    "Programs against what was recorded, all outputs and the cache",
+    loc="left",
+    fontsize=11,
+)
 ax.grid(alpha=0.25)
 ax.spines[["right", "top"]].set_visible(False)

@@ -17,7 +17,13 @@ stage on which microbatch, and when. This page draws it; nothing is trained here
 import matplotlib.pyplot as plt
 
 from roundpipe_runtime import ModelExecutePlan
-from roundpipe_runtime.schedule import Machine, RoundRobin, StageLoad, simulate, steps_in_order
+from roundpipe_runtime.schedule import (
+    Machine,
+    RoundRobin,
+    StageLoad,
+    simulate,
+    steps_in_order,
+)
 
 # sphinx_gallery_thumbnail_number = 1
 FORWARD, BACKWARD = 1.0, 3.0
@@ -40,17 +46,36 @@ def timed(stages, devices, microbatches):
 
 def draw(ax, stages, num_devices, microbatches):
     last, busy = 0.0, 0.0
-    for step, start, end in timed(stages, RoundRobin(num_devices).assign(len(stages)), microbatches):
+    for step, start, end in timed(
+        stages, RoundRobin(num_devices).assign(len(stages)), microbatches
+    ):
         stage = stages[step.stage]
         shade = 1 - 0.25 * step.microbatch / max(microbatches - 1, 1)
         ax.barh(
-            step.device, end - start, left=start, color=COLOURS[stage.kind], alpha=shade, edgecolor="white", height=0.9
+            step.device,
+            end - start,
+            left=start,
+            color=COLOURS[stage.kind],
+            alpha=shade,
+            edgecolor="white",
+            height=0.9,
         )
         first, final = stage.layers[0], stage.layers[-1]
         layers = f"{first}" if first == final else f"{first}-{final}"
-        ax.text((start + end) / 2, step.device, f"{layers}\nm{step.microbatch}", ha="center", va="center", fontsize=7)
+        ax.text(
+            (start + end) / 2,
+            step.device,
+            f"{layers}\nm{step.microbatch}",
+            ha="center",
+            va="center",
+            fontsize=7,
+        )
         last, busy = max(last, end), busy + end - start
-    ax.set(yticks=range(num_devices), yticklabels=[f"device {n}" for n in range(num_devices)], xlim=(0, last))
+    ax.set(
+        yticks=range(num_devices),
+        yticklabels=[f"device {n}" for n in range(num_devices)],
+        xlim=(0, last),
+    )
     ax.invert_yaxis()
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)
@@ -63,7 +88,15 @@ def draw(ax, stages, num_devices, microbatches):
 
 plan = ModelExecutePlan(
     fwd_plan=[range(3), range(3, 6)],
-    bwd_plan=[range(6, 7), range(5, 6), range(4, 5), range(3, 4), range(2, 3), range(1, 2), range(1)],
+    bwd_plan=[
+        range(6, 7),
+        range(5, 6),
+        range(4, 5),
+        range(3, 4),
+        range(2, 3),
+        range(1, 2),
+        range(1),
+    ],
 )
 stages = plan.stages("fused", num_layers=7)
 figure, ax = plt.subplots(figsize=(9, 2.4), layout="constrained")
@@ -101,7 +134,9 @@ plt.show()
 #
 # The same layers, the last five of them in one stage: the other device waits for it.
 
-uneven = ModelExecutePlan(fwd_plan=[range(2)], bwd_plan=[range(2, 7), range(2)]).stages("fused", num_layers=7)
+uneven = ModelExecutePlan(fwd_plan=[range(2)], bwd_plan=[range(2, 7), range(2)]).stages(
+    "fused", num_layers=7
+)
 figure, ax = plt.subplots(figsize=(9, 1.9), layout="constrained")
 draw(ax, uneven, num_devices=2, microbatches=3)
 plt.show()
@@ -117,14 +152,28 @@ plt.show()
 MICROBATCHES, LOADED = 5, 4
 figure, ax = plt.subplots(figsize=(7, 3.4), layout="constrained")
 counts = range(4, 41, 4)
-for label, style, size in (("copies for nothing", "-", 0), ("copies over a link", ":", LOADED)):
+for label, style, size in (
+    ("copies for nothing", "-", 0),
+    ("copies over a link", ":", LOADED),
+):
     bubbles = [
         simulate(
-            [StageLoad(compute=1.0, upload=size) for _ in range(count)], Machine(num_devices=4, link=1), MICROBATCHES
+            [StageLoad(compute=1.0, upload=size) for _ in range(count)],
+            Machine(num_devices=4, link=1),
+            MICROBATCHES,
         ).bubble
         for count in counts
     ]
-    ax.plot(counts, [100 * bubble for bubble in bubbles], style, color="#4477aa", marker="o", label=label)
-ax.set(xlabel="stages of an iteration", ylabel="bubble, %", xticks=counts, ylim=(0, 100))
+    ax.plot(
+        counts,
+        [100 * bubble for bubble in bubbles],
+        style,
+        color="#4477aa",
+        marker="o",
+        label=label,
+    )
+ax.set(
+    xlabel="stages of an iteration", ylabel="bubble, %", xticks=counts, ylim=(0, 100)
+)
 ax.legend()
 plt.show()

@@ -66,14 +66,19 @@ print(f"largest difference for the example: {exported.report.max_difference:.0e}
 
 
 def keys_per_layer(feeds):
-    return [feeds[f"past_key_values.{layer}.key"].shape[2] for layer in range(len(KINDS))]
+    return [
+        feeds[f"past_key_values.{layer}.key"].shape[2] for layer in range(len(KINDS))
+    ]
 
 
 session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 names = [output.name for output in session.get_outputs()]
 start = decode_inputs(model, DecodeSizes(batch=1, past=3, new=1), like=inputs)
 cache = start["past_key_values"]
-feeds = {"input_ids": start["input_ids"].numpy(), "attention_mask": start["attention_mask"].numpy()}
+feeds = {
+    "input_ids": start["input_ids"].numpy(),
+    "attention_mask": start["attention_mask"].numpy(),
+}
 for index, layer in enumerate(cache.layers):
     feeds[f"past_key_values.{index}.key"] = layer.keys.numpy()
     feeds[f"past_key_values.{index}.value"] = layer.values.numpy()
@@ -89,7 +94,9 @@ with torch.no_grad():
         )
         feeds = {
             "input_ids": outputs["logits"][:, -1:].argmax(-1),
-            "attention_mask": np.pad(feeds["attention_mask"], ((0, 0), (0, 1)), constant_values=1),
+            "attention_mask": np.pad(
+                feeds["attention_mask"], ((0, 0), (0, 1)), constant_values=1
+            ),
             **{
                 name.replace("present", "past_key_values"): value
                 for name, value in outputs.items()
@@ -112,7 +119,9 @@ print(f"largest difference of all steps: {max(differences):.0e}")
 # The two sliding layers stop at ``window - 1`` = 15 keys, in the graph as in the eager model, and the full layer goes
 # on. The differences stay at the rounding of float32, on both sides of the window.
 
-fig, (above, below) = plt.subplots(2, 1, figsize=(8, 6.4), sharex=True, layout="constrained")
+fig, (above, below) = plt.subplots(
+    2, 1, figsize=(8, 6.4), sharex=True, layout="constrained"
+)
 placement = {"textcoords": "offset points", "ha": "right"}
 styles = [
     {"color": "#4c72b0", "lw": 5, "alpha": 0.45},
@@ -120,17 +129,33 @@ styles = [
     {"color": "#3a923a", "lw": 1.8},
 ]
 for layer, (kind, style) in enumerate(zip(KINDS, styles, strict=True)):
-    above.plot(tokens_seen, [row[layer] for row in kept], label=f"layer {layer}, {kind.replace('_', ' ')}", **style)
+    above.plot(
+        tokens_seen,
+        [row[layer] for row in kept],
+        label=f"layer {layer}, {kind.replace('_', ' ')}",
+        **style,
+    )
 above.axhline(WINDOW - 1, color="#7f7f7f", ls=":", lw=1.2)
-above.annotate(f"window - 1 = {WINDOW - 1}", (tokens_seen[-1], WINDOW - 1), (-4, 6), **placement)
+above.annotate(
+    f"window - 1 = {WINDOW - 1}", (tokens_seen[-1], WINDOW - 1), (-4, 6), **placement
+)
 above.set_ylabel("keys kept")
 above.set_ylim(0)
 above.legend(frameon=False, loc="upper left")
-above.set_title("Keys in the cache that the ONNX graph returns", loc="left", fontsize=11)
+above.set_title(
+    "Keys in the cache that the ONNX graph returns", loc="left", fontsize=11
+)
 
-below.semilogy(tokens_seen, np.maximum(differences, 1e-9), "o-", ms=3.5, lw=1, color="#8172b3")
+below.semilogy(
+    tokens_seen, np.maximum(differences, 1e-9), "o-", ms=3.5, lw=1, color="#8172b3"
+)
 below.axhline(np.finfo(np.float32).eps, color="#7f7f7f", ls=":", lw=1.2)
-below.annotate("float32 epsilon", (tokens_seen[-1], np.finfo(np.float32).eps), (-4, -12), **placement)
+below.annotate(
+    "float32 epsilon",
+    (tokens_seen[-1], np.finfo(np.float32).eps),
+    (-4, -12),
+    **placement,
+)
 below.set_ylim(1e-8, 1e-4)
 below.set_ylabel("largest difference of the logits")
 below.set_xlabel("tokens seen")
@@ -141,5 +166,10 @@ for ax in (above, below):
     ax.spines[["right", "top"]].set_visible(False)
     ax.set_xlim(tokens_seen[0], tokens_seen[-1])
 _ = below.annotate(
-    "past the window", (WINDOW - 1, 5e-5), (6, 0), textcoords="offset points", va="center", color="#555555"
+    "past the window",
+    (WINDOW - 1, 5e-5),
+    (6, 0),
+    textcoords="offset points",
+    va="center",
+    color="#555555",
 )

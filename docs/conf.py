@@ -43,6 +43,7 @@ html_theme = "furo"
 html_title = f"yobx_flatten {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["tables.js"]
 html_favicon = "_static/favicon.svg"
 html_show_sphinx = False
 pygments_dark_style = "github-dark"  # furo's own underlines modules, as if they were links

@@ -10,7 +10,7 @@ from .results import Results, symbol_of
 
 __all__ = ["page_of"]
 
-_INTRODUCTION = """# The cut matrix
+_INTRODUCTION = """# Supported models: training through a pipeline
 
 Every model type of the installed transformers, with random weights from a small configuration, cut into layers and run
 through a pipeline. `make cut-matrix` runs it (`python -m matrix.cut --help` states how to run less); this page
@@ -49,12 +49,11 @@ def page_of(results: Results, file: str) -> str:
         file: the name of the file they are from.
     """
     versions = ", ".join(f"{library} {version}" for library, version in results.versions.items())
-    parts = [_INTRODUCTION.format(file=file, versions=versions), _summary(results)]
+    parts = [_INTRODUCTION.format(file=file, versions=versions), _summary(results), _reasons(results)]
     for family, title in _FAMILIES.items():
         names = [name for name in sorted(results.types) if split_name(name)[0] == family]
         if names:
             parts.append(f"## {title}\n\n{_table(results, names)}")
-    parts.append(_reasons(results))
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
 

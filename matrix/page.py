@@ -12,11 +12,14 @@ from .results import Results, passes, symbol_of, untried
 
 __all__ = ["cleaned", "codes", "page_of", "row", "rule"]
 
-_INTRODUCTION = """# The matrix
+_INTRODUCTION = """# Supported models: export
 
 Every model type of the installed transformers, with random weights from a small configuration, against everything the
 package promises. `make matrix` runs it (`python -m matrix --help` states how to run less); this page is written from
 `{file}`, with {versions}.
+"""
+
+_ASKED = """## What is asked
 
 | column | what is asked |
 |---|---|
@@ -36,7 +39,7 @@ package promises. `make matrix` runs it (`python -m matrix --help` states how to
 
 ✓ passed, ✓* passed by a program of its own that was exported from a call of one token (the one of three tokens has
 unrolled a loop over them), ✗ failed, – does not apply or was not tried because an earlier column did not pass, empty:
-not run.
+not run. Types that fail a column stand first.
 """
 
 _FAMILIES = {
@@ -47,6 +50,9 @@ _FAMILIES = {
 }
 # the page begins with how many types pass all of the columns up to one
 _UP_TO = {"round trip": "round trip", "save and load": "torch.export", "onnx": "ONNX", "onnxruntime": "onnxruntime"}
+
+# What people come for stands where a narrow window shows it.
+_SHOWN_FIRST = ("onnxruntime", "past the window", "left padding", "other batch and length", "export")
 
 # Logits that hardly depend on the cache say little about it.
 _SENSITIVE = 1e-3
@@ -65,23 +71,24 @@ def page_of(results: Results, columns: list[str], peers: Iterable[Results], file
     parts = [
         _INTRODUCTION.format(file=f"data/{file}", versions=versions),
         _at_a_glance(results, columns),
-        _summary(results, columns),
+        _failures(results, columns),
+        _ASKED,
     ]
-    others = list(peers)
-    if others:
-        parts.append(_comparison([results, *others], columns))
     for family, title in _FAMILIES.items():
         names = [name for name in sorted(results.types) if _family(name) == family]
         if names:
             parts.append(f"## {title}\n\n{_table(results, names, columns)}")
-    parts.append(_reasons(results, columns))
+    parts += [_not_applying(results), _summary(results, columns)]
+    others = list(peers)
+    if others:
+        parts.append(_comparison([results, *others], columns))
     weak = [name for name, entry in sorted(results.types.items()) if _sensitivity(entry) < _SENSITIVE]
     if weak:
         parts.append(
             "## Weak evidence\n\nThe logits of these models change by less than 0.001 when the cache holds other "
             f"tokens, so their replays say little about the cache: {codes(weak)}.\n"
         )
-    return "\n".join(parts)
+    return "\n".join(part for part in parts if part)
 
 
 def _at_a_glance(results: Results, columns: list[str]) -> str:
@@ -154,11 +161,12 @@ def _comparison(all_results: list[Results], columns: list[str]) -> str:
 def _table(results: Results, names: list[str], columns: list[str]) -> str:
     # without those that were not run, or apply to none of these types
     run = [column for column in columns if any(_tried(results.types[name], column) for name in names)]
-    lines = [row(["type", "cache", *run]), rule(2 + len(run))]
-    for name in names:
+    run.sort(key=lambda column: _SHOWN_FIRST.index(column) if column in _SHOWN_FIRST else len(_SHOWN_FIRST))
+    lines = [row(["type", *run, "cache"]), rule(2 + len(run))]
+    for name in sorted(names, key=lambda name: not _failed(results.types[name], columns)):
         held = results.types[name]["columns"]
         signs = [symbol_of(held.get(column)) for column in run]
-        lines.append(row([f"`{name}`", _cache(held.get("prefill", {})), *signs]))
+        lines.append(row([f"`{name}`", *signs, _cache(held.get("prefill", {}))]))
     return "\n".join(lines) + "\n"
 
 
@@ -174,28 +182,35 @@ def _cache(prefill: dict[str, Any]) -> str:
     return f"{prefill['cache']}" + (f" ({', '.join(layer or 'full' for layer in short)})" if short else "")
 
 
-def _reasons(results: Results, columns: list[str]) -> str:
-    """What fails: a row per type and reason, its columns together; then what does not apply."""
+def _failed(entry: dict[str, Any], columns: list[str]) -> list[str]:
+    return [column for column in columns if entry["columns"].get(column, {"ok": None})["ok"] is False]
+
+
+def _failures(results: Results, columns: list[str]) -> str:
+    """A row per reason: the types, and their columns together."""
     rows: dict[tuple[str, str], list[str]] = {}
-    skipped: dict[str, list[str]] = {}
     for name, entry in sorted(results.types.items()):
-        failed = [column for column in columns if entry["columns"].get(column, {"ok": None})["ok"] is False]
-        if failed:
+        if failed := _failed(entry, columns):
             why = CAUSES.get(name) or f"`{cleaned(entry['columns'][failed[0]]['why'])}`"
             rows.setdefault((", ".join(failed), why), []).append(name)
+    if not rows:
+        return ""
+    head = row(["types", "columns", "known cause, or what the first one states"])
+    lines = ["## What fails, and why\n", head, rule(3)]
+    return "\n".join(lines + [row([codes(names), failed, why]) for (failed, why), names in rows.items()]) + "\n"
+
+
+def _not_applying(results: Results) -> str:
+    skipped: dict[str, list[str]] = {}
+    for name, entry in sorted(results.types.items()):
         for column, result in entry["columns"].items():
             if result["ok"] is None and not untried(result) and (column != "picture" or _family(name) == "image"):
                 why = result["why"].partition(": ")[2] or result["why"]
                 skipped.setdefault(f"{column}: {cleaned(why)}", []).append(name)
-    parts = []
-    if rows:
-        parts += ["## What fails, and why\n", row(["types", "columns", "known cause, or what the first one states"])]
-        parts.append(rule(3))
-        parts += [row([codes(names), failed, why]) for (failed, why), names in rows.items()]
-    if skipped:
-        parts.append("\n## What does not apply\n")
-        parts += [f"- {codes(names)}: {reason}" for reason, names in sorted(skipped.items())]
-    return "\n".join(parts) + "\n" if parts else ""
+    if not skipped:
+        return ""
+    lines = [f"- {codes(names)}: {reason}" for reason, names in sorted(skipped.items())]
+    return "\n".join(["## What does not apply\n", *lines]) + "\n"
 
 
 def cleaned(said: str) -> str:

@@ -29,6 +29,7 @@ from ..huggingface.sliding_decoder import SlidingDecoder
 from ..runners.executorch_runner import require_executorch
 from ..runners.open import RUNTIMES, check_runtime, open_runner
 from .example import Example
+from .kernels import check_kernels
 from .measured import measure
 from .onnx_attempts import write_proven
 from .onnx_file import UnprovenFile, check_opset, unproven_file
@@ -133,7 +134,8 @@ def write_for(
         The report: one result per case.
 
     Raises:
-        InvalidArgumentError: when the suffix is that of another runtime, or an input is a number that varies.
+        InvalidArgumentError: when the suffix is that of another runtime, an input is a number that varies, or the
+            runtime does not compute with the type of the weights.
         MissingDependencyError: when a library is not installed.
         DynamicShapesError: when a size has no bound, and the runtime needs one.
         NoRoomError: when disk or memory is too small.
@@ -155,6 +157,8 @@ def write_for(
             "it here:\n    export_program(module, args, kwargs, bounds=...)"
         )
     source = dataclasses.replace(source, quantization=quantization)
+    if runtime == "onnxruntime" and source.cases:
+        check_kernels(example.module, caller)
     check_room(example.module, target, in_memory=1 if source.cases else 0)
     name = type(example.module).__qualname__
     report = ExportReport(name, tolerance=source.tolerance, proof=source.proof, runtime=runtime)

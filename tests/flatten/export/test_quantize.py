@@ -21,6 +21,7 @@ from yobx_flatten import (
     ReplayError,
     decode_inputs,
     export_onnx,
+    export_program,
 )
 from yobx_flatten.export import quantization as quantizing
 from yobx_flatten.export.kernels import has_kernels
@@ -254,6 +255,15 @@ def test_weights_without_kernels_are_refused_before_the_export(tmp_path, monkeyp
     module, x = torch.nn.Linear(3, 4).bfloat16(), torch.ones(2, 3, dtype=torch.bfloat16)
     with pytest.raises(InvalidArgumentError, match=r'(?s)no kernels for weights of bfloat16.*proof="none"'):
         export_onnx(module, (x,), path=tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_of_weights_without_kernels_stays_a_program(tmp_path):
+    """Its own replay passes; `to_onnx` refuses before it converts anything."""
+    module, x = torch.nn.Linear(3, 4).bfloat16(), torch.ones(2, 3, dtype=torch.bfloat16)
+    exported = export_program(module, (x,), cases=[])
+    with pytest.raises(InvalidArgumentError, match=r'(?s)to_onnx: onnxruntime has no kernels.*proof="none"'):
+        exported.to_onnx(tmp_path / "m.onnx")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -212,3 +212,18 @@ def test_a_saved_program_runs_in_a_fresh_process(tmp_path: pathlib.Path):
     """
     ran = fresh_process.run("-c", textwrap.dedent(script), tmp_path)
     assert ran.stdout.splitlines() == ["gemma3 DynamicCache", "mistral DynamicCache"]
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # in torch.export.unflatten
+def test_the_interface_of_an_attention_with_a_window_is_kept():
+    """Its cache goes in with a count; unflattened, the program serves other lengths, past the window also."""
+    model, kept = make_model("mistral"), "model.layers.0.self_attn"
+    with register_flattening_functions(patch_transformers=True), torch.no_grad():
+        program = _program("mistral", preserve_module_call_signature=(kept,))
+        signatures = {entry.fqn: entry.signature for entry in program.module_call_graph}
+        assert "past_key_values" in signatures[kept].in_spec.child(1).context
+        unflattened = torch.export.unflatten(program)
+        for sizes in SIZES.values():
+            kwargs = decode_inputs(model, sizes)
+            expected = model(**copy.deepcopy(kwargs)).logits
+            torch.testing.assert_close(unflattened(**kwargs).logits, expected, atol=1e-4, rtol=0)

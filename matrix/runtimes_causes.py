@@ -10,8 +10,26 @@ from .page import cleaned
 
 __all__ = ["RUNTIME_CAUSES", "cause_of"]
 
-# column, text of the error -> cause
-RUNTIME_CAUSES: dict[tuple[str, str], str] = {}
+_CARRIED = (
+    "a loop over tokens (`scan`): ExecuTorch 1.5 plans the state that it carries for the largest batch, and copies "
+    "into it without a new size (`_emit_scan`, `aten::copy_`); a batch size that is fixed passes in a small module"
+)
+
+# beginning of the column, text of the error, types (none for all) -> cause
+RUNTIME_CAUSES: dict[tuple[str, str, tuple[str, ...]], str] = {
+    ("ExecuTorch", "'SymInt' object has no attribute 'unsqueeze'", ()): (
+        "a loop over tokens (`scan`) whose body returns sizes after ExecuTorch's passes, and torch stacks what it "
+        "returns as tensors (`stack_y` in `_higher_order_ops/scan.py`, 2.13)"
+    ),
+    ("ExecuTorch", "error 0x12", ("falcon_mamba", "jamba", "mamba", "mamba2")): _CARRIED,
+    ("", "is a number that varies, and other runtimes take tensors", ("deepseek_v4",)): (
+        "the compressors of its cache count in integers of Python (`entry_count`), and these runtimes take tensors"
+    ),
+    ("program", "", ("nemotron_h",)): (
+        "one token is computed without `dt_limit`, and several with it (modeling_nemotron_h.py, 5.23): the model "
+        "itself differs by 9e-5 between three tokens at once and one after the other"
+    ),
+}
 
 
 def cause_of(name: str, column: str, why: str) -> str:
@@ -24,5 +42,7 @@ def cause_of(name: str, column: str, why: str) -> str:
     """
     if column == "program" and name in CAUSES:
         return CAUSES[name]
-    known = (cause for (where, text), cause in RUNTIME_CAUSES.items() if column.startswith(where) and text in why)
-    return next(known, f"`{cleaned(why)}`")
+    for (where, text, names), cause in RUNTIME_CAUSES.items():
+        if column.startswith(where) and text in why and (not names or name in names):
+            return cause
+    return f"`{cleaned(why)}`"

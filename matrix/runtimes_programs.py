@@ -48,12 +48,15 @@ class ProgramTrial(Trial):
 
     def exported(self, bounds: dict[str, int] | None = None) -> Any:
         """Export the program, proven by torch."""
-        from yobx_flatten import dynamic_shapes, export_program
+        from yobx_flatten import ReplayError, dynamic_shapes, export_program
 
         kwargs = self.inputs(EXAMPLE)
         with self.way.block(self.model):
             shapes: Any = dynamic_shapes(kwargs, bounds=bounds) if bounds else "auto"
-        return export_program(self.model, (), kwargs, dynamic_shapes=shapes, cases=self.cases, steps=STEPS)
+        try:
+            return export_program(self.model, (), kwargs, dynamic_shapes=shapes, cases=self.cases, steps=STEPS)
+        except ReplayError as error:
+            raise DifferenceError(_worst(error.report)) from error
 
     @functools.cached_property
     def free(self) -> Any:
@@ -73,9 +76,7 @@ class ProgramTrial(Trial):
         except MissingDependencyError as error:
             raise SkipColumnError(str(error).splitlines()[0]) from error
         except ReplayError as error:
-            failed = next(case for case in error.report.cases if not case.max_difference <= error.report.tolerance)
-            reason = failed.error or f"outputs differ by {failed.max_difference:.1e}"
-            raise DifferenceError(f"{failed.case}: {reason}") from error
+            raise DifferenceError(_worst(error.report)) from error
         except Exception as error:  # a compiler states its command first, which is long
             said = [line for line in str(error).splitlines() if "error:" in line]
             if said:
@@ -101,6 +102,13 @@ class ProgramTrial(Trial):
             source = source_of(exported).feedable(ExportReport(self.name))
             moved = sum(_moved(runner, source, case) for case in source.cases)
             return {"moved": moved, "refused": _refused(runner, source, source.cases[-1])}
+
+
+def _worst(report: Any) -> str:
+    """What the first case of a report states that did not pass."""
+    failed = next(case for case in report.cases if not case.max_difference <= report.tolerance)
+    worst = max(failed.differences, key=failed.differences.__getitem__, default="")
+    return f"{failed.case}: {failed.error or f'{worst} differs by {failed.max_difference:.1e}'}"
 
 
 def _moved(runner: Any, source: Any, case: Any) -> int:

@@ -63,9 +63,12 @@ def test_the_page_counts_what_was_tried_and_lists_failures_first():
 
 
 def test_a_cause_that_is_known_is_stated_in_place_of_the_error(monkeypatch):
-    """By runtime and text of the error; another runtime states its own error."""
-    monkeypatch.setattr("matrix.runtimes_causes.RUNTIME_CAUSES", {("OpenVINO", "no rule for f"): "it has no f"})
+    """By runtime, text of the error and type; another one states its own error."""
+    known = {("OpenVINO", "no rule for f", ("llama",)): "it has no f", ("Execu", "0x1", ()): "always"}
+    monkeypatch.setattr("matrix.runtimes_causes.RUNTIME_CAUSES", known)
     assert cause_of("llama", "OpenVINO", "RuntimeError: no rule for f (x)") == "it has no f"
+    assert cause_of("gpt2", "OpenVINO", "RuntimeError: no rule for f") == "`RuntimeError: no rule for f`"
+    assert cause_of("gpt2", "ExecuTorch", "RuntimeError: 0x1") == "always"
     assert cause_of("llama", "AOTInductor", "RuntimeError: no rule for f") == "`RuntimeError: no rule for f`"
 
 

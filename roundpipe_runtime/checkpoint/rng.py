@@ -40,8 +40,9 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 def _accelerator() -> tuple[str, Any]:
     """The kind of accelerator and its library, if the process uses one already: asking must not start it."""
-    for kind in ("cuda", "xpu"):
-        library = getattr(torch, kind, None)
-        if library is not None and library.is_initialized():
-            return kind, library
-    return "", None
+    device = torch.accelerator.current_accelerator()
+    library = None if device is None else torch.get_device_module(device)
+    # one that has no word for it started with its import
+    if device is None or not getattr(library, "is_initialized", lambda: True)():
+        return "", None
+    return device.type, library

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..device.events import Event
 from ..device.virtual import VirtualDevice
 from ..engine.config import RoundPipeRunConfig
 from ..errors import DeviceMemoryError
@@ -58,7 +59,7 @@ class CountingDevice(VirtualDevice):
         self.footprint.count(tensor)
         return tensor
 
-    def computing(self) -> contextlib.AbstractContextManager[Any]:
+    def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
         """Count what is made in the block."""
         return self.footprint
 

@@ -1,4 +1,4 @@
-"""Accelerators, any device of ``torch.accelerator``: four streams, so that copies overlap with the computation.
+"""Accelerators, any device of ``torch.accelerator``: five streams, so that copies overlap with the computation.
 
 ::
 
@@ -7,6 +7,7 @@
     # activations     ▪    ▪    ▪                 ▪   ▪    ▪          between the pieces of parameters
     # compute              ███████████████             ████████████
     # downloads                 ▪    ▪    ▪                 ▪   ▪
+    # gradients                          ██████████                   of one stage, while the next one computes
 
 A tensor belongs to the stream that it was made on; ``record_stream`` informs the allocator who else reads it, and it is
 not used again before they have. Host memory that a copy reads or writes is pinned, and its allocator keeps it until the
@@ -19,27 +20,39 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 
 from ..errors import DeviceMemoryError
+from .clock import EventClock
 from .events import NOW, Event
 from .worker import Worker
 
-__all__ = ["PIECE", "AcceleratorDevice", "copy_in_pieces"]
+__all__ = ["PIECE", "AcceleratorDevice", "copy_in_pieces", "is_held_elsewhere"]
 
 # Bytes of one piece of a parameter: a link finishes a copy that it began, so an activation waits this long at most.
-PIECE = 256 * 1024**2
+PIECE = 32 * 1024**2
 
-# The stage that computes, and the one that is loaded meanwhile.
-_STAGES_AT_ONCE = 2
+# The stage that computes, the one that is loaded meanwhile, and a small one between them.
+_STAGES_AT_ONCE = 3
+
+# The room for stages, in sizes of the largest one.
+_ROOM = 2.1
+
+# References to the memory of a tensor that is the only one with it: its own, and that of the object which asks.
+_OWN_REFERENCES = 2
 
 
 class _StreamEvent:
     """An event of an accelerator, with the two methods of a future."""
 
+    __slots__ = ("computed_after", "event")
+
     def __init__(self, event: torch.Event) -> None:
         self.event = event
+        # Whether the compute stream waits for it already.
+        self.computed_after = False
 
     def done(self) -> bool:
         return bool(self.event.query())
@@ -48,34 +61,53 @@ class _StreamEvent:
         self.event.synchronize()
 
 
+class _Visit(NamedTuple):
+    """A stage on the device: its bytes, and when its computation and its copies end."""
+
+    nbytes: int
+    computed: torch.Event
+    copied: torch.Event
+
+
 class AcceleratorDevice:
     """A device of ``torch.accelerator``.
 
     Args:
         device: device with an index, such as ``cuda:0``.
+        streams: streams of an earlier object for this device, to be used again. Default: new ones.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, streams: tuple[torch.Stream, ...] = ()) -> None:
         self.torch_device = device
         self.name = str(device)
         self.worker = Worker(self.name)
-        self._parameters = torch.Stream(device)
-        self._activations = torch.Stream(device)
-        self._compute = torch.Stream(device)
-        self._downloads = torch.Stream(device)
-        # When the last stages end; only the thread of the device touches it.
-        self._ends: collections.deque[torch.Event] = collections.deque()
+        # torch hands out 32 streams per device in turn, and then the same again, so a new pipeline takes those of a
+        # closed one. The computation goes before what the caller computes on the device meanwhile.
+        self.streams = streams or (
+            *(torch.Stream(device) for _ in range(4)),
+            torch.Stream(device, priority=-1),
+        )
+        self._parameters, self._activations, self._downloads, self._gradients, self._compute = self.streams
+        # Stages that may be computing, and when those before have ended their copies; only the thread of the device
+        # touches what follows.
+        self._visits: collections.deque[_Visit] = collections.deque()
+        self._copying: collections.deque[torch.Event] = collections.deque()
+        self._largest = 0
+        self._has_new_parameters = False
+        self._has_new_activations = False
 
     def __repr__(self) -> str:
         return f"AcceleratorDevice({self.name!r})"
 
     @property
     def memory(self) -> int | None:
-        """Bytes of memory of the device, where torch reports it."""
-        library = torch.get_device_module(self.torch_device)
-        if not hasattr(library, "mem_get_info"):
+        """Bytes of memory that this process can have of the device, where torch reports it."""
+        try:
+            free, total = _memory_info(self.torch_device)
+        except (AttributeError, NotImplementedError, RuntimeError):  # an older torch, or a backend without this
             return None
-        return int(library.mem_get_info(self.torch_device)[1])
+        # What this process has taken from the driver is free for it again; what other processes have is not.
+        return min(total, free + torch.accelerator.memory_reserved(self.torch_device))
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Return memory of the device, allocated on the current stream."""
@@ -106,52 +138,114 @@ class AcceleratorDevice:
         with stream, torch.no_grad():
             copy = self.allocate(tensor)
             if parameter:
+                self._has_new_parameters = True
                 copy_in_pieces(copy, tensor, PIECE)
             else:
+                self._has_new_activations = True
                 copy.copy_(tensor, non_blocking=True)
         copy.record_stream(self._compute)
         return copy
 
-    def copy_out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """Return a copy in pinned memory, and the event after which it is complete."""
-        tensor = tensor.detach()
+    def arrival(self) -> Event:
+        """Return the event after which all copies of parameters given so far are complete."""
+        return _StreamEvent(self._parameters.record_event())
+
+    def copy_out(
+        self, tensor: torch.Tensor, *, last: bool = False, parameter: bool = False, target: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Event]:
+        """Return a copy in pinned memory, and the event after which it is complete.
+
+        Args:
+            tensor: tensor of the device.
+            last: whether the caller writes the tensor no more. Then the computation waits for the copy only where
+                another tensor has the same memory. Default: ``False``.
+            parameter: whether the copy is large and not urgent. Default: ``False``.
+            target: host tensor to copy to. Default: a new one.
+
+        Returns:
+            The copy and the event.
+        """
         if tensor.layout != torch.strided:  # sparse gradients: there is no pinned memory for them
             with self._compute:
-                return tensor.cpu(), NOW
-        # What is kept for the backward may go down again before anything was computed with it.
-        self._downloads.wait_event(self._activations.record_event())
-        self._downloads.wait_event(self._compute.record_event())
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        with self._downloads, torch.no_grad():
-            host.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self._downloads)
-        event = self._downloads.record_event()
-        # The next layer may write this tensor in place, so the computation goes on after the copy.
-        self._compute.wait_event(event)
+                return tensor.detach().cpu(), NOW
+        may_be_written = not last or is_held_elsewhere(tensor)
+        tensor = tensor.detach()
+        stream = self._gradients if parameter else self._downloads
+        if self._has_new_activations:  # what is kept for the backward may go down before anything was computed with it
+            stream.wait_event(self._activations.record_event())
+        stream.wait_event(self._compute.record_event())
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True) if target is None else target
+        with stream, torch.no_grad():
+            if parameter:
+                copy_in_pieces(host, tensor, PIECE)
+            else:
+                host.copy_(tensor, non_blocking=True)
+            tensor.record_stream(stream)
+        event = _record(stream, self.torch_device)
+        if may_be_written:
+            self._compute.wait_event(event)
         return host, _StreamEvent(event)
 
     @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """Run the block on the compute stream, after all host-to-device copies given so far."""
-        self._compute.wait_event(self._parameters.record_event())
-        self._compute.wait_event(self._activations.record_event())
+    def computing(self, after: Event | None = None) -> Iterator[None]:
+        """Run the block on the compute stream, after the host-to-device copies given so far.
+
+        Args:
+            after: event that stands for the copies of parameters. Default: all of them.
+        """
+        if isinstance(after, _StreamEvent):
+            if not after.computed_after:
+                after.computed_after = True
+                self._compute.wait_event(after.event)
+        elif after is None and self._has_new_parameters:
+            self._has_new_parameters = False
+            self._compute.wait_event(self._parameters.record_event())
+        if self._has_new_activations:
+            self._has_new_activations = False
+            self._compute.wait_event(self._activations.record_event())
         with self._compute:
             yield
 
     @contextlib.contextmanager
-    def visit(self) -> Iterator[None]:
-        """Hold the host, which runs ahead of the device, until at most one other stage is on the device."""
-        while len(self._ends) >= _STAGES_AT_ONCE:
-            self._ends.popleft().synchronize()
+    def visit(self, nbytes: int = 1) -> Iterator[None]:
+        """Hold the host, which runs ahead of the device, until there is room for a stage.
+
+        There is room for two stages of the size of the largest, and for a small one between them, such as a head: the
+        upload of the stage after it would wait for the stage before it otherwise. Gradients of a stage that has
+        computed may still be on their way: they have the memory that those of the new stage take when it goes backward.
+
+        Args:
+            nbytes: bytes of the parameters and gradients of the stage. Default: those of any other stage.
+        """
+        self._largest = max(self._largest, nbytes)
+        while self._visits and (
+            len(self._visits) == _STAGES_AT_ONCE
+            or nbytes + sum(visit.nbytes for visit in self._visits) > _ROOM * self._largest
+        ):
+            visit = self._visits.popleft()
+            visit.computed.synchronize()
+            self._copying.append(visit.copied)
+        while len(self._copying) > 1:
+            self._copying.popleft().synchronize()
         try:
             yield
         finally:
-            self._ends.append(self._compute.record_event())
+            self._visits.append(_Visit(nbytes, _record(self._compute, self.torch_device), self._end()))
+
+    def _end(self) -> torch.Event:
+        """An event after everything that this device was given."""
+        for stream in (self._parameters, self._activations, self._compute, self._downloads):
+            self._gradients.wait_event(stream.record_event())
+        return _record(self._gradients, self.torch_device)
 
     def synchronize(self) -> None:
         """Wait for all streams."""
-        for stream in (self._parameters, self._activations, self._compute, self._downloads):
-            stream.synchronize()
+        self._end().synchronize()
+
+    def clock(self) -> EventClock:
+        """Return a clock of what the streams do."""
+        others = {"upload": self._parameters, "download": self._gradients}
+        return EventClock(self.torch_device, self._compute, others)
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
         """Check nothing: the kernel raises an error for a wrong device."""
@@ -162,6 +256,30 @@ class AcceleratorDevice:
     def close(self) -> None:
         """End the thread."""
         self.worker.close()
+
+
+def _record(stream: torch.Stream, device: torch.device) -> torch.Event:
+    """An event for which the host waits without taking a core, which the optimizer can use meanwhile."""
+    return stream.record_event(torch.Event(device, blocking=True))
+
+
+def is_held_elsewhere(tensor: torch.Tensor) -> bool:
+    """Report whether another tensor has this memory: a layer that keeps its output may write it at the next microbatch.
+
+    Args:
+        tensor: tensor that the caller holds, and no view of it.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return count is None or count(tensor.untyped_storage()._cdata) > _OWN_REFERENCES
+
+
+def _memory_info(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes: as torch states them of any accelerator, else as the module of this one does."""
+    try:
+        free, total = torch.accelerator.get_memory_info(device)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        free, total = torch.get_device_module(device).mem_get_info(device)
+    return int(free), int(total)
 
 
 def copy_in_pieces(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:

@@ -1,48 +1,129 @@
-"""Pin parameters in host memory, from which a device copies directly."""
+"""Pin parameters and buffers in host memory, from which a device copies directly."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import mmap
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import ConfigError, DeviceError
-from .accelerator import AcceleratorDevice
+from .accelerator import AcceleratorDevice, is_held_elsewhere
+from .slabs import PinnedMemory
 from .virtual import Device
 
-__all__ = ["pin_parameters"]
+__all__ = ["PinnedModel"]
 
 
-def pin_parameters(model: nn.Module, how: str, devices: Sequence[Device]) -> None:
-    """Pin the parameters of a model where one of its devices is an accelerator.
+class PinnedModel:
+    """Keeps the parameters and buffers of a model in pinned memory where one of its devices is an accelerator.
 
     Args:
-        model: model whose parameters are pinned.
+        model: model.
         how: ``"alloc"`` moves them into pinned memory; ``"register"`` pins them in place (CUDA only); ``"off"``.
         devices: devices of the pipeline. Virtual devices need no pinned memory, so for them nothing is done.
 
     Raises:
         ConfigError: ``how`` is none of the three.
     """
-    if how not in ("alloc", "register", "off"):
-        raise ConfigError(f'pin_model must be "alloc", "register" or "off", found {how!r}.')
-    accelerators = [device for device in devices if isinstance(device, AcceleratorDevice)]
-    if how == "off" or not accelerators:
-        return
-    for parameter in model.parameters():
-        if parameter.device.type != "cpu" or parameter.is_pinned():
-            continue
-        if how == "alloc":
-            parameter.data = parameter.data.pin_memory()
-        else:
-            _register(parameter, accelerators[0])
+
+    def __init__(self, model: nn.Module, how: str, devices: Sequence[Device]) -> None:
+        if how not in ("alloc", "register", "off"):
+            raise ConfigError(f'pin_model must be "alloc", "register" or "off", found {how!r}.')
+        self._model = model
+        self._how = how
+        self._devices = [device for device in devices if isinstance(device, AcceleratorDevice)]
+        # What was looked at: an object and its memory. Either may be replaced.
+        self._seen: set[tuple[int, int]] = set()
+        self.update()
+
+    def update(self) -> None:
+        """Pin what is not pinned: all of the model, and later what was replaced, by ``load_state_dict`` for example."""
+        if self._how == "off" or not self._devices:
+            return
+        pageable = [tensor for tensor in self._tensors() if _key(tensor) not in self._seen and not tensor.is_pinned()]
+        if pageable and self._how == "alloc":
+            _move(pageable)
+        elif pageable:
+            _register(pageable, self._model, self._devices[0])
+        self._seen = {_key(tensor) for tensor in self._tensors()}
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """What stages copy to devices, as far as it is on the host and in one piece of memory of its own."""
+        for parameter in self._model.parameters():
+            if _is_on_host(parameter):
+                yield parameter
+        for buffer in self._model.buffers():
+            # one that is a view, of a parameter perhaps, would be cut loose from it
+            if _is_on_host(buffer) and type(buffer) is torch.Tensor and not is_held_elsewhere(buffer):
+                yield buffer
 
 
-def _register(parameter: nn.Parameter, device: Device) -> None:
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel() > 0
+
+
+def _key(tensor: torch.Tensor) -> tuple[int, int]:
+    try:
+        return id(tensor), tensor.data_ptr()
+    except RuntimeError:  # a tensor that is made of others has no memory
+        return id(tensor), 0
+
+
+def _move(tensors: Sequence[torch.Tensor]) -> None:
+    """Move tensors into pinned memory; those that share memory afterwards do so no more."""
+    memory = PinnedMemory({number: tensor.nbytes for number, tensor in enumerate(tensors)})
+    # in the order of the slabs: the memory of a tensor is free before the next slab is allocated
+    order = [number for number in memory.keys if isinstance(number, int)]
+    for number in order:
+        tensor = tensors[number]
+        data = tensor.data
+        # Classes of other libraries (quantized weights) know themselves where their data is.
+        place = memory.empty_like(number, data) if type(data) is torch.Tensor else None
+        tensor.data = data.pin_memory() if place is None else place.copy_(data)
+
+
+# -- in place --------------------------------------------------------------------------------------------------------
+
+# CUDA's error for memory that is pinned already.
+_ALREADY_REGISTERED = 712
+
+
+def _register(tensors: Sequence[torch.Tensor], model: nn.Module, device: Device) -> None:
+    """Pin the pages of tensors in place, until the model is gone."""
     if device.torch_device.type != "cuda":
         raise ConfigError(f'pin_model="register" needs CUDA, found {device.name}. Use pin_model="alloc".')
-    size = parameter.nbytes
-    status = torch.cuda.cudart().cudaHostRegister(parameter.data_ptr(), size, 0)
-    if int(status) != 0:
-        raise DeviceError(f'pin_model="register": CUDA error {int(status)} for a parameter of {size} bytes.')
+    library = torch.cuda.cudart()
+    registered: list[int] = []
+    weakref.finalize(model, _unregister, library, registered).atexit = False
+    for start, nbytes in _page_ranges([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]):
+        status = int(library.cudaHostRegister(start, nbytes, 0))
+        if status == 0:
+            registered.append(start)
+        elif status != _ALREADY_REGISTERED:
+            raise DeviceError(f'pin_model="register": CUDA error {status} for parameters of {nbytes} bytes.')
+
+
+def _unregister(library: Any, starts: Sequence[int]) -> None:
+    for start in starts:
+        library.cudaHostUnregister(start)
+
+
+def _page_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Whole pages that contain these ranges of memory, each page once: small tensors share pages.
+
+    >>> _page_ranges([(8192, 10), (100, 50), (4090, 10), (0, 4096)])
+    [(0, 12288)]
+    """
+    found: list[tuple[int, int]] = []
+    for start, nbytes in sorted(ranges):
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        stop = -(-(start + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if found and first <= found[-1][0] + found[-1][1]:
+            first, before = found.pop()
+            stop = max(stop, first + before)
+        found.append((first, stop - first))
+    return found

@@ -162,7 +162,12 @@ class HostValue:
 
 
 def send(
-    device: Device, structure: TreeStructure, tensors: Sequence[torch.Tensor], needs_grad: Sequence[bool]
+    device: Device,
+    structure: TreeStructure,
+    tensors: Sequence[torch.Tensor],
+    needs_grad: Sequence[bool],
+    *,
+    last: bool = False,
 ) -> HostValue:
     """Copy tensors of a device to the host, as a value that can be read when the copies are complete.
 
@@ -171,11 +176,12 @@ def send(
         structure: structure of the value.
         tensors: tensors of the value.
         needs_grad: whether a gradient flows back through each of them.
+        last: whether the caller writes the tensors no more. Default: ``False``.
 
     Returns:
         The value on the host.
     """
-    copies = [device.copy_out(tensor) for tensor in tensors]
+    copies = [device.copy_out(tensor, last=last) for tensor in tensors]
     return HostValue(structure, [copy for copy, _ in copies], list(needs_grad), [event for _, event in copies])
 
 

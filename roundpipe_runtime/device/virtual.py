@@ -23,6 +23,7 @@ import torch
 
 from ..errors import ConfigError, DeviceError, DeviceMemoryError, UseAfterReleaseError
 from .accelerator import AcceleratorDevice
+from .clock import HOST_CLOCK, Clock
 from .events import NOW, Event
 from .worker import Worker
 
@@ -62,17 +63,43 @@ class Device(Protocol):
             The copy, on the device.
         """
 
-    def copy_out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """Return a copy on the host, and the event after which it is complete."""
+    def arrival(self) -> Event:
+        """Return the event after which all copies of parameters given so far are complete."""
 
-    def computing(self) -> contextlib.AbstractContextManager[None]:
-        """Make this device current for the code of a layer, after the copies given so far."""
+    def copy_out(
+        self, tensor: torch.Tensor, *, last: bool = False, parameter: bool = False, target: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Event]:
+        """Return a copy on the host, and the event after which it is complete.
 
-    def visit(self) -> contextlib.AbstractContextManager[None]:
-        """Keep a stage on the device, from the copy of its parameters on; wait for room if the host runs ahead."""
+        Args:
+            tensor: tensor of the device.
+            last: whether the caller writes the tensor no more, so that nothing has to wait for the copy.
+            parameter: whether the copy is large and not urgent, so that it must not delay activations.
+            target: host tensor to copy to, which a device may use or not. Default: a new one.
+
+        Returns:
+            The copy and the event.
+        """
+
+    def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[None]:
+        """Make this device current for the code of a layer, after the copies given so far.
+
+        Args:
+            after: event that stands for the copies of parameters. Default: all of them.
+        """
+
+    def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[None]:
+        """Keep a stage on the device, from the copy of its parameters on; wait for room if the host runs ahead.
+
+        Args:
+            nbytes: bytes of the parameters and gradients of the stage. Default: those of any other stage.
+        """
 
     def synchronize(self) -> None:
         """Wait until all copies and computations given so far have ended."""
+
+    def clock(self) -> Clock:
+        """Return the clock by which a run measures the work of this device."""
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
         """Check that these tensors can be read now on this device, if the device checks at all."""
@@ -209,21 +236,41 @@ class VirtualDevice:
         with torch.no_grad():
             return self.allocate(tensor).copy_(tensor)
 
-    def copy_out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """Return a copy on the host, complete at once."""
+    def arrival(self) -> Event:
+        """Return an event that has passed: copies are complete at once."""
+        return NOW
+
+    def copy_out(
+        self, tensor: torch.Tensor, *, last: bool = False, parameter: bool = False, target: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Event]:
+        """Return a copy on the host, complete at once.
+
+        Args:
+            tensor: tensor of the device.
+            last: without effect on the CPU.
+            parameter: without effect on the CPU.
+            target: without effect on the CPU.
+
+        Returns:
+            The copy, and an event that has passed.
+        """
         self.use([tensor])
         return tensor.detach().clone(), NOW
 
-    def computing(self) -> contextlib.AbstractContextManager[None]:
+    def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[None]:
         """Do nothing: the CPU is always current."""
         return _ALWAYS
 
-    def visit(self) -> contextlib.AbstractContextManager[None]:
+    def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[None]:
         """Do nothing: a stage has ended before the next one begins."""
         return _ALWAYS
 
     def synchronize(self) -> None:
         """Do nothing: all computations have ended."""
+
+    def clock(self) -> Clock:
+        """Return the clock of the host, which does the work."""
+        return HOST_CLOCK
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
         """In check mode, refuse tensors that were released or that another device owns."""
@@ -267,6 +314,7 @@ def _drawn(tensor: torch.Tensor) -> str:
 
 # One object, so one thread, per accelerator and process, for as long as a pipeline holds it.
 _ACCELERATORS: weakref.WeakValueDictionary[torch.device, AcceleratorDevice] = weakref.WeakValueDictionary()
+_STREAMS: dict[torch.device, tuple[torch.Stream, ...]] = {}
 
 
 def parse_devices(devices: DeviceSpec = None) -> list[Device]:
@@ -335,7 +383,8 @@ def _accelerator(device: torch.device | str) -> Device:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     found = _ACCELERATORS.get(device)
     if found is None or found.worker.is_closed:
-        found = _ACCELERATORS[device] = AcceleratorDevice(device)
+        found = _ACCELERATORS[device] = AcceleratorDevice(device, _STREAMS.get(device, ()))
+        _STREAMS[device] = found.streams
     return found
 
 

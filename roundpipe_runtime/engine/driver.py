@@ -6,6 +6,7 @@ any more. A run that fails changes no gradient, no buffer and no seed.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from ..batch.loss import LossContract, warn_if_uneven
 from ..batch.splitting import split_flat
 from ..device.forking import free_after_fork
 from ..device.interrupts import Uninterrupted
+from ..device.pinning import PinnedModel
 from ..device.transfer import HostValue
 from ..device.virtual import Device
 from ..device.worker import collect
@@ -33,7 +35,8 @@ from ..schedule.round_robin import RoundRobin, Stage
 from ..timeline.record import current_timeline
 from .autograd import call
 from .config import RoundPipeRunConfig
-from .inputs import feed_inputs, host_value
+from .gradient_memory import GradientMemory
+from .inputs import PinnedCopies, feed_inputs, host_value
 from .outputs import merge_outputs, outputs_of
 from .planner import Planner
 from .progress import PipelineProgress
@@ -48,6 +51,9 @@ __all__ = ["Engine"]
 # order, and no two runs can wait for each other.
 _DISPATCH = free_after_fork(threading.Lock())
 
+# How often a device that failed is waited for: once for its error, and once for everything else.
+_ATTEMPTS = 2
+
 # The pipelines that are open on a device: the last one that closes ends its thread.
 _USERS: weakref.WeakKeyDictionary[Device, weakref.WeakSet[Engine]] = weakref.WeakKeyDictionary()
 
@@ -61,6 +67,7 @@ class Engine:
         devices: devices on which they run.
         optim_dtype: dtype in which the optimizer works.
         tag: name that distinguishes pipelines that run in the same step, for the seeds of random layers.
+        pinned: pinned memory of the model. Default: nothing is pinned.
 
     Attributes:
         take_gradient: function that is offered each parameter and its gradient as soon as a microbatch has gone back
@@ -74,6 +81,7 @@ class Engine:
         devices: Sequence[Device],
         optim_dtype: torch.dtype | None,
         tag: str,
+        pinned: PinnedModel | None = None,
     ) -> None:
         self.layers = list(layers)
         self.devices = list(devices)
@@ -82,11 +90,14 @@ class Engine:
         self.store = ParameterStore(model, optim_dtype)
         self.table = ReadinessTable(len(self.layers))
         self.round_robin = RoundRobin(len(self.devices))
-        self.planner = Planner(self.layers, self.devices)
+        self.planner = Planner(self.layers, self.devices, self.store.gradient_dtype)
         found = self.layers
         self.steps = StepRunner(self.store, self.table, lambda: scan(found))
+        is_accelerated = any(device.torch_device.type != "cpu" for device in self.devices)
+        self.gradient_memory = GradientMemory() if is_accelerated else None
         self.lock = threading.RLock()
         self.take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
+        self._pinned = pinned
         self._closed = False
         with _DISPATCH:
             for device in self.devices:
@@ -115,7 +126,7 @@ class Engine:
             microbatches = self.split(FlatBatch.of(args, kwargs, None), config)
             rows = [microbatch.rows for microbatch in microbatches]
             run = self.prepare("train" if config.requires_grad else "infer", config, rows)
-            host_values = _inputs_of(microbatches, run)
+            host_values = _inputs_of(microbatches, run, self._pins())
             if run.spec.kind == "train":
                 outputs = call(self, run, host_values)
             else:
@@ -162,9 +173,13 @@ class Engine:
             check_labels(batch.label)
             microbatches = self.split(batch, config)
             rows = [microbatch.rows for microbatch in microbatches]
-            labels = [host_value(m.labels, m.label_spec, requires_grad=False, what="label") for m in microbatches]
+            pinned = self._pins()
+            labels = [
+                host_value(one.labels, one.label_spec, requires_grad=False, what="label", pinned=pinned)
+                for one in microbatches
+            ]
             run = self.prepare("fused", config, rows, labels=labels, loss_fn=loss_fn, keep_outputs=return_outputs)
-            host_values = _inputs_of(microbatches, run)
+            host_values = _inputs_of(microbatches, run, pinned)
             self._start(run, host_values)
             self.execute(run, run.spec.stages)
             outputs = None
@@ -220,6 +235,8 @@ class Engine:
         # and the thread of the step writes the parameters.
         if not self.steps.pending:
             self.store.publish()
+            if self._pinned is not None:
+                self._pinned.update()
         # Autocast belongs to the thread of the caller. Labels and losses may also stay on the CPU.
         kinds = sorted({"cpu"} | {device.torch_device.type for device in self.devices})
         spec = RunSpec(
@@ -243,7 +260,10 @@ class Engine:
         )
         timer = Timer(self.planner.measured(kind), current_timeline())
         contract = LossContract(config.loss_reduction or "sum", rows)
-        return Run(spec, self.store, self.table, self.version(), timer, contract)
+        memory = self.gradient_memory
+        if memory is not None and spec.requires_grad:
+            memory.prepare(spec.contents, self.store.gradient_dtype)
+        return Run(spec, self.store, self.table, self.version(), timer, contract, memory)
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
         """Run stages to their end.
@@ -276,13 +296,27 @@ class Engine:
             collect(run.mailbox, work)
             for device in self.devices:
                 device.synchronize()  # the caller may change what was copied from
+            run.timer.finish()
         except BaseException:
             self.round_robin.cursor = cursor
+            self._settle()
             run.discard()
             raise
         finally:
             run.release()
             run.table.let_go(run.version)
+
+    def _settle(self) -> None:
+        """Wait until nothing of a failed run is under way on a device; its later errors are not those of the next run.
+
+        Memory that a copy writes must not be given back before.
+        """
+        for device in self.devices:
+            # torch's error of a kernel is raised at a wait, and may be there for each stream
+            for _ in range(_ATTEMPTS):
+                with contextlib.suppress(Exception):
+                    device.synchronize()
+                    break
 
     def commit(self, run: Run) -> None:
         """Commit the results of a complete run to the model."""
@@ -381,6 +415,10 @@ class Engine:
                 "for itself. Give the inner pipeline devices of its own."
             )
 
+    def _pins(self) -> PinnedCopies | None:
+        """What keeps the pinned copies of a batch; ``None`` where no device copies from the host directly."""
+        return None if self.gradient_memory is None else {}
+
     def _start(self, run: Run, host_values: Sequence[HostValue]) -> None:
         for number, on_host in enumerate(host_values):
             run.start(number, on_host)
@@ -390,6 +428,6 @@ class Engine:
             self._warned = warn_if_uneven(rows, config.num_microbatch or 1)
 
 
-def _inputs_of(microbatches: Sequence[FlatMicrobatch], run: Run) -> list[HostValue]:
+def _inputs_of(microbatches: Sequence[FlatMicrobatch], run: Run, pinned: PinnedCopies | None) -> list[HostValue]:
     flows = run.spec.requires_grad
-    return [host_value(one.inputs, one.spec, requires_grad=flows, what="inputs") for one in microbatches]
+    return [host_value(one.inputs, one.spec, requires_grad=flows, what="inputs", pinned=pinned) for one in microbatches]

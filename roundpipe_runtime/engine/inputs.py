@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
@@ -11,10 +11,20 @@ from torch.utils import _pytree as pytree
 from ..device.transfer import HostValue, separate
 from .run import Run
 
-__all__ = ["feed_inputs", "host_value"]
+__all__ = ["PinnedCopies", "feed_inputs", "host_value"]
+
+# Tensors of a batch and their copies in pinned memory, by the identity of the tensor.
+PinnedCopies: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
-def host_value(leaves: Sequence[Any], spec: pytree.TreeSpec, *, requires_grad: bool, what: str) -> HostValue:
+def host_value(
+    leaves: Sequence[Any],
+    spec: pytree.TreeSpec,
+    *,
+    requires_grad: bool,
+    what: str,
+    pinned: PinnedCopies | None = None,
+) -> HostValue:
     """Return leaves of a microbatch as a value on the host.
 
     Args:
@@ -22,6 +32,8 @@ def host_value(leaves: Sequence[Any], spec: pytree.TreeSpec, *, requires_grad: b
         spec: structure of the value.
         requires_grad: whether gradients flow back through tensors that require one.
         what: name of the value in an error.
+        pinned: copies of tensors that microbatches share, to which those of this one are added. Default: nothing is
+            pinned.
 
     Returns:
         The value; it is complete, also where the caller computed it on an accelerator.
@@ -32,6 +44,9 @@ def host_value(leaves: Sequence[Any], spec: pytree.TreeSpec, *, requires_grad: b
     structure, tensors = separate(leaves, spec, what=what)
     tensors = [_on_host(tensor) for tensor in tensors]
     flags = [requires_grad and tensor.requires_grad for tensor in tensors]
+    if pinned is not None:
+        # A copy from pageable memory holds the thread that launches the next microbatches.
+        tensors = [t if flag else _pinned(t, pinned) for t, flag in zip(tensors, flags, strict=True)]
     return HostValue(structure, tensors, flags, [None] * len(tensors))
 
 
@@ -53,6 +68,15 @@ def feed_inputs(run: Run, host_values: Sequence[HostValue]) -> None:
                 gradients.append(gradient.mul_(scale) if scale != 1.0 else gradient)
     if tensors:
         torch.autograd.backward(tensors, gradients)
+
+
+def _pinned(tensor: torch.Tensor, pinned: PinnedCopies) -> torch.Tensor:
+    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if not is_plain or tensor.is_pinned():
+        return tensor
+    if id(tensor) not in pinned:
+        pinned[id(tensor)] = tensor, tensor.detach().pin_memory()
+    return pinned[id(tensor)][1]
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from ..device.virtual import Device
 from ..errors import StageError
 from .layer_graph import Values, enter, is_refused_write
 from .layer_traits import traits_of
+from .nested_checkpoint import watch_forward
 from .recompute import CALL, run_seeded
 from .resident import LayerOnDevice
 from .run import Run
@@ -133,7 +134,8 @@ class _Call:
 
     def _seeded(self, entered: list[torch.Tensor]) -> Any:
         module = self.contents.module
-        call = partial(_invoke, module, self.contents.index, self.values.structure, entered)
+        invoke = partial(_invoke, module, self.contents.index, self.values.structure, entered)
+        call = partial(watch_forward, invoke, module, self.device.torch_device)
         if not self.run.spec.preserve_rng_state:
             return call()
 

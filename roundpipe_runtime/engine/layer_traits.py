@@ -16,13 +16,13 @@ class LayerTraits:
     Attributes:
         mutates_inputs: Whether it writes its inputs in place, by mode (``module.training``). Default: nothing known.
         draws: Whether it draws random numbers of the CPU's generator, by mode. Default: nothing known.
-        reenters: Whether its backward calls forward code again (activation checkpointing inside the layer); ``None``
-            until a backward has run.
+        reenters: Whether its backward calls forward code again (activation checkpointing inside the layer), by mode.
+            Default: nothing known.
     """
 
     mutates_inputs: dict[bool, bool] = dataclasses.field(default_factory=dict)
     draws: dict[bool, bool] = dataclasses.field(default_factory=dict)
-    reenters: bool | None = None
+    reenters: dict[bool, bool] = dataclasses.field(default_factory=dict)
 
 
 _TRAITS: weakref.WeakKeyDictionary[Any, LayerTraits] = weakref.WeakKeyDictionary()
@@ -38,12 +38,12 @@ def traits_of(code: Any) -> LayerTraits:
     >>> layer = nn.Linear(1, 1)
     >>> traits_of(layer).draws[True] = False
     >>> traits_of(layer)
-    LayerTraits(mutates_inputs={}, draws={True: False}, reenters=None)
-    >>> traits_of(())
-    LayerTraits(mutates_inputs={}, draws={}, reenters=True)
+    LayerTraits(mutates_inputs={}, draws={True: False}, reenters={})
+    >>> traits_of(()).reenters
+    {True: True, False: True}
     """
     try:
         found = _TRAITS.get(code)
     except TypeError:
-        return LayerTraits(reenters=True)
+        return LayerTraits(reenters={True: True, False: True})
     return _TRAITS.setdefault(code, LayerTraits()) if found is None else found

@@ -13,7 +13,7 @@ from ..batch.loss import BackwardTerm
 from ..device.events import NOW
 from ..device.virtual import Device
 from .layer_graph import Values, enter, other_leaves
-from .nested_checkpoint import run_backward
+from .nested_checkpoint import run_backward, watch_forward
 from .recompute import run_seeded
 from .resident import check_not_kept
 from .run import Run
@@ -40,7 +40,8 @@ class MicrobatchLoss:
     def compute(self, labels: Any) -> None:
         """Call the loss function with labels on the device."""
         run, spec = self._run, self._run.spec
-        call = partial(spec.loss_fn, self._outputs, labels)
+        invoke = partial(spec.loss_fn, self._outputs, labels)
+        call = partial(watch_forward, invoke, spec.loss_fn, self._device.torch_device)
         if spec.preserve_rng_state:
             seed = partial(spec.seed, len(spec.contents), self._microbatch)
             result = run_seeded(call, spec.loss_fn, seed, self._device.torch_device, call)

@@ -1,7 +1,10 @@
 """Activation checkpointing inside a layer or a loss (``torch.utils.checkpoint``): backward calls forward code again.
 
 It puts the generator of the CPU, which all threads share, into the state from before its forward, calls the part again,
-and puts it back. In between, no other thread may draw.
+and puts it back, on any device. In between, no other thread may draw.
+
+Which layers do so is seen once, by a profiler: on the CPU in the first backward. That of an accelerator runs in a
+thread of autograd's, which no profiler of ours reaches, so there it is seen in the first forward.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 from .layer_traits import traits_of
 from .recompute import generator_alone
 
-__all__ = ["run_backward"]
+__all__ = ["run_backward", "watch_forward"]
 
 T = TypeVar("T")
 
@@ -32,24 +35,46 @@ def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
     Args:
         call: goes backward through a layer, or a loss.
         code: the layer or the loss function.
-        device: where it runs. An accelerator draws from a generator of its own, and has one thread.
+        device: where it runs.
 
     Returns:
         The result of the call.
     """
-    if device.type != "cpu":
-        return call()
-    traits = traits_of(code)
-    if traits.reenters is False:
+    if traits_of(code).reenters.get(_mode(code)) is False:
         return call()
     with generator_alone():
-        if traits.reenters or sys.getprofile() is not None:
-            return call()
-        with _watched() as seen:
-            result = call()
-        if seen.all or seen.names:
-            traits.reenters = bool(seen.names)
-        return result
+        return _watch(call, code) if device.type == "cpu" else call()
+
+
+def watch_forward(call: Callable[[], T], code: Any, device: torch.device) -> T:
+    """Return ``call()``, and note at the first call on an accelerator whether its backward will call it again.
+
+    Args:
+        call: calls a layer, or a loss, with gradients enabled.
+        code: the layer or the loss function.
+        device: where it runs.
+
+    Returns:
+        The result of the call.
+    """
+    return call() if device.type == "cpu" or not torch.is_grad_enabled() else _watch(call, code)
+
+
+def _mode(code: Any) -> bool:
+    """Whether a layer is in training: models call parts again in this mode only."""
+    return bool(getattr(code, "training", True))
+
+
+def _watch(call: Callable[[], T], code: Any) -> T:
+    """Return ``call()``; note whether code of torch's checkpoints ran in it, unless that is known."""
+    reenters, mode = traits_of(code).reenters, _mode(code)
+    if mode in reenters or sys.getprofile() is not None:
+        return call()
+    with _watched() as seen:
+        result = call()
+    if seen.all or seen.names:
+        reenters[mode] = bool(seen.names)
+    return result
 
 
 @dataclasses.dataclass

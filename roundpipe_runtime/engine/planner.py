@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
+import torch
 from torch import nn
 
 from ..device.virtual import Device
@@ -27,12 +28,18 @@ class Planner:
     Args:
         layers: layers, in order.
         devices: devices on which they run.
+        gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], devices: Sequence[Device]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        devices: Sequence[Device],
+        gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
+    ) -> None:
         self._devices = devices
         # apart, as a forward alone may be of another batch, and is not to be compared with a backward
-        guessed = [analytic_cost(layer) for layer in layers]
+        guessed = [analytic_cost(layer, gradient_dtype) for layer in layers]
         self._training, self._inference = MeasuredCosts(guessed), MeasuredCosts(guessed)
         self._plans: dict[RunType, tuple[ModelExecutePlan, int]] = {}
 
@@ -79,6 +86,11 @@ class Planner:
         return on_cpu and self.measured(kind).share_below(_BRIEF) > 0.5
 
     def fits(self) -> bool:
-        """Return whether every device has room for all parameters and gradients at once."""
+        """Return whether every device has room for all parameters and gradients at once.
+
+        A virtual device without a limit has. An accelerator whose memory cannot be asked for counts as full.
+        """
+        if any(device.memory is None and device.torch_device.type != "cpu" for device in self._devices):
+            return False
         limit = self.memory_limit()
         return limit is None or sum(c.param_bytes + c.grad_bytes for c in self.layer_costs()) <= limit * 1e9

@@ -13,6 +13,7 @@ from ..device.events import Event
 from ..device.virtual import Device
 from ..errors import StageError
 from ..optim.parameters import LayerContents
+from .gradient_memory import GradientMemory
 
 __all__ = ["Buffers", "Gradients", "LayerOnDevice", "check_not_kept"]
 
@@ -50,6 +51,9 @@ class LayerOnDevice:
         device: device to copy it to.
         source: function that returns the tensor to copy for a parameter.
         gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
+
+    Attributes:
+        ready: event after which the copies are complete.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class LayerOnDevice:
         self._buffers = [self._copy(buffer.tensor) for buffer in contents.buffers]
         self._marks = [(buffer, buffer._version) for buffer in self._buffers]
         self._written: set[int] = set()
+        self.ready = device.arrival()
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         copy = self.device.copy_in(tensor.detach(), parameter=True)
@@ -121,7 +126,7 @@ class LayerOnDevice:
             gradient, copy.grad = copy.grad, None
             if gradient is not None:
                 total = self._sums.get(key)
-                self._sums[key] = gradient.to(dtype) if total is None else total.add_(gradient.to(dtype))
+                self._sums[key] = gradient.to(dtype) if total is None else total.add_(_addend(gradient, dtype))
 
     def hand_over(self, take: Callable[[nn.Parameter, torch.Tensor], bool]) -> None:
         """Offer each gradient to a function; what it takes is forgotten.
@@ -134,13 +139,30 @@ class LayerOnDevice:
             if copy.grad is not None and take(parameter, copy.grad):
                 copy.grad = None
 
-    def download_gradients(self) -> Gradients:
-        """Return the sums, on the host."""
-        found = {}
+    def download_gradients(self, scale: float, memory: GradientMemory | None) -> Gradients:
+        """Return the sums, on the host; they are gone from the device.
+
+        Args:
+            scale: factor for them. The device multiplies, which the host would do while the devices wait.
+            memory: memory of the host for them. Default: new memory for each.
+        """
+        totals = {}
         for parameter in self.contents.parameters():
-            total = self._sums.get(id(parameter), self._parameters[id(parameter)].grad)
+            copy = self._parameters[id(parameter)]
+            total = self._sums.pop(id(parameter), copy.grad)
+            copy.grad = None
             if total is not None:
-                found[parameter] = self.device.copy_out(total)
+                totals[parameter] = total
+        if scale not in (0.0, 1.0):
+            with self.device.computing(self.ready):
+                for total in totals.values():
+                    total.mul_(scale)
+        found = {}
+        while totals:  # popped, so that no tensor is held here longer than its copy takes
+            parameter = next(iter(totals))
+            total = totals.pop(parameter)
+            target = None if memory is None else memory.take(self.contents.index, parameter, total)
+            found[parameter] = self.device.copy_out(total, last=True, parameter=True, target=target)
         return found
 
     # -- buffers -----------------------------------------------------------------------------------------------------
@@ -187,6 +209,12 @@ class LayerOnDevice:
         self._sums.clear()
         self._buffers.clear()
         self._marks.clear()
+
+
+def _addend(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A gradient for a sum of this dtype: as it is where the sum is wider, so that no second copy takes memory."""
+    is_wider = gradient.layout == torch.strided and torch.promote_types(gradient.dtype, dtype) == dtype
+    return gradient if is_wider else gradient.to(dtype)
 
 
 def _tracks_statistics(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from ..errors import StageError
 from ..optim.parameters import ParameterStore
 from ..optim.readiness import ReadinessTable
 from .collected import Collected, WrittenBuffers
+from .gradient_memory import GradientMemory
 from .resident import LayerOnDevice
 from .run_spec import RunSpec
 from .timer import Timer
@@ -34,6 +35,7 @@ class Run:
         version: Version that this run reads; a backward after another step reads a later one than its forward.
         timer: Measures the work.
         contract: Contract that reduces the losses.
+        gradient_memory: Pinned memory for gradients, ``None`` without an accelerator.
         mailbox: Activations and gradients between stages, and the first error of any.
         collected: Results of the stages.
         residents: Layers that stay on a device between two stages, by device and layer.
@@ -45,6 +47,7 @@ class Run:
     version: int
     timer: Timer
     contract: LossContract
+    gradient_memory: GradientMemory | None = None
     mailbox: Mailbox = dataclasses.field(default_factory=Mailbox)
     collected: Collected = dataclasses.field(init=False)
     residents: dict[tuple[str, int], LayerOnDevice] = dataclasses.field(default_factory=dict)
@@ -104,18 +107,27 @@ class Run:
                     "would not be of the same function. Call backward before the optimizer's step."
                 )
 
+    def gradient_scale(self) -> float:
+        """Return the factor for gradients of parameters, known when the last microbatch has its loss."""
+        return self.contract.gradient_scale() if self.spec.kind == "fused" else 1.0
+
     def commit_gradients(self) -> None:
-        """Add the gradients of this run to the gradient buffers, last layer first for any plan."""
-        scale = self.contract.gradient_scale() if self.spec.kind == "fused" else 1.0
+        """Add the gradients of this run to the gradient buffers, last layer first for any plan.
+
+        Those of layers are scaled already, on their devices. Those of a loss function, after the last layer, are not:
+        they are summed while the scale is not known yet.
+        """
+        scale = self.gradient_scale()
         if scale == 0.0:
             self._zero_gradients()
         gradients = self.collected.gradients
         layers = []
         for layer in sorted(gradients, reverse=True):
             found: dict[nn.Parameter, torch.Tensor] = {}
+            is_late = layer == len(self.spec.contents) and scale not in (0.0, 1.0)
             for parameter, (gradient, ready) in gradients[layer].items():
                 ready.result()
-                found[parameter] = gradient.mul_(scale) if scale not in (0.0, 1.0) else gradient
+                found[parameter] = gradient.mul_(scale) if is_late else gradient
             layers.append(found)
         self.store.add_gradients(layers)
         gradients.clear()

@@ -36,6 +36,8 @@ __all__ = ["run_stage"]
 
 _NO_MODES = contextlib.nullcontext()
 
+_DOWNLOAD = "the download of its gradients"
+
 
 def run_stage(run: Run, stage: Stage, device: Device) -> None:
     """Run a stage with all microbatches of its run. Results and errors go to the run; nothing is raised.
@@ -47,7 +49,7 @@ def run_stage(run: Run, stage: Stage, device: Device) -> None:
     """
     visit = _Visit(run, stage, device)
     try:
-        with device.visit():
+        with device.visit(visit.nbytes()):
             visit.run_all()
     except StoppedRun:
         pass
@@ -117,17 +119,18 @@ class _Visit:
             self.residents[layer] = LayerOnDevice(contents, self.device, store.source, store.gradient_dtype)
 
     def _download(self) -> None:
-        self._doing = "the download of its gradients"
+        self._doing = _DOWNLOAD
         for layer, resident in self.residents.items():
             self._layer = layer
             with self._measure("download", layer=layer):
-                if self.stage.kind == "backward":
-                    self.collected.gradients[layer] = resident.download_gradients()
-                elif self.stage.kind == "fused":
-                    self.collected.gradients[layer] = resident.download_gradients()
+                if self.stage.kind != "forward" and layer not in self.collected.gradients:
+                    self._download_gradients(resident)
+                if self.stage.kind != "backward":
                     self.collected.buffers.add(layer, resident.download_buffers())
-                else:
-                    self.collected.buffers.add(layer, resident.download_buffers())
+
+    def _download_gradients(self, resident: LayerOnDevice) -> None:
+        gradients = resident.download_gradients(self.run.gradient_scale(), self.run.gradient_memory)
+        self.collected.gradients[resident.contents.index] = gradients
 
     # -- one microbatch ----------------------------------------------------------------------------------------------
 
@@ -140,7 +143,7 @@ class _Visit:
                 own = layer == self.stage.layers[0] and not (layer == 0 and self.spec.kind == "train")
                 self.collected.saved[layer, microbatch] = on_host if own else self._send(values)
             values = self._call(layer, microbatch, values, "forward")[0]  # the graph of a layer goes away at once
-        self._hand_on(microbatch, self._send(values))
+        self._hand_on(microbatch, self._send(values, last=True))
 
     def _fused(self, microbatch: int) -> None:
         values = self._open(self._take_input(microbatch))
@@ -180,14 +183,21 @@ class _Visit:
         self, microbatch: int, graph: LayerGraph, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         self._layer, self._doing, self._tensors = graph.layer, "backward", graph.exits
-        with self._measure("backward", microbatch, graph.layer), self.device.computing():
+        resident = self.residents[graph.layer]
+        with self.device.computing(resident.ready), self._measure("backward", microbatch, graph.layer):
             # with its copies in place: checkpoints inside of the layer call parts of it again
-            resident = self.residents[graph.layer]
             back = partial(run_backward, code=resident.contents.module, device=self.device.torch_device)
             results = resident.call(partial(graph.backward, gradients, back))
             resident.take_gradients()
             if self.spec.take_gradient is not None:
                 resident.hand_over(self.spec.take_gradient)
+        # Gradients go down while the layers before this one go backward. Those of the first layer go down last: the
+        # next stage waits for what this one hands back, which is not to queue after them.
+        if microbatch == self.spec.num_microbatch - 1 and graph.layer != self.stage.layers[0]:
+            self._layer, self._microbatch, self._doing, self._tensors = graph.layer, None, _DOWNLOAD, None
+            with self._measure("download", layer=graph.layer):
+                self._download_gradients(resident)
+            self._microbatch = microbatch
         return results
 
     def _loss(self, microbatch: int, values: Values) -> list[torch.Tensor | None]:
@@ -195,10 +205,10 @@ class _Visit:
         self._layer, self._doing, self._tensors = None, "loss", values.tensors
         on_host = self.spec.labels[microbatch]
         labels = on_host.structure.rebuild(fetch(self.device, on_host))
-        with self._measure("loss", microbatch), self.device.computing(), self._modes():
+        with self.device.computing(), self._measure("loss", microbatch), self._modes():
             loss = MicrobatchLoss(self.run, self.device, microbatch, values)
             loss.compute(labels)
-        with self._measure("backward", microbatch), self.device.computing():
+        with self.device.computing(), self._measure("backward", microbatch):
             return loss.back()
 
     # -- one layer ---------------------------------------------------------------------------------------------------
@@ -211,7 +221,7 @@ class _Visit:
             resident.set_buffers(self.collected.buffers.before(layer, microbatch))
             data = self._kept(layer, microbatch)
         measured = self._measure("recompute" if kind == "recompute" else "forward", microbatch, layer)
-        with measured, self.device.computing(), self._modes():
+        with self.device.computing(resident.ready), measured, self._modes():
             self.device.use(values.tensors)
             result = call_layer(self.run, self.device, resident, microbatch, values, kind, data)
             structure, exits = flatten_value(result.output, what=f"the output of {title}")
@@ -247,8 +257,8 @@ class _Visit:
     def _open(self, on_host: HostValue) -> Values:
         return Values(on_host.structure, fetch(self.device, on_host), on_host.needs_grad)
 
-    def _send(self, values: Values) -> HostValue:
-        return send(self.device, values.structure, values.tensors, values.needs_grad)
+    def _send(self, values: Values, *, last: bool = False) -> HostValue:
+        return send(self.device, values.structure, values.tensors, values.needs_grad, last=last)
 
     def _hand_on(self, microbatch: int, on_host: HostValue) -> None:
         stop = self.stage.layers[-1] + 1
@@ -264,7 +274,7 @@ class _Visit:
 
     def _hand_back(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self._doing = "the download of gradients"
-        copies = [None if gradient is None else self.device.copy_out(gradient) for gradient in gradients]
+        copies = [None if gradient is None else self.device.copy_out(gradient, last=True) for gradient in gradients]
         first = self.stage.layers[0]
         if first == 0:
             self.collected.input_gradients[microbatch] = copies
@@ -278,10 +288,20 @@ class _Visit:
         kept: tuple[Any, ...] = on_host.structure.rebuild(fetch(self.device, on_host))
         return kept
 
+    def nbytes(self) -> int:
+        """Bytes of the parameters on the device, and of the gradients where the stage goes backward."""
+        contents = [self.spec.contents[layer] for layer in self.stage.layers]
+        found = sum(layer.nbytes() for layer in contents)
+        if self.stage.kind == "forward":
+            return found
+        return found + sum(
+            parameter.nbytes for layer in contents for parameter in layer.parameters() if parameter.requires_grad
+        )
+
     # -- where we are ------------------------------------------------------------------------------------------------
 
     def _measure(self, kind: str, microbatch: int = -1, layer: int = -1) -> contextlib.AbstractContextManager[None]:
-        return self.run.timer.measure(kind, self.stage.index, self.device.name, microbatch, layer)
+        return self.run.timer.measure(kind, self.stage.index, self.device, microbatch, layer)
 
     def describe(self) -> str:
         """Describe where the visit is, for the note of an error."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import torch
 
+from ..device.clock import Clock
+from ..device.virtual import Device
 from ..schedule.costs import MeasuredCosts
 from ..timeline.record import Timeline
 
@@ -19,30 +21,50 @@ class Timer:
         # Of layers that wait for their backward: the forward that it will go back through; of microbatches, their loss.
         self._forwards: dict[tuple[int, int], float] = {}
         self._losses: dict[int, float] = {}
+        # Each device has an entry, which its own thread makes.
+        self._clocks: dict[str, Clock] = {}
+        self._late: list[tuple[Span, float | torch.Event]] = []
 
-    def measure(self, kind: str, stage: int, device: str, microbatch: int = -1, layer: int = -1) -> Span:
+    def measure(self, kind: str, stage: int, device: Device, microbatch: int = -1, layer: int = -1) -> Span:
         """Measure the work in a ``with`` block; an exception leaves no record.
 
         Args:
             kind: kind of work, as in a timeline: ``"forward"``, ``"backward"``, ``"upload"`` and so on.
             stage: index of the stage.
-            device: name of the device.
+            device: device that does the work.
             microbatch: index of the microbatch. Default: the work is for all of them.
             layer: index of the layer. Default: the work is not for one layer.
 
         Returns:
             The context manager.
         """
-        return Span(self, kind, stage, device, microbatch, layer)
+        clock = self._clocks.get(device.name)
+        if clock is None:
+            clock = self._clocks[device.name] = device.clock()
+        return Span(self, kind, stage, device.name, clock, microbatch, layer)
 
-    def add(self, span: Span, end: float) -> None:
+    def add(self, span: Span, end: float | torch.Event) -> None:
         """Take the time of a block that has ended.
 
         Args:
             span: the block.
-            end: time of its end, by ``time.perf_counter``.
+            end: moment of its end, by the clock of its device.
         """
-        kind, layer, microbatch, start = span.kind, span.layer, span.microbatch, span.start
+        if span.clock.is_late:
+            self._late.append((span, end))
+        else:
+            self._add(span, end)
+
+    def finish(self) -> None:
+        """Take the times of devices that have ended their work, and begin with new clocks."""
+        for span, end in self._late:
+            self._add(span, end)
+        self._late.clear()
+        self._clocks.clear()
+
+    def _add(self, span: Span, last: float | torch.Event) -> None:
+        kind, layer, microbatch = span.kind, span.layer, span.microbatch
+        start, end = span.clock.seconds(span.start), span.clock.seconds(last)
         if self._timeline is not None:
             self._timeline.add(kind, span.stage, microbatch, span.device, start, end, layer)
         if microbatch < 0:
@@ -62,16 +84,18 @@ class Timer:
 class Span:
     """A piece of work under way. There are several per layer and microbatch, so it is a plain class."""
 
-    __slots__ = ("device", "kind", "layer", "microbatch", "stage", "start", "timer")
+    __slots__ = ("clock", "device", "kind", "layer", "microbatch", "stage", "start", "timer")
 
-    def __init__(self, timer: Timer, kind: str, stage: int, device: str, microbatch: int, layer: int) -> None:
-        self.timer, self.kind, self.stage, self.device = timer, kind, stage, device
+    def __init__(
+        self, timer: Timer, kind: str, stage: int, device: str, clock: Clock, microbatch: int, layer: int
+    ) -> None:
+        self.timer, self.kind, self.stage, self.device, self.clock = timer, kind, stage, device, clock
         self.microbatch, self.layer = microbatch, layer
-        self.start = 0.0
+        self.start: float | torch.Event = 0.0
 
     def __enter__(self) -> None:
-        self.start = time.perf_counter()
+        self.start = self.clock.now(self.kind)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self.timer.add(self, time.perf_counter())
+            self.timer.add(self, self.clock.now(self.kind))

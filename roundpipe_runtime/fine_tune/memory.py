@@ -23,9 +23,5 @@ def device_peak(devices: Iterable[Device]) -> int | None:
 
     Virtual devices use memory of the process.
     """
-    found = []
-    for device in devices:
-        library = torch.get_device_module(device.torch_device) if isinstance(device, AcceleratorDevice) else None
-        if library is not None and hasattr(library, "max_memory_allocated"):
-            found.append(int(library.max_memory_allocated(device.torch_device)))
-    return max(found, default=None)
+    accelerators = [device.torch_device for device in devices if isinstance(device, AcceleratorDevice)]
+    return max((torch.accelerator.max_memory_allocated(device) for device in accelerators), default=None)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..device.forking import free_after_fork
+from ..device.slabs import PinnedMemory
 from ..errors import StageError
 
 __all__ = ["BufferSlot", "LayerContents", "ParameterSlot", "ParameterStore", "is_watched", "scan"]
@@ -238,11 +239,16 @@ class ParameterStore:
         Parameters with a master weight need none, nor do frozen ones, which no optimizer writes.
         """
         self._before = list(self.model.named_parameters(remove_duplicate=False))
-        for name, parameter in self.model.named_parameters():
-            if name not in self._masters and parameter.requires_grad:
-                shadow = self._shadows.get(id(parameter))
-                if shadow is None:
-                    self._shadows[id(parameter)] = parameter.detach().clone()
+        missing = {
+            id(parameter): parameter.detach()
+            for name, parameter in self.model.named_parameters()
+            if name not in self._masters and parameter.requires_grad and id(parameter) not in self._shadows
+        }
+        # A clone of a pinned tensor is not pinned.
+        memory = PinnedMemory({key: tensor.nbytes for key, tensor in missing.items() if tensor.is_pinned()})
+        for key, tensor in missing.items():
+            place = memory.empty_like(key, tensor)
+            self._shadows[key] = tensor.clone() if place is None else place.copy_(tensor)
 
     def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
         """Update the copies of these parameters that stages read."""

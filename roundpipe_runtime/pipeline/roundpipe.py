@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..batch.arguments import check_call, check_loss_fn
-from ..device.pinning import pin_parameters
+from ..device.pinning import PinnedModel
 from ..device.virtual import Device, DeviceSpec, parse_devices
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
@@ -78,11 +78,11 @@ class RoundPipe(ModelProxy):
         found = parse_devices(options.devices)
         layers = self._rp_layers(model)
         scan(layers)  # refuses what cannot travel
-        pin_parameters(model, options.pin_model, found)
+        pinned = PinnedModel(model, options.pin_model, found)
         tag = f"{options.name or ''}|{len(layers)}|{sum(p.numel() for p in model.parameters())}"
         self._rp_stand_for(model, original)
         self._rp_options = options
-        self._rp_engine = Engine(model, layers, found, options.optim_dtype, tag)
+        self._rp_engine = Engine(model, layers, found, options.optim_dtype, tag, pinned)
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
         """The layers that the engine runs."""

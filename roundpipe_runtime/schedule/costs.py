@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from ..errors import PlanError
@@ -32,7 +33,8 @@ class LayerCost:
         forward: time of a forward, in seconds or in any unit that is the same for all layers of a plan.
         backward: time of a backward with its recomputed forward, in the same unit.
         param_bytes: bytes of the parameters and buffers, on the device while the layer runs.
-        grad_bytes: bytes of the gradients of the parameters, on the device during backward.
+        grad_bytes: bytes of the gradients of the parameters, on the device during backward; with those of the sums,
+            where these have another dtype.
 
     >>> LayerCost(forward=0.5, param_bytes=400) + LayerCost(forward=0.25, param_bytes=100)
     LayerCost(forward=0.75, backward=0.0, param_bytes=500, grad_bytes=0)
@@ -83,11 +85,20 @@ def layer_costs(model: Any) -> list[LayerCost]:
     return found
 
 
-def analytic_cost(layer: nn.Module) -> LayerCost:
+def analytic_cost(
+    layer: nn.Module, gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype
+) -> LayerCost:
     """Estimate the cost of a layer from its parameters, per row and position, in multiplications.
 
     A matrix multiplies once per element. An embedding looks up, which costs next to nothing however large it is. What
     is not in the parameters (attention over the length, the size of an image) is only known once times are measured.
+
+    Args:
+        layer: layer.
+        gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
+
+    Returns:
+        The cost, in multiplications and bytes.
 
     >>> analytic_cost(nn.Embedding(50_000, 64)).forward < analytic_cost(nn.Linear(64, 64)).forward
     True
@@ -103,8 +114,13 @@ def analytic_cost(layer: nn.Module) -> LayerCost:
         # forward again, and a gradient for inputs and one for weights
         backward=work * (3.0 if trained else 2.0),
         param_bytes=sum(t.numel() * t.element_size() for t in [*params, *layer.buffers()]),
-        grad_bytes=sum(p.nbytes for p in trained),
+        grad_bytes=sum(p.nbytes + _sum_bytes(p, gradient_dtype(p)) for p in trained),
     )
+
+
+def _sum_bytes(parameter: nn.Parameter, dtype: torch.dtype) -> int:
+    """Bytes of a sum of gradients next to the gradient of a microbatch: none, if that is added up where it is."""
+    return 0 if dtype == parameter.dtype else parameter.numel() * dtype.itemsize
 
 
 class MeasuredCosts:

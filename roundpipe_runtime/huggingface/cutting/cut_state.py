@@ -44,7 +44,11 @@ class CutState:
     seed: int
 
     def restart_noise(self) -> None:
-        """Seed the generator of the device that this call runs on, as it was when the first phase started."""
+        """Seed the generators as they were when the first phase started: that of the call's device, and the CPU's.
+
+        Models draw on the device, and on the CPU whatever the device: transformers draws there which layers it drops.
+        """
+        torch.default_generator.manual_seed(self.seed)
         _generator(self.call).manual_seed(self.seed)
 
 

@@ -69,14 +69,14 @@ def test_a_download_is_pinned(device):
     assert late.counts()["bytes down, pinned"] == 4000
 
 
-def test_all_copies_of_a_training_are_pinned_but_those_of_the_batch():
-    """Weights and gradients are most of what is copied."""
+def test_all_copies_of_a_training_are_pinned():
+    """Weights, gradients, activations and the batch; what remains is the loss, a number."""
     late.set_order("late")
     late.counts()
     train(late_devices(2))
     found = late.counts()
     assert "bytes down, pageable" not in found or found["bytes down, pageable"] < 100
-    assert found["bytes up, pageable"] < found["bytes up, pinned"] / 4
+    assert found.get("bytes up, pageable", 0) < 100
 
 
 def test_the_host_runs_two_stages_ahead_at_most(device):

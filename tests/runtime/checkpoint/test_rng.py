@@ -1,6 +1,7 @@
 """Tests of roundpipe_runtime.checkpoint.rng: all generators go on where they were."""
 
 import random
+import types
 
 import numpy
 import pytest
@@ -80,3 +81,13 @@ def test_another_kind_of_accelerator_is_left_alone(monkeypatch):
     monkeypatch.setattr(rng, "_accelerator", lambda: ("xpu", here))
     restore_random_state(state)
     assert here.states[0].item() == -1
+
+
+@pytest.mark.parametrize(("started", "expected"), [(True, "npu"), (False, "")])
+def test_any_accelerator_that_the_process_uses_has_generators(monkeypatch, started, expected):
+    """Whatever its name; one that the process has not started is not started to be asked."""
+    library = FakeLibrary(1)
+    library.is_initialized = lambda: started
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: types.SimpleNamespace(type="npu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: library)
+    assert rng._accelerator()[0] == expected

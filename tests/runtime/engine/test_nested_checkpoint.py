@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
 from roundpipe_runtime.engine import planner
-from roundpipe_runtime.engine.nested_checkpoint import run_backward
+from roundpipe_runtime.engine.layer_traits import traits_of
+from roundpipe_runtime.engine.nested_checkpoint import run_backward, watch_forward
 from roundpipe_runtime.engine.recompute import run_seeded
 
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ class Draws(nn.Module):
         return torch.rand(1)
 
 
-def drawn_meanwhile(function, repeats):
+def drawn_meanwhile(function, repeats, device=CPU):
     """Whether another thread could draw while `function` went backward, for each time that it does."""
     found = []
     threads = []
@@ -61,8 +62,9 @@ def drawn_meanwhile(function, repeats):
             return gradient
 
     for _ in range(repeats):
-        loss = function(Look.apply(torch.ones(3, requires_grad=True))).sum()
-        run_backward(loss.backward, function, CPU)
+        entered = Look.apply(torch.ones(3, requires_grad=True))
+        loss = watch_forward(lambda entered=entered: function(entered), function, device).sum()
+        run_backward(loss.backward, function, device)
     for thread in threads:
         thread.join(20)
         assert not thread.is_alive()
@@ -82,6 +84,32 @@ def test_nobody_draws_while_a_checkpoint_goes_backward(reentrant):
 def test_others_draw_while_a_plain_layer_goes_backward():
     """But for its first backward, in which nobody knows that yet."""
     assert drawn_meanwhile(lambda x: torch.sin(x), 3) == [False, True, True]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_nobody_draws_while_a_checkpoint_goes_backward_on_an_accelerator(reentrant):
+    """It sets the generator of the CPU there, too, from a thread that no profiler of ours sees: the forward tells."""
+
+    def function(x):
+        return checkpoint(torch.sin, x * 2, use_reentrant=reentrant)
+
+    assert drawn_meanwhile(function, 3, torch.device("cuda:0")) == [False, False, False]
+
+
+def test_others_draw_while_a_plain_layer_goes_backward_on_an_accelerator():
+    """From its first backward on, which comes after a forward."""
+    assert drawn_meanwhile(lambda x: torch.sin(x), 3, torch.device("cuda:0")) == [True, True, True]
+
+
+def test_a_forward_without_gradients_decides_nothing():
+    """Models do not checkpoint there."""
+
+    def function(x):
+        return torch.sin(x)
+
+    with torch.no_grad():
+        watch_forward(lambda: function(torch.ones(1)), function, torch.device("cuda:0"))
+    assert traits_of(function).reenters == {}
 
 
 def test_what_cannot_be_remembered_is_run_alone():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from roundpipe_runtime.device import slabs
 from roundpipe_runtime.optim.parameters import ParameterStore, scan
 from tests.runtime.small import small_model
 
@@ -140,3 +141,20 @@ def test_sparse_and_dense_gradients_add_up(first):
     parts = [{table.weight: sparse}, {table.weight: torch.ones(3, 2)}]
     ParameterStore(table).add_gradients(parts if first == "sparse" else parts[::-1])
     assert table.weight.grad.tolist() == [[1, 1], [2, 2], [1, 1]]
+
+
+def test_what_stages_read_during_a_step_is_pinned_if_the_parameters_are(monkeypatch):
+    """A clone of a pinned tensor is not, so that each copy to a device would wait."""
+    monkeypatch.setattr(slabs, "_allocate", lambda nbytes: memoryview(bytearray(nbytes)))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.dim() == 2)
+    taken = []
+    empty_like = slabs.PinnedMemory.empty_like
+    monkeypatch.setattr(
+        slabs.PinnedMemory, "empty_like", lambda self, *args: taken.append(found := empty_like(self, *args)) or found
+    )
+    model = nn.Linear(4, 3)
+    store = ParameterStore(model)
+    store.freeze()
+    pinned = [one.data_ptr() for one in taken if one is not None]
+    assert [store.source(p).data_ptr() in pinned for p in model.parameters()] == [True, False]
+    assert all(torch.equal(store.source(p), p) and store.source(p) is not p for p in model.parameters())

@@ -1,10 +1,13 @@
 """Tests of huggingface.cutting.cut_state: what passes between the pieces of a cut model."""
 
+import types
+
 import torch
 from torch.utils import _pytree as pytree
 
 from roundpipe_runtime.device.transfer import flatten_value
 from roundpipe_runtime.huggingface import SmoothedLoss, cut
+from roundpipe_runtime.huggingface.cutting import cut_state
 from roundpipe_runtime.huggingface.cutting.call_log import CallLog
 from roundpipe_runtime.huggingface.cutting.cut_state import CutState, begin, device_of
 from roundpipe_runtime.huggingface.cutting.placeholder import Key
@@ -72,3 +75,19 @@ def test_the_device_of_a_call_is_that_of_its_tensors():
     """The first tensor tells it, however deep; a call without one runs on the host."""
     assert device_of(((), {"x": [None, torch.ones(1, device="meta")]})) == torch.device("meta")
     assert device_of(((), {"n": 3})) == torch.device("cpu")
+
+
+def test_later_phases_draw_the_same_numbers_on_the_device_and_on_the_host(monkeypatch):
+    """transformers draws on the CPU which layers it drops, wherever the batch is."""
+    seeds = []
+    generator = types.SimpleNamespace(manual_seed=seeds.append, initial_seed=lambda: 7)
+    monkeypatch.setattr(cut_state, "_generator", lambda call: generator)
+    outside = torch.get_rng_state()
+    try:
+        state = begin((torch.ones(1),), {}, torch.nn.Identity())
+        state.restart_noise()
+        drawn = torch.rand(3)
+    finally:
+        torch.set_rng_state(outside)
+    assert seeds == [7]
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(7)))

@@ -1,0 +1,96 @@
+"""Clocks by which the work of a device is measured: that of the host, and events in the streams of an accelerator.
+
+The host only launches what an accelerator computes, so its clock states nothing about how long that takes. An event
+that a stream reaches is a moment; how far two of them are apart is known once the stream has passed both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+__all__ = ["HOST_CLOCK", "Clock", "EventClock", "HostClock"]
+
+
+class Clock(Protocol):
+    """A clock of one device, for one run."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether moments are known only when the device has ended its work."""
+
+    def now(self, kind: str) -> float | torch.Event:
+        """Return the moment at which work of a kind begins or ends that is given to the device here.
+
+        Args:
+            kind: kind of work, as in a timeline: ``"forward"``, ``"backward"``, ``"upload"`` and so on.
+        """
+
+    def seconds(self, moment: float | torch.Event) -> float:
+        """Return a moment as ``time.perf_counter`` counts, in seconds.
+
+        Args:
+            moment: moment that the device has passed.
+        """
+
+
+class HostClock:
+    """The clock of a device that has done its work when the call returns."""
+
+    is_late = False
+
+    def now(self, kind: str) -> float:
+        """Return the moment, which is known at once.
+
+        Args:
+            kind: without effect.
+        """
+        return time.perf_counter()
+
+    def seconds(self, moment: float | torch.Event) -> float:
+        """Return the moment itself."""
+        assert isinstance(moment, float)
+        return moment
+
+
+HOST_CLOCK = HostClock()
+
+
+class EventClock:
+    """The clock of an accelerator: moments are events in its streams.
+
+    Args:
+        device: the accelerator.
+        stream: stream of the work.
+        others: streams of work that runs elsewhere, by its kind.
+    """
+
+    is_late = True
+
+    def __init__(self, device: torch.device, stream: torch.Stream, others: Mapping[str, torch.Stream]) -> None:
+        self._device, self._stream, self._others = device, stream, others
+        self._start = time.perf_counter()
+        self._first = self._record(stream)
+
+    def _record(self, stream: torch.Stream) -> torch.Event:
+        return stream.record_event(torch.Event(self._device, enable_timing=True))
+
+    def now(self, kind: str) -> torch.Event:
+        """Return an event of the stream in which this work runs.
+
+        Args:
+            kind: kind of work.
+        """
+        return self._record(self._others.get(kind, self._stream))
+
+    def seconds(self, moment: float | torch.Event) -> float:
+        """Return when the stream passed an event; it has passed.
+
+        Args:
+            moment: event of this clock.
+        """
+        assert not isinstance(moment, float)
+        return self._start + self._first.elapsed_time(moment) / 1e3

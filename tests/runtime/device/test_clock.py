@@ -1,0 +1,67 @@
+"""Tests of roundpipe_runtime.device.clock: work is measured where it is done."""
+
+import pytest
+import torch
+
+from roundpipe_runtime import Timeline, VirtualDevice
+from roundpipe_runtime.device.clock import EventClock
+from roundpipe_runtime.engine.timer import Timer
+from roundpipe_runtime.schedule.costs import LayerCost, MeasuredCosts
+
+
+class FakeEvent:
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.seconds - self.seconds)
+
+
+class FakeStream:
+    """A stream that reaches its events at given times."""
+
+    def __init__(self, *seconds):
+        self.seconds = iter(seconds)
+
+    def record_event(self, event):
+        return FakeEvent(next(self.seconds))
+
+
+class FakeAccelerator:
+    name = "cuda:0"
+
+    def __init__(self, compute, others):
+        self.made = EventClock(torch.device("cpu"), compute, others)
+
+    def clock(self):
+        return self.made
+
+
+def test_an_accelerator_is_measured_by_its_own_clock():
+    """Two layers are launched at once, and the second computes four times as long; the costs are theirs."""
+    device = FakeAccelerator(FakeStream(10.0, 10.0, 11.0, 11.0, 15.0), {"upload": FakeStream(10.5, 12.0)})
+    costs, timeline = MeasuredCosts([LayerCost(1.0, 3.0), LayerCost(1.0, 3.0)]), Timeline()
+    timer = Timer(costs, timeline)
+    for layer in range(2):
+        with timer.measure("forward", 0, device, 0, layer):
+            pass
+    with timer.measure("upload", 1, device, layer=2):
+        pass
+    assert not costs.is_measured
+    timer.finish()
+    assert [cost.forward for cost in costs.costs()] == pytest.approx([1.0, 4.0])
+    start = timeline.records[0].start
+    assert [(record.kind, record.start - start, record.end - start) for record in timeline.records] == [
+        ("forward", pytest.approx(0.0), pytest.approx(1.0)),
+        ("forward", pytest.approx(1.0), pytest.approx(5.0)),
+        ("upload", pytest.approx(0.5), pytest.approx(2.0)),
+    ]
+
+
+def test_what_the_host_computes_is_known_at_once():
+    """A virtual device has done its work when the call returns."""
+    costs = MeasuredCosts([LayerCost(1.0, 3.0)])
+    timer = Timer(costs, None)
+    with timer.measure("forward", 0, VirtualDevice(), 0, 0):
+        pass
+    assert costs.is_measured

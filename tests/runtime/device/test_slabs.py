@@ -1,0 +1,117 @@
+"""Tests of roundpipe_runtime.device.slabs: tensors packed into memory that torch does not round up."""
+
+import gc
+import io
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundpipe_runtime.device import slabs
+from roundpipe_runtime.device.slabs import PinnedMemory, plan_slabs
+
+
+@pytest.fixture(autouse=True)
+def plain_memory(monkeypatch):
+    """Memory that is not pinned, which takes an accelerator; the number of slabs that were allocated."""
+    allocated = []
+
+    def allocate(nbytes):
+        allocated.append(nbytes)
+        return memoryview(bytearray(nbytes))
+
+    monkeypatch.setattr(slabs, "_allocate", allocate)
+    return allocated
+
+
+def decoder_bytes(vocabulary, width, inner, kv_width, layers, dtype_size):
+    """Bytes of the parameters of a decoder with gated layers and an untied head, written out."""
+    layer = [width * width] * 2 + [width * kv_width] * 2 + [width * inner] * 3 + [width] * 2
+    return [count * dtype_size for count in [vocabulary * width] * 2 + layer * layers + [width]]
+
+
+@pytest.mark.parametrize("dtype_size", [2, 4])
+@pytest.mark.parametrize(
+    ("shape", "alone"),
+    [
+        ((152064, 3584, 18944, 512, 28), 1.90),  # Qwen2.5-7B
+        ((152064, 5120, 27648, 1024, 64), 1.80),  # Qwen2.5-32B
+        ((32000, 5120, 13824, 5120, 40), 1.69),  # Llama-2-13B
+        ((128256, 8192, 28672, 1024, 80), 1.11),  # Llama-3.1-70B
+    ],
+)
+def test_slabs_take_a_fiftieth_more_than_their_tensors_at_most(shape, alone, dtype_size):
+    """Each tensor by itself, rounded to a power of two as torch's allocator does, takes up to twice as much."""
+    sizes = decoder_bytes(*shape, dtype_size)
+    assert sum(1 << (size - 1).bit_length() for size in sizes) / sum(sizes) == pytest.approx(alone, abs=0.01)
+    planned = plan_slabs(sizes)
+    assert all(size & (size - 1) == 0 for size, _ in planned)
+    assert sum(size for size, _ in planned) <= 1.02 * sum(sizes)
+
+
+@given(st.lists(st.integers(1, 3 * 2**30), max_size=40))
+@settings(deadline=None, max_examples=50)
+def test_every_tensor_has_a_place_of_its_own(sizes):
+    """No two overlap, none reaches over the end of its slab, and all begin at a multiple of 64 bytes."""
+    seen = []
+    for nbytes, placed in plan_slabs(sizes):
+        stop = 0
+        for number, offset in sorted(placed.items(), key=lambda one: one[1]):
+            assert offset >= stop
+            assert offset % 64 == 0
+            stop = offset + sizes[number]
+            seen.append(number)
+        assert stop <= nbytes
+    assert sorted(seen) == list(range(len(sizes)))
+
+
+def test_a_place_is_free_again_when_its_storage_is(plain_memory):
+    """A view keeps it taken, when the tensor itself is gone."""
+    memory = PinnedMemory({"a": 24, "b": 8})
+    like = torch.empty(3, 2)
+    tensor = memory.empty_like("a", like)
+    view = tensor.view(-1)[:2]
+    assert memory.empty_like("a", like) is None
+    del tensor
+    assert memory.empty_like("a", like) is None
+    assert memory.is_held
+    del view
+    gc.collect()
+    assert not memory.is_held
+    assert memory.empty_like("a", like).shape == (3, 2)
+    assert len(plain_memory) == 1
+
+
+def test_tensors_of_one_slab_are_apart():
+    """A write to one leaves the other, and a saved one holds its own bytes only."""
+    memory = PinnedMemory({0: 4000, 1: 40})
+    large, small = memory.empty_like(0, torch.empty(1000)).zero_(), memory.empty_like(1, torch.empty(10)).fill_(3.0)
+    assert large.count_nonzero() == 0
+    assert small.untyped_storage().nbytes() == 40
+    file = io.BytesIO()
+    torch.save(small, file)
+    assert len(file.getvalue()) < 4000
+    file.seek(0)
+    assert torch.equal(torch.load(file), torch.full((10,), 3.0))
+
+
+def test_strides_and_dtypes_stay():
+    """A transposed matrix in half precision is one again."""
+    like = torch.empty(3, 5, dtype=torch.bfloat16).t()
+    found = PinnedMemory({0: 30}).empty_like(0, like)
+    assert (found.dtype, found.shape, found.stride()) == (torch.bfloat16, (5, 3), (1, 5))
+
+
+@pytest.mark.parametrize("like", [torch.empty(4), torch.empty(6)[::2], torch.empty(1).expand(3)])
+def test_what_does_not_fit_has_no_place(like):
+    """Another size, or strides with gaps."""
+    assert PinnedMemory({0: 12}).empty_like(0, like) is None
+
+
+def test_memory_stays_as_long_as_a_tensor(plain_memory):
+    """The object that handed it out may be gone."""
+    tensor = PinnedMemory({0: 12}).empty_like(0, torch.empty(3)).fill_(2.0)
+    gc.collect()
+    assert tensor.tolist() == [2, 2, 2]
+    assert len(plain_memory) == 1

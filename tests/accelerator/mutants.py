@@ -17,21 +17,28 @@ import importlib.machinery
 import importlib.util
 import json
 import os
-import subprocess
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
-__all__ = ["Mutant", "install", "mutants"]
+__all__ = ["Mutant", "Removal", "install", "mutants", "removals"]
 
 ROOT = Path(__file__).parents[2]
 _FOLDER = ROOT / "roundpipe_runtime" / "device"
 _WAITS = {"wait_event", "record_stream", "synchronize", "result", "wait_for", "wait", "notify_all", "wait_for_futures"}
 _STREAMS = {"stream", "_parameters", "_activations", "_compute", "_downloads"}
+# After so many seconds a run of tests hangs.
+_SECONDS = 600
 
-# Tests that are asked, one group after the other, until one fails. The first group runs on the accelerator.
-_ON_LATE = ["tests/accelerator/on_late/test_order.py", "tests/accelerator/on_late"]
+# Tests that are asked, one group after the other, until one fails. The first groups run on the accelerator.
+_ON_LATE = [
+    ["tests/accelerator/on_late/test_device.py", "tests/accelerator/on_late/test_order.py"],
+    ["tests/accelerator/on_late/test_failures.py", "tests/accelerator/on_late/test_generators.py"],
+]
 _PLAIN = ["tests/runtime/device", "tests/runtime/engine/test_faults.py", "tests/runtime/engine/test_interrupted.py"]
 
 
@@ -41,7 +48,6 @@ class Mutant:
 
     Attributes:
         file: name of the file in ``roundpipe_runtime/device``.
-        place: number of the removal in its file.
         function: function that it is in.
         code: code that is removed.
         again: how often the same code is in the function before.
@@ -49,7 +55,6 @@ class Mutant:
     """
 
     file: str
-    place: int
     function: str
     code: str
     again: int
@@ -61,34 +66,52 @@ class Mutant:
         return f"{self.file}:{self.function}: {self.code}" + f" (no. {self.again + 1})" * bool(self.again)
 
 
-def _removals(tree: ast.Module) -> Iterator[tuple[str, ast.AST, Callable[[], None]]]:
-    """Function, code that goes, and what removes it from this tree."""
+@dataclasses.dataclass(frozen=True)
+class Removal:
+    """Something that can be removed from a tree.
+
+    Attributes:
+        function: function that it is in.
+        node: node that is shown.
+        changed: node that changes.
+        field: field of that node.
+        value: what it becomes.
+    """
+
+    function: str
+    node: ast.AST
+    changed: ast.AST
+    field: str
+    value: object
+
+    def remove(self) -> None:
+        """Change the tree."""
+        setattr(self.changed, self.field, self.value)
+
+
+def removals(tree: ast.Module) -> Iterator[Removal]:
+    """What can be removed from this tree, in order."""
     for function in ast.walk(tree):
-        if not isinstance(function, ast.FunctionDef):
-            continue
-        for node in ast.walk(function):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                called = node.value.func
-                if isinstance(called, ast.Attribute) and called.attr in _WAITS:
-                    yield function.name, node, lambda node=node, called=called: setattr(node, "value", called.value)
-                elif isinstance(called, ast.Name) and called.id in _WAITS:
-                    yield function.name, node, lambda node=node: setattr(node, "value", ast.Constant(None))
-            elif isinstance(node, ast.keyword) and node.arg in ("pin_memory", "wait"):
-                if not isinstance(node.value, ast.Constant) or node.value.value is True:
-                    yield function.name, node, lambda node=node: setattr(node, "value", ast.Constant(False))
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "pin_memory":
-                yield function.name, node, lambda node=node: setattr(node.func, "attr", "clone")
-            elif isinstance(node, ast.withitem) and _last_name(node.context_expr) in _STREAMS:
-                nothing = ast.parse("__import__('contextlib').nullcontext()", mode="eval").body
-                yield (
-                    function.name,
-                    node.context_expr,
-                    lambda node=node, nothing=nothing: setattr(node, "context_expr", nothing),
-                )
+        if isinstance(function, ast.FunctionDef):
+            for node in ast.walk(function):
+                if (found := _change(node)) is not None:
+                    shown = node.context_expr if isinstance(node, ast.withitem) else node
+                    yield Removal(function.name, shown, *found)
 
 
-def _last_name(node: ast.AST) -> str:
-    return str(getattr(node, "attr", getattr(node, "id", "")))
+def _change(node: ast.AST) -> tuple[ast.AST, str, object] | None:
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=subject, attr=name))) if name in _WAITS:
+            return node, "value", subject
+        case ast.Expr(value=ast.Call(func=ast.Name(id=name))) if name in _WAITS:
+            return node, "value", ast.Constant(None)
+        case ast.keyword(arg="pin_memory" | "wait", value=value) if getattr(value, "value", True) is not False:
+            return node, "value", ast.Constant(False)
+        case ast.Call(func=ast.Attribute(attr="pin_memory") as method):
+            return method, "attr", "clone"
+        case ast.withitem(context_expr=ast.Name(id=name) | ast.Attribute(attr=name)) if name in _STREAMS:
+            return node, "context_expr", ast.parse("__import__('contextlib').nullcontext()", mode="eval").body
+    return None
 
 
 def mutants() -> list[Mutant]:
@@ -96,12 +119,13 @@ def mutants() -> list[Mutant]:
     found = []
     for file in sorted(_FOLDER.glob("*.py")):
         tree = ast.parse(file.read_text())
-        for place, (function, node, _) in enumerate(_removals(tree)):
+        for place, removal in enumerate(removals(tree)):
+            code = ("with " if removal.field == "context_expr" else "") + ast.unparse(removal.node)
             changed = copy.deepcopy(tree)
-            list(_removals(changed))[place][2]()
-            code = ("with " if isinstance(node, (ast.Name, ast.Attribute)) else "") + ast.unparse(node)
-            again = sum((one.file, one.function, one.code) == (file.name, function, code) for one in found)
-            found.append(Mutant(file.name, place, function, code, again, ast.fix_missing_locations(changed)))
+            list(removals(changed))[place].remove()
+            ast.fix_missing_locations(changed)
+            again = sum((one.file, one.function, one.code) == (file.name, removal.function, code) for one in found)
+            found.append(Mutant(file.name, removal.function, code, again, changed))
     return found
 
 
@@ -129,25 +153,66 @@ def install(name: str) -> None:
 # -- which test notices ------------------------------------------------------------------------------------------------
 
 
-def _first_failure(arguments: list[str], mutant: str) -> str | None:
-    """The test that fails, or what else happened; ``None`` if all pass."""
-    command = [sys.executable, "-m", "pytest", "-p", "tests.accelerator.mutant_plugin", *arguments]
-    command += ["-p", "no:cacheprovider", "-n", "0", "-q", "-x", "--timeout", "60", "--tb", "no", "-rf"]
-    environment = {**os.environ, "ROUNDPIPE_MUTANT": mutant, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode == 0:
-        return None
-    for line in done.stdout.splitlines():
-        if line.startswith("FAILED "):
-            return line.split()[1]
-    if "Timeout" in done.stdout + done.stderr:
-        return "a test hangs"
-    return f"the process ends with status {done.returncode}"
+def _first_failure(arguments: list[str], mutant: str | None) -> str | None:
+    """The test that fails, or what else happened; ``None`` if all pass.
+
+    The tests run in a fork of this process, which has imported torch, and nothing of this project.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        _run_tests(arguments, mutant, writing)
+    os.close(writing)
+    watch = threading.Timer(_SECONDS, os.kill, [child, signal.SIGKILL])
+    watch.start()
+    with open(reading) as stream:
+        failed = stream.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    watch.cancel()
+    if failed or not status:
+        return failed or None
+    return "a test hangs" if status == -signal.SIGKILL else f"the process ends with status {status}"
 
 
-def check(mutant: str) -> str | None:
-    """The first test that notices this mutant, or ``None``."""
-    for group in [["-p", "tests.accelerator.plugin", *_ON_LATE], _PLAIN]:
+class _FirstFailure:
+    """A plugin of pytest that writes the name of the first test that fails, and ends the process."""
+
+    def __init__(self, writing: int) -> None:
+        self.writing = writing
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            os.write(self.writing, report.nodeid.encode())
+            os._exit(1)
+
+    pytest_collectreport = pytest_runtest_logreport
+
+
+def _run_tests(arguments: list[str], mutant: str | None, writing: int) -> NoReturn:
+    import pytest
+
+    os.chdir(ROOT)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    try:
+        if mutant:
+            install(mutant)
+        options = ["-p", "no:cacheprovider", "-n", "0", "--timeout", "60", "--tb", "no"]
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that the parent has imported
+        os._exit(int(pytest.main([*arguments, *options], plugins=[_FirstFailure(writing)])))
+    except BaseException as error:
+        os.write(writing, f"pytest does not start: {error!r}".encode())
+        os._exit(3)
+
+
+def check(mutant: str | None) -> str | None:
+    """The first test that notices this mutant, or fails without one; ``None`` if all pass."""
+    groups = [*(["-p", "tests.accelerator.plugin", *tests] for tests in _ON_LATE), _PLAIN]
+    if mutant and mutant.startswith(("worker.py", "virtual.py")):
+        groups.reverse()
+    for group in groups:
         if found := _first_failure(group, mutant):
             return found
     return None
@@ -179,10 +244,12 @@ run until one noticed: {noticed} of {all} removals are noticed. `make mutants` d
 
 
 def main() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true", help="list the mutants, and run nothing")
     parser.add_argument("--only", default="", help="run those with this text in their name")
     parser.add_argument("--output", type=Path, help="file of results, from which a run that was ended goes on")
+    parser.add_argument("--trust", action="store_true", help="begin without the tests on what is not changed")
     parser.add_argument("--page", type=Path, help="write the table of the results to this page")
     arguments = parser.parse_args()
     output = arguments.output or ROOT / "docs" / "data" / "mutants.json"
@@ -194,6 +261,11 @@ def main() -> None:
         print("\n".join(names))
         return
     results = {name: results[name] for name in names if name in results}
+    import torch._dynamo  # noqa: F401 # what takes long to import, before the forks
+    import transformers  # noqa: F401
+
+    if not arguments.trust and (found := check(None)):
+        sys.exit(f"A test fails without a mutant: {found}")
     for number, name in enumerate(names, start=1):
         if arguments.only not in name or results.get(name):
             continue

@@ -20,6 +20,8 @@ _RUNTIME = [
 pytestmark = pytest.mark.skipif(reason_not_to_build() is not None, reason=str(reason_not_to_build()))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # all tests of a process, and perhaps the compiler
 @pytest.mark.parametrize("tests", [["tests/accelerator/on_late"], _RUNTIME], ids=["order", "runtime"])
 def test_on_the_reference_accelerator(tests):
     """All pass. A process of its own, since torch.accelerator.is_available() is true in it from its start."""

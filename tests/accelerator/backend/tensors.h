@@ -28,7 +28,10 @@ inline double bytes_of(const at::Tensor& tensor) {
 // The tensor as a kernel sees it. It does not keep the memory alive: neither does a kernel of a real device.
 inline at::Tensor raw(const at::Tensor& tensor) {
   void* pointer = tensor.numel() ? inside(tensor.data_ptr()) : nullptr;
-  return at::from_blob(pointer, tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU).requires_grad(false));
+  auto made = at::from_blob(pointer, tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU).requires_grad(false));
+  made._set_conj(tensor.is_conj());  // a view that is conjugated, or negated, when it is read
+  made._set_neg(tensor.is_neg());
+  return made;
 }
 
 // In its scope, kernels of the CPU are called without autograd, autocast and Python.

@@ -252,6 +252,8 @@ def test_kernels_are_those_of_the_cpu():
         lambda x: x.clone().index_fill_(0, torch.tensor([1], device=x.device), 7).clamp_(max=3),
         lambda x: x[torch.tensor([2, 0])],
         lambda x: torch.view_as_complex(x.reshape(3, 2, 2).contiguous()).abs(),
+        lambda x: torch.complex(x, x + 1).conj(),
+        lambda x: torch.complex(x, x + 1).conj().imag.neg().clone(),
         lambda x: F.scaled_dot_product_attention(*[x.view(1, 1, 3, 4)] * 3),
         lambda x: x.unfold(1, 2, 1).sum(-1),
         lambda x: x.sum(),

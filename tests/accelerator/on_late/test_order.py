@@ -8,7 +8,7 @@ from tests.accelerator import late
 from tests.accelerator.training import GRAINS, expected, late_devices, train
 from tests.runtime.small import same_bits
 
-ORDERS = [("late", 0), *(("random", seed) for seed in range(6))]
+ORDERS = [("late", 0), *(("random", seed) for seed in range(3))]
 once = functools.lru_cache(None)(expected)
 
 
@@ -38,7 +38,7 @@ def test_a_step_in_the_background(count, order):
     check(count, order, is_async=True, steps=4)
 
 
-@pytest.mark.parametrize("order", ORDERS[:3], ids=str)
+@pytest.mark.parametrize("order", ORDERS[:2], ids=str)
 @pytest.mark.parametrize("count", [1, 2])
 def test_parameters_in_pageable_memory(count, order):
     check(count, order, pin="off")

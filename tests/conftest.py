@@ -42,6 +42,13 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def folder_of_all_processes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Name the folder in which processes of one run find what another one made."""
+    own = tmp_path_factory.getbasetemp()
+    os.environ["TESTS_SHARED_FOLDER"] = str(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
+
+
 @pytest.fixture(autouse=True)
 def registries_left_as_found() -> Iterator[None]:
     """Fail the test that leaves a pytree registry other than it found it."""

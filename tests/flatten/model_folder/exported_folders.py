@@ -1,6 +1,8 @@
-"""Folders exported once per process, and a model of each kind as `save_pretrained` writes it."""
+"""Folders exported once per run of tests, and a model of each kind as `save_pretrained` writes it."""
 
+import fcntl
 import functools
+import os
 import pathlib
 import tempfile
 from typing import Any
@@ -32,7 +34,11 @@ def exported(name: str, to: str = "onnx", optimize: str | None = None) -> tuple[
 @functools.cache
 def _exported(name: str, to: str, optimize: str | None) -> tuple[Any, pathlib.Path]:
     model, _ = saved(name)
-    folder = pathlib.Path(_ROOT.name) / f"{name}-{to}-{optimize}"
-    with torch.no_grad():
-        export_folder(model, folder, to=to, optimize=optimize)
+    shared = pathlib.Path(os.environ.get("TESTS_SHARED_FOLDER", _ROOT.name))
+    folder = shared / f"{name}-{to}-{optimize}"
+    # the processes of a run have the same models: one exports, the others wait and take what it wrote
+    with open(f"{folder}.lock", "w", encoding="utf-8") as lock, torch.no_grad():
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            export_folder(model, folder, to=to, optimize=optimize)
     return model, folder

@@ -15,7 +15,7 @@ GREY = "#808080"  # axes and letters that are seen on a light and on a dark page
 def write_benchmarks(folder: Path) -> None:
     """Write one file of Markdown per benchmark into ``folder``, and the pictures that they show."""
     folder.mkdir(exist_ok=True)
-    for name, section in (("export", _export), ("pipeline", _pipeline), ("layers", _layers), ("store", _store)):
+    for name, section in (("export", _export), ("runtimes", _runtimes), ("pipeline", _pipeline), ("layers", _layers), ("store", _store)):
         data = json.loads((DATA / f"bench-{name}.json").read_text(encoding="utf-8"))
         text = "\n".join([*section(data, folder), "", _made_with(name, data), ""])
         path = folder / f"bench_{name}.md"
@@ -65,6 +65,29 @@ def _export(data: Mapping[str, Any], folder: Path) -> list[str]:
         failed = [(side, costs["error"]) for side, costs in made.items() if "error" in costs]
         lines += [f"\n{side} made no file: `{error}`." for side, error in failed]
     return lines
+
+
+def _runtimes(data: Mapping[str, Any], folder: Path) -> list[str]:
+    made, calls = data["made"], data["calls"]
+    sides = list(calls[0]["milliseconds"])
+    picture = folder / "bench_runtimes.svg"
+    _draw_tokens(calls, sides, picture)
+    lines = ["", f"### llama, {data['layers']} layers, {data['parameters'] / 1e6:.0f} million parameters", ""]
+    lines += [f"```{{image}} _generated/{picture.name}", ":alt: milliseconds per token by tokens in the cache"]
+    lines += ["```", ""]
+
+    def cells(entry: str, form: str, scale: float = 1) -> list[str]:
+        return [format(made[side][entry] / scale, form) if entry in made.get(side, {}) else "" for side in sides]
+
+    rows = [
+        ["to write the file, s", *cells("processor seconds", ".1f")],
+        ["size of the file, MB", *cells("bytes on disk", ",.0f", 1e6)],
+        ["planned memory, MB", *cells("planned bytes", ",.0f", 1e6)],
+    ]
+    for call in calls:
+        rows.append([f"{call['work']}, ms", *(f"{call['milliseconds'][side]:.1f}" for side in sides)])
+    rows.append(["largest difference to eager", *(_largest_difference(calls, side) for side in sides)])
+    return [*lines, *_table(["", *sides], rows)]
 
 
 def _largest_difference(calls: Iterable[Mapping[str, Any]], side: str) -> str:

@@ -15,7 +15,13 @@ GREY = "#808080"  # axes and letters that are seen on a light and on a dark page
 def write_benchmarks(folder: Path) -> None:
     """Write one file of Markdown per benchmark into ``folder``, and the pictures that they show."""
     folder.mkdir(exist_ok=True)
-    for name, section in (("export", _export), ("runtimes", _runtimes), ("pipeline", _pipeline), ("layers", _layers), ("store", _store)):
+    for name, section in (
+        ("export", _export),
+        ("runtimes", _runtimes),
+        ("pipeline", _pipeline),
+        ("layers", _layers),
+        ("store", _store),
+    ):
         data = json.loads((DATA / f"bench-{name}.json").read_text(encoding="utf-8"))
         text = "\n".join([*section(data, folder), "", _made_with(name, data), ""])
         path = folder / f"bench_{name}.md"

@@ -87,7 +87,6 @@ def _nncf() -> Iterator[Any]:
             del sys.modules[sender]
     else:
         nncf = importlib.import_module("nncf")
-    logging.setLoggerClass(made_loggers)
     console: Any = importlib.import_module("rich").get_console()
     before, console.quiet = console.quiet, True
     try:
@@ -95,6 +94,7 @@ def _nncf() -> Iterator[Any]:
             yield nncf
     finally:
         console.quiet = before
+        logging.setLoggerClass(made_loggers)  # parts of NNCF are imported by the call
 
 
 def quantized_example(example: Example, quantization: Quantization, report: ExportReport) -> Example:

@@ -37,7 +37,9 @@ config = LlamaConfig(
 torch.manual_seed(0)
 model = LlamaForCausalLM(config).eval()
 inputs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
-exported = export_program(model, (), inputs, bounds={"batch": 4, "length": 64}, proof="sample")
+exported = export_program(
+    model, (), inputs, bounds={"batch": 4, "length": 64}, proof="sample"
+)
 print(exported.report)
 
 # %%
@@ -48,9 +50,14 @@ print(exported.report)
 # compiler, and where ExecuTorch is installed.
 
 folder = Path(tempfile.mkdtemp())
-reports = {"onnxruntime": (folder / "llama.onnx", exported.to_onnx(folder / "llama.onnx"))}
+reports = {
+    "onnxruntime": (folder / "llama.onnx", exported.to_onnx(folder / "llama.onnx"))
+}
 if importlib.util.find_spec("openvino"):
-    reports["OpenVINO"] = (folder / "llama.xml", exported.to_openvino(folder / "llama.xml"))
+    reports["OpenVINO"] = (
+        folder / "llama.xml",
+        exported.to_openvino(folder / "llama.xml"),
+    )
 for name, (path, report) in reports.items():
     print(f"{name}: {path.name}, largest difference {report.max_difference:.0e}")
 
@@ -62,7 +69,9 @@ for name, (path, report) in reports.items():
 # Here each one reads a prompt and goes on for 40 tokens; the scores of each step are compared with the model's.
 
 prompt, steps = torch.tensor([[7, 21, 3]]), 40
-tokens = model.generate(prompt, max_new_tokens=steps, do_sample=False, eos_token_id=None)
+tokens = model.generate(
+    prompt, max_new_tokens=steps, do_sample=False, eos_token_id=None
+)
 with torch.no_grad():
     expected = model(tokens).logits
 
@@ -70,13 +79,22 @@ with torch.no_grad():
 def differences(path):
     """Feed the tokens of the model one by one; return how far the scores are from the model's, and the choices."""
     runner = open_runner(path)
-    ports = [port for name, port in runner.ports.items() if name.startswith("past_key_values")]
+    ports = [
+        port
+        for name, port in runner.ports.items()
+        if name.startswith("past_key_values")
+    ]
     cache = runner.cache({port.name: torch.zeros(1, 2, 0, 16) for port in ports})
     found, chosen = [], []
     for place in range(tokens.shape[1] - 1):
-        feeds = {"input_ids": tokens[:, place : place + 1], "attention_mask": torch.ones(1, place + 1).long()}
+        feeds = {
+            "input_ids": tokens[:, place : place + 1],
+            "attention_mask": torch.ones(1, place + 1).long(),
+        }
         feeds["position_ids"] = torch.tensor([[place]])
-        outputs, cache = runner.step({name: feeds[name] for name in runner.ports if name in feeds}, cache)
+        outputs, cache = runner.step(
+            {name: feeds[name] for name in runner.ports if name in feeds}, cache
+        )
         scores = outputs["logits"][0, -1]
         found.append(float((scores - expected[0, place]).abs().max()))
         chosen.append(int(scores.argmax()))
@@ -86,7 +104,9 @@ def differences(path):
 figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
 for name, (path, _) in reports.items():
     found, chosen = differences(path)
-    print(f"{name}: the tokens of model.generate: {chosen[2:] == tokens[0, 3:].tolist()}")
+    print(
+        f"{name}: the tokens of model.generate: {chosen[2:] == tokens[0, 3:].tolist()}"
+    )
     axes.semilogy(range(1, len(found) + 1), found, ".-", label=name)
 axes.set_xlabel("tokens seen")
 axes.set_ylabel("difference of a score")
@@ -102,8 +122,14 @@ plt.show()
 
 if "OpenVINO" in reports:
     runner = open_runner(reports["OpenVINO"][0])
-    cache = {name: torch.zeros(1, 2, 70, 16) for name in runner.ports if name.startswith("past_key_values")}
+    cache = {
+        name: torch.zeros(1, 2, 70, 16)
+        for name in runner.ports
+        if name.startswith("past_key_values")
+    }
     try:
-        runner.run({"input_ids": prompt, "attention_mask": torch.ones(1, 73).long(), **cache})
+        runner.run(
+            {"input_ids": prompt, "attention_mask": torch.ones(1, 73).long(), **cache}
+        )
     except Exception as error:
         print(f"{type(error).__name__}: {error}")

@@ -1,5 +1,6 @@
 """Weights in fewer bits for OpenVINO and ExecuTorch: stored by their own tools, and measured against the module."""
 
+import importlib
 import importlib.util
 import logging
 
@@ -82,6 +83,19 @@ def test_the_distance_is_that_of_the_file_to_the_module(written):
     assert report.ok
 
 
+def test_a_file_of_executorch_computes_what_torchao_does(written, exported):
+    """The kernels of XNNPACK next to the quantised module in torch, on the same tokens."""
+    runtime, bits, report, path, _ = written
+    if runtime != "executorch":
+        pytest.skip("NNCF has no module in torch")
+    module = quantized_example(exported._source.example, Quantization(bits), report).module
+    with torch.no_grad():
+        expected = module(tokens(3, 7))["logits"]
+    found = open_runner(path).run({"input_ids": tokens(3, 7)})["logits"]
+    # an activation may be rounded to the next of 256 numbers
+    assert float((found - expected).abs().max()) < 0.01 * float(expected.abs().max())
+
+
 def test_the_file_is_smaller_than_one_in_float(written):
     """The weights of the projections take one byte or half a byte, with their scales."""
     runtime, bits, report, path, size = written
@@ -147,9 +161,15 @@ def test_projections_without_whole_blocks_are_refused():
         quantized_example(source.example, Quantization("int4"), source)
 
 
-def test_the_module_stays_as_it_is():
-    """What torchao quantizes is a copy."""
+@pytest.fixture(scope="module")
+def torchao():
+    """torchao, which registers classes of its own with torch when it is imported."""
     pytest.importorskip("torchao")
+    return importlib.import_module("torchao.quantization.quant_api")
+
+
+def test_the_module_stays_as_it_is(torchao):
+    """What torchao quantizes is a copy."""
     exported = export_program(Scores(), (), {"input_ids": tokens(2, 5)}, proof="none")
     example = exported._source.example
     quantized = quantized_example(example, Quantization("int8"), exported.report).module

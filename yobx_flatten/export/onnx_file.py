@@ -23,10 +23,12 @@ from ..runners.onnx_session import open_session
 from .onnx_attention import fuse_attention
 from .onnx_axes import name_axes
 from .onnx_graph import repair_graph
+from .onnx_heads import put_tokens_first
 from .onnx_optimize import optimize_graph
 from .onnx_projections import join_projections
 from .onnx_shared_cache import share_cache
 from .onnx_weights import read_lazily, write_weights
+from .onnx_windows import slice_windows
 from .untranslated import decompose_untranslated
 
 __all__ = ["LARGE", "UnprovenFile", "check_opset", "convert", "unproven_file"]
@@ -117,11 +119,14 @@ def convert(
         for value, name in zip(values, names, strict=True):
             value.name = name
     repair_graph(converted.model)
+    slice_windows(graph)
     if fuse:
         fuse_attention(converted.model)
     if share:
         share_cache(converted.model)
         join_projections(converted.model)
+    if fuse:
+        put_tokens_first(converted.model)
     name_axes(converted.model, axes)
     return converted
 

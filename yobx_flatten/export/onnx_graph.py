@@ -5,8 +5,6 @@
   takes as many rows of both, and onnxruntime refuses the others.
 * ``RMSNormalization`` of opset 23 is made of a pattern in which tokens of half precision meet weights of single
   precision (Gemma). onnxruntime refuses two types.
-* The table of a tied head is transposed for its product. onnxruntime does that when it loads the file, in memory of its
-  own: a second table. ``Gemm`` multiplies with the table as it is.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ def repair_graph(model: Any) -> None:
 
         passes.CommonSubexpressionEliminationPass()(model)  # every operator got cosines and sines of its own
         _as_many_rows(model.graph)
-    _without_transposed_tables(model.graph)
 
 
 def attribute(node: Any, name: str, default: Any) -> Any:
@@ -107,7 +104,8 @@ def _as_many_rows(graph: Any) -> None:
             size = str(count if isinstance(count, int) or count is None else count.value)
             expanded = known.get((table, size))
             if expanded is None or size == "None" or node.graph is not graph:
-                rows = ir.node("Shape", [tokens], attributes={"start": 0, "end": 1})
+                given = (value for value in graph.inputs if value.shape and value.shape[0] == count)
+                rows = ir.node("Shape", [next(given, tokens)], attributes={"start": 0, "end": 1})
                 rest = ir.node("Shape", [table], attributes={"start": 1})
                 shape = ir.node("Concat", [rows.outputs[0], rest.outputs[0]], attributes={"axis": 0})
                 expand = ir.node("Expand", [table, shape.outputs[0]])
@@ -116,31 +114,3 @@ def _as_many_rows(graph: Any) -> None:
                 if node.graph is graph:
                     known[table, size] = expanded
             node.replace_input_with(place, expanded)
-
-
-def _without_transposed_tables(graph: Any) -> None:
-    """Multiply with weights that are transposed at every call as they are, where ``Gemm`` can."""
-    import onnx_ir as ir
-    from onnx_ir.convenience import replace_nodes_and_values as replace
-
-    for transpose in list(graph.all_nodes()):
-        table = transpose.inputs[0] if transpose.op_type == "Transpose" else None
-        if table is None or table.name not in graph.initializers or table.shape is None or len(table.shape) != 2:
-            continue
-        if table.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):  # what onnxruntime multiplies so on the CPU
-            continue
-        for product, place in list(transpose.outputs[0].uses()):
-            tokens, result = product.inputs[0], product.outputs[0]
-            if product.op_type != "MatMul" or place != 1 or tokens.shape is None or len(tokens.shape) < 2:
-                continue
-            width = ir.node("Constant", [], {"value_ints": [-1, table.shape[1]]})
-            size = ir.node("Constant", [], {"value_ints": [table.shape[0]]})
-            rows = ir.node("Reshape", [tokens, width.outputs[0]])
-            gemm = ir.node("Gemm", [rows.outputs[0], table], {"transB": 1})
-            leading = ir.node("Shape", [tokens], {"start": 0, "end": -1})
-            shape = ir.node("Concat", [leading.outputs[0], size.outputs[0]], {"axis": 0})
-            back = ir.node("Reshape", [gemm.outputs[0], shape.outputs[0]])
-            nodes = [width, size, rows, gemm, leading, shape, back]
-            replace(product.graph, product, [product], nodes, [result], back.outputs)
-        if not transpose.outputs[0].uses():
-            transpose.graph.remove(transpose, safe=True)

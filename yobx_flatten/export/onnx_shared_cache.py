@@ -20,11 +20,11 @@ from typing import Any
 
 from ..runners.onnx_buffers import SHARED_CACHE
 from .onnx_graph import attribute
+from .onnx_heads import SWAP, heads_first, heads_of, tokens_first
 from .onnx_sinks import fuse_sinks
 
 __all__ = ["share_cache", "shared_inputs"]
 
-_SWAP = (0, 2, 1, 3)  # (batch, tokens, heads, size) to (batch, heads, tokens, size), and back
 _LOWEST = {1: -3.4028234663852886e38, 10: -65504.0}  # by ONNX's number of the type: float32, float16
 
 
@@ -87,9 +87,9 @@ def _is_shareable(node: Any) -> bool:
     query, key, value, mask, past_key, past_value = node.inputs[:6]
     if mask is None or past_key is None or past_value is None or mask.dtype not in (9, query.dtype):
         return False
-    if query.dtype not in _LOWEST or any(_heads(one) is None for one in (query, key, value)):
+    if query.dtype not in _LOWEST or any(heads_of(one) is None for one in (query, key, value)):
         return False
-    if _heads(key) != _heads(value) or _heads(query)[1] != _heads(key)[1]:  # type: ignore[index] # tested above
+    if heads_of(key) != heads_of(value) or heads_of(query)[1] != heads_of(key)[1]:  # type: ignore[index] # tested above
         return False
     if any(attribute(node, name, 0) for name in ("is_causal", "qk_matmul_output_mode")):
         return False
@@ -100,14 +100,6 @@ def _is_shareable(node: Any) -> bool:
             if reader is not node and (reader.op_type != "Shape" or _axes(reader) not in ((0, 1), (1, 2), (2, 3))):
                 return False
     return True
-
-
-def _heads(value: Any) -> tuple[int, int] | None:
-    """Number and size of the heads of (batch, heads, tokens, size)."""
-    if value is None or value.shape is None or len(value.shape) != 4:
-        return None
-    heads, size = value.shape[1], value.shape[3]
-    return (heads, size) if isinstance(heads, int) and isinstance(size, int) else None
 
 
 class _Lengths:
@@ -161,79 +153,34 @@ def _replace(node: Any, lengths: _Lengths) -> None:
     import onnx_ir as ir
 
     query, key, value, mask, *pasts = node.inputs[:6]
-    heads, size = _heads(query)  # type: ignore[misc] # that of an attention that is shareable
+    heads, size = heads_of(query)  # type: ignore[misc] # that of an attention that is shareable
     settings: Mapping[str, Any] = {
         "num_heads": heads,
-        "kv_num_heads": _heads(key)[0],  # type: ignore[index]
+        "kv_num_heads": heads_of(key)[0],  # type: ignore[index]
         "scale": attribute(node, "scale", 0.0) or size**-0.5,
         "softcap": attribute(node, "softcap", 0.0),
     }
-    taken = [_tokens_first(one, lengths) for one in (query, key, value)]
+    taken = [tokens_first(one, lengths.make) or _swapped(one, lengths) for one in (query, key, value)]
     taken += [*pasts, lengths.last, lengths.total, None, None, None, lengths.bias(mask, query.dtype)]
     taken += [lengths.make("Reshape", sinks, lengths.constant([-1])) for sinks in node.inputs[6:]]
     new = ir.node("GroupQueryAttention", taken, settings, domain="com.microsoft", num_outputs=3, name=node.name)
     lengths.graph.insert_before(node, new)
     new.outputs[0].dtype = query.dtype
-    _heads_first(node.outputs[0], new.outputs[0], heads, size, lengths)
+    if not heads_first(node.outputs[0], new.outputs[0], heads * size):
+        split = lengths.make("Reshape", new.outputs[0], lengths.constant([0, 0, heads, size]))
+        swapped = lengths.make("Transpose", split, perm=SWAP)
+        swapped.shape, swapped.type = node.outputs[0].shape, node.outputs[0].type
+        node.outputs[0].replace_all_uses_with(swapped)
     for old, present in zip(node.outputs[1:], new.outputs[1:], strict=True):
         present.shape, present.type, name = old.shape, old.type, old.name
         old.replace_all_uses_with(present, replace_graph_outputs=True)
         old.name, present.name = f"{name}_before", name
 
 
-def _tokens_first(value: Any, lengths: _Lengths) -> Any:
-    """(batch, heads, tokens, size) as (batch, tokens, heads * size), the way they came if they came so."""
-    node = value.producer()
-    if node is not None and node.op_type == "RotaryEmbedding" and node.domain == "" and not node.inputs[3:]:
-        before = _unswapped(node.inputs[0])
-        if before is not None and len(list(value.uses())) == 1:
-            heads, _ = _heads(value)  # type: ignore[misc]
-            settings = {**{one.name: one.value for one in node.attributes.values()}, "num_heads": heads}
-            return lengths.make("RotaryEmbedding", before, *node.inputs[1:], **settings)
-    before = _unswapped(value)
-    if before is not None:
-        return before
-    swapped = lengths.make("Transpose", value, perm=_SWAP)
+def _swapped(value: Any, lengths: _Lengths) -> Any:
+    """(batch, heads, tokens, size) as (batch, tokens, heads * size)."""
+    swapped = lengths.make("Transpose", value, perm=SWAP)
     return lengths.make("Reshape", swapped, lengths.constant([0, 0, -1]))
-
-
-def _unswapped(value: Any) -> Any | None:
-    """What ``value`` was before its heads were separated, (batch, tokens, heads * size)."""
-    swap = value.producer()
-    if swap is None or swap.op_type != "Transpose" or tuple(attribute(swap, "perm", ())) != _SWAP:
-        return None
-    split = swap.inputs[0].producer()
-    if split is None or split.op_type != "Reshape" or split.inputs[0].shape is None:
-        return None
-    flat, (heads, size) = split.inputs[0], _heads(value) or (0, 0)
-    return flat if len(flat.shape) == 3 and flat.shape[2] == heads * size else None
-
-
-def _heads_first(old: Any, new: Any, heads: int, size: int, lengths: _Lengths) -> None:
-    """Let the readers of (batch, heads, tokens, size) read (batch, tokens, heads * size)."""
-    place = old
-    while (reader := _only_reader(place)) is not None:
-        found = reader.outputs[0]
-        if reader.op_type == "Reshape" and found.shape is not None and found.shape == place.shape:
-            place = found
-            continue
-        if reader.op_type == "Transpose" and tuple(attribute(reader, "perm", ())) == _SWAP:
-            joined = _only_reader(found)
-            flat = None if joined is None or joined.op_type != "Reshape" else joined.outputs[0]
-            if flat is not None and flat.shape is not None and list(flat.shape)[2:] == [heads * size]:
-                new.shape = flat.shape
-                flat.replace_all_uses_with(new)
-                return
-        break
-    split = lengths.make("Reshape", new, lengths.constant([0, 0, heads, size]))
-    swapped = lengths.make("Transpose", split, perm=_SWAP)
-    swapped.shape, swapped.type = old.shape, old.type
-    old.replace_all_uses_with(swapped)
-
-
-def _only_reader(value: Any) -> Any | None:
-    uses = list(value.uses())
-    return uses[0][0] if len(uses) == 1 and uses[0][1] == 0 and not value.is_graph_output() else None
 
 
 def _axes(shape: Any) -> tuple[int, int]:

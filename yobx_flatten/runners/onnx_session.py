@@ -81,7 +81,10 @@ def mapped_options(path: str | os.PathLike[str], *, threads: int | None = None) 
     import psutil
 
     options = session_options(threads=threads, pack=False)
-    if has_mapped_weights(path) and 2 * _half_precision(path) > psutil.virtual_memory().available:
+    half = _half_precision(path) if has_mapped_weights(path) else 0
+    if not half:  # it would fold the transpose of a tied head: without, the product reads the table as it is
+        options.add_session_config_entry("optimization.disable_specified_optimizers", "ConstantFolding")
+    elif 2 * half > psutil.virtual_memory().available:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it folds conversions
         options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED  # else all of them come first
         options.enable_cpu_mem_arena = False

@@ -64,14 +64,37 @@ def test_attention_is_one_operator_per_layer_that_takes_the_cache(name, tmp_path
 
 
 def test_keys_have_the_heads_of_the_cache(tmp_path):
-    """Two heads of keys serve four of queries: nothing in the file has the keys of four."""
+    """Two heads of keys serve four of queries: nothing in the file has the keys of four, or swaps them with tokens."""
     model = make("Llama", SMALL)
     export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx")
     graph = onnx.load(tmp_path / "model.onnx").graph
     shapes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in graph.value_info}
 
     for node in nodes_of(tmp_path / "model.onnx", "Attention"):
-        assert [shapes[name][1] for name in node.input[:3]] == [4, 2, 2]
+        numbers = {attribute.name: attribute.i for attribute in node.attribute}
+        assert (numbers["q_num_heads"], numbers["kv_num_heads"]) == (4, 2)
+        assert [shapes[name][2] for name in node.input[:3]] == [32, 16, 16]
+    assert not nodes_of(tmp_path / "model.onnx", "Transpose")
+
+
+def test_norms_of_heads_are_not_swapped_with_tokens(tmp_path):
+    """Qwen 3 normalises each head: what the attention takes is put together again, and no axis is moved."""
+    model = make(*MODELS["qwen 3, norms of heads"])
+    report = export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx").report
+
+    assert report.operators["RMSNormalization"] == 9
+    assert not nodes_of(tmp_path / "model.onnx", "Transpose")
+
+
+def test_what_slides_out_of_the_window_is_cut_in_one_piece(tmp_path):
+    """Every layer of Mistral slides: its keys and values leave by a ``Slice``; the replay goes past the window."""
+    model = make(*MODELS["mistral, all layers slide"])
+    report = export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx").report
+    names = [output.name for output in onnx.load(tmp_path / "model.onnx").graph.output if "present" in output.name]
+    made = {node.output[0]: node.op_type for node in nodes_of(tmp_path / "model.onnx", "Slice", "Gather")}
+
+    assert [made[name] for name in names] == ["Slice"] * 4
+    assert report.ok
 
 
 def test_half_precision_has_the_same_operator(tmp_path):

@@ -261,7 +261,7 @@ def onnx(trial: Trial) -> dict[str, Any]:
     report = trial.onnx_report
     if report.onnx_bytes is None:
         raise DifferenceError("export_onnx wrote no file")
-    return {"bytes": report.onnx_bytes}
+    return {"bytes": report.onnx_bytes, "operators": report.operators}
 
 
 def onnxruntime_loop(trial: Trial) -> dict[str, Any]:

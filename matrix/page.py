@@ -82,6 +82,7 @@ def page_of(results: Results, columns: list[str], peers: Iterable[Results], file
     others = list(peers)
     if others:
         parts.append(_comparison([results, *others], columns))
+    parts.append(_operators(results))
     weak = [name for name, entry in sorted(results.types.items()) if _sensitivity(entry) < _SENSITIVE]
     if weak:
         parts.append(
@@ -167,6 +168,21 @@ def _table(results: Results, names: list[str], columns: list[str]) -> str:
         held = results.types[name]["columns"]
         signs = [symbol_of(held.get(column)) for column in run]
         lines.append(row([f"`{name}`", *signs, _cache(held.get("prefill", {}))]))
+    return "\n".join(lines) + "\n"
+
+
+def _operators(results: Results) -> str:
+    """Which operators of attention and normalisation the files have: a row per choice. Older results state none."""
+    types: dict[str, list[str]] = {}
+    for name, entry in sorted(results.types.items()):
+        found = entry["columns"].get("onnx", {}).get("operators")
+        if found is not None:
+            types.setdefault(", ".join(f"`{one}`" for one in found) or "none of them", []).append(name)
+    if not types:
+        return ""
+    rows = sorted(types.items(), key=lambda row: (-len(row[1]), row[0]))
+    lines = ["## Operators of the files\n", row(["attention and normalisation", "files", "types"]), rule(3)]
+    lines += [row([operators, str(len(names)), codes(names)]) for operators, names in rows]
     return "\n".join(lines) + "\n"
 
 

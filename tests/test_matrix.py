@@ -185,6 +185,17 @@ def test_the_page_says_what_the_file_says(results):
     assert "data/matrix.json" in page
 
 
+def test_the_page_groups_types_by_the_operators_of_their_files(results):
+    """Those whose result states them; a page of older results has no such table."""
+    assert "## Operators" not in page_of(results, [*COLUMNS, "onnx"], [], "matrix.json")
+    fused, spelled = {"Attention": 2, "RMSNormalization": 5}, {"Softmax": 2, "LayerNormalization": 5}
+    for name, operators in (("llama", fused), ("mistral", fused), ("bloom", spelled), ("mamba", {})):
+        results.record(name, {"onnx": {"ok": True, "operators": operators}}, "state1")
+    page = page_of(results, [*COLUMNS, "onnx"], [], "matrix.json")
+    assert "| `Attention`, `RMSNormalization` | 2 | `llama`, `mistral` |" in page
+    assert "| `Softmax`, `LayerNormalization` | 1 | `bloom` |\n| none of them | 1 | `mamba` |" in page
+
+
 def test_the_page_compares_the_types_that_all_have(results, tmp_path):
     peer = Results(tmp_path / "peer.json", VERSIONS, "executorch")
     peer.record("llama", {"built": OK, "export": {"ok": False, "why": "KeyError", "seconds": 1.0}}, "state1")

@@ -54,6 +54,8 @@ def _export(data: Mapping[str, Any], folder: Path) -> list[str]:
         lines += ["", f"### {family}, {found['layers']} layers, {weights / 4e6:.0f} million parameters", ""]
         lines += [f"```{{image}} _generated/{picture.name}", ":alt: milliseconds per token by tokens in the cache"]
         lines += ["```", ""]
+        if "openings" in found:
+            lines += [f"Each file was opened {found['openings']} times, with its weights in huge pages.", ""]
 
         def cells(entry: str, form: str, made: Any = made, sides: Any = sides, scale: float = 1) -> list[str]:
             return [format(made[side][entry] / scale, form) if entry in made.get(side, {}) else "" for side in sides]

@@ -43,17 +43,22 @@ import {imported}
 stream = socket.socket(fileno=int(sys.argv[1])).makefile("rw")
 for line in stream:
     request = json.loads(line)
+    # here, so that a terminal is in use before the one who asked closes it; it controls no process
+    outputs = [os.open(file, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY) for file in request["files"]]
     child = os.fork()
     if not child:
         break
+    for output in outputs:
+        os.close(output)
     print(child, file=stream, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=stream, flush=True)
 else:
     sys.exit()
 
 stream.close()
-for number, file in enumerate(request["files"], start=1):
-    os.dup2(os.open(file, os.O_WRONLY), number)
+for number, output in enumerate(outputs, start=1):
+    os.dup2(output, number)
+    os.close(output)
 os.chdir(request["cwd"])
 os.environ.clear()
 os.environ.update(request["env"])
@@ -180,6 +185,7 @@ def start(
     env: Mapping[str, str] | None = None,
     imported: str = "torch",
     terminal: str | None = None,
+    together: bool = False,
 ) -> Program:
     """Start a program in a fork of a process that has imported torch; one at a time.
 
@@ -189,6 +195,7 @@ def start(
         env: the environment; by default that of the tests.
         imported: modules that are imported in the process, by default `torch`; `TRAINER` is the other choice.
         terminal: the path of a terminal to write to; by default a file each for stdout and stderr.
+        together: whether `stdout` also holds what is written to stderr, in order; by default `False`.
 
     Returns:
         The program, which runs.
@@ -201,6 +208,8 @@ def start(
     files = [Path(folder.name, name) for name in ("stdout", "stderr")]
     for file in files:
         file.touch()
+    if together:
+        files[1] = files[0]
     request = {
         "arguments": list(map(str, arguments)),
         "cwd": str(cwd),

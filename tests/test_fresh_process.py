@@ -62,6 +62,12 @@ def test_a_program_that_was_started_gets_signals():
         assert started.wait() == started.poll() == -9
 
 
+def test_both_outputs_can_be_read_in_order():
+    program = "import sys; print(1, flush=True); print(2, file=sys.stderr, flush=True); print(3)"
+    with fresh_process.start("-c", program, together=True) as started:
+        assert (started.wait(), started.stdout, started.stderr) == (0, "1\n2\n3\n", "")
+
+
 def test_a_program_runs_no_longer_than_it_is_needed():
     with fresh_process.start("-c", "import time; time.sleep(60)") as started:
         pass

@@ -1,5 +1,6 @@
 """A folder with weights in few bits: measured at the export, measured again from what it holds, and it generates."""
 
+import importlib.util
 import json
 import shutil
 
@@ -76,6 +77,22 @@ def test_the_folder_generates(folder):
     chosen = scores.gather(1, sequence[0, 5:, None])[:, 0]
     assert sequence.shape[1] == 17
     assert bool((scores.amax(-1) - chosen < 0.05).all())  # activations of one call are rounded in blocks of their own
+
+
+@pytest.mark.slow  # the import of NNCF alone takes 3 seconds
+def test_a_folder_for_openvino_is_measured_in_the_same_way(tmp_path):
+    """NNCF stores the weights; the manifest, the text and the measure are those of ONNX files."""
+    if importlib.util.find_spec("nncf") is None:
+        pytest.skip("NNCF is not installed")
+    done = export_folder(small_model("llama"), tmp_path / "out", target="openvino", quantize="int8")
+    quality = done.reports["model.xml"].quality
+    stored = json.loads((tmp_path / "out/yobx_flatten.json").read_text(encoding="utf-8"))
+    assert (stored["runtime"], stored["quality"]["model.xml"]["weights"]) == ("openvino", "int8")
+    assert quality.text_tokens == 8 * 126
+    report = verify_folder(tmp_path / "out")
+    assert report.ok
+    assert [check.file for check in report.checks] == ["model.xml", "generate"]
+    assert report.checks[0].quality.perplexity == pytest.approx(quality.perplexity, rel=1e-4)
 
 
 def test_a_text_is_in_the_tokens_of_the_model(tmp_path):

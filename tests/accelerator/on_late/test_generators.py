@@ -12,9 +12,6 @@ from tests.runtime.small import same_bits
 
 CONFIG = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=4)
 
-# A checkpoint sets the generator of the CPU in the thread of autograd, next to other threads that draw.
-TWO_THREADS = pytest.mark.xfail(strict=False, reason="checkpoints inside layers share the generator of the CPU")
-
 
 class Noisy(nn.Module):
     """Draws on the device, and where the probability says so on the host."""
@@ -44,7 +41,7 @@ def gradients(count, **options):
 
 
 @pytest.mark.parametrize("order", [("late", 0), ("random", 1)], ids=str)
-@pytest.mark.parametrize("checkpoints", [False, pytest.param(True, marks=TWO_THREADS)])
+@pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_the_same_on_any_number_of_devices(on_host, checkpoints, order):
     """Loss and gradients to the last bit, and the generator of the CPU is as it was."""

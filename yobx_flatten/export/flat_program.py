@@ -10,7 +10,8 @@ import copy
 import importlib.metadata
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,11 +46,13 @@ def flat_program(program: ExportedProgram) -> ExportedProgram:
             module.graph.erase_node(placeholders[entry.arg.name])
         else:
             inputs.append(entry)
+    _write_to_copies(module, {entry.arg.name for entry in inputs if entry.kind is InputKind.USER_INPUT})
     last = module.graph.output_node()
     kept = []
     for result, value in zip(signature.output_specs, last.args[0], strict=True):
         if not (result.kind is OutputKind.USER_OUTPUT and isinstance(result.arg, ConstantArgument)):
-            outputs.append(result)
+            moved = isinstance(value, torch.fx.Node) and value.name != result.arg.name  # a copy of an input
+            outputs.append(replace(result, arg=replace(result.arg, name=value.name)) if moved else result)
             kept.append(value)
     last.args = (tuple(kept),)
     module.recompile()
@@ -75,6 +78,27 @@ def flat_program(program: ExportedProgram) -> ExportedProgram:
         constants=program.constants,
         verifiers=program.verifiers,
     )
+
+
+def _write_to_copies(module: torch.fx.GraphModule, inputs: Collection[str]) -> None:
+    """Let a graph write to copies of its inputs: a file returns what it changed, and the tensors are the caller's.
+
+    States of transformers are changed in place, and code of AOTInductor would write them back.
+    """
+    for node in module.graph.find_nodes(op="placeholder"):
+        reached, written = {node}, False
+        for user in module.graph.nodes:  # in order: what is a view of a view comes after it
+            if user.op != "call_function" or not isinstance(user.target, torch._ops.OpOverload):
+                continue
+            for argument, value in zip(user.target._schema.arguments, user.args, strict=False):
+                if argument.alias_info is not None and value in reached:
+                    reached.add(user)
+                    written |= argument.alias_info.is_write
+        if written and node.name in inputs:
+            with module.graph.inserting_after(node):
+                copied = module.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copied.meta = dict(node.meta)
+            node.replace_all_uses_with(copied, delete_user_cb=lambda user, copied=copied: user is not copied)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from yobx_flatten import InvalidArgumentError, export_program
-from yobx_flatten.export.flat_program import signature_of
+from yobx_flatten.export.flat_program import flat_program, signature_of
 from yobx_flatten.export.program import source_of
 from yobx_flatten.runners.signature import Signature
 
@@ -60,3 +60,20 @@ def test_a_sliding_cache_holds_what_the_mask_states(columns, held):
     assert [tensor.shape[-2] for tensor in bind(held)] == [1, 1, held]
     with pytest.raises(InvalidArgumentError, match=f"{key} holds {held + 1} tokens, and the file takes {held} there"):
         bind(held + 1)
+
+
+def test_a_program_of_a_file_does_not_write_to_its_inputs():
+    """A state that the model changes in place, through a view: the program returns it, and the caller's stays."""
+
+    class Counts(torch.nn.Module):
+        def forward(self, x, state):
+            state.transpose(0, 1).copy_(state.transpose(0, 1) + x.sum())
+            return state * 2, state
+
+    given = {"x": torch.ones(2, 3), "state": torch.zeros(4, 2)}
+    flat = flat_program(torch.export.export(Counts(), (), given))
+    module, state = flat.module(), torch.full((4, 2), 5.0)
+    doubled, after = module(torch.ones(2, 3), state)
+    assert torch.equal(state, torch.full((4, 2), 5.0))
+    assert torch.equal(after, torch.full((4, 2), 11.0))
+    assert torch.equal(doubled, torch.full((4, 2), 22.0))

@@ -47,7 +47,8 @@ test: $(VENV)/.has-test  ## run the tests, a process per core (PYTEST_ARGS="-k c
 # docs/dev/accelerator.md states what it shows. One process: the order of the work would differ between several.
 accelerator: $(VENV)/.has-test  ## run the tests of the pipeline on an accelerator made of the CPU (PYTEST_ARGS="--order random --seed 7")
 	$(BIN)/python -m pytest -p tests.accelerator.plugin -n 0 tests/accelerator/on_late $(PYTEST_ARGS) \
-		$(addprefix tests/runtime/,pipeline engine optim device batch huggingface/test_wrap.py)
+		$(addprefix tests/runtime/,optim device/test_accelerator.py \
+		$(addprefix pipeline/test_,model_state.py packed_data.py wrapping.py))
 
 interleavings: $(VENV)/.has-test  ## train there in COUNT=10000 random orders and compare every bit; goes on where it stopped
 	$(BIN)/python -m tests.accelerator.interleavings $(COUNT)

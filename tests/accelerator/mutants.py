@@ -42,6 +42,12 @@ _ON_LATE = [
 _PLAIN = ["tests/runtime/device", "tests/runtime/engine/test_faults.py", "tests/runtime/engine/test_interrupted.py"]
 
 
+# Removals that no test can notice, and why.
+_UNSEEN = {
+    "accelerator.py:copy_out: with self._compute": "sparse gradients, which the reference accelerator does not have",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Mutant:
     """One removal.
@@ -225,7 +231,7 @@ def page(results: dict[str, str | None]) -> str:
     rows = []
     for name, found in results.items():
         file, function, code = name.split(":", 2)
-        shown = found or "**nothing**"
+        shown = found or _UNSEEN.get(name, "**nothing**")
         rows.append(
             f"| `{file}` | `{function}` | `{code.strip()}` | {shown if ' ' in shown or not found else f'`{shown}`'} |"
         )
@@ -280,8 +286,9 @@ def main() -> None:
         )
     if arguments.page:
         arguments.page.write_text(page(results))
-    missed = [name for name in names if not results.get(name) and arguments.only in name]
-    print(f"{len(names) - len(missed)} of {len(names)} removals are noticed")
+    tried = [name for name in names if arguments.only in name]
+    missed = [name for name in tried if not results.get(name) and name not in _UNSEEN]
+    print(f"{sum(bool(results.get(name)) for name in tried)} of {len(tried)} removals are noticed")
     sys.exit(bool(missed))
 
 

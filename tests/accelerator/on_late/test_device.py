@@ -35,6 +35,34 @@ def test_an_activation_does_not_queue_behind_parameters(device):
         assert (activation.tolist(), there.tolist()) == ([1, 1], [5, 5, 5])
 
 
+def test_a_tensor_may_be_written_in_place_after_its_download_was_given(device):
+    """The next layer does so, while the copy is late."""
+    with device.computing():
+        there = torch.ones(3, device=device.torch_device)
+    host, event = device.copy_out(there)
+    with device.computing():
+        there.fill_(5)
+    device._compute.synchronize()
+    event.result()
+    assert host.tolist() == [1, 1, 1]
+
+
+def test_an_upload_waits_for_an_event_of_another_kind(device):
+    """One of a device that is no accelerator: the host waits."""
+    host = torch.zeros(3).pin_memory()
+
+    class Event:
+        def done(self):
+            return False
+
+        def result(self):
+            host.fill_(3)
+
+    copy = device.copy_in(host, Event())
+    with device.computing():
+        assert copy.tolist() == [3, 3, 3]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_parameters_may_change_as_soon_as_a_call_returns(seed):
     """Nothing is under way that reads the weights, or writes the gradients."""
@@ -89,6 +117,19 @@ def test_the_host_runs_two_stages_ahead_at_most(device):
             with device.computing():
                 flag.copy_(torch.ones(1, device=device.torch_device), non_blocking=True)
     assert found == [[0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0]]
+
+
+def test_gradients_of_one_stage_only_are_still_under_way(device):
+    """The fourth stage begins when the gradients of the first one are on the host."""
+    targets = [torch.zeros(1).pin_memory() for _ in range(4)]
+    found = []
+    for target in targets:
+        with device.visit():
+            found.append([int(target.item()) for target in targets])
+            with device.computing():
+                gradient = torch.ones(1, device=device.torch_device)
+            device.copy_out(gradient, last=True, parameter=True, target=target)
+    assert found == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
 
 
 @pytest.mark.parametrize(("nbytes", "pieces"), [(16, 3), (40, 1), (1, 10)])

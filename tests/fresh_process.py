@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 
 # Runs as `python -c`, so that the forks have the module search path of `python -c`.
 _SERVER = """
-import json, os, runpy, socket, sys, types
+import json, os, runpy, signal, socket, sys, types
 import {imported}
 
 stream = socket.socket(fileno=int(sys.argv[1])).makefile("rw")
@@ -56,6 +56,8 @@ else:
     sys.exit()
 
 stream.close()
+# a shell that runs the tests in the background has it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 for number, output in enumerate(outputs, start=1):
     os.dup2(output, number)
     os.close(output)

@@ -135,10 +135,11 @@ def _measure(
             torch.autograd.backward([exit_ for exit_, _ in starts], [gradient for _, gradient in starts])
         reached = [p for p in trained if p.grad is not None and (p.grad._version or p.grad.dtype != gradient_dtype(p))]
         for parameter in reached:
-            gradient = parameter.grad
-            if gradient is not None and gradient.dtype != gradient_dtype(parameter):
+            gradient, dtype = parameter.grad, gradient_dtype(parameter)
+            if gradient is not None and gradient.dtype != dtype:
                 parameter.grad = None
-                gradient = gradient.to(gradient_dtype(parameter))  # on its way into the sum
+                # on its way into the sum; a wider one takes it as it is
+                gradient = gradient if torch.promote_types(gradient.dtype, dtype) == dtype else gradient.to(dtype)
     footprint = LayerFootprint(
         name=name,
         param_bytes=contents.nbytes(),

@@ -134,7 +134,7 @@ def _prompts(model: TransformersModel, text: Any, rows: int) -> dict[str, torch.
 
 def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """One image for every row, before its text and after its padding."""
-    from .pieces import VisionEncoder, images_for
+    from .image_pieces import VisionEncoder, images_for
 
     count = len(inputs["input_ids"])
     pictures: dict[str, torch.Tensor] = {}

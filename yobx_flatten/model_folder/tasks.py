@@ -7,7 +7,8 @@ from typing import Any
 
 from ..errors import InvalidArgumentError
 from ..recipe.aliases import TransformersModel
-from .pieces import Piece, decoder_pieces, encoder_decoder_pieces, vision_language_pieces
+from .image_pieces import vision_language_pieces
+from .pieces import Piece, decoder_pieces, encoder_decoder_pieces
 from .plain_pieces import plain_pieces
 
 __all__ = ["GENERATES", "TASKS", "pieces_for", "task_of"]

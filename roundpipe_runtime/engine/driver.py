@@ -7,6 +7,7 @@ any more. A run that fails changes no gradient, no buffer and no seed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -87,12 +88,11 @@ class Engine:
         self.devices = list(devices)
         self.tag = tag
         self.step = 0
-        self.store = ParameterStore(model, optim_dtype)
+        self.store = self.make_store(model, optim_dtype)
         self.table = ReadinessTable(len(self.layers))
         self.round_robin = RoundRobin(len(self.devices))
         self.planner = Planner(self.layers, self.devices, self.store.gradient_dtype)
-        found = self.layers
-        self.steps = StepRunner(self.store, self.table, lambda: scan(found))
+        self.steps = self.make_steps()
         is_accelerated = any(device.torch_device.type != "cpu" for device in self.devices)
         self.gradient_memory = GradientMemory() if is_accelerated else None
         self.lock = threading.RLock()
@@ -103,6 +103,15 @@ class Engine:
             for device in self.devices:
                 _USERS.setdefault(device, weakref.WeakSet()).add(self)
         self._warned = False
+
+    def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> ParameterStore:
+        """Return the store of the model's parameters."""
+        return ParameterStore(model, optim_dtype)
+
+    def make_steps(self) -> StepRunner:
+        """Return what runs the optimizer's steps."""
+        layers = self.layers
+        return StepRunner(self.store, self.table, lambda: scan(layers))
 
     # -- what a user calls -------------------------------------------------------------------------------------------
 
@@ -173,13 +182,7 @@ class Engine:
             check_labels(batch.label)
             microbatches = self.split(batch, config)
             rows = [microbatch.rows for microbatch in microbatches]
-            pinned = self._pins()
-            labels = [
-                host_value(one.labels, one.label_spec, requires_grad=False, what="label", pinned=pinned)
-                for one in microbatches
-            ]
-            run = self.prepare("fused", config, rows, labels=labels, loss_fn=loss_fn, keep_outputs=return_outputs)
-            host_values = _inputs_of(microbatches, run, pinned)
+            run, host_values = self.prepare_fused(microbatches, config, loss_fn=loss_fn, keep_outputs=return_outputs)
             self._start(run, host_values)
             self.execute(run, run.spec.stages)
             outputs = None
@@ -189,7 +192,7 @@ class Engine:
             total = pytree.tree_map(torch.Tensor.cpu, run.contract.total())
             self._warn(run, rows, config)
             run.collected.buffers.check()
-            feed_inputs(run, host_values)
+            feed_inputs(run, host_values, run.contract.gradient_scale())
             self.commit(run)
             return (total, outputs) if return_outputs else total
 
@@ -211,14 +214,49 @@ class Engine:
         number = config.num_microbatch or 1
         return split_flat(batch, number, split_input=config.split_input, split_label=config.split_label)
 
-    def prepare(self, kind: RunType, config: RoundPipeRunConfig, rows: Sequence[int | None], **of_loss: Any) -> Run:
+    def prepare_fused(
+        self,
+        microbatches: Sequence[FlatMicrobatch],
+        config: RoundPipeRunConfig,
+        contract: LossContract | None = None,
+        **of_spec: Any,
+    ) -> tuple[Run, list[HostValue]]:
+        """Return a run of forward, loss and backward that has not started, and its inputs.
+
+        Args:
+            microbatches: microbatches of the run.
+            config: settings of the call, without gaps.
+            contract: contract of the losses. Default: these microbatches are the whole batch.
+            **of_spec: further fields of :class:`RunSpec`.
+
+        Returns:
+            The run, and the inputs of each microbatch.
+        """
+        pinned = self._pins()
+        labels = [
+            host_value(one.labels, one.label_spec, requires_grad=False, what="label", pinned=pinned)
+            for one in microbatches
+        ]
+        rows = [microbatch.rows for microbatch in microbatches]
+        run = self.prepare("fused", config, rows, contract, labels=labels, **of_spec)
+        return run, _inputs_of(microbatches, run, pinned)
+
+    def prepare(
+        self,
+        kind: RunType,
+        config: RoundPipeRunConfig,
+        rows: Sequence[int | None],
+        contract: LossContract | None = None,
+        **of_spec: Any,
+    ) -> Run:
         """Return a run that has not started.
 
         Args:
             kind: ``"infer"``, ``"train"`` or ``"fused"``.
             config: settings of the call, without gaps.
             rows: rows of each microbatch, ``None`` where they are not known.
-            **of_loss: ``labels``, ``loss_fn`` and ``keep_outputs`` of a fused run, see :class:`RunSpec`.
+            contract: contract of the losses of a fused run. Default: these microbatches are the whole batch.
+            **of_spec: fields of :class:`RunSpec` that a fused run has in addition, or has others of.
 
         Returns:
             The run, which reads the parameters of this moment.
@@ -256,10 +294,10 @@ class Engine:
             stays=kind == "fused" and self.planner.fits(),
             one_thread=self.planner.prefers_one_thread(kind),
             take_gradient=self.take_gradient,
-            **of_loss,
         )
+        spec = dataclasses.replace(spec, **of_spec)
         timer = Timer(self.planner.measured(kind), current_timeline())
-        contract = LossContract(config.loss_reduction or "sum", rows)
+        contract = LossContract(config.loss_reduction or "sum", rows) if contract is None else contract
         memory = self.gradient_memory
         if memory is not None and spec.requires_grad:
             memory.prepare(spec.contents, self.store.gradient_dtype)

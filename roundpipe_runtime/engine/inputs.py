@@ -50,14 +50,14 @@ def host_value(
     return HostValue(structure, tensors, flags, [None] * len(tensors))
 
 
-def feed_inputs(run: Run, host_values: Sequence[HostValue]) -> None:
+def feed_inputs(run: Run, host_values: Sequence[HostValue], scale: float) -> None:
     """Continue backward from the inputs if they are part of a graph, such as that of another pipeline.
 
     Args:
         run: run that has gone backward.
         host_values: inputs of each microbatch.
+        scale: factor for their gradients, known when all losses of the batch are.
     """
-    scale = run.contract.gradient_scale()
     tensors, gradients = [], []
     for number, on_host in enumerate(host_values):
         for tensor, copy in zip(on_host.tensors, run.collected.input_gradients.get(number, []), strict=False):

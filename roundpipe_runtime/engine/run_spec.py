@@ -15,6 +15,7 @@ from ..optim.parameters import LayerContents
 from ..schedule.plan import RunType
 from ..schedule.round_robin import Stage
 from .recompute import call_seed
+from .resident import Gradients
 
 __all__ = ["RunSpec", "captured_autocast"]
 
@@ -43,6 +44,10 @@ class RunSpec:
         one_thread: Whether the thread of one device does the work of all. Default: ``False``.
         take_gradient: Function that is offered each gradient as soon as a microbatch has gone back through a layer.
             Default: none.
+        first_microbatch: Index of the first microbatch in the whole batch, of which this run may be a part.
+            Default: 0.
+        gradients_landed: Function that is given the index of a layer and its gradients on the host, as soon as their
+            copies are under way. It may take gradients out of the mapping. Default: none.
     """
 
     kind: RunType
@@ -62,6 +67,8 @@ class RunSpec:
     stays: bool = False
     one_thread: bool = False
     take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
+    first_microbatch: int = 0
+    gradients_landed: Callable[[int, Gradients], None] | None = None
 
     @property
     def has_backward(self) -> bool:
@@ -86,7 +93,7 @@ class RunSpec:
         Returns:
             The seed, the same on any device and for any plan.
         """
-        return call_seed(self.base_seed, self.tag, self.step, layer, microbatch)
+        return call_seed(self.base_seed, self.tag, self.step, layer, self.first_microbatch + microbatch)
 
 
 def captured_autocast(device_types: Sequence[str]) -> list[dict[str, Any]]:

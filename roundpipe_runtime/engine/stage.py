@@ -131,6 +131,8 @@ class _Visit:
     def _download_gradients(self, resident: LayerOnDevice) -> None:
         gradients = resident.download_gradients(self.run.gradient_scale(), self.run.gradient_memory)
         self.collected.gradients[resident.contents.index] = gradients
+        if self.spec.gradients_landed is not None:
+            self.spec.gradients_landed(resident.contents.index, gradients)
 
     # -- one microbatch ----------------------------------------------------------------------------------------------
 

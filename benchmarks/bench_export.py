@@ -166,11 +166,11 @@ class File:
         import numpy
         import onnxruntime
 
-        ids = tokens(past, new)
+        rows = rows_of(cache)
         known = {
-            "input_ids": ids.numpy(),
-            "attention_mask": numpy.ones((1, past + new), numpy.int64),
-            "position_ids": numpy.arange(past, past + new)[None],
+            "input_ids": tokens(rows, past, new).numpy(),
+            "attention_mask": numpy.ones((rows, past + new), numpy.int64),
+            "position_ids": numpy.tile(numpy.arange(past, past + new), (rows, 1)),
         }
         values = {}
         for node in self.session.get_inputs():
@@ -193,7 +193,7 @@ class File:
                 binding.bind_output(name, "cpu")
             self.session.run_with_iobinding(binding)
             found = binding.get_outputs()[self.outputs.index("logits")].numpy()
-            return found[0, -1]
+            return found[:, -1]
 
         return call
 
@@ -209,8 +209,9 @@ class Eager:
         import torch
         import transformers
 
-        ids, mask = tokens(past, new), torch.ones(1, past + new, dtype=torch.int64)
-        positions = torch.arange(past, past + new)[None]
+        rows = rows_of(cache)
+        ids, mask = tokens(rows, past, new), torch.ones(rows, past + new, dtype=torch.int64)
+        positions = torch.arange(past, past + new).expand(rows, -1)
 
         def call() -> Any:
             held = transformers.DynamicCache(config=self.model.config)
@@ -219,7 +220,7 @@ class Eager:
             start = time.process_time()  # the cache is made again for every call; that is not part of a token
             found = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=held)
             call.seconds = time.process_time() - start
-            return found.logits[0, -1].numpy()
+            return found.logits[:, -1].numpy()
 
         return call
 
@@ -241,7 +242,8 @@ class Compiled:
         held = transformers.StaticCache(config=self.model.config, max_cache_len=past + new)
         for layer, (keys, values) in cache.items():
             held.update(keys, values, layer)
-        ids, positions = tokens(past, new), torch.arange(past, past + new)[None]
+        rows = rows_of(cache)
+        ids, positions = tokens(rows, past, new), torch.arange(past, past + new).expand(rows, -1)
 
         def call() -> Any:
             for layer in held.layers:
@@ -251,26 +253,34 @@ class Compiled:
             start = time.process_time()
             found = self.compiled(input_ids=ids, position_ids=positions, past_key_values=held)
             call.seconds = time.process_time() - start
-            return found.logits[0, -1].numpy()
+            return found.logits[:, -1].numpy()
 
         return call
 
 
-def tokens(past: int, new: int) -> Any:
-    """The same tokens for everyone."""
+def tokens(rows: int, past: int, new: int) -> Any:
+    """The same tokens for everyone, and in every row."""
     import torch
 
-    return torch.arange(past, past + new)[None] % 200 + 3
+    return (torch.arange(past, past + new) % 200 + 3).repeat(rows, 1)
 
 
-def past_of(model: Any, length: int) -> dict[int, tuple[Any, Any]]:
+def rows_of(cache: dict[int, tuple[Any, Any]]) -> int:
+    """How many rows a cache is of."""
+    return next(iter(cache.values()))[0].shape[0]
+
+
+def past_of(model: Any, length: int, rows: int) -> dict[int, tuple[Any, Any]]:
     """All keys and values per layer, as the model itself computes them for that many tokens."""
     import transformers
 
     held = transformers.DynamicCache()  # without a configuration no layer drops what its window has passed
     for begin in range(0, length, 512):
-        model.model(input_ids=tokens(begin, min(512, length - begin)), past_key_values=held)
-    return {number: (layer.keys, layer.values) for number, layer in enumerate(held.layers)}
+        model.model(input_ids=tokens(1, begin, min(512, length - begin)), past_key_values=held)
+    return {
+        number: (layer.keys.repeat(rows, 1, 1, 1), layer.values.repeat(rows, 1, 1, 1))
+        for number, layer in enumerate(held.layers)
+    }
 
 
 def keys_kept(config: Any) -> dict[int, int]:
@@ -281,18 +291,20 @@ def keys_kept(config: Any) -> dict[int, int]:
 
 
 def measure(
-    openers: dict[str, Callable[[], Any]], model: Any, pasts: list[int], rounds: int, openings: int
+    openers: dict[str, Callable[[], Any]], model: Any, pasts: list[int], batches: list[int], rounds: int, openings: int
 ) -> list[dict[str, Any]]:
-    """Time every side at every length, by turns, and compare its logits with the eager model's."""
-    work = [(f"decode, {past} cached", past, 1) for past in pasts]
-    work.append((f"prefill {PREFILL} after {PREFILL_AFTER}", PREFILL_AFTER, PREFILL))
-    caches = [past_of(model, past) for _, past, _ in work]
+    """Time every side by turns, and compare its logits with the eager model's: larger batches at the middle length."""
+    work = [(f"decode, {past} cached", past, 1, 1) for past in pasts]
+    middle = pasts[len(pasts) // 2]
+    work += [(f"decode, {middle} cached, {rows} rows", middle, 1, rows) for rows in batches]
+    work.append((f"prefill {PREFILL} after {PREFILL_AFTER}", PREFILL_AFTER, PREFILL, 1))
+    caches = [past_of(model, past, rows) for _, past, _, rows in work]
     least = [dict.fromkeys(openers, math.inf) for _ in work]
     differences: list[dict[str, float]] = [{} for _ in work]
     for opening in range(openings):
         names = list(openers)
         sides = {side: openers[side]() for side in names[opening % len(names) :] + names[: opening % len(names)]}
-        for (_, past, new), cache, found, off in zip(work, caches, least, differences, strict=True):
+        for (_, past, new, _), cache, found, off in zip(work, caches, least, differences, strict=True):
             calls = {side: sides[side].prepare(past, new, cache) for side in openers}
             expected = calls["eager"]()
             for side, call in calls.items():
@@ -309,7 +321,7 @@ def measure(
         gc.collect()
     return [
         {"work": name, "milliseconds": {side: 1e3 * took for side, took in found.items()}, "off": off}
-        for (name, _, _), found, off in zip(work, least, differences, strict=True)
+        for (name, _, _, _), found, off in zip(work, least, differences, strict=True)
     ]
 
 
@@ -349,7 +361,7 @@ def run(family: str, options: argparse.Namespace, folder: pathlib.Path) -> dict[
         compiled = Compiled(model)
         openers["torch.compile, static cache"] = lambda: compiled
     with torch.no_grad():
-        rows = measure(openers, model, options.past, options.rounds, options.openings)
+        rows = measure(openers, model, options.past, options.batches, options.rounds, options.openings)
     for row in rows:
         print(f"{family:12} {row['work']}")
         for side, took in sorted(row["milliseconds"].items(), key=lambda item: item[1]):
@@ -385,6 +397,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the size has")
     parser.add_argument("--families", default="llama", help=f"of {', '.join(FAMILIES)}; with commas")
     parser.add_argument("--past", default="128,1024,4096", help="tokens in the cache; with commas")
+    parser.add_argument("--batches", default="4", help="batches with more than one row, their rows; with commas")
     parser.add_argument("--rounds", type=int, default=5, help="of each opening; 5 by default")
     parser.add_argument("--openings", type=int, default=3, help="how often each file is opened; 3 by default")
     parser.add_argument("--genai", help="Python of an environment with onnxruntime-genai")
@@ -396,6 +409,7 @@ def main() -> None:
     if unknown := set(options.families) - set(FAMILIES):
         parser.error(f"--families {','.join(sorted(unknown))}: expected some of {', '.join(FAMILIES)}")
     options.past = [int(length) for length in options.past.split(",")]
+    options.batches = [int(rows) for rows in options.batches.split(",")]
     warnings.simplefilter("ignore")
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch

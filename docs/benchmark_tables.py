@@ -109,7 +109,7 @@ def _draw_tokens(calls: Sequence[Mapping[str, Any]], sides: Sequence[str], path:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    decode = [call for call in calls if call["work"].startswith("decode")]
+    decode = [call for call in calls if call["work"].startswith("decode") and not call["work"].endswith("rows")]
     lengths = [int(call["work"].split()[1]) for call in decode]
     with pyplot.rc_context({"svg.hashsalt": path.name, "text.color": GREY, "font.size": 9}):  # the same bytes each time
         figure, axes = pyplot.subplots(figsize=(7, 3.2))

@@ -22,6 +22,7 @@ from torch.export.graph_signature import ConstantArgument, ExportGraphSignature,
 from ..errors import InvalidArgumentError
 from ..errors.dependencies import is_installed
 from ..runners.signature import Signature, Size
+from .size_relations import relations_of
 from .traced import Traced
 
 __all__ = ["flat_program", "quietly", "signature_of"]
@@ -149,7 +150,9 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
     largest = {name: int(found.upper) for name, found in ranges.items() if _is_finite(found.upper)}
     smallest = {name: int(found.lower) for name, found in ranges.items() if _is_finite(found.lower) and found.lower > 2}
     made_by = {name: _version(name) for name in (*_MADE_BY, *versions) if is_installed(name)}
-    return Signature(inputs, traced.output_names, largest, smallest, made_by, _rows(program, by_argument), traced.kept)
+    alone = {name for _, _, sizes in inputs for size in sizes if isinstance(size, Mapping) for name in size if name}
+    rows, relations = _rows(program, by_argument), relations_of(program, alone)
+    return Signature(inputs, traced.output_names, largest, smallest, made_by, rows, traced.kept, relations)
 
 
 _SAME_VALUES = ("view", "reshape", "alias", "detach", "contiguous", "clone", "slice", "unsqueeze", "squeeze")

@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import Any
 
+from ..errors import InvalidArgumentError
 from ..errors.log import STEP
 from ..errors.messages import first_line
+from ..runners.signature import KEY
 from .example import Example
+from .flat_program import signature_of
 from .onnx_attention import count_operators
 from .onnx_file import UnprovenFile, convert
 from .onnx_opset import ATTENTION_OPSET, attention_opset
@@ -91,6 +95,8 @@ def write_proven(
                     share=attempt.share,
                     readers=traced.readers,
                 )
+            if not attempt.share:  # its cache has room for more tokens than it holds
+                _state_sizes(converted.model, traced)
             with report.timed("save"):
                 if quantization is not None:
                     quantize_model(converted.model, quantization, report)
@@ -122,3 +128,20 @@ def _attempts(opset_version: int | None) -> list[_Attempt]:
         return [*fused, _Attempt(opset_version, False)]
     newest = attention_opset()
     return [*([] if newest is None else [_Attempt(newest, True)]), _Attempt(None, False)]
+
+
+def _state_sizes(model: Any, traced: Traced) -> None:
+    """State in an ONNX file how sizes of its inputs depend on each other, which ONNX cannot assert.
+
+    Bounds are left out, since such a file takes any length, and so are inequalities: those of a trace are also about
+    sizes of one, which the file takes.
+    """
+    try:
+        signature = signature_of(traced)
+    except InvalidArgumentError:  # an input is a number, which has no size
+        return
+    if any(dtype.is_complex for _, dtype, _ in signature.inputs):  # pairs of numbers in the file
+        return
+    equal = [relation for relation in signature.relations if isinstance(relation, tuple) and relation[0] == "=="]
+    stated = dataclasses.replace(signature, largest={}, smallest={}, relations=equal)
+    model.metadata_props[KEY] = stated.to_json()

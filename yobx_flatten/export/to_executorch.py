@@ -11,6 +11,7 @@ from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError
 from ..errors.messages import first_line
 from ..runners.executorch_runner import METHOD, SIGNATURE
 from ..runners.signature import Signature
+from .executorch_loops import states_of_the_call
 from .executorch_operators import missing_kernels, written_out
 from .flat_program import flat_program, quietly, signature_of
 from .traced import Traced
@@ -83,7 +84,8 @@ def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack
                 compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
                 constant_methods={SIGNATURE: signature.to_json()},
             )
-            made = edge.to_executorch()
+            with states_of_the_call():
+                made = edge.to_executorch()
     except Exception as error:  # ExecuTorch raises whatever its passes do
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise FlattenError(f"ExecuTorch cannot lower the program ({reason}){_advice(error, backend)}") from error

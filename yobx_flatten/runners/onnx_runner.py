@@ -21,6 +21,7 @@ from .one_by_one import is_refused, one_by_one, row_by_row
 from .onnx_buffers import SHARED_CACHE, BufferedCache
 from .onnx_values import from_value, to_value, value_type
 from .ports import CacheSlot, Port, cache_slots, is_present, split_cache, with_rows
+from .signature import KEY, Signature
 
 __all__ = ["OnnxRunner"]
 
@@ -48,9 +49,11 @@ class OnnxRunner:
         }
         self.outputs: Sequence[str] = [node.name for node in session.get_outputs()]
         self.slots: Sequence[CacheSlot] = cache_slots(self.ports.values())
-        shared = session.get_modelmeta().custom_metadata_map.get(SHARED_CACHE, "").split(",")
+        metadata = session.get_modelmeta().custom_metadata_map
+        shared = metadata.get(SHARED_CACHE, "").split(",")
         pairs = {slot.port.name: slot.present for slot in self.slots}
         self.shared: Mapping[str, str] = {name: pairs[name] for name in shared if name in pairs}
+        self._signature = Signature.from_json(metadata[KEY], name) if KEY in metadata else None
         # outputs of one token, however many were read
         self._of_last = {node.name for node in session.get_outputs() if len(node.shape) < 2 or node.shape[1] == 1}
         self._has_text = any(node.type == "tensor(string)" for node in (*nodes, *session.get_outputs()))
@@ -60,6 +63,9 @@ class OnnxRunner:
         if self.refuses(inputs):
             return self.run_in_parts(inputs)
         values = {name: to_value(name, kind, inputs[name]) for name, kind in self._kinds.items()}
+        if self._signature is not None:
+            shapes = {name: tuple(getattr(inputs[name], "shape", ())) for name in self.ports}
+            self._signature.check_sizes(shapes, ReplayError, self.name)
         try:
             found = self._call_with_text(values) if self._has_text else self._call(values)
             return {name: from_value(value) for name, value in found.items()}

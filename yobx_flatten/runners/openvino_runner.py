@@ -132,8 +132,9 @@ def _last_line(error: BaseException) -> str:
 
 def _signature(model: Any, path: pathlib.Path) -> Signature:
     """The stored signature, which knows how sizes depend on each other; else what the model itself states."""
-    if model.has_rt_info([KEY]):
-        return Signature.from_json(model.get_rt_info([KEY]).astype(str), str(path))
+    for place in ([KEY], ["framework", KEY]):  # of its own files; of the metadata of an ONNX file
+        if model.has_rt_info(place):
+            return Signature.from_json(model.get_rt_info(place).astype(str), str(path))
     inputs = []
     for port in model.inputs:
         kind = port.element_type.get_type_name()

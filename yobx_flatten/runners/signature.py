@@ -20,6 +20,7 @@ import torch
 
 from ..errors import DamagedFileError, FlattenError, ForeignFileError
 from .ports import Port
+from .relations import Expression, format_expression, from_lists, holds, names_in
 
 __all__ = ["KEY", "Signature", "Size", "as_tensor"]
 
@@ -55,6 +56,7 @@ class Signature:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    relations: Sequence[Expression] = ()
 
     @property
     def ports(self) -> dict[str, Port]:
@@ -85,12 +87,30 @@ class Signature:
                 if low < 0 or high >= self.rows[name]:
                     wrong = low if low < 0 else high
                     raise failure(f"{name} holds {wrong}, and {where} takes 0 to {self.rows[name] - 1}.")
-        bound: dict[str, int] = {}
+        shapes = {name: tuple(tensor.shape) for (name, _, _), tensor in zip(self.inputs, found, strict=True)}
+        self.check_sizes(shapes, failure, where)
+        return found
+
+    def check_sizes(self, shapes: Mapping[str, tuple[int, ...]], failure: type[FlattenError], where: str) -> None:
+        """Refuse inputs whose sizes do not fit the file, or each other.
+
+        Args:
+            shapes: the shape of every input.
+            failure: class of the error.
+            where: name of the file, for messages.
+
+        Raises:
+            FlattenError: of the class ``failure``, naming the input, what it is and what the file takes.
+        """
+        for name, _, sizes in self.inputs:
+            if len(sizes) != len(shapes[name]):
+                raise failure(f"{where} takes {name} with {len(sizes)} axes, found the shape {shapes[name]}.")
         places = [
-            (name, axis, size, tensor.shape[axis])
-            for (name, _, sizes), tensor in zip(self.inputs, found, strict=True)
-            for axis, size in enumerate(_of_rank(name, sizes, tensor, failure, where))
+            (name, axis, size, given)
+            for name, _, sizes in self.inputs
+            for axis, (size, given) in enumerate(zip(sizes, shapes[name], strict=True))
         ]
+        bound: dict[str, int] = {}
         for name, axis, size, given in places:
             alone = _alone(size)
             if alone is not None and alone not in bound:
@@ -107,15 +127,20 @@ class Signature:
             if expected is not None and expected != given:
                 why = "" if isinstance(size, int) else ", since it depends on the sizes of other inputs"
                 raise failure(f"{name} has size {given} in axis {axis}, and {where} takes {expected} there{why}.")
-        given_as = {name: tensor for (name, _, _), tensor in zip(self.inputs, found, strict=True)}
-        for name, most in self.kept.items():
-            seen = given_as["attention_mask"].shape[1] - given_as["input_ids"].shape[1]
-            if given_as[name].shape[2] != min(seen, most):
+        for relation in self.relations:
+            if names_in(relation) <= bound.keys() and not holds(relation, bound):
+                stated = format_expression(relation, _places(places))
                 raise failure(
-                    f"{name} holds {given_as[name].shape[2]} tokens, and {where} takes {min(seen, most)} there, since "
+                    f"The sizes of the inputs do not fit each other: {where} takes {stated}, and found "
+                    f"{format_expression(relation, bound)}."
+                )
+        for name, most in self.kept.items():
+            seen = shapes["attention_mask"][1] - shapes["input_ids"][1]
+            if shapes[name][2] != min(seen, most):
+                raise failure(
+                    f"{name} holds {shapes[name][2]} tokens, and {where} takes {min(seen, most)} there, since "
                     f"attention_mask has {seen} columns more than input_ids."
                 )
-        return found
 
     def to_json(self) -> str:
         """Return it as text, which :meth:`from_json` reads."""
@@ -123,7 +148,8 @@ class Signature:
         about = {"inputs": rows, "outputs": [*self.outputs]}
         bounds = {"largest": dict(self.largest), "smallest": dict(self.smallest), "rows": dict(self.rows)}
         bounds |= {"kept": dict(self.kept)} if self.kept else {}
-        return json.dumps({"format": _FORMAT, **about, **bounds, "versions": dict(self.versions)})
+        related = {"relations": list(self.relations)} if self.relations else {}
+        return json.dumps({"format": _FORMAT, **about, **bounds, **related, "versions": dict(self.versions)})
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Signature:
@@ -147,8 +173,9 @@ class Signature:
             )
             outputs = [str(name) for name in found["outputs"]]
             kept = {str(k): int(v) for k, v in found.get("kept", {}).items()}
-            return cls(inputs, outputs, largest, smallest, dict(found["versions"]), rows, kept)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            relations = tuple(map(from_lists, found.get("relations", ())))
+            return cls(inputs, outputs, largest, smallest, dict(found["versions"]), rows, kept, relations)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, ForeignFileError):
                 raise
             raise DamagedFileError(f"The signature in {where} cannot be read ({type(error).__name__}).") from None
@@ -178,17 +205,19 @@ def as_tensor(name: str, dtype: torch.dtype, value: Any, failure: type[FlattenEr
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
-def _of_rank(
-    name: str, sizes: tuple[Size, ...], tensor: torch.Tensor, failure: type[FlattenError], where: str
-) -> tuple[Size, ...]:
-    if len(sizes) != tensor.dim():
-        raise failure(f"{where} takes {name} with {len(sizes)} axes, found the shape {tuple(tensor.shape)}.")
-    return sizes
-
-
 def _alone(size: Size) -> str | None:
     """The name where a size is that of a name and nothing else."""
     return next(iter(size)) if isinstance(size, Mapping) and list(size.values()) == [1] and "" not in size else None
+
+
+def _places(places: Sequence[tuple[str, int, Size, int]]) -> dict[str, str]:
+    """For the name of each size the input and axis where it is to be found."""
+    found: dict[str, str] = {}
+    for name, axis, size, _ in places:
+        alone = _alone(size)
+        if alone is not None:
+            found.setdefault(alone, f"{name}.shape[{axis}]")
+    return found
 
 
 def _value(size: Size, bound: Mapping[str, int]) -> int | None:

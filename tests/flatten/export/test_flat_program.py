@@ -1,11 +1,21 @@
 """What a file states of its inputs: sizes that depend on each other, those that only an index shows among them."""
 
+import re
+
 import pytest
 import torch
 
-from yobx_flatten import InvalidArgumentError, export_program
+from yobx_flatten import (
+    Case,
+    InvalidArgumentError,
+    ReplayError,
+    export_program,
+    prove_program,
+    register_flattening_functions,
+)
 from yobx_flatten.export.flat_program import flat_program, signature_of
 from yobx_flatten.export.program import source_of
+from yobx_flatten.runners.open import open_runner
 from yobx_flatten.runners.signature import Signature
 
 
@@ -60,6 +70,83 @@ def test_a_sliding_cache_holds_what_the_mask_states(columns, held):
     assert [tensor.shape[-2] for tensor in bind(held)] == [1, 1, held]
     with pytest.raises(InvalidArgumentError, match=f"{key} holds {held + 1} tokens, and the file takes {held} there"):
         bind(held + 1)
+
+
+class Positions(torch.nn.Module):
+    """Positions that a mask states, as those of OPT: whatever its length is, there is one for each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = torch.nn.Embedding(32, 4)
+
+    def forward(self, input_ids, attention_mask, past_key_values):
+        columns, new = attention_mask.shape[1], input_ids.shape[1]
+        torch._check(columns == past_key_values.shape[1] + new)
+        places = torch.arange(new) + (columns - new)
+        return self.positions(attention_mask.cumsum(1).index_select(1, places)), past_key_values
+
+
+def _call(rows, past, new, columns):
+    return {
+        "input_ids": torch.ones(rows, new, dtype=torch.int64),
+        "attention_mask": torch.ones(rows, columns, dtype=torch.int64),
+        "past_key_values": torch.zeros(rows, past, 4),
+    }
+
+
+@pytest.fixture(scope="module")
+def positions():
+    """The program with its proof."""
+    free = dict.fromkeys(
+        ("input_ids", "attention_mask", "past_key_values"), dict.fromkeys((0, 1), torch.export.Dim.AUTO)
+    )
+    given = _call(2, 5, 3, 8)
+    return export_program(Positions(), (), given, dynamic_shapes=free, cases=[Case("one", (), _call(1, 4, 1, 5))])
+
+
+@pytest.mark.parametrize("columns", [7, 9])
+def test_what_a_program_asserts_of_sizes_is_asked_of_a_file(positions, columns):
+    """A mask that is one token short or long: torch raises, and a runtime without assertions would return numbers."""
+    signature = signature_of(source_of(positions).traced)
+    assert Signature.from_json(signature.to_json(), "the file") == signature
+    assert signature.bind(_call(1, 7, 1, 8), InvalidArgumentError, "the file")
+    with pytest.raises(RuntimeError, match="Runtime assertion failed"):
+        positions.program.module()(**_call(3, 5, 3, columns))
+    with pytest.raises(InvalidArgumentError, match="do not fit each other") as caught:
+        signature.bind(_call(3, 5, 3, columns), InvalidArgumentError, "the file")
+    stated = {"attention_mask.shape[1]", "input_ids.shape[1]", "past_key_values.shape[1]", str(columns), "3", "5"}
+    assert stated < set(re.split(r"[ .]*(?:takes| == | \+ |, and found |\.$) ?", str(caught.value)))
+
+
+@pytest.mark.parametrize(("suffix", "runtime"), [(".xml", "openvino"), (".onnx", "openvino"), (".onnx", "onnxruntime")])
+def test_a_runtime_refuses_sizes_that_the_program_refuses(positions, tmp_path, suffix, runtime):
+    """Neither has assertions: both would take the positions of other tokens."""
+    pytest.importorskip(runtime)
+    path = tmp_path / f"positions{suffix}"
+    (positions.to_onnx if suffix == ".onnx" else positions.to_openvino)(path)
+    runner = open_runner(path, runtime=runtime)
+    with torch.no_grad():
+        expected, _ = source_of(positions).example.module(**_call(3, 5, 2, 7))
+    torch.testing.assert_close(runner.run(_call(3, 5, 2, 7))[runner.outputs[0]], expected)
+    with pytest.raises(ReplayError, match="do not fit each other"):
+        runner.run(_call(3, 5, 2, 6))
+
+
+def test_a_program_without_assertions_hands_its_guards_on():
+    """torch.export makes guards unless it is asked to defer them: here the length is at most ten times the width."""
+
+    class Narrow(torch.nn.Module):
+        def forward(self, x, y):
+            return x.sum() if x.shape[1] <= 10 * y.shape[0] else y.sum()
+
+    free = ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}, {0: torch.export.Dim.AUTO})
+    given = (torch.ones(2, 3), torch.ones(4))
+    with register_flattening_functions():
+        program = torch.export.export(Narrow(), given, dynamic_shapes=free)
+    signature = signature_of(source_of(prove_program(program, Narrow(), cases=[])).traced)
+    assert signature.bind({"x": torch.ones(2, 40), "y": torch.ones(4)}, InvalidArgumentError, "the file")
+    with pytest.raises(InvalidArgumentError, match=r"x.shape\[1\] <= 10 \* y.shape\[0\], and found 41 <= 10 \* 4"):
+        signature.bind({"x": torch.ones(2, 41), "y": torch.ones(4)}, InvalidArgumentError, "the file")
 
 
 def test_a_program_of_a_file_does_not_write_to_its_inputs():

@@ -63,7 +63,22 @@ def test_registers_that_the_processor_lacks_are_refused(tmp_path, monkeypatch):
         open_runner(path, trust=True)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 1, "inputs": [["x", "save", []]]}'])
+RELATION = IDS.to_json()[:-1] + ', "relations": [%s]}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"format": 1}',
+        '{"format": 1, "inputs": [["x", "save", []]]}',
+        RELATION % '["**", "s0", 9]',
+        RELATION % '["==", "s0"]',
+        RELATION % '["+", "s0", 1]',
+        RELATION % '["==", "s0", ["//", 1.5, 2]]',
+    ],
+)
 def test_a_damaged_signature_is_refused(tmp_path, text):
     """Whatever stands in its place; nothing of it is evaluated."""
     with pytest.raises(DamagedFileError, match="signature"):

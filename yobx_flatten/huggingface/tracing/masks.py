@@ -54,8 +54,9 @@ def _recurrent_mask(original: Any) -> Any:
     ) -> Any:
         if attention_mask is None or attention_mask.ndim != 2:
             return None
-        new = torch.arange(inputs_embeds.shape[1], device=attention_mask.device)
-        return attention_mask.index_select(1, new + (attention_mask.shape[1] - inputs_embeds.shape[1]))
+        columns, length = attention_mask.shape[1], inputs_embeds.shape[1]
+        torch._check(columns >= length, lambda: f"attention_mask has {columns} columns for {length} tokens")
+        return attention_mask.index_select(1, torch.arange(length, device=attention_mask.device) + (columns - length))
 
     return create_recurrent_attention_mask
 

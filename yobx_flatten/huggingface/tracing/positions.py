@@ -45,6 +45,11 @@ def _positions_of_the_call(original: Any) -> Any:
         if mask is None or tokens is None or given.get("position_ids") is not None:
             return original(*args, **kwargs)
         length = tokens.shape[1]
+        past = given.get("past_key_values")
+        seen = 0 if past is None else past.get_seq_length()
+        if isinstance(seen, (int, torch.SymInt)):
+            # what upstream cannot add to the tokens, these positions would take for a mask of others
+            torch._check(mask.shape[1] == seen + length, lambda: "attention_mask does not fit the cache and the tokens")
         places = torch.arange(length, device=mask.device) + (mask.shape[1] - length)
         positions = (mask.cumsum(dim=1) * mask - 1).long().index_select(1, places)
         return original(*args, **{**kwargs, "position_ids": positions})

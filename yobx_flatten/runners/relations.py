@@ -1,0 +1,123 @@
+"""What a program asserts of the sizes of its inputs, stored as data: nested tuples, of which nothing is executed.
+
+.. code-block:: text
+
+    Eq(s27 + s65, s64)   ──>   ("==", ("+", "s27", "s65"), "s64")   ──>   ["==", ["+", "s27", "s65"], "s64"]
+    in the program             here                                       in the metadata of a file
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["COMPARISONS", "FUNCTIONS", "Expression", "format_expression", "from_lists", "holds", "names_in", "value_of"]
+
+Expression = int | str | tuple[Any, ...]
+"""A number, the name of a size, or an operator and what it is applied to."""
+
+COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    "<": operator.lt,
+}
+"""Operators of two expressions that hold, or do not."""
+
+FUNCTIONS: Mapping[str, Callable[[list[int]], int]] = {
+    "+": sum,
+    "*": math.prod,
+    "max": max,
+    "min": min,
+    "//": lambda values: values[0] // values[1],
+    "%": lambda values: values[0] % values[1],
+}
+"""Operators of expressions that are a number."""
+
+_OF_TWO = (*COMPARISONS, "//", "%")
+
+
+def names_in(found: Expression) -> set[str]:
+    """Return the names of the sizes that an expression depends on.
+
+    >>> sorted(names_in(("==", ("+", "s1", "s2"), "s3")))
+    ['s1', 's2', 's3']
+    """
+    if isinstance(found, tuple):
+        return {name for part in found[1:] for name in names_in(part)}
+    return {found} if isinstance(found, str) else set()
+
+
+def value_of(found: Expression, sizes: Mapping[str, int]) -> int:
+    """Return the value of an expression that is a number.
+
+    Args:
+        found: the expression.
+        sizes: the size of every name in it.
+
+    Raises:
+        ZeroDivisionError: when it divides by a size of 0.
+    """
+    if isinstance(found, tuple):
+        return FUNCTIONS[found[0]]([value_of(part, sizes) for part in found[1:]])
+    return sizes[found] if isinstance(found, str) else found
+
+
+def holds(relation: Expression, sizes: Mapping[str, int]) -> bool:
+    """Return whether a comparison holds for given sizes.
+
+    Args:
+        relation: a comparison.
+        sizes: the size of every name in it.
+
+    >>> holds(("==", ("+", "s1", "s2"), "s3"), {"s1": 2, "s2": 5, "s3": 6})
+    False
+    """
+    assert isinstance(relation, tuple)
+    try:
+        return COMPARISONS[relation[0]](value_of(relation[1], sizes), value_of(relation[2], sizes))
+    except ZeroDivisionError:
+        return False
+
+
+def format_expression(found: Expression, shown: Mapping[str, Any]) -> str:
+    """Return an expression as a line of text.
+
+    Args:
+        found: the expression.
+        shown: what stands for each name.
+
+    >>> format_expression(("==", ("+", "s1", ("*", 2, ("max", 1, "s2"))), "s3"), {"s1": "a", "s2": "b", "s3": 7})
+    'a + 2 * max(1, b) == 7'
+    """
+    if not isinstance(found, tuple):
+        return str(shown[found]) if isinstance(found, str) else str(found)
+    name, *parts = found
+    texts = [format_expression(part, shown) for part in parts]
+    if name in ("max", "min"):
+        return f"{name}({', '.join(texts)})"
+    if name in COMPARISONS or name == "+":
+        return f" {name} ".join(texts)
+    sums = [isinstance(part, tuple) and part[0] not in ("max", "min") for part in parts]
+    return f" {name} ".join(f"({text})" if wide else text for text, wide in zip(texts, sums, strict=True))
+
+
+def from_lists(found: Any, *, top: bool = True) -> Expression:
+    """Read a comparison from JSON's lists.
+
+    Args:
+        found: what JSON returned.
+        top: whether it has to be a comparison, ``True`` by default; a number otherwise.
+
+    Raises:
+        ValueError: when it is anything else.
+    """
+    if not top and (type(found) is int or isinstance(found, str)):
+        return found
+    if not isinstance(found, list) or len(found) < 2 or not isinstance(found[0], str):
+        raise ValueError(f"{found!r} is not an expression")
+    if found[0] not in (COMPARISONS if top else FUNCTIONS) or (found[0] in _OF_TWO and len(found) != 3):
+        raise ValueError(f"{found[0]!r} of {len(found) - 1} is not an operator")
+    return (found[0], *(from_lists(part, top=False) for part in found[1:]))

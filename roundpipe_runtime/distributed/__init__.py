@@ -1,0 +1,1 @@
+"""Train with several processes, on ``torch.distributed`` as it is."""

@@ -1,0 +1,83 @@
+"""Functions that run in several processes at once, connected by gloo.
+
+    run_ranks("tests.runtime.distributed.module:function", 2, "argument")  # what the function returned, rank by rank
+
+The processes are forks of one that has imported torch (`tests/fresh_process`), so that they start at once.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+__all__ = ["IMPORTED", "run_ranks"]
+
+# what takes long to import, once for all processes of all tests
+IMPORTED = "torch, torch.distributed.pipelining, torch.distributed.checkpoint, torch.distributed.tensor"
+
+
+def run_ranks(function: str, size: int, *arguments: Any, timeout: float = 120, imported: str = IMPORTED) -> list[Any]:
+    """Call a function in several processes and return its results, which JSON can hold, in the order of ranks.
+
+    Args:
+        function: its module and its name, with a colon between.
+        size: number of processes.
+        *arguments: its arguments, as JSON can hold them.
+        timeout: seconds after which the processes are killed, and a `TimeoutError` is raised.
+        imported: modules that are imported before, see `fresh_process.start`.
+    """
+    from tests import fresh_process
+
+    with tempfile.TemporaryDirectory() as folder:
+        fresh_process.run(
+            "-m", __name__, function, size, folder, json.dumps(arguments), timeout=timeout, imported=imported
+        )
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def _start(function: str, size: int, folder: str, arguments: list[Any]) -> None:
+    """Fork the ranks and wait for all; when one has failed, the others are not waited for."""
+    children = {}
+    for rank in range(size):
+        child = os.fork()
+        if not child:
+            os._exit(_rank(function, rank, size, folder, arguments))
+        children[child] = rank
+    while children:
+        child, status = os.wait()
+        children.pop(child)
+        if status:
+            for other in children:
+                os.kill(other, 9)
+            sys.exit(1)
+
+
+def _rank(function: str, rank: int, size: int, folder: str, arguments: list[Any]) -> int:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", size)
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
+        module, _, name = function.partition(":")
+        found = getattr(importlib.import_module(module), name)(*arguments)
+        Path(folder, f"{rank}.json").write_text(json.dumps(found))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        sys.stderr.write(f"rank {rank}\n{traceback.format_exc()}")
+        sys.stderr.flush()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    _start(sys.argv[1], int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -11,14 +11,21 @@ from yobx_flatten.model_folder.source import MODEL_NAMES
 from yobx_flatten.terminal.failures import CHECK_FAILED, UserError
 from yobx_flatten.terminal.output import progress, say, say_json
 
+from ..estimate.network import nodes_of_report, of_node
 from . import train_options as given
 from .models import source_of
+from .plan_nodes import as_dict as nodes_as_dict
+from .plan_nodes import write_nodes
 from .plan_output import as_dict, write_plan
-from .quantities import parse_bytes
+from .quantities import parse_bits, parse_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
+    from ..estimate.network import NodesEstimate
+    from ..estimate.report import PlanReport
     from ..fine_tune import ModelSource
     from ..huggingface.plan_training import PlannedTraining
 
@@ -52,6 +59,18 @@ Bandwidth = Annotated[float | None, typer.Option(metavar="GB/S", help="From host
 Flops = Annotated[
     float | None, typer.Option(metavar="TFLOP/S", help="Of a device, in practice; measured, if it is here.")
 ]
+_NODES = "Several machines"
+Nodes = Annotated[
+    int,
+    typer.Option(min=1, metavar="N", help="Machines like this one, which share --batch.", rich_help_panel=_NODES),
+]
+Network = Annotated[
+    str, typer.Option(metavar="RATE", help="The line of each, in bits per second.", rich_help_panel=_NODES)
+]
+ReduceDtype = Annotated[
+    Literal["same", "float32", "bfloat16"],
+    typer.Option(metavar="DTYPE", help="Gradients on the line: same, float32, bfloat16.", rich_help_panel=_NODES),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -67,6 +86,9 @@ def plan(
     dtype: given.Dtype = "auto",
     optim_dtype: given.OptimDtype = "float32",
     lora: Lora = None,
+    nodes: Nodes = 1,
+    network: Network = "100G",
+    reduce_dtype: ReduceDtype = "same",
     json: Json = False,
 ) -> int:
     """Estimate what a training will need and how long a step takes, and allocate nothing of it.
@@ -80,6 +102,10 @@ def plan(
         "link": _rate("--bandwidth", bandwidth, 1e9),
         "flops": _rate("--flops", flops, 1e12),
     }
+    line = parse_bits(network, "--network")
+    if batch < nodes:
+        raise UserError(f"{batch} rows cannot be cut among {nodes} machines: --batch {nodes}, or --nodes {batch}")
+    rows = -(-batch // nodes)
     source = source_of(model, weights=False)
     if source.folder is None and not pathlib.Path(model).exists() and not json:
         say(f"{model}: a small model with random weights\n")
@@ -88,22 +114,30 @@ def plan(
         raise UserError(f"{source.name} takes rows of {longest} tokens at most: --length {longest}")
     with progress("building the model without memory") as show:
         training = _training(source, devices, numbers, dtype, optim_dtype, lora, show)
-        count = microbatches or min(len(training.hardware.names) + 1, batch)
-        if count > batch:
+        count = microbatches or min(len(training.hardware.names) + 1, rows)
+        if count > rows:
             raise UserError(
-                f"{batch} rows cannot be cut into {count} microbatches: --batch {count}, or --microbatches {batch}"
+                f"{rows} rows cannot be cut into {count} microbatches: --batch {count * nodes}, or "
+                f"--microbatches {rows}"
             )
-        size = {"batch": batch, "length": length or min(512, longest or 512), "num_microbatch": count}
+        size = {"batch": rows, "length": length or min(512, longest or 512), "num_microbatch": count}
         show("measuring the layers")
         report = training.report(**size)
         change = None
         if report.fits_devices is False and not report.too_large:
             show("looking for what fits")
             change = training.remedy(**size)
+    several = _nodes(training, report, _dtype(reduce_dtype))
+    found = several(nodes, line)
+    if nodes > 1:
+        report = of_node(report, nodes)
     if json:
-        say_json(as_dict(training, report, change))
+        described = as_dict(training, report, change)
+        say_json(described if nodes == 1 else {**described, "several": nodes_as_dict(found, several)})
     else:
-        say(write_plan(training, report, change, rows=batch, length=size["length"]))
+        say(write_plan(training, report, change, rows=rows, length=size["length"]))
+        if nodes > 1:
+            say("\n" + write_nodes(found, several, rows=batch, tokens=report.tokens))
     return CHECK_FAILED if False in (report.fits_devices, report.fits_host) else 0
 
 
@@ -133,6 +167,20 @@ def _training(
     hardware = describe_hardware(None if devices == "auto" else devices, dtype=kept, **numbers)
     show("cutting the model")
     return PlannedTraining(made, hardware, optim_dtype=_dtype(optim_dtype))
+
+
+def _nodes(
+    training: PlannedTraining, report: PlanReport, reduce_dtype: torch.dtype | None
+) -> Callable[[int, float], NodesEstimate]:
+    """The estimate for a number of machines and a line between them."""
+    parameters = list(training.model.parameters())
+
+    def several(nodes: int, network: float) -> NodesEstimate:
+        return nodes_of_report(
+            report, parameters, nodes, network, optim_dtype=training.optim_dtype, reduce_dtype=reduce_dtype
+        )
+
+    return several
 
 
 def _dtype(name: str) -> torch.dtype | None:

@@ -6,7 +6,7 @@ import re
 
 from yobx_flatten.terminal.failures import UserError
 
-__all__ = ["format_count", "format_seconds", "parse_bytes"]
+__all__ = ["format_count", "format_seconds", "parse_bits", "parse_bytes"]
 
 _UNITS = {
     **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))},
@@ -32,6 +32,26 @@ def parse_bytes(text: str, option: str) -> int:
     count = int(float(found[1]) * factor) if found and factor else 0
     if not count:
         raise UserError(f"{option} {text!r} is not a size of memory. Write a number and its unit: {option} 24GiB")
+    return count
+
+
+def parse_bits(text: str, option: str) -> float:
+    """Return the bits per second of a line, which networks are sold by.
+
+    Args:
+        text: number with a unit, ``100G``, ``25Gbit/s`` or ``"10 Gbps"``; of a power of 1000.
+        option: what it was given for.
+
+    Raises:
+        UserError: it is not such a number, or zero.
+
+    >>> parse_bits("100G", "--network"), parse_bits("2.5 Gbit/s", "--network")
+    (100000000000.0, 2500000000.0)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([MGT])(?:bit/s|bps|b/s)?\s*", text)
+    count = float(found[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[found[2]] if found else 0.0
+    if not count:
+        raise UserError(f"{option} {text!r} is not the rate of a network. Write bits per second: {option} 100G")
     return count
 
 

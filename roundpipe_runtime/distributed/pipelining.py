@@ -236,12 +236,12 @@ class DistributedPipeline:
                 "    DistributedPipeline({dist.get_rank(): module}, ...)"
             )
         if any(one[1:] != found[0][1:] for one in found):
-            told = "\n".join(
+            stated = "\n".join(
                 f"    rank {rank}: {one[1]}, num_microbatch={one[2]}, loss_reduction={one[3]!r}, "
                 f"{'no loss_fn' if one[4] else 'loss_fn'}"
                 for rank, one in enumerate(found)
             )
-            raise ConfigError(f"The processes disagree on the pipeline:\n{told}")
+            raise ConfigError(f"The processes disagree on the pipeline:\n{stated}")
         return len(numbers)
 
     def _boundaries(

@@ -61,7 +61,7 @@ class Answer(nn.Module):
 # The stages of this process
 # --------------------------
 #
-# ``torchrun`` says which process this is. Every process makes the pipeline, with its stages; what
+# ``torchrun`` sets the number of this process. Every process makes the pipeline, with its stages; what
 # a stage returns is found out without running it, and is the same from then on. Stages may be
 # ``RoundPipe`` pipelines, for layers that do not fit on the devices of their machine.
 

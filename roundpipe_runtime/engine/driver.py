@@ -30,7 +30,7 @@ from ..device.worker import collect
 from ..errors import ConfigError, DeviceError, StageError
 from ..optim.parameters import ParameterStore, scan
 from ..optim.readiness import ReadinessTable
-from ..optim.step import StepRunner
+from ..optim.step import StepRunner, wait_for_updates
 from ..schedule.plan import RunType
 from ..schedule.round_robin import RoundRobin, Stage
 from ..timeline.record import current_timeline
@@ -192,6 +192,7 @@ class Engine:
             total = pytree.tree_map(torch.Tensor.cpu, run.contract.total())
             self._warn(run, rows, config)
             run.collected.buffers.check()
+            self._wait_step(run)
             feed_inputs(run, host_values, run.contract.gradient_scale())
             self.commit(run)
             return (total, outputs) if return_outputs else total
@@ -270,18 +271,21 @@ class Engine:
         # its error otherwise, also after the cause is gone.
         self.steps.resume()
         # Stages read the values of the master weights only after this. While a step is pending they read frozen copies,
-        # and the thread of the step writes the parameters.
+        # or wait for each layer, and the thread of the step writes the parameters.
         if not self.steps.pending:
             self.store.publish()
             if self._pinned is not None:
                 self._pinned.update()
+        # Read again for every run: the user may have replaced a parameter, frozen it, or added an adapter.
+        contents = scan(self.layers)
+        read = [parameter for layer in contents for parameter in layer.parameters()]
+        wait_for_updates(lambda steps: steps is not self.steps and steps.writes(read))  # of a pipeline that shares some
         # Autocast belongs to the thread of the caller. Labels and losses may also stay on the CPU.
         kinds = sorted({"cpu"} | {device.torch_device.type for device in self.devices})
         spec = RunSpec(
             kind=kind,
             stages=plan.stages(kind, len(self.layers)),
-            # Read again for every run: the user may have replaced a parameter, frozen it, or added an adapter.
-            contents=scan(self.layers),
+            contents=contents,
             num_microbatch=len(rows),
             requires_grad=bool(config.requires_grad),
             recompute_grain=config.recompute_grain or "stage",
@@ -303,6 +307,17 @@ class Engine:
             memory.prepare(spec.contents, self.store.gradient_dtype)
         return Run(spec, self.store, self.table, self.version(), timer, contract, memory)
 
+    def step_exact(self, step: Callable[[], Any]) -> None:
+        """Run an optimizer step layer by layer, next to the run that follows, which waits for each layer.
+
+        Args:
+            step: function of the step.
+        """
+        self.steps.synchronize()
+        with self.lock:  # a run of another thread has ended, and finds the step when it begins
+            steps = self.steps.begin_exact(step)
+        self.steps.wait_exact(steps)
+
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
         """Run stages to their end.
 
@@ -319,7 +334,7 @@ class Engine:
 
     def _execute(self, run: Run, stages: Sequence[Stage]) -> None:
         cursor = self.round_robin.cursor
-        run.table.hold(run.version)
+        run.version = run.table.hold_latest()
         try:
             with _DISPATCH:
                 numbers = self.round_robin.assign(len(stages))
@@ -335,10 +350,11 @@ class Engine:
             for device in self.devices:
                 device.synchronize()  # the caller may change what was copied from
             run.timer.finish()
-        except BaseException:
+        except BaseException as error:
             self.round_robin.cursor = cursor
             self._settle()
             run.discard()
+            self.steps.note_raised(error)
             raise
         finally:
             run.release()
@@ -373,6 +389,8 @@ class Engine:
         except BaseException:
             run.discard()
             raise
+        if self.steps.is_exact:
+            self._wait_step(run)
         with Uninterrupted():
             run.collected.buffers.commit(keep_start=run.spec.kind == "train")
             self.step += 1
@@ -422,7 +440,7 @@ class Engine:
 
     def version(self) -> int:
         """Return the version of the parameters that a run reads now."""
-        return self.steps.version()
+        return self.table.latest
 
     def close(self) -> None:
         """Finish work that is under way and end the threads."""
@@ -447,6 +465,7 @@ class Engine:
                 f"{self.devices[0].name} was closed, by this pipeline. Make a new pipeline:\n"
                 "    RoundPipe(model, devices=...)"
             )
+        self.steps.check_not_here()
         if any(device.worker.is_here() for device in self.devices):
             raise StageError(
                 "A pipeline was called from inside of a layer that runs on one of its own devices, which would wait "

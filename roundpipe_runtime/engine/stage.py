@@ -84,8 +84,7 @@ class _Visit:
 
     def _run_all(self) -> None:
         self.run.mailbox.check()
-        for layer in self.stage.layers:
-            self._upload(layer)
+        self._upload_ready()
         work = {"forward": self._forward, "fused": self._fused, "backward": self._backward}[self.stage.kind]
         for microbatch in range(self.spec.num_microbatch):
             self.run.mailbox.check()
@@ -105,6 +104,13 @@ class _Visit:
             else:
                 resident.release()
         self.residents.clear()
+
+    def _upload_ready(self) -> None:
+        """Upload the layers that can be read now; those after them follow when the first microbatch gets there."""
+        for layer in self.stage.layers[len(self.residents) :]:
+            if not self.run.table.can_read(layer, self.run.version):
+                break
+            self._upload(layer)
 
     def _upload(self, layer: int) -> None:
         self._layer = layer
@@ -216,6 +222,9 @@ class _Visit:
     # -- one layer ---------------------------------------------------------------------------------------------------
 
     def _call(self, layer: int, microbatch: int, values: Values, kind: CallKind) -> tuple[Values, LayerGraph]:
+        if layer not in self.residents:
+            self._upload(layer)
+            self._upload_ready()
         resident, title = self.residents[layer], self.spec.contents[layer].title
         self._layer, self._doing, self._tensors = layer, kind, values.tensors
         data = None

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from ..device.forking import free_after_fork
 from ..device.slabs import PinnedMemory
 from ..errors import StageError
+from .torch_steps import install, number_of_steps
 
 __all__ = ["BufferSlot", "LayerContents", "ParameterSlot", "ParameterStore", "is_watched", "scan"]
 
@@ -141,6 +142,8 @@ class ParameterStore:
         self._masters: dict[str, _Master] = {}
         self._shadows: dict[int, torch.Tensor] = {}
         self._before: list[tuple[str, nn.Parameter]] = []
+        install()
+        self._steps = number_of_steps()
 
     def named(self, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield names and parameters for the optimizer: the master weight, or the parameter itself.
@@ -173,8 +176,6 @@ class ParameterStore:
                     watched.append((target, gradient.to(target.dtype)))
                 else:
                     _accumulate(target, gradient)
-                if name in self._masters:
-                    self._masters[name].awaits_step = True
         if watched:  # in one go: hooks see the sum of layers that share a parameter
             torch.autograd.backward([target for target, _ in watched], [gradient for _, gradient in watched])
 
@@ -195,11 +196,16 @@ class ParameterStore:
         """Make parameters and master weights agree: a changed parameter takes precedence, otherwise its master weight.
 
         Args:
-            stepped: whether the optimizer has just run.
+            stepped: whether the optimizer has just run. One of torch's that has run since the last time is known.
         """
+        stepped = self.note_published() or stepped
         for name, parameter in self._with_master():
             self._masters[name].agree(parameter, stepped=stepped)
-            self._masters[name].awaits_step = False
+
+    def note_published(self) -> bool:
+        """Note that parameters agree with master weights; report whether an optimizer stepped since the last call."""
+        before, self._steps = self._steps, number_of_steps()
+        return self._steps != before
 
     def adopt(self) -> None:
         """Read master weights again where the parameter was changed."""
@@ -238,7 +244,7 @@ class ParameterStore:
 
         Parameters with a master weight need none, nor do frozen ones, which no optimizer writes.
         """
-        self._before = list(self.model.named_parameters(remove_duplicate=False))
+        self.note_names()
         missing = {
             id(parameter): parameter.detach()
             for name, parameter in self.model.named_parameters()
@@ -249,6 +255,15 @@ class ParameterStore:
         for key, tensor in missing.items():
             place = memory.empty_like(key, tensor)
             self._shadows[key] = tensor.clone() if place is None else place.copy_(tensor)
+
+    def note_names(self) -> None:
+        """Remember the parameters, until :meth:`thaw`: while a run is under way, copies may be in their places."""
+        self._before = list(self.model.named_parameters(remove_duplicate=False))
+
+    def targets(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return what the optimizer updates for each of these parameters: its master weight, or itself."""
+        names = self._names()
+        return [self._target(names[id(p)], p) if id(p) in names else p for p in parameters]
 
     def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
         """Update the copies of these parameters that stages read."""
@@ -295,8 +310,8 @@ class ParameterStore:
 class _Master:
     """A parameter in the optimizer's dtype, and what both looked like when they last agreed.
 
-    The version counter of a master weight is not sufficient: torch's fused optimizers write without counting. So a
-    master weight also counts as changed when gradients came in, until it has been published after a step.
+    The version counter of a master weight is not sufficient: torch's fused optimizers write without counting. So it
+    also counts as changed when an optimizer has stepped.
 
     While the parameter is frozen there is nothing to update: the tensor, which an optimizer may hold already, has the
     shape of the parameter, NaN for every value, and the memory of one. It is filled once the parameter is trainable.
@@ -306,7 +321,6 @@ class _Master:
         nothing = torch.full((), float("nan"), dtype=dtype, device=parameter.device).expand(parameter.shape)
         self.tensor = nn.Parameter(nothing, requires_grad=False)
         self.is_filled = False
-        self.awaits_step = False
         self._agreed = self._versions(parameter)
         self.wake(parameter)
 
@@ -326,7 +340,7 @@ class _Master:
         self.wake(parameter)
         if not self.is_filled or self.adopt(parameter):
             return
-        if stepped or self.awaits_step or self._versions(parameter) != self._agreed:
+        if stepped or self._versions(parameter) != self._agreed:
             with torch.no_grad():
                 parameter.copy_(self.tensor)
             self._agreed = self._versions(parameter)

@@ -101,6 +101,19 @@ class ReadinessTable:
         self._layers = [LayerReadiness() for _ in range(num_layers)]
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
+        self._latest = 0
+
+    @property
+    def latest(self) -> int:
+        """The version that a run reads that begins now; layers that do not have it yet will."""
+        return self._latest
+
+    def advance(self) -> int:
+        """Announce the next version: runs that begin from now on wait for it. Returns its number."""
+        with self._changed:
+            self._failure = None
+            self._latest += 1
+            return self._latest
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -109,6 +122,11 @@ class ReadinessTable:
         """Return the current version of a layer."""
         with self._changed:
             return self._layers[layer].version
+
+    def can_read(self, layer: int, version: int) -> bool:
+        """Report whether this version of the layer can be read without waiting."""
+        with self._changed:
+            return self._layers[layer].can_read(version)
 
     def start_read(self, layer: int, version: int, *, check: Callable[[], None] = lambda: None) -> None:
         """Wait until this version of the layer can be read, and count a reader.
@@ -133,7 +151,7 @@ class ReadinessTable:
         """Count one reader less."""
         self._each([layer], LayerReadiness.end_read)
 
-    def write(self, layer: int, version: int, fill: Callable[[], None]) -> None:
+    def write(self, layer: int, version: int, fill: Callable[[], None], *, done: bool = True) -> None:
         """Wait until the layer may be replaced, then call ``fill`` to do it.
 
         An error of ``fill`` leaves the version that was there.
@@ -142,16 +160,17 @@ class ReadinessTable:
             layer: index of the layer.
             version: the next version.
             fill: function that replaces the parameters.
+            done: whether they are complete then; otherwise another call will complete them.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._layers[layer].can_write(version))
             self._layers[layer].start_write(version)
-        done = False
+        filled = False
         try:
             fill()  # no code of a user runs under the lock
-            done = True
+            filled = True
         finally:
-            self._each([layer], lambda state: state.end_write(done=done))
+            self._each([layer], lambda state: state.end_write(done=filled and done))
 
     def fail(self, error: BaseException | None) -> None:
         """Pass an error to the threads that wait for a version that will not come; ``None`` clears it."""
@@ -162,6 +181,12 @@ class ReadinessTable:
     def hold(self, version: int) -> None:
         """Announce a run over all layers at this version, which stays until :meth:`let_go`."""
         self._each(range(len(self)), lambda state: state.hold(version))
+
+    def hold_latest(self) -> int:
+        """Announce a run over all layers that begins now, and return the version that it reads."""
+        with self._changed:
+            self._each(range(len(self)), lambda state: state.hold(self._latest))
+            return self._latest
 
     def let_go(self, version: int) -> None:
         """Take back one announcement."""

@@ -48,6 +48,11 @@ class GradScaler(_GradScaler):
             # Two devices may scale their first losses at the same time, so the tensor must be there before.
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
+    def scale(self, outputs: Any) -> Any:
+        """Return losses times the scale. A scale that a step in the background sets for this run is waited for."""
+        wait_for_updates(lambda runner: runner.is_exact)
+        return super().scale(outputs)
+
     def update(self, new_scale: float | torch.Tensor | None = None, is_async: bool = True) -> None:
         """Set the scale for the next step, from what the last step found or to ``new_scale``.
 

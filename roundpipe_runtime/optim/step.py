@@ -3,6 +3,8 @@
 ::
 
     # exact (default)   run t | step t | run t+1 ...            the step runs in the caller's thread
+    # is_async="exact"  run t | run t+1 ...                     a thread, layer by layer: run t+1 waits for each
+    #                         | step t   |                      layer's update, and reads what `exact` would
     # is_async=True     run t | run t+1       | run t+2 ...     a thread next to the runs; run t+1 reads the
     #                         | step t   |pub.| step t+1        parameters before step t, always exactly those
 """
@@ -15,16 +17,19 @@ import contextvars
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from ..device.forking import free_after_fork
 from ..device.interrupts import Uninterrupted, wait_for
 from ..device.worker import Worker, add_note_once
-from ..errors import StageError
+from ..errors import RoundPipeWarning, StageError, warn
+from .layer_steps import LayerSteps
 from .parameters import LayerContents, ParameterStore
 from .readiness import ReadinessTable
 
@@ -85,7 +90,9 @@ class StepRunner:
         self._update: Future[None] | None = None
         self._publication: Future[None] | None = None
         self._unpublished = False
-        self._version = 0
+        self._ahead: LayerSteps | None = None
+        self._expected: int | None = None
+        self._warned: set[str] = set()
         _RUNNERS.add(self)
 
     def run(self, step: Callable[[], Any]) -> None:
@@ -105,14 +112,63 @@ class StepRunner:
             self._unpublished = True
             self._update = self._worker.submit(_in_ctx, step)
 
+    def begin_exact(self, step: Callable[[], Any]) -> LayerSteps:
+        """Run a step in the background, layer by layer; the next run waits for each layer.
+
+        Args:
+            step: function of the step.
+
+        Returns:
+            The step, for :meth:`wait_exact`. No run may begin between :meth:`synchronize` and this.
+        """
+        self.synchronize()
+        self._store.adopt()
+        self._store.note_names()
+        steps = LayerSteps(self._store, self._table, self._scan(), self._expected)
+        with Uninterrupted():
+            self._ahead = steps
+            try:
+                self._update = self._worker.submit(_in_ctx, partial(steps.run, step))
+            except BaseException:
+                self._ahead = None
+                raise
+        return steps
+
+    def wait_exact(self, steps: LayerSteps) -> None:
+        """Wait until the caller of a step may go on: what it may change has been read, or the step has ended.
+
+        Raises:
+            BaseException: the error of the step, if it came before.
+        """
+        wait_for(steps.has_begun)
+        if steps.met:
+            self._expected = max(steps.met, self._expected or 0)
+        if steps.reason is not None and steps.reason not in self._warned:
+            self._warned.add(steps.reason)
+            warn(
+                f'{steps.reason} So step(..., is_async="exact") returns at the end of the step, as step(step_fn) does.',
+                RoundPipeWarning,
+            )
+        if not steps.is_ahead:
+            self.synchronize()
+            self._store.publish(stepped=True)
+
     @property
     def pending(self) -> bool:
-        """Whether a step was started in the background and is not published yet."""
-        return self._unpublished or self._publication is not None
+        """Whether a step was started in the background and is not published yet, as the caller sees it."""
+        ahead = self._ahead is not None and (self._ahead.is_ahead or not self.is_here())
+        return self._unpublished or self._publication is not None or ahead
 
-    def version(self) -> int:
-        """Return the version of the parameters that the next run reads."""
-        return self._version
+    def writes(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Report whether a step that the next run waits for may change one of these parameters of layers."""
+        ahead = self._ahead
+        return ahead is not None and ahead.is_ahead and ahead.writes(parameters)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the step in the background is one that the next run waits for, layer by layer."""
+        ahead = self._ahead
+        return ahead is not None and ahead.is_ahead
 
     def run_ended(self) -> None:
         """Note that the run during the last step has succeeded: the result of the step may now be published."""
@@ -121,13 +177,22 @@ class StepRunner:
             with Uninterrupted():
                 # Counted only once the work is accepted: the next run would wait forever for a version that no thread
                 # publishes.
-                self._publication = self._worker.submit(self._publish, self._version + 1)
-                self._version += 1
+                self._publication = self._worker.submit(self._publish, self._table.latest + 1)
+                self._table.advance()
                 self._unpublished = False
 
     def is_here(self) -> bool:
         """Report whether the caller is the step that runs in the background."""
         return self._worker.is_here()
+
+    def check_not_here(self) -> None:
+        """Check that the caller is not a step of which the next run may read some layers already.
+
+        Raises:
+            StageError: it is, so a run would wait for its own end.
+        """
+        if self._ahead is not None and self._ahead.is_ahead and self.is_here():
+            self.wait_update()
 
     def wait_update(self) -> None:
         """Wait for the step in the background, if there is one, and raise its error.
@@ -135,31 +200,61 @@ class StepRunner:
         Raises:
             StageError: the step itself waits for its end.
         """
-        update = self._update
+        update, ahead = self._update, self._ahead
         if update is None:
             return
         if self.is_here():
+            if ahead is not None and not ahead.is_ahead:
+                return  # the step runs as it would in the caller's thread, which waits for it
             raise StageError(
-                "A function given to step(..., is_async=True) called the pipeline, which waits for that function. Let "
+                f"A function given to {self._call()} called the pipeline, which waits for that function. Let "
                 "it call the optimizer only. One that needs the model, like LBFGS, runs at once:\n"
                 "    model.step(step_fn)"
             )
+        call = self._call()
         try:
             wait_for(update)
         except BaseException as error:
-            add_note_once(error, "While waiting for the function given to step(..., is_async=True).")
+            add_note_once(error, f"While waiting for the function given to {call}.")
             raise
         finally:
             if update.done():  # an interruption ends the wait, and not the step
                 self._update = None
+                self._end_exact()
+
+    def _call(self) -> str:
+        return "step(..., is_async=True)" if self._ahead is None else 'step(..., is_async="exact")'
+
+    def _end_exact(self) -> None:
+        """Forget a step that has ended; what it did is what the next run reads, also if it failed."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            if ahead.is_ahead:
+                ahead.release_all()
+                self._table.fail(None)
+                self._store.note_published()
+            self._store.thaw()
+
+    def note_raised(self, error: BaseException) -> None:
+        """Note that a run has raised an error; that of a step is raised once."""
+        update = self._update
+        if self._ahead is not None and update is not None and not self.is_here():
+            with contextlib.suppress(BaseException):
+                wait_for(update)
+            if update.done() and update.exception() is error:
+                self._update = None
+                self._end_exact()
 
     def resume(self) -> None:
         """Resume publishing after a failure: layers that already have the version are left alone."""
+        update = self._update
+        if self.is_exact and update is not None and update.done() and update.exception() is None:
+            self.wait_update()
         failed = self._publication
         if failed is not None and failed.done() and failed.exception() and not self._worker.is_closed:
             with Uninterrupted():
                 self._table.fail(None)
-                self._publication = self._worker.submit(self._publish, self._version)
+                self._publication = self._worker.submit(self._publish, self._table.latest)
 
     def finish(self) -> None:
         """Wait for the step in the background and publish its result."""
@@ -180,7 +275,8 @@ class StepRunner:
     def synchronize(self) -> None:
         """Publish everything; stages then read the parameters themselves again."""
         self.finish()
-        self._store.thaw()
+        if not self.is_here():
+            self._store.thaw()
 
     def close(self) -> None:
         """Finish, and end the thread."""
@@ -219,19 +315,23 @@ def _report_failures() -> None:
         for what, future in (("function given to", runner._update), ("publication of", runner._publication)):
             error = future.exception() if future is not None and future.done() else None
             if error is not None:
-                _LOG.error("The %s the last step(..., is_async=True) failed.", what, exc_info=error)
+                _LOG.error("The %s the last %s failed.", what, runner._call(), exc_info=error)
 
 
 _RUNNERS: weakref.WeakSet[StepRunner] = weakref.WeakSet()
 _RUNNERS_LOCK = free_after_fork(threading.Lock())
 
 
-def wait_for_updates() -> None:
-    """Wait for every step that runs in the background, of any pipeline; errors stay for the pipeline's next call."""
+def wait_for_updates(which: Callable[[StepRunner], bool] = lambda runner: True) -> None:
+    """Wait for steps that run in the background, of any pipeline; errors stay for the pipeline's next call.
+
+    Args:
+        which: function that chooses the pipelines by what runs their steps. Default: all.
+    """
     with _RUNNERS_LOCK:
         runners = list(_RUNNERS)
     for runner in runners:
         update = runner._update
-        if update is not None and not runner.is_here():  # a step may ask from inside
+        if update is not None and which(runner) and not runner.is_here():  # a step may ask from inside
             with contextlib.suppress(Exception):
                 wait_for(update)

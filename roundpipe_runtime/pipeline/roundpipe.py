@@ -231,17 +231,21 @@ class RoundPipe(ModelProxy):
             memo.add(self)
             yield prefix, _Holder(dict(self.optim_named_parameters(remove_duplicate=remove_duplicate)))
 
-    def step(self, step_fn: Callable[..., Any], is_async: bool = False, *args: Any, **kwargs: Any) -> None:
+    def step(
+        self, step_fn: Callable[..., Any], is_async: bool | Literal["exact"] = False, *args: Any, **kwargs: Any
+    ) -> None:
         """Run an optimizer step; the next run sees the new parameters.
 
         Args:
             step_fn: function that does the step: ``lambda: (optimizer.step(), optimizer.zero_grad())``.
-            is_async: run it in the background. The next run then reads the parameters as they were before the step.
+            is_async: ``"exact"``: run it in the background, layer by layer; the next run waits for each layer's update,
+                and nothing else differs. ``True``: run it in the background; the next run reads the parameters as they
+                were before the step. Default: run it before this returns.
             *args: arguments of ``step_fn``.
             **kwargs: keyword arguments of ``step_fn``.
 
         Raises:
-            ConfigError: ``step_fn`` is not a function.
+            ConfigError: ``step_fn`` is not a function, or ``is_async`` is something else.
         """
         if not callable(step_fn):
             raise ConfigError(
@@ -249,7 +253,11 @@ class RoundPipe(ModelProxy):
                 "    model.step(lambda: (optimizer.step(), optimizer.zero_grad()))"
             )
         steps = self._rp_engine.steps
-        if is_async:
+        if isinstance(is_async, str):
+            if is_async != "exact":
+                raise ConfigError(f'is_async must be True, False or "exact", found {is_async!r}.')
+            self._rp_engine.step_exact(lambda: step_fn(*args, **kwargs))
+        elif is_async:
             steps.start(lambda: step_fn(*args, **kwargs))
         else:
             steps.run(lambda: step_fn(*args, **kwargs))

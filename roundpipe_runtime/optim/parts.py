@@ -1,0 +1,256 @@
+"""An optimizer's step in parts: some of its parameters at a time, with the bits of the whole step.
+
+Most optimizers update one parameter after the other, from its value, its gradient and its own state. Then a step of
+all parameters is the same as steps of some of them, in any order. Each part is an optimizer of the same class, with
+the options of the groups, that shares the state.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import StageError
+from .torch_steps import PART, Optimizer
+
+__all__ = ["OptimizerParts", "can_step_in_parts"]
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class OptimizerParts:
+    """What a step of an optimizer reads, as it is now: options of groups and gradients. Later changes have no effect.
+
+    Args:
+        optimizer: optimizer, whose state the parts read and write.
+
+    Attributes:
+        parameters: parameters that the step updates.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._before = [_options(group) for group in optimizer.param_groups]
+        self._after = self._before
+        self._attributes = _attributes(optimizer)
+        self._attributes_after = self._attributes
+        self._gradients = [
+            {p: (p.grad, p.grad._version) for p in group["params"] if p.grad is not None}
+            for group in optimizer.param_groups
+        ]
+        self.parameters: list[torch.Tensor] = list(dict.fromkeys(itertools.chain.from_iterable(self._gradients)))
+
+    def step(self, parameters: Collection[int]) -> None:
+        """Update some parameters, and forget their gradients.
+
+        Args:
+            parameters: ``id`` of each of them.
+
+        Raises:
+            StageError: a gradient was changed in place since this was made.
+        """
+        part, owners = self._part(parameters)
+        if not owners:
+            return
+        with torch.no_grad():
+            _own_step(part)()
+        for alias, parameter in owners.items():
+            if alias in part.state:
+                self._optimizer.state[parameter] = part.state[alias]
+        self._after = [_options(group) for group in part.param_groups]
+        self._attributes_after = _attributes(part)
+
+    def finish(self) -> Optimizer:
+        """Write what the step made of options and attributes; return an optimizer whose step does nothing more."""
+        for group, before, after in zip(self._optimizer.param_groups, self._before, self._after, strict=False):
+            group.update(_changed(before, after))
+        self._optimizer.__dict__.update(_changed(self._attributes, self._attributes_after))
+        return self._part(())[0]
+
+    def _part(self, parameters: Collection[int]) -> tuple[Optimizer, dict[nn.Parameter, torch.Tensor]]:
+        owners: dict[nn.Parameter, torch.Tensor] = {}
+        groups = []
+        for options, gradients in zip(self._before, self._gradients, strict=True):
+            aliases = []
+            for parameter in [p for p in gradients if id(p) in parameters]:
+                gradient, version = gradients.pop(parameter)
+                if gradient._version != version:
+                    raise StageError(
+                        f"The gradient of a parameter {tuple(parameter.shape)} was written while the optimizer's step "
+                        'still needed it. Clear gradients in the function given to step(..., is_async="exact"):\n'
+                        '    model.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async="exact")'
+                    )
+                # The gradient of the parameter itself may be that of the next run already.
+                alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+                alias.__dict__.update(parameter.__dict__)
+                alias.grad = gradient
+                owners[alias] = parameter
+                aliases.append(alias)
+            groups.append({**options, "params": aliases})
+        state: dict[torch.Tensor, Any] = {
+            alias: self._optimizer.state[p] for alias, p in owners.items() if p in self._optimizer.state
+        }
+        return _twin(self._optimizer, groups, state, self._attributes), owners
+
+
+def _twin(
+    optimizer: Optimizer,
+    groups: list[dict[str, Any]],
+    state: dict[torch.Tensor, Any],
+    attributes: Mapping[str, Any],
+) -> Optimizer:
+    """An optimizer of the class of another one, without its hooks."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(attributes)
+    for name in _HOOKS:
+        twin.__dict__[name] = type(optimizer.__dict__[name])()
+    twin.state = defaultdict(dict, state)
+    twin.param_groups = groups
+    twin.__dict__[PART] = True
+    return twin
+
+
+def _own_step(optimizer: Optimizer) -> Any:
+    """The step of its class, without the hooks around it."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__.__get__(optimizer)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group; tensors are copied, since a scheduler writes a learning rate in place."""
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Everything but parameters, their state, and hooks."""
+    return {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups", PART, *_HOOKS)}
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    # A tensor may have a new value of a scheduler by now. One that a step writes is found by the proof.
+    values = {k: v for k, v in after.items() if not isinstance(v, torch.Tensor)}
+    return {k: v for k, v in values.items() if k not in before or v is not before[k]}
+
+
+# -- whether an optimizer is one of these ----------------------------------------------------------------------------
+
+# Enough for two that share a form, one without a gradient, and one of another form.
+_STAND_INS = 4
+_GROUPS = 8
+_WIDEST = 6
+_STEPS = 2
+
+_FOUND: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+
+
+def can_step_in_parts(optimizer: Optimizer) -> bool:
+    """Report whether steps of single parameters have the bits of a step of all, as seen on small stand-ins.
+
+    The stand-ins have the options and the states of the optimizer's parameters. What depends on several parameters, on
+    the order, or on a random number, gives other bits.
+
+    Args:
+        optimizer: optimizer. It is not changed.
+    """
+    found = _FOUND.get(optimizer)
+    if found is None or found[0] != len(optimizer.param_groups):
+        _FOUND[optimizer] = found = len(optimizer.param_groups), _is_proven(optimizer)
+    return found[1]
+
+
+def _is_proven(optimizer: Optimizer) -> bool:
+    if not hasattr(type(optimizer).step, "__wrapped__"):
+        return False
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            whole, parts = _stand_in(optimizer), _stand_in(optimizer)
+            for step in range(_STEPS):
+                _give_gradients(whole, optimizer, step)
+                _give_gradients(parts, optimizer, step)
+                _own_step(whole)()
+                pieces = OptimizerParts(parts)
+                for parameter in reversed(pieces.parameters):
+                    pieces.step({id(parameter)})
+                pieces.finish()
+            return _equal(_attributes(whole), _attributes(parts)) and _equal(_contents(whole), _contents(parts))
+    except Exception:  # whatever it cannot do with stand-ins is not proven
+        return False
+
+
+def _stand_in(optimizer: Optimizer) -> Optimizer:
+    generator = torch.Generator().manual_seed(0)
+    groups: list[dict[str, Any]] = []
+    state: dict[torch.Tensor, Any] = {}
+    for group in optimizer.param_groups[:_GROUPS]:
+        chosen = _chosen([p for p in group["params"] if p.requires_grad])
+        parameters = []
+        for parameter in chosen:
+            small = parameter.detach()[_corner(parameter)]
+            values = torch.randn(small.shape, dtype=torch.float64, generator=generator).to(parameter.dtype)
+            stand_in = nn.Parameter(values, requires_grad=True)
+            stand_in.__dict__.update(parameter.__dict__)
+            if parameter in optimizer.state:
+                state[stand_in] = {k: _small(v, parameter) for k, v in optimizer.state[parameter].items()}
+            parameters.append(stand_in)
+        groups.append({**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": parameters})
+    # What a scaler leaves for the step of the optimizer may state that nothing is to be done.
+    attributes = {k: None if k in ("grad_scale", "found_inf") else v for k, v in _attributes(optimizer).items()}
+    return _twin(optimizer, groups, state, attributes)
+
+
+def _chosen(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Some of a group: the first ones, and one of each other number of axes."""
+    others = {p.ndim: p for p in reversed(parameters[_STAND_INS - 1 :])}
+    return parameters[: _STAND_INS - 1] + list(others.values())
+
+
+def _corner(tensor: torch.Tensor) -> tuple[slice, ...]:
+    return tuple(slice(0, _WIDEST) for _ in tensor.shape)
+
+
+def _small(value: Any, parameter: torch.Tensor) -> Any:
+    """The part of a parameter's state that belongs to its corner."""
+    if isinstance(value, torch.Tensor) and value.ndim == parameter.ndim:
+        return value[_corner(value)].clone()
+    return copy.deepcopy(value)
+
+
+def _give_gradients(stand_in: Optimizer, optimizer: Optimizer, step: int) -> None:
+    generator = torch.Generator().manual_seed(1 + step)
+    for group, real in zip(stand_in.param_groups, optimizer.param_groups, strict=False):
+        sparse = next((p.grad for p in real["params"] if p.grad is not None and p.grad.layout != torch.strided), None)
+        for number, parameter in enumerate(group["params"]):
+            values = torch.randn(parameter.shape, dtype=torch.float64, generator=generator).to(parameter.dtype)
+            is_left_out = len(group["params"]) > 2 and number == 1
+            if sparse is not None and parameter.ndim >= sparse.sparse_dim():
+                values = values.to_sparse(sparse.sparse_dim())
+            parameter.grad = None if is_left_out else values
+
+
+def _contents(optimizer: Optimizer) -> Iterator[Any]:
+    for group in optimizer.param_groups:
+        yield {k: v for k, v in group.items() if k != "params"}
+        for parameter in group["params"]:
+            yield parameter.detach()
+            yield dict(optimizer.state.get(parameter, {}))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple, Iterator)):
+        return all(itertools.starmap(_equal, zip(one, other, strict=True)))
+    return bool(one == other)

@@ -1,0 +1,136 @@
+"""Steps of torch's optimizers, as their hooks report them: how many there were, and who takes one over.
+
+torch calls hooks around the step of every optimizer, of any class and from any caller. They are
+registered with the first pipeline, since an import changes nothing of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["PART", "Taker", "install", "number_of_steps", "other_post_hooks", "taking_over", "under_way"]
+
+Optimizer: TypeAlias = torch.optim.Optimizer
+
+# Gets an optimizer and the arguments of its step, itself first. Returns the optimizer that steps instead.
+Taker: TypeAlias = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Optimizer]
+
+
+class _Taking(threading.local):
+    """Who takes over the steps of this thread, and the hooks by which."""
+
+    def __init__(self) -> None:
+        self.taker: Taker | None = None
+        self.hooks: dict[Optimizer, RemovableHandle] = {}
+        self.depths: dict[Optimizer, int] = {}  # how many steps of it call each other, by `super().step()`
+
+
+_TAKING = _Taking()
+
+# Optimizers whose step is under way: its thread, and what is set at its end.
+_UNDER_WAY: weakref.WeakKeyDictionary[Optimizer, tuple[int, threading.Event]] = weakref.WeakKeyDictionary()
+_WATCHED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+# Attribute of an optimizer that is a part of another one: its steps are not taken over.
+PART = "_roundpipe_part"
+
+_counted = 0
+
+
+def number_of_steps() -> int:
+    """Return how many steps of optimizers have ended in this process since :func:`install`."""
+    return _counted
+
+
+@functools.cache
+def install() -> None:
+    """Register the hooks, once per process."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+@contextlib.contextmanager
+def taking_over(taker: Taker | None) -> Iterator[None]:
+    """Let a function take over the steps of optimizers inside the block, in this thread.
+
+    It is called after the optimizer's own hooks: gradients are as the step would find them.
+
+    Args:
+        taker: function that gets an optimizer and the arguments of its step. ``None``: steps run as they are.
+    """
+    before, _TAKING.taker = _TAKING.taker, taker
+    try:
+        yield
+    finally:
+        _TAKING.taker = before
+        if before is None:
+            for hook in _TAKING.hooks.values():
+                hook.remove()
+            _TAKING.hooks.clear()
+            _TAKING.depths.clear()
+
+
+def under_way(optimizer: Optimizer, ended: threading.Event) -> None:
+    """Let other threads wait for the end of a step before they step this optimizer, or ask or load its state.
+
+    Args:
+        optimizer: optimizer that this thread steps.
+        ended: event that is set at the end.
+    """
+    if optimizer not in _WATCHED:
+        _WATCHED.add(optimizer)
+        optimizer.register_state_dict_pre_hook(_wait)
+        optimizer.register_load_state_dict_pre_hook(_wait)
+    _UNDER_WAY[optimizer] = threading.get_ident(), ended
+
+
+def other_post_hooks(optimizer: Optimizer) -> bool:
+    """Report whether anything but this file has a hook after the steps of an optimizer."""
+    everywhere = _global_optimizer_post_hooks.values()
+    return bool(optimizer._optimizer_step_post_hooks) or any(hook is not _after for hook in everywhere)
+
+
+def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if PART in optimizer.__dict__:
+        return
+    if _TAKING.taker is None:
+        _wait(optimizer)
+        return
+    # The hooks of the optimizer run after those of all optimizers, in the order of their registration: this one last.
+    _TAKING.depths[optimizer] = _TAKING.depths.get(optimizer, 0) + 1
+    earlier = _TAKING.hooks.pop(optimizer, None)
+    if earlier is not None:
+        earlier.remove()
+    if _TAKING.depths[optimizer] == 1:
+        _TAKING.hooks[optimizer] = optimizer.register_step_pre_hook(_take)
+
+
+def _take(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    taker = _TAKING.taker
+    return None if taker is None else ((taker(optimizer, args, kwargs), *args[1:]), kwargs)
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    global _counted
+    _counted += 1
+    if optimizer in _TAKING.depths:
+        _TAKING.depths[optimizer] -= 1
+
+
+def _wait(optimizer: Optimizer, *_: Any) -> None:
+    thread, ended = _UNDER_WAY.get(optimizer, (0, None))
+    if ended is not None and thread != threading.get_ident():
+        ended.wait()

@@ -1,0 +1,490 @@
+"""step(..., is_async="exact"): the step runs next to the next run, and nothing else differs."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import (
+    GradScaler,
+    OptimizerCtx,
+    RoundPipeRunConfig,
+    RoundPipeWarning,
+    StageError,
+)
+from tests.runtime.small import batch, relative_error, same_bits, small_model
+
+F = nn.functional
+MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
+STEPS = 10
+
+
+def two_groups(params):
+    found = list(params)
+    return [{"params": found[:3], "lr": 0.03}, {"params": found[3:], "weight_decay": 0.1}]
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=0.01, fused=True)
+
+
+def matrices_apart(params):
+    """Two optimizers, both with parameters of the same layers."""
+    found = list(params)
+    matrices = [p for p in found if p.ndim == 2]
+    return torch.optim.Muon(matrices, lr=0.01), torch.optim.SGD([p for p in found if p.ndim != 2], lr=0.1)
+
+
+def clipped(pipe, optimizer):
+    nn.utils.clip_grad_norm_(pipe.parameters(), 0.05)
+    optimizer.step()
+
+
+class Trained:
+    """A small model that is trained, and everything that a training leaves behind."""
+
+    def __init__(self, wrap, mode, make, *, dtype=None, model=None, runs=1, step=None, after=None, schedule=None):
+        self.model = model() if model else small_model(tied=True, dropout=0.1)
+        self.pipe = wrap(self.model, dtype, model_run_config=MEAN, name="exact")
+        self.mode, self.runs = mode, runs
+        with OptimizerCtx():
+            made = make(self.pipe.parameters())
+        self.optimizers = made if isinstance(made, tuple) else (made,)
+        self.schedulers = [schedule(optimizer) for optimizer in self.optimizers] if schedule else []
+        self.scale = lambda loss: loss
+        self.step_one = step or (lambda pipe, optimizer: optimizer.step())
+        self.after = after or (lambda trained: None)
+        self.losses = []
+
+    def run(self):
+        inputs, labels = batch(6)
+
+        def loss_fn(outputs, targets):
+            return self.scale(F.mse_loss(outputs, targets.to(outputs.dtype)))
+
+        for part in torch.arange(6).chunk(self.runs):
+            found = self.pipe.forward_backward(
+                (inputs[part].to(self.model[0].weight.dtype),), label=labels[part], loss_fn=loss_fn
+            )
+            self.losses.append(found)
+
+    def step(self):
+        self.pipe.step(self.whole_step, self.mode)
+        self.after(self)
+
+    def whole_step(self):
+        for optimizer in self.optimizers:
+            self.step_one(self.pipe, optimizer)
+            optimizer.zero_grad()
+
+    def results(self):
+        self.pipe.synchronize()
+        states = [self.pipe.optim_parameters(), self.pipe.state_dict().values()]
+        for optimizer in self.optimizers:
+            found = optimizer.state_dict()["state"].values()
+            states.append([v for state in found for v in state.values() if isinstance(v, torch.Tensor)])
+        return self.losses + [tensor.detach().clone() for state in states for tensor in state]
+
+
+def both_ways(wrap, make, steps=STEPS, **options):
+    found = []
+    for mode in (False, "exact"):
+        torch.manual_seed(0)
+        trained = Trained(wrap, mode, make, **options)
+        for _ in range(steps):
+            trained.run()
+            trained.step()
+        found.append(trained.results())
+        if mode == "exact":
+            assert trained.pipe._rp_engine.table.latest == steps - 1  # all but the first were next to a run
+    return found
+
+
+def bfloat16_model():
+    return small_model(tied=True).bfloat16()
+
+
+CASES = {
+    "plain": {},
+    "groups": {"make": lambda params: adamw(two_groups(params))},
+    "momentum": {"make": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)},
+    "foreach": {"make": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True, foreach=True)},
+    "two optimizers": {"make": matrices_apart},
+    "master weights": {"dtype": torch.float32, "model": bfloat16_model},
+    "bfloat16": {"model": bfloat16_model},
+    "accumulated": {"runs": 2},
+    "clipped": {"step": clipped},
+    "scheduled": {
+        "schedule": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9),
+        "after": lambda trained: [scheduler.step() for scheduler in trained.schedulers],
+    },
+    "cleared outside": {
+        "step": lambda pipe, optimizer: optimizer.step(),
+        "after": lambda trained: [optimizer.zero_grad() for optimizer in trained.optimizers],
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_steps_have_the_bits_of_synchronous_ones(wrap, case):
+    """Losses, parameters and the optimizer's state, with tied weights and dropout."""
+    synchronous, exact = both_ways(wrap, **{"make": adamw, **CASES[case]})
+    assert same_bits(synchronous, exact)
+
+
+def test_the_training_is_that_of_plain_pytorch(wrap):
+    """Ten steps of AdamW lead to the parameters of a loop without a pipeline."""
+    trained = Trained(wrap, "exact", adamw, model=lambda: small_model(tied=True))
+    for _ in range(10):
+        trained.run()
+        trained.step()
+    plain = small_model(tied=True).double()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    inputs, labels = (tensor.double() for tensor in batch(6))
+    for _ in range(10):
+        F.mse_loss(plain(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained.pipe.synchronize()
+    for found, expected in zip(trained.pipe.parameters(), plain.parameters(), strict=True):
+        assert relative_error(found, expected.detach()) < 1e-4
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("updates_inside", [False, True])
+def test_a_scaler_scales_and_skips_as_in_synchronous_steps(wrap, fused, kind, updates_inside):
+    """Some steps have infinite gradients; the scale is that of the same step either way."""
+    if kind is torch.amp.GradScaler and updates_inside:
+        pytest.skip("torch's scaler does not know that a loss is of a later run than its update")
+    found = []
+    for mode in (False, "exact"):
+        options = {"init_scale": 2.0**124, "growth_interval": 1}
+        scaler = kind(**options) if kind is GradScaler else kind("cpu", **options)
+        trained = Trained(wrap, mode, lambda p: torch.optim.AdamW(p, lr=0.01, fused=fused))
+        trained.scale = scaler.scale
+
+        def step(pipe, optimizer, scaler=scaler):
+            scaler.step(optimizer)
+            if updates_inside:
+                scaler.update()
+
+        trained.step_one = step
+        scaler.scale(torch.ones(()))  # its tensors are there before two devices ask for them
+        for _ in range(STEPS):
+            trained.run()
+            trained.step()
+            if not updates_inside:
+                scaler.update()
+        trained.pipe.synchronize()
+        found.append([*trained.results(), torch.tensor(scaler.get_scale())])
+    assert found[0][-1] < 2.0 ** (124 + STEPS)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*found, strict=True))
+
+
+def test_hooks_of_an_optimizer_run_once_and_around_the_whole_step(wrap):
+    """A hook before it changes all gradients. One after it may change parameters, so that the step is not hidden."""
+    found = []
+    for mode in (False, "exact"):
+        trained = Trained(wrap, mode, adamw)
+        calls = []
+
+        def before(optimizer, args, kwargs, calls=calls):
+            calls.append("before")
+            for group in optimizer.param_groups:
+                nn.utils.clip_grad_norm_(group["params"], 0.05)
+
+        trained.optimizers[0].register_step_pre_hook(before)
+        for _ in range(4):
+            trained.run()
+            trained.step()
+        trained.pipe.synchronize()
+        assert calls == ["before"] * 4
+
+        @torch.no_grad()
+        def after(optimizer, args, kwargs, calls=calls):
+            assert args[0] is optimizer
+            calls.append("after")
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.clamp_(-0.1, 0.1)
+
+        trained.optimizers[0].register_step_post_hook(after)
+        word = pytest.warns(RoundPipeWarning, match="AdamW has hooks after its step")
+        with word if mode == "exact" else contextlib.nullcontext():
+            for _ in range(4):
+                trained.run()
+                trained.step()
+        assert calls[4:] == ["before", "after"] * 4
+        found.append(trained.results())
+    assert same_bits(*found)
+
+
+class Waits(torch.optim.SGD):
+    """Updates a parameter that is `late` once it may."""
+
+    go = None
+
+    def step(self, closure=None):
+        if self.go is not None and any(hasattr(p, "late") for group in self.param_groups for p in group["params"]):
+            assert self.go.wait(10)
+        return super().step(closure)
+
+
+def test_the_next_run_begins_before_the_last_layer_is_updated(wrap):
+    """The update of the last layer waits until the next run has called the first one."""
+    trained = Trained(wrap, "exact", lambda params: Waits(params, lr=0.1))
+    trained.run()
+    trained.step()
+    go = threading.Event()
+    trained.model[0].register_forward_hook(lambda *_: go.set())
+    for parameter in trained.model[-1].parameters():
+        parameter.late = True
+    trained.run()
+    go.clear()
+    trained.optimizers[0].go = go
+    trained.step()
+    assert not go.is_set()
+    trained.run()
+    assert go.is_set()
+
+
+@pytest.mark.parametrize("of", ["model", "optimizer"])
+def test_what_saves_waits_for_the_step(wrap, of):
+    """State dicts of model and optimizer hold the step that was just begun."""
+    trained = Trained(wrap, "exact", lambda params: Waits(params, lr=0.1, momentum=0.9))
+    (optimizer,) = trained.optimizers
+    for _ in range(2):
+        trained.run()
+        trained.step()
+    trained.run()
+    trained.pipe.synchronize()
+    bias = trained.model[-1].bias
+    momentum = 0.9 * optimizer.state[bias]["momentum_buffer"] + bias.grad
+    expected = {"model": bias.detach() - 0.1 * momentum, "optimizer": momentum}[of]
+    bias.late = True
+    go = optimizer.go = threading.Event()
+    trained.step()
+    threading.Timer(0.1, go.set).start()
+    if of == "model":
+        found = trained.pipe.state_dict()[f"{len(trained.model) - 1}.bias"]
+    else:
+        found = list(optimizer.state_dict()["state"].values())[-1]["momentum_buffer"]
+    assert go.is_set()
+    assert relative_error(found, expected) < 1e-6
+
+
+def test_a_run_of_another_thread_waits_for_each_layer(wrap):
+    """An evaluation next to the step has the outputs of the stepped model."""
+    trained = Trained(wrap, "exact", lambda params: Waits(params, lr=0.1), model=small_model)
+    for _ in range(2):
+        trained.run()
+        trained.step()
+    trained.run()
+    trained.model[-1].bias.late = True
+    go = trained.optimizers[0].go = threading.Event()
+    inputs, found = batch(6)[0], []
+    trained.step()
+
+    def evaluate():
+        with torch.no_grad():
+            found.append(trained.pipe(inputs))
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    go.set()
+    thread.join(10)
+    with torch.no_grad():
+        assert relative_error(found[0], trained.model(inputs)) < 1e-6
+
+
+def test_a_pipeline_that_shares_parameters_waits(wrap):
+    """It does not know of the other one's layers, so it waits for the whole step."""
+    trained = Trained(wrap, "exact", lambda params: Waits(params, lr=0.1), model=small_model)
+    other = wrap(nn.Sequential(*trained.model[4:]), model_run_config=MEAN)
+    for _ in range(2):
+        trained.run()
+        trained.step()
+    trained.run()
+    trained.model[-1].bias.late = True
+    go = trained.optimizers[0].go = threading.Event()
+    trained.step()
+    threading.Timer(0.1, go.set).start()
+    with torch.no_grad():
+        found = other(torch.ones(6, 6))
+        trained.pipe.synchronize()
+        assert relative_error(found, nn.Sequential(*trained.model[4:])(torch.ones(6, 6))) < 1e-6
+
+
+# -- what cannot be hidden -------------------------------------------------------------------------------------------
+
+
+def test_lbfgs_runs_before_the_call_returns_and_a_warning_names_it(wrap):
+    """Its closure runs the pipeline; the result is that of the synchronous step."""
+    found = []
+    for mode in (False, "exact"):
+        trained = Trained(wrap, mode, lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3), dtype=torch.float64)
+        inputs, labels = batch(6)
+
+        def closure(trained=trained, inputs=inputs, labels=labels):
+            trained.pipe.zero_grad()
+            return trained.pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+
+        def three_steps(trained=trained, closure=closure, mode=mode):
+            for _ in range(3):
+                trained.pipe.step(lambda: trained.optimizers[0].step(closure), mode)
+
+        word = pytest.warns(RoundPipeWarning, match="the step of LBFGS was given a closure")
+        with word if mode == "exact" else contextlib.nullcontext():
+            three_steps()
+        found.append([p.detach().clone() for p in trained.pipe.optim_parameters()])
+    assert same_bits(*found)
+
+
+def test_parameters_outside_of_the_pipeline_are_updated_when_the_call_returns(wrap):
+    """The next run does not wait for them, since it does not know them."""
+    head = nn.Parameter(torch.ones(3))
+    trained = Trained(wrap, "exact", lambda params: torch.optim.SGD([*params, head], lr=0.1))
+
+    def three_steps():
+        for _ in range(3):
+            trained.run()
+            head.grad = torch.ones(3)
+            trained.step()
+
+    with pytest.warns(RoundPipeWarning, match="SGD also updates parameters that are in no layer"):
+        three_steps()
+    assert relative_error(head.detach(), torch.full((3,), 0.7)) < 1e-6
+
+
+def test_a_change_after_the_optimizer_is_an_error_of_the_next_run(wrap):
+    """The run may have read what was there before, so none of its gradients arrive; a synchronous step does it."""
+    trained = Trained(wrap, "exact", lambda params: torch.optim.SGD(params, lr=0.1))
+
+    def step():
+        trained.whole_step()
+        with torch.no_grad():
+            trained.model[0].weight.clamp_(-0.1, 0.1)
+
+    trained.run()
+    trained.pipe.step(step, "exact")  # the first one ends before it returns
+    trained.run()
+    trained.pipe.step(step, "exact")
+    with pytest.raises(StageError, match=r"layer 0 \(Linear\) was changed after the step"):
+        trained.run()
+    assert all(parameter.grad is None for parameter in trained.pipe.parameters())
+    trained.run()
+    trained.pipe.step(step)
+    assert trained.model[0].weight.abs().max() <= 0.1
+
+
+def test_gradients_zeroed_in_place_outside_are_an_error(wrap):
+    """They are what the step is made of."""
+    trained = Trained(wrap, "exact", lambda params: Waits(params, lr=0.1), model=small_model)
+    trained.whole_step = trained.optimizers[0].step
+    for _ in range(2):
+        trained.run()
+        trained.step()
+        trained.pipe.zero_grad()
+    trained.run()
+    trained.model[0].bias.late = True
+    go = trained.optimizers[0].go = threading.Event()
+    trained.step()
+    trained.optimizers[0].zero_grad(set_to_none=False)
+    go.set()
+    with pytest.raises(StageError, match="was written while the optimizer's step still needed it"):
+        trained.run()
+    trained.pipe.zero_grad()
+    trained.run()
+
+
+class Fails(torch.optim.SGD):
+    """Fails at a parameter that is `bad`."""
+
+    def step(self, closure=None):
+        if any(hasattr(p, "bad") for group in self.param_groups for p in group["params"]):
+            raise ArithmeticError("no step")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_an_error_in_a_layers_update_is_raised_once_by_the_next_run(wrap, dtype):
+    """The layers before it are stepped, the others are not; training goes on."""
+    trained = Trained(wrap, "exact", lambda params: Fails(params, lr=0.1), dtype=dtype, model=small_model)
+    for _ in range(2):
+        trained.run()
+        trained.step()
+    trained.run()
+    trained.pipe.synchronize()
+    before = [p.detach().clone() for p in trained.pipe.optim_parameters()]
+    targets = list(trained.pipe.optim_parameters())
+    stepped = [p.detach() - 0.1 * p.grad for p in targets]
+    targets[2].bad = True
+    trained.step()
+    with pytest.raises(ArithmeticError, match="no step"):
+        trained.run()
+    expected = stepped[:2] + before[2:]
+    assert all(relative_error(p.detach(), e) < 1e-6 for p, e in zip(targets, expected, strict=True))
+    del targets[2].bad
+    trained.pipe.zero_grad()
+    trained.run()
+    trained.step()
+    trained.run()
+    with torch.no_grad():
+        assert relative_error(trained.pipe(batch(6)[0]), trained.model(batch(6)[0])) < 1e-6
+
+
+def test_an_error_before_the_optimizer_is_raised_by_the_call(wrap):
+    """Nothing was stepped."""
+    trained = Trained(wrap, "exact", adamw)
+    for _ in range(2):
+        trained.run()
+        trained.step()
+    trained.run()
+
+    def broken():
+        raise ArithmeticError("clipping")
+
+    with pytest.raises(ArithmeticError, match="clipping"):
+        trained.pipe.step(broken, "exact")
+    trained.step()
+    trained.run()
+
+
+def test_calling_the_pipeline_after_the_optimizer_is_refused(wrap):
+    """The function would wait for a run that waits for the function."""
+    trained = Trained(wrap, "exact", adamw)
+
+    def step():
+        trained.whole_step()
+        with torch.no_grad():
+            trained.pipe(batch(6)[0])
+
+    trained.run()
+    trained.pipe.step(step, "exact")
+    trained.run()
+    trained.pipe.step(step, "exact")
+    with pytest.raises(StageError, match="called the pipeline, which waits"):
+        trained.run()
+    trained.run()
+
+
+# -- master weights --------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_without_a_step_copies_no_master_weight(wrap):
+    """Runs that accumulate gradients leave the parameters alone; a step outside of the pipeline is noticed."""
+    trained = Trained(wrap, False, adamw, dtype=torch.float32, model=bfloat16_model)
+    trained.run()
+    versions = [p._version for p in trained.model.parameters()]
+    trained.run()
+    assert [p._version for p in trained.model.parameters()] == versions
+    trained.optimizers[0].step()  # fused: torch counts no version
+    trained.run()
+    assert all(p._version > version for p, version in zip(trained.model.parameters(), versions, strict=True))
+    for own, master in zip(trained.model.parameters(), trained.pipe.optim_parameters(), strict=True):
+        assert torch.equal(own, master.to(torch.bfloat16))

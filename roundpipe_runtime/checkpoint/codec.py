@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .errors import CheckpointError
+from .shards import is_sharded
 
 __all__ = ["decode", "encode"]
 
@@ -83,7 +84,8 @@ def decode(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _put(tensor: torch.Tensor, path: str, tensors: MutableMapping[str, torch.Tensor]) -> str:
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) or is_sharded(tensor)
+    if not is_plain or tensor.layout != torch.strided:
         raise CheckpointError(
             f"{path} is a {type(tensor).__qualname__} of layout {tensor.layout}, and a checkpoint holds dense tensors. "
             "Store what it is made of."

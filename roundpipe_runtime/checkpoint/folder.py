@@ -29,6 +29,7 @@ __all__ = [
     "remove_checkpoint",
     "remove_leftovers",
     "remove_old",
+    "writing_path",
 ]
 
 _NAME = re.compile(r"checkpoint-(\d{8,})")
@@ -55,6 +56,11 @@ def next_path(folder: pathlib.Path) -> pathlib.Path:
     return folder / f"checkpoint-{last + 1:08}"
 
 
+def writing_path(path: pathlib.Path) -> pathlib.Path:
+    """Return the path that a checkpoint has while it is written."""
+    return path.with_name(f".{path.name}.writing")
+
+
 @contextlib.contextmanager
 def appearing(
     path: pathlib.Path, half: pathlib.Path | None = None, *, seal: Callable[[pathlib.Path], None] = write_manifest
@@ -72,7 +78,7 @@ def appearing(
     Returns:
         A context manager that yields the folder to write to.
     """
-    half = half or path.with_name(f".{path.name}.writing")
+    half = half or writing_path(path)
     half.mkdir(parents=True)
     before = path.with_name(f".{path.name}.leaving")
     try:

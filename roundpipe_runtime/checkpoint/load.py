@@ -14,10 +14,11 @@ from .folder import checkpoints_in, is_checkpoint
 from .manifest import verify
 from .model_state import check_masters, check_model, optimizer_targets, restore_parameters, restore_progress
 from .optimizer_state import check_optimizer, restore_optimizer
+from .ranks import CheckpointRanks, ranks_of
 from .rng import restore_random_state
 from .save import finish_writing, training_objects
 from .tensor_files import need_safetensors, open_tensors
-from .training_state import TRAINING, TrainingObjects, read_training
+from .training_state import TRAINING, TrainingObjects, read_training, read_weights
 
 __all__ = ["load_checkpoint"]
 
@@ -64,30 +65,44 @@ def load_checkpoint(
     need_safetensors()
     home = pathlib.Path(folder).absolute()
     finish_writing(home)
-    if is_checkpoint(home):
+    targets = optimizer_targets(model)
+    ranks = ranks_of(model, targets)
+    path: pathlib.Path | None = home
+    if ranks.on_first(lambda: is_checkpoint(home)):
         _check_writer(home)
-        verify(home)
-        path = home
+        if (damage := _damage(home, ranks)) is not None:
+            raise DamagedCheckpointError(damage)
     else:
-        there = checkpoints_in(home)
-        if not there:
-            return None
-        path = _newest(there)
-    return _restore(path, model, training_objects(optimizer, scheduler, scaler))
+        path = _newest(ranks.on_first(lambda: checkpoints_in(home)), ranks)
+    return None if path is None else _restore(path, model, training_objects(optimizer, scheduler, scaler))
 
 
-def _newest(there: list[pathlib.Path]) -> pathlib.Path:
-    """The newest checkpoint that is not damaged."""
+def _newest(there: list[pathlib.Path], ranks: CheckpointRanks) -> pathlib.Path | None:
+    """The newest checkpoint that is not damaged; ``None`` where there is none at all."""
     errors = []
     for path in reversed(there):
-        try:
-            verify(path)
-        except DamagedCheckpointError as error:
-            errors.append(str(error))
-            warn(f"A checkpoint is damaged, and the one before it is tried. {error}", CheckpointWarning)
-        else:
+        damage = _damage(path, ranks)
+        if damage is None:
             return path
-    raise DamagedCheckpointError("All checkpoints are damaged:\n    " + "\n    ".join(errors))
+        errors.append(damage)
+        if ranks.rank == 0:
+            warn(f"A checkpoint is damaged, and the one before it is tried. {damage}", CheckpointWarning)
+    if errors:
+        raise DamagedCheckpointError("All checkpoints are damaged:\n    " + "\n    ".join(errors))
+    return None
+
+
+def _damage(path: pathlib.Path, ranks: CheckpointRanks) -> str | None:
+    """What is wrong with the files of a checkpoint; each process reads its part of them."""
+
+    def check() -> str | None:
+        try:
+            verify(path, ranks.rank, ranks.size)
+        except DamagedCheckpointError as error:
+            return str(error)
+        return None
+
+    return next((found for found in ranks.exchange(ranks.together(check)) if found is not None), None)
 
 
 def _check_writer(path: pathlib.Path) -> None:
@@ -100,9 +115,10 @@ def _check_writer(path: pathlib.Path) -> None:
 
 
 def _restore(path: pathlib.Path, model: nn.Module, parts: TrainingObjects) -> dict[str, Any]:
-    stored = read_training(path)
-    with open_tensors(path, "model") as tensors:
-        targets = optimizer_targets(model)
+    targets = optimizer_targets(model)
+    stored = read_training(path, targets=targets)
+    with open_tensors(path, "model") as files:
+        tensors = read_weights(path, files, dict(model.named_parameters()))
         check_model(model, stored["model"], tensors, goes_on=bool(parts.optimizers))
         _check_parts(stored, parts)
         if parts.optimizers:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pathlib
+import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,9 +18,12 @@ from ..device.forking import free_after_fork
 from ..device.interrupts import Uninterrupted, wait_for
 from ..device.worker import Worker, add_note_once
 from ..errors import ConfigError
-from .folder import appearing, checkpoints_in, make_folder, next_path, remove_leftovers, remove_old
+from .folder import appearing, checkpoints_in, make_folder, next_path, remove_leftovers, remove_old, writing_path
+from .manifest import describe_files, write_manifest
+from .model_state import optimizer_targets
+from .ranks import CheckpointRanks, ranks_of
 from .tensor_files import need_safetensors
-from .training_state import TrainingObjects, TrainingState, collect_state, read_training
+from .training_state import TRAINING, TrainingObjects, TrainingState, collect_state, read_training
 
 __all__ = ["Checkpoint", "finish_writing", "list_checkpoints", "save_checkpoint", "training_objects"]
 
@@ -136,16 +141,17 @@ def save_checkpoint(
         raise ConfigError(f"save_checkpoint: data must be a dictionary, found {type(data).__qualname__}.")
     home = pathlib.Path(folder).absolute()
     finish_writing(home)
-    state = collect_state(model, training_objects(optimizer, scheduler, scaler), data or {}, copy=is_async)
+    ranks = ranks_of(model, optimizer_targets(model))
+    objects = training_objects(optimizer, scheduler, scaler)
+    state = ranks.together(lambda: collect_state(model, objects, data or {}, copy=is_async))
     with _WRITING:
         finish_writing(home)
-        make_folder(home)
-        path = next_path(home)
+        path = ranks.on_first(lambda: _begin(home))
         if not is_async:
-            _write(state, path, keep, max_shard_bytes)
+            _write(state, path, keep, max_shard_bytes, ranks)
             return Checkpoint(path)
         with Uninterrupted():  # the next call waits for what this one has begun
-            writing = _PENDING[home] = _WRITER.submit(_write_logged, state, path, keep, max_shard_bytes)
+            writing = _PENDING[home] = _WRITER.submit(_write_logged, state, path, keep, max_shard_bytes, ranks)
         return Checkpoint(path, writing)
 
 
@@ -196,20 +202,44 @@ def _as_list(value: Any) -> Sequence[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _write(state: TrainingState, path: pathlib.Path, keep: int | None, shard_bytes: int) -> None:
+def _begin(home: pathlib.Path) -> pathlib.Path:
+    make_folder(home)
+    return next_path(home)
+
+
+def _write(
+    state: TrainingState, path: pathlib.Path, keep: int | None, shard_bytes: int, ranks: CheckpointRanks
+) -> None:
+    described: dict[str, object] = {}
+
+    def seal(half: pathlib.Path) -> None:
+        for file in half.rglob("*.safetensors"):
+            shutil.copymode(half / TRAINING, file)  # safetensors writes files that other users may not read
+        write_manifest(half, described)
+
     try:
-        remove_leftovers(path.parent)
-        with appearing(path) as half:
-            state.write(half, shard_bytes)
-        remove_old(path.parent, keep)
+        with contextlib.ExitStack() as stack:
+            half = writing_path(path)
+            ranks.on_first(lambda: _enter(stack, path, seal))
+            state.write(half, shard_bytes, ranks)
+            own = ranks.together(lambda: describe_files(half, ranks.rank, ranks.size))
+            for files in ranks.exchange(own):
+                described.update(files)
+            ranks.on_first(stack.close)  # it appears
+        ranks.on_first(lambda: remove_old(path.parent, keep))
     except BaseException as error:
         add_note_once(error, f"While {path} was written. The checkpoints before it are as they were.")
         raise
 
 
-def _write_logged(state: TrainingState, path: pathlib.Path, keep: int | None, shard_bytes: int) -> None:
+def _enter(stack: contextlib.ExitStack, path: pathlib.Path, seal: Callable[[pathlib.Path], None]) -> None:
+    remove_leftovers(path.parent)
+    stack.enter_context(appearing(path, seal=seal))
+
+
+def _write_logged(state: TrainingState, path: pathlib.Path, *rest: Any) -> None:
     try:
-        _write(state, path, keep, shard_bytes)
+        _write(state, path, *rest)
     except BaseException as error:
         _LOG.error("%s was not written: %s", path, error)  # the process may end before the result is read
         raise

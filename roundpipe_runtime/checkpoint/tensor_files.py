@@ -31,7 +31,14 @@ def need_safetensors() -> None:
     require("safetensors", purpose="a checkpoint", extra="train")
 
 
-def write_tensors(folder: pathlib.Path, stem: str, tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> None:
+def write_tensors(
+    folder: pathlib.Path,
+    stem: str,
+    tensors: Mapping[str, torch.Tensor],
+    shard_bytes: int,
+    part: int = 0,
+    parts: int = 1,
+) -> None:
     """Write tensors to one file, or to several of about ``shard_bytes`` with an index.
 
     Args:
@@ -39,6 +46,9 @@ def write_tensors(folder: pathlib.Path, stem: str, tensors: Mapping[str, torch.T
         stem: start of the file names.
         tensors: tensors on the host by name; none shares memory with another one.
         shard_bytes: largest number of bytes of a file, unless one tensor alone is larger.
+        part: number of the files that this process writes: each ``parts``-th one, from this one on; the first also
+            writes the index.
+        parts: number of processes that share the work, and have the same tensors.
 
     Raises:
         OSError: a file could not be written, for example because the disk is full.
@@ -49,14 +59,15 @@ def write_tensors(folder: pathlib.Path, stem: str, tensors: Mapping[str, torch.T
     shards = _shards(tensors, shard_bytes)
     where = {}
     for number, names in enumerate(shards, 1):
-        part = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
-        file = f"{stem}{part}.safetensors"
+        of_all = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
+        file = f"{stem}{of_all}.safetensors"
         try:
-            save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
+            if (number - 1) % parts == part:
+                save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:
             raise _system_error(folder / file, str(error)) from error
         where.update(dict.fromkeys(names, file))
-    if len(shards) > 1:
+    if len(shards) > 1 and part == 0:
         index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": where}
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 

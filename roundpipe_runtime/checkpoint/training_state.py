@@ -5,6 +5,7 @@
     model.safetensors       parameters and buffers, by the model's own names      config.json, for transformers
     training.safetensors    tensors of the rest: moments, master weights, gradients, generators
     training.json           the rest: hyperparameters, counters, the place in the data
+    shards/                 of several processes: what each has a part of
 """
 
 from __future__ import annotations
@@ -12,19 +13,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import shutil
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .codec import decode, encode
 from .config_files import config_files
+from .errors import CheckpointError
 from .model_state import collect_parameters, collect_progress, optimizer_targets
 from .optimizer_state import named_state
+from .ranks import CheckpointRanks
 from .rng import random_state
+from .shards import cut_like, is_sharded, own_copies, read_shards, write_shards
 from .tensor_files import open_tensors, write_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "TRAINING",
@@ -33,10 +39,13 @@ __all__ = [
     "collect_state",
     "read_training",
     "read_values",
+    "read_weights",
     "write_values",
 ]
 
 TRAINING = "training.json"
+
+_WEIGHTS = "weights:"  # of a model that is cut into shards itself
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,28 +71,41 @@ class TrainingState:
         texts: contents of text files, by name.
         model: tensors of the model, by name.
         training: tensors of everything else.
+        shards: tensors that this process has a part of.
     """
 
     texts: Mapping[str, str]
     model: Mapping[str, torch.Tensor]
     training: Mapping[str, torch.Tensor]
+    shards: Mapping[str, DTensor]
 
-    def write(self, folder: pathlib.Path, shard_bytes: int) -> None:
-        """Write the files of a checkpoint.
+    def write(self, folder: pathlib.Path, shard_bytes: int, ranks: CheckpointRanks) -> None:
+        """Write the files of a checkpoint; all processes call it.
 
         Args:
-            folder: folder to write to.
+            folder: folder to write to, the same for all.
             shard_bytes: largest number of bytes of a file, unless one tensor is larger.
+            ranks: processes that write together.
 
         Raises:
             OSError: a file could not be written.
+            CheckpointError: another process could not write.
         """
+        ranks.together(lambda: self._write_own(folder, shard_bytes, ranks))
+        if self.shards:
+            write_shards(folder, self.shards, ranks.group, shard_bytes)
+
+    def _write_own(self, folder: pathlib.Path, shard_bytes: int, ranks: CheckpointRanks) -> None:
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder.parent} is not the same folder on all machines. Save to a folder that all of them mount."
+            )
+        write_tensors(folder, "model", self.model, shard_bytes, ranks.rank, ranks.size)
+        if ranks.rank:
+            return
         for name, text in self.texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-        write_tensors(folder, "model", self.model, shard_bytes)
         write_tensors(folder, "training", self.training, shard_bytes)
-        for path in folder.glob("*.safetensors"):
-            shutil.copymode(folder / TRAINING, path)  # safetensors writes files that other users may not read
 
 
 def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, Any], *, copy: bool) -> TrainingState:
@@ -111,20 +133,81 @@ def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, A
     rest: dict[str, torch.Tensor] = {}
     encoded = {key: encode(value, key, rest) for key, value in state.items()}
     texts = {TRAINING: json.dumps(encoded, allow_nan=False), **config_files(model)}
-    return TrainingState(texts, _on_host(weights, copy=copy), _on_host(rest, copy=copy))
+    shards = {name: tensor for name, tensor in rest.items() if is_sharded(tensor)}
+    shards |= {f"{_WEIGHTS}{name}": tensor for name, tensor in weights.items() if is_sharded(tensor)}
+    return TrainingState(
+        texts,
+        _on_host({name: tensor for name, tensor in weights.items() if not is_sharded(tensor)}, copy=copy),
+        _on_host({name: tensor for name, tensor in rest.items() if name not in shards}, copy=copy),
+        own_copies(shards, copy=copy),
+    )
 
 
-def read_training(folder: pathlib.Path, only: Sequence[str] | None = None) -> dict[str, Any]:
+def read_training(
+    folder: pathlib.Path, only: Sequence[str] | None = None, *, targets: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, Any]:
     """Read what :func:`collect_state` collected, except for the tensors of the model; all of it, or some keys.
 
     Args:
         folder: folder of the checkpoint.
         only: keys to read. Default: all.
+        targets: parameters that optimizers work on, by name: where they are cut into shards, their states, gradients
+            and master weights are read as such. Default: everything is whole.
 
     Returns:
         The values by key.
     """
-    return read_values(folder, "training", only)
+    stored = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
+    wanted = {key: stored[key] for key in (stored if only is None else only)}
+    places = _places(wanted, targets or {})
+    with open_tensors(folder, "training") as tensors:
+        found = {**tensors, **read_shards(folder, set(_references(wanted)).__contains__, places)}
+        found.update({name: cut_like(found[name], target) for name, target in places.items() if name in found})
+        return {key: decode(value, found) for key, value in wanted.items()}
+
+
+def read_weights(
+    folder: pathlib.Path, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of the model, with those that were stored in shards.
+
+    Args:
+        folder: folder of the checkpoint.
+        tensors: tensors of the files of the model.
+        targets: parameters by name.
+    """
+    like = {f"{_WEIGHTS}{name}": target for name, target in targets.items()}
+    shards = read_shards(folder, lambda name: name.startswith(_WEIGHTS), like)
+    found = {**tensors, **{name.removeprefix(_WEIGHTS): tensor for name, tensor in shards.items()}}
+    return {name: cut_like(tensor, targets.get(name, tensor)) for name, tensor in found.items()}
+
+
+def _places(stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameter that each stored tensor belongs to, by the name of the tensor."""
+    progress = stored.get("progress", {})
+    tables = [progress.get("masters", {}), progress.get("gradients", {})]
+    tables = [{name: {"": value} for name, value in table.items()} for table in tables]
+    tables += [optimizer["state"] for optimizer in stored.get("optimizers", [])]
+    return {
+        value["$tensor"]: targets[name]
+        for table in tables
+        for name, values in table.items()
+        if name in targets and isinstance(values, dict)
+        for value in values.values()
+        if isinstance(value, dict) and "$tensor" in value
+    }
+
+
+def _references(stored: Any) -> Iterator[str]:
+    """The names of tensors in values as they are stored."""
+    if isinstance(stored, dict):
+        if "$tensor" in stored:
+            yield stored["$tensor"]
+        for value in stored.values():
+            yield from _references(value)
+    elif isinstance(stored, list):
+        for value in stored:
+            yield from _references(value)
 
 
 def write_values(folder: pathlib.Path, stem: str, values: Mapping[str, Any], shard_bytes: int = 5 * 10**9) -> None:

@@ -69,10 +69,10 @@ class Gate:
         self.open, self.reached = threading.Event(), threading.Event()
         real = training_state.TrainingState.write
 
-        def write(this, folder, shard_bytes):
+        def write(this, *arguments):
             self.reached.set()
             assert self.open.wait(60)
-            real(this, folder, shard_bytes)
+            real(this, *arguments)
 
         monkeypatch.setattr(training_state.TrainingState, "write", write)
 

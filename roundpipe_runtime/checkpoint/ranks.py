@@ -1,0 +1,111 @@
+"""The processes that write or read one checkpoint together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..pipeline import RoundPipe
+from .errors import CheckpointError
+from .shards import is_sharded
+
+__all__ = ["CheckpointRanks", "ranks_of"]
+
+_Result = TypeVar("_Result")
+
+# by ranks: a group is made once, by all of them, and is used for one checkpoint at a time
+_GROUPS: dict[tuple[int, ...], Any] = {}
+
+
+class CheckpointRanks:
+    """Processes that write or read a checkpoint; one alone by default.
+
+    Args:
+        members: their ranks in the job, in the order of the mesh. Default: this process alone.
+
+    Attributes:
+        rank: place of this process among them.
+        size: their number.
+        group: their group; ``None`` for one process.
+    """
+
+    def __init__(self, members: tuple[int, ...] = ()) -> None:
+        self.rank, self.size, self.group = 0, 1, None
+        if len(members) > 1:
+            import torch.distributed as dist
+
+            self.rank, self.size = members.index(dist.get_rank()), len(members)
+            if members not in _GROUPS:
+                # a group of their own: a checkpoint is written next to what the training exchanges
+                everyone = members == tuple(range(dist.get_world_size()))
+                _GROUPS[members] = dist.new_group(list(members), backend="gloo", use_local_synchronization=not everyone)
+            self.group = _GROUPS[members]
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the values that all of them gave, in the order of ranks; all of them call it.
+
+        Args:
+            value: what this process gives.
+        """
+        if self.group is None:
+            return [value]
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def together(self, work: Callable[[], _Result]) -> _Result:
+        """Do something in each process, and return its result, or raise in all of them.
+
+        Args:
+            work: what this process does; it calls no collective.
+
+        Returns:
+            The result of this process.
+
+        Raises:
+            CheckpointError: another process failed. An error of this one is raised as it is.
+        """
+        if self.group is None:
+            return work()
+        failure: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as raised:
+            failure = raised
+        reports = self.exchange(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        for rank, report in enumerate(reports):
+            if report is not None:
+                raise CheckpointError(f"Rank {rank} of {self.size} failed: {report}")
+        return result
+
+    def on_first(self, work: Callable[[], _Result]) -> _Result:
+        """Do something in the first process, and return its result in all, or raise in all."""
+        found = self.together(lambda: work() if self.rank == 0 else None)
+        first: _Result = self.exchange(found)[0]
+        return first
+
+
+def ranks_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> CheckpointRanks:
+    """Return the processes that hold a model: those of a pipeline's mesh, or of tensors that are cut into shards.
+
+    Args:
+        model: model to save or load.
+        tensors: parameters, or what an optimizer works on, by name.
+    """
+    pipelines = [module for module in model.modules() if isinstance(module, RoundPipe)]
+    meshes = [mesh for mesh in (getattr(pipeline, "mesh", None) for pipeline in pipelines) if mesh is not None]
+    meshes += [tensor.device_mesh for tensor in tensors.values() if is_sharded(tensor)]
+    members = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
+    if len(members) > 1:
+        raise CheckpointError(
+            f"Parts of the model are on different ranks, {sorted(members)}, and a checkpoint is written by all ranks "
+            "that have the model. Save each part in a folder of its own."
+        )
+    return CheckpointRanks(*members)

@@ -1,0 +1,147 @@
+"""Tensors that are cut into shards over processes, in a folder that any number of processes reads.
+
+::
+
+    shards/shard-00001-model-00001-of-00001.safetensors     rows of the first rank, with their places
+    shards/shard-00002-model-00001-of-00001.safetensors     rows of the second
+
+The files are those of ``torch.distributed.checkpoint`` with its storage in safetensors, without pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["SHARDS", "cut_like", "is_sharded", "own_copies", "read_shards", "write_shards"]
+
+SHARDS = "shards"
+
+
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
+    """Report whether a tensor is one of ``torch.distributed``, which this process may have a part of."""
+    library = sys.modules.get("torch.distributed.tensor")  # imported with the first of them
+    return library is not None and isinstance(tensor, library.DTensor)
+
+
+def own_copies(tensors: Mapping[str, DTensor], *, copy: bool) -> dict[str, DTensor]:
+    """Return tensors with the parts of this process on the host.
+
+    Args:
+        tensors: tensors by name.
+        copy: whether they are changed before they are written.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        local = tensor.to_local()
+        own = local.cpu()
+        found[name] = _with_local(tensor, own.clone() if copy and own is local else own)
+    return found
+
+
+def write_shards(folder: pathlib.Path, tensors: Mapping[str, DTensor], group: Any, file_bytes: int) -> None:
+    """Write the parts of all processes; all of them call it.
+
+    Args:
+        folder: folder of the checkpoint.
+        tensors: tensors by name, the same names in all processes.
+        group: group of the processes; ``None`` for one alone.
+        file_bytes: largest number of bytes of a file, unless one part is larger: as much memory is taken meanwhile.
+
+    Raises:
+        CheckpointException: a process could not write, in all of them.
+    """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    size, number, files = 0, 1, {}
+    for name, tensor in tensors.items():
+        part = tensor.to_local().nbytes
+        if size and size + part > file_bytes:
+            size, number = 0, number + 1
+        size += part
+        files[name] = number
+    writer = HuggingFaceStorageWriter(str(folder / SHARDS), fqn_to_index_mapping=files, save_distributed=True)
+    with _alone() if group is None else contextlib.nullcontext():
+        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+def read_shards(
+    folder: pathlib.Path, names: Callable[[str], bool], like: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Read tensors that were written by any number of processes.
+
+    Each process reads for itself.
+
+    Args:
+        folder: folder of the checkpoint.
+        names: function that chooses by name what is read.
+        like: tensors of ``torch.distributed`` whose mesh and placements a tensor gets, by name; all others are read
+            whole.
+
+    Returns:
+        The tensors by name; nothing where the checkpoint has no shards.
+    """
+    if not (folder / SHARDS).is_dir():
+        return {}
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = HuggingFaceStorageReader(str(folder / SHARDS))
+    found: dict[str, torch.Tensor] = {}
+    for name, described in reader.read_metadata().state_dict_metadata.items():
+        if not names(name):
+            continue
+        dtype, target = described.properties.dtype, like.get(name)  # type: ignore[union-attr] # only tensors are stored
+        if is_sharded(target) and target.shape == described.size:  # type: ignore[union-attr] # as above
+            found[name] = _with_local(target, torch.zeros_like(target.to_local(), dtype=dtype))
+        else:
+            found[name] = torch.zeros(described.size, dtype=dtype)  # type: ignore[union-attr] # as above
+    if found:
+        with _alone():
+            load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Ignore torch's warning that a process reads or writes without the others, as it is asked to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        yield
+
+
+def cut_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of a whole tensor, where the target is a part; otherwise the tensor.
+
+    Args:
+        tensor: whole tensor, or one with the placements of the target.
+        target: tensor of the same size.
+    """
+    if tensor.numel() == 1 and target.numel() == 1:
+        tensor = tensor.reshape(target.shape)  # a number is a vector of one where it is in processes
+    if not is_sharded(target) or is_sharded(tensor) or tensor.shape != target.shape:
+        return tensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    local = tensor[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+    return _with_local(target, local.clone())
+
+
+def _with_local(like: DTensor, local: torch.Tensor) -> DTensor:
+    from torch.distributed.tensor import DTensor
+
+    made: DTensor = DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return made

@@ -1,0 +1,110 @@
+"""Checkpoints that several processes write, and that any number of processes reads."""
+
+import re
+
+import pytest
+
+from roundpipe_runtime import list_checkpoints, load_checkpoint
+from tests.runtime.checkpoint.sharded_ranks import Training
+from tests.runtime.distributed.processes import run_ranks
+
+pytestmark = pytest.mark.slow
+
+RANKS = "tests.runtime.checkpoint.sharded_ranks"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def two(home):
+    """Two processes that go on after two steps of one."""
+    training = Training()
+    training.go_on(2)
+    training.save(home / "one")
+    return run_ranks(f"{RANKS}:two", 2, str(home))
+
+
+@pytest.fixture(scope="module")
+def three(home, two):
+    """Three processes that go on with the last undamaged checkpoint of two."""
+    newest = sorted((home / "two").iterdir())[-1]
+    shard = sorted((newest / "shards").iterdir())[-1]
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    return run_ranks(f"{RANKS}:three", 3, str(home))
+
+
+def test_two_processes_go_on_with_a_checkpoint_of_one(two):
+    """Each reads its rows of what is whole in the file; the training is bitwise the one that was never stopped."""
+    for rank in two:
+        assert rank["nothing there"] is None
+        assert rank["loaded"] == {"step": 2}
+        assert rank["same"]
+
+
+def test_checkpoints_are_written_in_the_background(two):
+    """Each process copies its part; what follows does not change the files, and the last two are kept."""
+    for rank in two:
+        assert rank["then"]
+        assert rank["kept"] == ["checkpoint-00000002", "checkpoint-00000003"]
+
+
+def test_a_process_that_cannot_write_ends_all_of_them(two):
+    """Its own error there, its rank elsewhere; no half of a checkpoint stays."""
+    first, second = (rank["failed"] for rank in two)
+    assert second == ["OSError: [Errno 28] No space left on device", True]
+    assert first == ["CheckpointError: Rank 1 of 2 failed: OSError: [Errno 28] No space left on device", True]
+
+
+def test_three_processes_go_on_with_a_checkpoint_of_two(three):
+    """The newest is damaged, so it is the one before; the first process warns."""
+    for rank in three:
+        assert rank["loaded"] == {"step": 4}
+        assert rank["same"]
+        assert rank["then"]
+    assert re.search("shards/shard-00002-.* is not what was written", three[0]["warned"][0])
+    assert [rank["warned"] for rank in three[1:]] == [[], []]
+
+
+def test_one_process_without_a_group_goes_on_with_a_checkpoint_of_three(home, three):
+    """It reads everything whole."""
+    training = Training()
+    assert training.load(home / "three") == {"step": 5}
+    assert training.is_as_never_stopped()
+    training.go_on(1)
+    assert training.is_as_never_stopped()
+
+
+def test_a_checkpoint_of_several_becomes_one_of_today(home, three, tmp_path):
+    """Loaded and saved by one process, it has no shards."""
+    training = Training()
+    training.load(home / "three")
+    checkpoint = training.save(tmp_path)
+    assert not (checkpoint.path / "shards").exists()
+    again = Training()
+    assert load_checkpoint(checkpoint, again.model, **again.parts()) == {"step": 5}
+    again.step = 5
+    assert again.is_as_never_stopped()
+
+
+def test_the_files_are_safetensors_and_json(home, three):
+    """Each process has a file; none is a pickle."""
+    (checkpoint,) = (home / "three").iterdir()
+    names = sorted(path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
+    shards = [f"shards/shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2, 3)]
+    assert names == ["checkpoint.json", "model.safetensors", *shards, "training.json", "training.safetensors"]
+
+
+def test_place_in_the_data_is_read_without_the_shards(home, three, monkeypatch):
+    """What is asked for decides what is read."""
+    from torch.distributed.checkpoint import state_dict_loader
+
+    def load(found, **options):
+        assert not found
+
+    monkeypatch.setattr(state_dict_loader, "load", load)
+    assert [checkpoint.data for checkpoint in list_checkpoints(home / "three")] == [{"step": 5}]

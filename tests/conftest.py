@@ -1,6 +1,7 @@
 """What every test gets: a check that it left no registry changed, and one set of Hypothesis settings."""
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -37,6 +38,11 @@ torch.fx.config.do_not_emit_stack_traces = True
 
 def pytest_collection_finish() -> None:
     """Leave what is imported by now as it is: a tenth of the time went by in searching it for cycles."""
+    # pytest gives its handlers to loggers that do not propagate. Where there is a handler, torch writes down every
+    # symbol and every guard of a trace, with the stack: a fifth of an export.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

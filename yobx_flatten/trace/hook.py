@@ -43,6 +43,7 @@ from .ignored_inputs import refusal_of_ignored_inputs
 from .integer_inputs import with_integers
 from .onnx_operators import TRANSLATIONS, Translation, add_translation
 from .onnx_registry import filled_registry, remembering_decompositions
+from .stored_programs import remembering_expressions, remembering_hints
 from .type_promotion import without_running
 
 __all__ = ["EXPORT_HOOK", "ExportHook", "TraceSupport", "require_registered"]
@@ -89,6 +90,11 @@ class ExportHook:
             ImportedPatch("torch._inductor.compile_fx", _wrapping(None, "_aoti_flatten_inputs", remembering_strides)),
             ImportedPatch(
                 "torch.export.pt2_archive._package", _wrapping("AOTICompiledModel", "__call__", called_contiguous)
+            ),
+            ImportedPatch("torch._export.serde.serialize", _wrapping(None, "typing", remembering_hints)),
+            ImportedPatch(
+                "torch._export.serde.serialize",
+                _wrapping("GraphModuleDeserializer", "_parse_sym_expr", remembering_expressions),
             ),
         ]
         self._on_program = AttributePatch(ExportedProgram, "__init__", _remembering(ExportedProgram.__init__))

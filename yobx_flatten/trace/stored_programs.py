@@ -1,0 +1,60 @@
+"""Loading a stored program in half of the time: what torch works out again for each record is worked out once.
+
+Each of thousands of records asks for the types of its fields, which Python reads from the annotations of its class. The
+sizes of each tensor are texts that sympy parses, and nearly all of them were parsed for a tensor before.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["remembering_expressions", "remembering_hints"]
+
+# class -> the globals that its annotations were read with, and the types of its fields
+_HINTS: dict[type, tuple[Any, dict[str, Any]]] = {}
+
+
+def remembering_hints(typing: Any) -> types.SimpleNamespace:
+    """Return a ``typing`` for the module that reads programs, whose ``get_type_hints`` reads a class once.
+
+    Args:
+        typing: the module as it was found.
+    """
+
+    @functools.wraps(typing.get_type_hints)
+    def get_type_hints(obj: Any, globalns: Any = None, *more: Any, **options: Any) -> dict[str, Any]:
+        if more or options or not isinstance(obj, type):
+            return typing.get_type_hints(obj, globalns, *more, **options)
+        given_for, hints = _HINTS.get(obj, (None, None))
+        if hints is None or given_for is not globalns:
+            hints = typing.get_type_hints(obj, globalns)
+            _HINTS[obj] = globalns, hints
+        return hints
+
+    return types.SimpleNamespace(**{**vars(typing), "get_type_hints": get_type_hints})
+
+
+def remembering_expressions(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``GraphModuleDeserializer._parse_sym_expr`` that parses the same text with the same example size once.
+
+    What it does besides, to the symbols of the program, has the same effect the second time.
+
+    Args:
+        parse: the method as it was found.
+    """
+
+    @functools.wraps(parse)
+    def _parse_sym_expr(self: Any, expr_str: str, hint: Any = None) -> Any:
+        symbols = self.symbol_name_to_symbol  # a new one for each program
+        known = vars(self).get("_yobx_expressions")
+        if known is None or known[0] is not symbols:
+            known = self._yobx_expressions = (symbols, {})
+        key = expr_str, hint
+        if key not in known[1]:
+            known[1][key] = parse(self, expr_str, hint)
+        return known[1][key]
+
+    return _parse_sym_expr

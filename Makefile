@@ -22,6 +22,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # What each step needs, in addition to the package itself: extras for what users run, groups for what developers run.
 NEEDS_demo := --editable '.[transformers,onnx,cli]'
 NEEDS_test := --editable '.[all]' --group test
+NEEDS_tasks := '.[all]' --group test --group types
 NEEDS_lint := --group lint
 NEEDS_types := --editable . --group types
 NEEDS_docs := --editable '.[all]' --group docs
@@ -31,7 +32,7 @@ NEEDS_notebooks := --editable '.[all]' --group notebooks
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test accelerator interleavings mutants executorch compat kills lint format types doctest docs site notebooks bench matrix cut-matrix genai runtimes clean distclean
+.PHONY: help demo test coverage tasks accelerator interleavings mutants executorch compat kills lint format types doctest docs site notebooks bench matrix cut-matrix genai runtimes clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +44,17 @@ demo: $(VENV)/.has-demo  ## export models with their caches, train one through a
 
 test: $(VENV)/.has-test  ## run the tests, a process per core (PYTEST_ARGS="-k cache" and the like are passed on, WORKERS=0: one process)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 $(PYTEST_ARGS)
+
+# An hour: each line that runs is noted. docs/dev/coverage.md shows the table.
+coverage: $(VENV)/.has-test  ## run the tests, count which lines and branches ran, and write docs/data/coverage.json
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --timeout 900 --cov --cov-report json:build/coverage.json $(PYTEST_ARGS)
+	$(BIN)/python docs/coverage_table.py build/coverage.json
+
+# The wheel is installed anew each time, and the programs run where the sources are not.
+tasks: docs  ## do what people come for by typing what the built site states, in .venv-tasks, with the wheel
+	@$(MAKE) VENV=.venv-tasks .venv-tasks/.has-tasks
+	.venv-tasks/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	TASKS_SITE=$(CURDIR)/build/docs .venv-tasks/bin/python -m pytest -n 0 tests/tasks tests/test_user_types.py $(PYTEST_ARGS)
 
 # docs/dev/accelerator.md states what it shows. One process: the order of the work would differ between several.
 accelerator: $(VENV)/.has-test  ## run the tests of the pipeline on an accelerator made of the CPU (PYTEST_ARGS="--order random --seed 7")
@@ -131,7 +143,7 @@ clean:  ## remove what the targets built, but not the virtual environment
 	find yobx_flatten roundpipe_runtime matrix tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the virtual environments too
-	rm -rf $(VENV) .venv-compat-* .venv-executorch
+	rm -rf $(VENV) .venv-compat-* .venv-executorch .venv-tasks
 
 # `--group` needs a newer pip than Python brings; its version comes from constraints.txt too.
 $(VENV)/.has-pip: pyproject.toml constraints.txt

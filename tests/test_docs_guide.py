@@ -91,6 +91,8 @@ def commands_of(program: Program) -> list[tuple[str, str]]:
 def type_command(typed: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run what is typed, and return what it prints in 80 columns; a ^C that is shown is pressed at the first step."""
     program, *words = shlex.split(typed)
+    if program == "python":  # a file that the page names
+        return fresh_process.run("-m", Path(words[0]).stem, *words[1:], cwd=Path.cwd()).stdout
     module = {"yobx-flatten": "yobx_flatten", "roundpipe": "roundpipe_runtime"}[program]
     if "^C" in shown.splitlines():
         return interrupted("-m", module, *words)
@@ -103,7 +105,6 @@ def type_command(typed: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> str
         status = main(words)
     # a plan that does not fit, or an installation without an accelerator, is shown, too
     assert status in ((0, 1) if shown else (0,)), f"{typed}\n{errors.getvalue()}"
-    sys.modules.pop("inputs", None)  # the file of one page
     return printed.getvalue()
 
 
@@ -149,15 +150,21 @@ def test_page_prints_what_it_says(page, tmp_path, monkeypatch):
     """Each block prints the text block behind it, and nothing if there is none."""
     pytest.importorskip("transformers")
     text = page.read_text(encoding="utf-8")
-    for library in ("jax", "optree"):
+    for library in ("jax", "optree", "onnxruntime_genai"):
         if f"import {library}" in text:
             pytest.importorskip(library, reason=f"{library} is not installed")
     if "onnx" in text:
         pytest.importorskip("onnxruntime")
         pytest.importorskip("onnxscript")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # as for a program that is started there
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    for program in programs_of(text):
+    programs = programs_of(text)
+    for named in (NAMED.match(program.source) for program in programs):
+        if named:  # one page's file is not another's
+            monkeypatch.setitem(sys.modules, Path(named[1]).stem, None)
+            del sys.modules[Path(named[1]).stem]
+    for program in programs:
         if program.kind != "python":
             for typed, shown in commands_of(program):
                 wanted, told = (comparable(typed, part) for part in (shown, type_command(typed, shown, monkeypatch)))

@@ -17,6 +17,7 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError
 from ..pipeline import RoundPipe
+from ..pipeline.call_types import forward_backward_method
 from .adapters import check_adapters, model_inside
 from .batches import check_packed_texts, split_pictures
 from .cutting.caches import CACHE, HeldCache, has_layers, home, split_held
@@ -194,6 +195,7 @@ class WrappedModel(RoundPipe):
                 _LOG.info("%s generates on the host: %s", self.cut.report.model, reason)
         return self.__dict__["_rp_host_reason"] is not None
 
+    @forward_backward_method
     def forward_backward(
         self,
         input_args: tuple[Any, ...] = (),
@@ -218,7 +220,8 @@ class WrappedModel(RoundPipe):
             run_config: settings of this call, which override those of the model.
 
         Returns:
-            The loss of the batch, detached, on the host; with ``return_outputs``, ``(loss, outputs)``.
+            The loss of the batch, detached, on the host, or the list of losses where ``loss_fn`` returns several; with
+            ``return_outputs``, ``(loss, outputs)``.
 
         Raises:
             BatchStructureError: the batch takes another path through the model than the example that it was cut with.
@@ -243,7 +246,7 @@ class WrappedModel(RoundPipe):
         if computes_loss:  # shares of a mean are added
             config = dataclasses.replace(config, loss_reduction="sum")
         loss_fn = loss_fn_with_weight(loss_fn, rows_of_call(input_args, kwargs) if computes_loss else None)
-        result = super().forward_backward(input_args, kwargs, label, loss_fn, return_outputs, config)
+        result: Any = super().forward_backward(input_args, kwargs, label, loss_fn, return_outputs, config)
         return (result[0], result[1][0]) if return_outputs and config.merge_output is False else result
 
     def _rp_backward_from_joined(

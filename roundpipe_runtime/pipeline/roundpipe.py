@@ -18,6 +18,7 @@ from ..errors import ConfigError, StageError, call_site
 from ..optim.parameters import scan
 from ..optim.step import in_optimizer_ctx
 from ..schedule.costs import LayerCost
+from .call_types import forward_backward_method
 from .layers import as_module, layers_of
 from .model_proxy import ModelProxy
 from .options import PipelineOptions
@@ -111,6 +112,7 @@ class RoundPipe(ModelProxy):
         self._rp_check_layers()
         return self._rp_engine.forward(args, kwargs, self._rp_config(roundpipe_run_config))
 
+    @forward_backward_method
     def forward_backward(
         self,
         input_args: tuple[Any, ...] = (),
@@ -135,7 +137,8 @@ class RoundPipe(ModelProxy):
             run_config: settings of this call, which override those of the model.
 
         Returns:
-            The loss of the batch, detached, on the host; with ``return_outputs``, ``(loss, outputs)``.
+            The loss of the batch, detached, on the host, or the list of losses where ``loss_fn`` returns several; with
+            ``return_outputs``, ``(loss, outputs)``.
 
         Raises:
             ConfigError: an argument is not what the signature asks for.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import typing
+from typing import Any, TypeVar, overload
 
+from ..errors import InvalidArgumentError, describe_class
 from .onnx_read import Initializers, open_model, structure_of
 from .onnx_write import save
 from .structure import flatten_tree, unflatten_tree
 
 __all__ = ["load_nested", "read", "save_nested"]
+
+T = TypeVar("T")
 
 
 def save_nested(path: str | os.PathLike[str], values: Any, *, external_data: bool | None = None) -> int:
@@ -48,7 +52,15 @@ def save_nested(path: str | os.PathLike[str], values: Any, *, external_data: boo
     return save(path, flatten_tree(values), function="save_nested", external_data=external_data)
 
 
-def load_nested(path: str | os.PathLike[str], *, device: Any = "cpu") -> Any:
+@overload
+def load_nested(path: str | os.PathLike[str], *, device: Any = "cpu") -> object: ...
+
+
+@overload
+def load_nested(path: str | os.PathLike[str], *, device: Any = "cpu", expected: type[T]) -> T: ...
+
+
+def load_nested(path: str | os.PathLike[str], *, device: Any = "cpu", expected: type[Any] | None = None) -> Any:
     """Read what :func:`save_nested` stored.
 
     Classes must be registered, and their modules imported, before: a file does not choose what is imported, except for
@@ -57,11 +69,14 @@ def load_nested(path: str | os.PathLike[str], *, device: Any = "cpu") -> Any:
     Args:
         path: the file. A second file that belongs to it must be next to it.
         device: device of the tensors; ``"cpu"`` by default.
+        expected: class of the whole value, ``dict`` or ``dict[str, torch.Tensor]`` for example: another value is
+            refused, and a type checker knows the result. Items are not checked. ``None``, the default, takes any value.
 
     Returns:
         The values, bitwise identical to those that were stored.
 
     Raises:
+        InvalidArgumentError: when the value is not of the class that ``expected`` names.
         NotRegisteredError: when a class is not registered.
         ForeignFileError: when another program wrote the file, or a newer version of this package.
         DamagedFileError: when it is truncated, or its contents do not fit together.
@@ -74,7 +89,14 @@ def load_nested(path: str | os.PathLike[str], *, device: Any = "cpu") -> Any:
     ...     load_nested(f"{folder}/inputs.onnx")
     {'ids': tensor([0, 1, 2]), 'names': ['a', None]}
     """
-    return read(path, "load_nested", device=device, content="values")
+    found = read(path, "load_nested", device=device, content="values")
+    if expected is None or isinstance(found, typing.get_origin(expected) or expected):
+        return found
+    name = type(found).__name__
+    raise InvalidArgumentError(
+        f"load_nested: {os.fspath(path)} holds a {describe_class(type(found))}, and not what expected= names. Name its "
+        f"class:\n    load_nested({os.fspath(path)!r}, expected={name})"
+    )
 
 
 def read(given: Any, function: str, *, device: Any, content: str | None) -> Any:

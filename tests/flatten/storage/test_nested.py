@@ -11,6 +11,7 @@ import torch
 from tests import fresh_process
 from tests.flatten.storage.storage_values import TORCH_TYPES, Access, Mode, Pair, State, random_tensor, same
 from yobx_flatten import (
+    InvalidArgumentError,
     MissingDependencyError,
     NotRegisteredError,
     load_nested,
@@ -220,3 +221,23 @@ def test_storing_and_reading_take_one_tensor_above_the_inputs(tmp_path):
     for what in ("save", "load"):
         done = fresh_process.run("-c", MEMORY, what, tmp_path / "x.onnx")
         assert float(done.stdout) < 40 + 200, what
+
+
+@pytest.mark.parametrize("expected", [dict, dict[str, torch.Tensor], collections.OrderedDict, object])
+def test_a_value_of_the_expected_class_comes_back(expected, tmp_path):
+    """Also where the class is written with those of its items, and a subclass."""
+    values = collections.OrderedDict(x=torch.ones(2))
+    save_nested(tmp_path / "x.onnx", values)
+    assert same(load_nested(tmp_path / "x.onnx", expected=expected), values)
+
+
+def test_another_value_than_the_expected_is_refused_with_the_line_to_type(tmp_path):
+    """The message names what the file holds."""
+    path = str(tmp_path / "x.onnx")
+    save_nested(path, [torch.ones(2)])
+    with pytest.raises(InvalidArgumentError) as raised:
+        load_nested(path, expected=dict[str, torch.Tensor])
+    assert str(raised.value) == (
+        f"load_nested: {path} holds a builtins.list, and not what expected= names. Name its class:\n"
+        f"    load_nested({path!r}, expected=list)"
+    )

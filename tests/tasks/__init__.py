@@ -1,0 +1,1 @@
+"""Tasks of users, done by following pages of the site and nothing else."""

@@ -1,0 +1,28 @@
+"""The script of a user whose types `make types` checks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import fresh_process
+
+SCRIPT = Path(__file__).with_name("user_types.py")
+
+
+def test_it_runs():
+    """What it states about types is also what it gets."""
+    pytest.importorskip("onnx")
+    fresh_process.run("-m", "tests.user_types")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("TASKS_SITE" not in os.environ, reason="make tasks")
+def test_the_installed_package_states_its_types(tmp_path):
+    """The wheel holds `py.typed`: mypy knows the same where the sources are not."""
+    (tmp_path / "script.py").write_text(SCRIPT.read_text(encoding="utf-8"), encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

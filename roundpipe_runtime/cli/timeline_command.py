@@ -12,7 +12,7 @@ from yobx_flatten.errors.messages import table
 from yobx_flatten.terminal.output import console, say, say_json
 
 from ..timeline.drawing import draw_on
-from ..timeline.file import load_timeline
+from ..timeline.file import merge_timelines
 from ..timeline.picture import save_picture
 from ..timeline.totals import DeviceTotals, StageTotals, device_totals, stage_totals
 from .quantities import format_seconds
@@ -21,7 +21,10 @@ __all__ = ["timeline"]
 
 
 def timeline(
-    file: Annotated[pathlib.Path, typer.Argument(metavar="FILE", help="What train --timeline or Timeline.save wrote.")],
+    files: Annotated[
+        list[pathlib.Path],
+        typer.Argument(metavar="FILE...", help="What train --timeline or Timeline.save wrote; of several ranks, all."),
+    ],
     stages: Annotated[int, typer.Option(min=0, metavar="N", help="How many of the slowest stages are listed.")] = 5,
     picture: Annotated[
         pathlib.Path | None, typer.Option(metavar="FILE", help="Also draw it into a .png, .svg or .pdf.")
@@ -30,10 +33,11 @@ def timeline(
 ) -> int:
     """Draw who computed what when, with what each device did and which stages took longest.
 
-    The file is a trace: chrome://tracing and ui.perfetto.dev also open it.
+    A file is a trace: chrome://tracing and ui.perfetto.dev also open it. Several
+    are drawn as one, a row per rank and device.
     Exit status: 0 drawn; 2 there is no such file, or it is not a timeline.
     """
-    read = load_timeline(file)
+    read = merge_timelines(files)
     devices, slowest = device_totals(read.records), stage_totals(read.records)
     if picture is not None:
         save_picture(read.records, picture)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import RoundPipeError
 from .record import KINDS, Record, Timeline
 
-__all__ = ["TimelineFileError", "load_timeline"]
+__all__ = ["TimelineFileError", "load_timeline", "merge_timelines"]
 
 
 _FOREVER = 1e18  # microseconds; NaN is not below it, either
@@ -32,6 +34,47 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
         TimelineFileError: the file is empty, damaged, or not a timeline file.
         OSError: the file cannot be read.
     """
+    return _read(path)[0]
+
+
+def merge_timelines(paths: Sequence[str | os.PathLike[str]]) -> Timeline:
+    """Load the timelines of several processes as one: the devices of each are rows of its own.
+
+    They are aligned by the time of day at which each started; where a file does not have it, all begin together.
+
+    Args:
+        paths: a file of each process, in the order of ranks.
+
+    Returns:
+        The timeline; its devices are ``"rank 0 cuda:0"`` and so on. Of one file, as it is.
+
+    Raises:
+        TimelineFileError: a file is not a timeline file.
+        OSError: a file cannot be read.
+    """
+    if len(paths) == 1:
+        return load_timeline(paths[0])
+    read = [_read(path) for path in paths]
+    times = [started for _, started in read if started is not None]
+    first = min(times) if len(times) == len(read) else None
+    digits = len(str(len(read) - 1))
+    merged = Timeline()
+    for rank, (timeline, started) in enumerate(read):
+        shift = 0.0 if first is None or started is None else started - first
+        merged.records += [
+            dataclasses.replace(
+                record,
+                device=f"rank {rank:>{digits}} {record.device}",
+                start=record.start + shift,
+                end=record.end + shift,
+            )
+            for record in timeline.records
+        ]
+    return merged
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[Timeline, float | None]:
+    """The timeline, and the time of day of its first record, if the file has it."""
     name = os.fspath(path)
     try:
         with open(path, encoding="utf-8") as file:
@@ -52,7 +95,10 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
     ]
     if not timeline.records:
         raise TimelineFileError(f"{name} holds no record: nothing ran while it was written.")
-    return timeline
+    other = content.get("otherData")
+    started = other.get("started") if isinstance(other, dict) else None
+    is_time = type(started) in (int, float) and abs(started) < _FOREVER
+    return timeline, float(started) if is_time else None
 
 
 def _devices(events: list[Any]) -> dict[Any, str]:

@@ -6,6 +6,7 @@ import contextvars
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -74,8 +75,10 @@ class Timeline:
     def __init__(self) -> None:
         self.records: list[Record] = []
         self._token: contextvars.Token[Timeline | None] | None = None
+        self._zero: float | None = None  # the time of day at which the clock of the records is 0
 
     def __enter__(self) -> Timeline:
+        self._zero = time.time() - time.perf_counter()
         self._token = _CURRENT.set(self)
         return self
 
@@ -133,7 +136,11 @@ class Timeline:
         return "\n".join(lines) + f"  {1000 * (last - first):.1f} ms"
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """Return the records in the format of ``chrome://tracing``: a row per device, times in microseconds."""
+        """Return the records in the format of ``chrome://tracing``: a row per device, times in microseconds.
+
+        ``otherData`` has the time of day of the first record, in seconds, by which timelines of several processes are
+        aligned; nothing where there was no ``with`` block.
+        """
         devices = sorted({record.device for record in self.records})
         first = _span(self.records)[0] if self.records else 0.0
         names = [
@@ -153,7 +160,8 @@ class Timeline:
             }
             for record in self.records
         ]
-        return {"traceEvents": names + events, "displayTimeUnit": "ms"}
+        other = {} if self._zero is None else {"otherData": {"started": self._zero + first}}
+        return {"traceEvents": names + events, "displayTimeUnit": "ms", **other}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_chrome_trace` as JSON."""

@@ -1,6 +1,7 @@
 """``roundpipe timeline`` as a user meets it."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -106,3 +107,45 @@ def test_help_fits_into_80_columns(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     assert "--picture" in out
+
+
+def of_rank(path, started, end):
+    """A file with one record of a device, and the time of day at which it started."""
+    timeline = Timeline()
+    timeline.records = [Record(0, 0, "cuda:0", "forward", 5.0, 5.0 + end, 0)]
+    content = timeline.to_chrome_trace()
+    if started is not None:
+        content["otherData"] = {"started": started}
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def test_timelines_of_ranks_are_one(tmp_path, capsys):
+    """A row per rank and device, aligned by the time of day: the second rank began 2 s later, and ran 3 s."""
+    files = [of_rank(tmp_path / "a.json", 1000.0, 1.0), of_rank(tmp_path / "b.json", 1002.0, 3.0)]
+    assert run(["timeline", *files]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank ")]
+    assert [row.split()[:3] for row in rows[:2]] == [["rank", "0", "cuda:0"], ["rank", "1", "cuda:0"]]
+    assert run(["timeline", *files, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["seconds"] == pytest.approx(5.0)
+    assert [(totals["device"], totals["busy"]) for totals in found["devices"]] == [
+        ("rank 0 cuda:0", pytest.approx(1.0)),
+        ("rank 1 cuda:0", pytest.approx(3.0)),
+    ]
+
+
+def test_files_without_a_time_of_day_begin_together(tmp_path, capsys):
+    """Those of earlier versions."""
+    files = [of_rank(tmp_path / "a.json", None, 1.0), of_rank(tmp_path / "b.json", 1002.0, 3.0)]
+    assert run(["timeline", *files, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] == pytest.approx(3.0)
+
+
+def test_a_saved_timeline_has_its_time_of_day(tmp_path):
+    """That of its first record."""
+    now = time.time()
+    with Timeline() as timeline:
+        start = time.perf_counter() - 10
+        timeline.records = [Record(0, 0, "a", "forward", start, start + 1, 0)]
+    assert timeline.to_chrome_trace()["otherData"]["started"] == pytest.approx(now - 10, abs=1)

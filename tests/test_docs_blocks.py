@@ -1,0 +1,222 @@
+"""Every block of code on the site is run by a test, or compared with what it names: targets, options, arguments."""
+
+import ast
+import inspect
+import itertools
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import typer.main
+
+import roundpipe_runtime
+import yobx_flatten
+from roundpipe_runtime.cli.app import app as roundpipe
+from tests.test_docs_guide import FENCE
+from yobx_flatten.cli.app import app as flatten
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+PAGES += sorted(path for path in (ROOT / "docs").rglob("*.md") if not {"auto_examples", "_generated"} & {*path.parts})
+RUN = {ROOT / "README.md", *(ROOT / "docs" / "guide").glob("*.md")}  # by test_docs_guide and test_readme
+COMMANDS = {"yobx-flatten": typer.main.get_command(flatten), "roundpipe": typer.main.get_command(roundpipe)}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS = PROJECT["project"]["optional-dependencies"].keys()
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+class Block(NamedTuple):
+    place: str
+    kind: str
+    text: str
+
+
+def blocks(*kinds: str) -> list[Block]:
+    """Blocks of these kinds on all pages; a block at the beginning of a line, as all of them are."""
+    return [
+        Block(f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, found.start()) + 1}", found[1], found[2])
+        for page in PAGES
+        for text in [page.read_text(encoding="utf-8")]
+        for found in FENCE.finditer(text)
+        if found[1] in kinds
+    ]
+
+
+def test_the_kinds_of_blocks_are_those_that_tests_read():
+    """A new language needs a test; directives of the site hold pages, pictures and cards."""
+    known = {"python", "console", "bash", "text", "{code-block}", "{toctree}", "{include}", "{image}", "{eval-rst}"}
+    found = {found[1] for page in PAGES for found in FENCE.finditer(page.read_text(encoding="utf-8"))}
+    assert found <= known
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert len(re.findall(r"^ *```", text, re.MULTILINE)) == 2 * len(FENCE.findall(text)), page
+
+
+@pytest.mark.parametrize("kind", ["python", "console"])
+def test_programs_stand_where_a_test_runs_them(kind):
+    """In the guide and the README; a program that is only shown is a `{code-block}`."""
+    places = {ROOT / block.place.rpartition(":")[0] for block in blocks(kind)}
+    assert places - RUN == set()
+
+
+# -- shown, not run ----------------------------------------------------------------------------------------------------
+
+
+def public(name: str) -> object:
+    """The object that a page means with a name, where it is one of ours."""
+    for package in (yobx_flatten, roundpipe_runtime):
+        if name in package.__all__:
+            return getattr(package, name)
+    methods = {"to_openvino", "to_executorch", "to_onnx", "to_aotinductor", "save"}
+    return getattr(yobx_flatten.export.ExportedModel, name) if name in methods else None
+
+
+def calls(source: str) -> Iterator[tuple[str, object, ast.Call]]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if (found := public(name)) is not None:
+                yield name, found, node
+
+
+def test_calls_that_are_shown_fit_the_signatures():
+    """Each argument of ours is there, under its name; names that are imported exist."""
+    shown = blocks("{code-block}")
+    assert len(shown) > 5
+    wrong, checked = [], 0
+    for block in shown:
+        source = block.text
+        for name, function, call in calls(source):
+            words = {word.arg: None for word in call.keywords if word.arg}
+            try:
+                inspect.signature(function).bind_partial(*[None] * len(call.args), **words)
+            except TypeError as error:
+                wrong.append(f"{block.place} {name}: {error}")
+            checked += 1
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom):
+                module = __import__(node.module or "", fromlist=["x"])
+                wrong += [f"{block.place} {name.name}" for name in node.names if not hasattr(module, name.name)]
+    assert wrong == []
+    assert checked > 5
+
+
+# -- typed into a shell ------------------------------------------------------------------------------------------------
+
+
+def option_names(command) -> set[str]:
+    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def unknown_options(words: list[str]) -> list[str]:
+    """Options and commands among the words that the command line does not have."""
+    command, named = COMMANDS[words[0]], [word for word in words[1:] if not word.startswith("-")]
+    known = {"--help", "--version", "--debug", "--install-completion", *option_names(command)}
+    if named:
+        if named[0] not in command.commands:
+            return [named[0]]
+        known |= option_names(command.commands[named[0]])
+    return [word for word in words[1:] if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in known]
+
+
+def pip_mistakes(words: list[str]) -> list[str]:
+    """Extras and groups that pyproject.toml does not have."""
+    asked = [extra for word in words for extra in re.findall(r"\[([\w,]+)\]", word)]
+    wrong = [extra for some in asked for extra in some.split(",") if extra not in EXTRAS]
+    groups = [after for word, after in itertools.pairwise(words) if word == "--group"]
+    wheels = [re.match(r"dist/yobx_flatten-([\d.]+)-py3", word) for word in words]
+    wrong += [group for group in groups if group not in PROJECT["dependency-groups"]]
+    return wrong + [wheel[0] for wheel in wheels if wheel and wheel[1] != yobx_flatten.__version__]
+
+
+def mistakes(line: str) -> list[str]:
+    words = shlex.split(line, comments=True)
+    if words[:1] == ["make"]:
+        return [word for word in words[1:] if "=" not in word and word not in TARGETS]
+    if words[0] in COMMANDS:
+        return unknown_options(words)
+    if "pip" in words:
+        return pip_mistakes(words)
+    known = (["git", "clone"], ["python", "train.py"], ["python3.11", "-m"])
+    return [] if words[:2] in known else [f"nothing checks {line}"]
+
+
+def lines_of(block: Block) -> list[str]:
+    if block.kind == "console":
+        return re.findall(r"^\$ (.*)$", block.text, re.MULTILINE)
+    return [line for line in block.text.splitlines() if line.strip()]
+
+
+def test_lines_for_a_shell_name_what_there_is():
+    """Commands and their options, targets of make, extras, groups and the version of the wheel."""
+    typed = [(block.place, line) for block in blocks("bash", "console") for line in lines_of(block)]
+    assert len(typed) > 20
+    assert [(place, line, wrong) for place, line in typed for wrong in mistakes(line)] == []
+
+
+def test_commands_within_the_text_name_what_there_is():
+    """Also in tables: the options that a page names between backticks are those of the command."""
+    found = [
+        (page.name, line)
+        for page in PAGES
+        if page.name != "changelog.md"
+        for line in re.findall(r"`((?:yobx-flatten|roundpipe|make) [^`]+)`", page.read_text(encoding="utf-8"))
+    ]
+    assert len(found) > 60
+    assert [(page, line, wrong) for page, line in found for wrong in mistakes(" ".join(line.split()))] == []
+
+
+def test_pip_lines_within_the_text_name_extras_that_there_are():
+    found = [
+        (page.name, line)
+        for page in PAGES
+        for line in re.findall(r"`(pip install [^`]+)`", " ".join(page.read_text(encoding="utf-8").split()))
+    ]
+    assert len(found) > 8
+    assert [(page, line, wrong) for page, line in found for wrong in mistakes(line)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("yobx-flatten export llama -o x --quantise int4", ["--quantise"]),
+        ("yobx-flatten exprot llama", ["exprot"]),
+        ("roundpipe train llama --text x -o y --lora 8", []),
+        ("make tests", ["tests"]),
+        ("pip install './yobx-flatten[onnx,gpu]'", ["gpu"]),
+        ("pip install x --group nothing", ["nothing"]),
+        ("rm -r x", ["nothing checks rm -r x"]),
+    ],
+)
+def test_a_mistake_is_found(line, wrong):
+    """What the tests above would report."""
+    assert mistakes(line) == wrong
+
+
+# -- shown as text -----------------------------------------------------------------------------------------------------
+
+
+def is_code(line: str) -> bool:
+    if re.match(r"\s*(pip|git|make|python|yobx-flatten|roundpipe|hf|cd|from|import|def|class) \S", line):
+        return "──" not in line  # a drawing
+    try:
+        nodes = list(ast.walk(ast.parse(line.strip())))
+    except SyntaxError:
+        return False
+    return any(isinstance(node, ast.Call | ast.Assign | ast.Import | ast.ImportFrom) for node in nodes)
+
+
+def test_text_that_is_no_output_holds_no_code():
+    """What a program prints is compared with it; every other block of text is a drawing, a formula or a message."""
+    wrong = []
+    for page in PAGES:
+        before = ""
+        for kind, text in FENCE.findall(page.read_text(encoding="utf-8")):
+            if kind == "text" and before != "python":
+                wrong += [f"{page.name}: {line}" for line in text.splitlines() if is_code(line)]
+            before = kind
+    assert wrong == []

@@ -11,6 +11,7 @@ __all__ = [
     "ConfigError",
     "DeviceError",
     "DeviceMemoryError",
+    "DistributedError",
     "JoinError",
     "LossError",
     "PlanError",
@@ -64,6 +65,10 @@ class UseAfterReleaseError(DeviceError):
 
 class DeviceMemoryError(DeviceError, MemoryError):
     """A device is out of memory."""
+
+
+class DistributedError(RoundPipeError, RuntimeError):
+    """Ranks do not agree, one of them failed, or one of them is gone. What was collected is dropped on all of them."""
 
 
 class StageError(RoundPipeError, RuntimeError):

@@ -164,6 +164,22 @@ class LossContract:
             read = read_loss(value)
         except LossError as error:
             raise LossError(f"microbatch {index}: {error}") from None
+        self.add_value(index, dataclasses.replace(read, tensors=tuple(t.detach() for t in read.tensors)))
+        seed = self._seed(index)
+        if read.weight == 0 or seed == 0:
+            return []
+        return [BackwardTerm(t, torch.full_like(t, seed)) for t in read.tensors if t.requires_grad]
+
+    def add_value(self, index: int, read: LossValue) -> None:
+        """Take the loss of one microbatch that has gone back already, on another rank for example.
+
+        Args:
+            index: the microbatch.
+            read: its loss, detached.
+
+        Raises:
+            LossError: the value is of another kind than that of another microbatch.
+        """
         with self._lock:
             for other, before in self._values.items():
                 if (before.kind, len(before.tensors)) != (read.kind, len(read.tensors)):
@@ -174,11 +190,12 @@ class LossContract:
             if not self._values:
                 is_short = read.tensors[0].dtype in (torch.float16, torch.bfloat16)
                 self._is_late = read.kind == "pair" or (self.reduction == "mean" and is_short)
-            self._values[index] = dataclasses.replace(read, tensors=tuple(t.detach() for t in read.tensors))
-        seed = self._seed(index)
-        if read.weight == 0 or seed == 0:
-            return []
-        return [BackwardTerm(t, torch.full_like(t, seed)) for t in read.tensors if t.requires_grad]
+            self._values[index] = read
+
+    def values(self) -> dict[int, LossValue]:
+        """Return the losses that were added, by microbatch."""
+        with self._lock:
+            return dict(self._values)
 
     @property
     def kind(self) -> str | None:

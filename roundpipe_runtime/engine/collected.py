@@ -119,6 +119,15 @@ class WrittenBuffers:
                         "neither would see what the other wrote. Give each layer a module of its own."
                     )
 
+    def final(self) -> dict[tuple[int, int], torch.Tensor]:
+        """Return the values that layers left, on the host, by the layer and the number of the buffer."""
+        found = {}
+        for layer, written in self._final.items():
+            for number, (value, ready) in written.items():
+                ready.result()
+                found[layer, number] = value
+        return found
+
     def commit(self, *, keep_start: bool) -> None:
         """Write the final values to the model, after :meth:`check`.
 

@@ -113,6 +113,18 @@ class Engine:
         layers = self.layers
         return StepRunner(self.store, self.table, lambda: scan(layers))
 
+    def entering(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a call that ends in :meth:`forward_backward`, where other ranks may wait."""
+        return contextlib.nullcontext()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which sums of gradients stay on this rank; of one process they do anyway."""
+        return contextlib.nullcontext()
+
+    def rows_of_batch(self, rows: int) -> int:
+        """Return the rows of the whole batch in a call, of which ``rows`` are those of this process."""
+        return rows
+
     # -- what a user calls -------------------------------------------------------------------------------------------
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:

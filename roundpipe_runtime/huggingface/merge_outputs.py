@@ -22,12 +22,14 @@ from .loss.weights import has_labels, loss_of, with_loss
 __all__ = ["loss_fn_with_weight", "merge_as_asked", "merge_as_tuple", "merge_with_cache", "merge_with_loss"]
 
 
-def loss_fn_with_weight(loss_fn: Callable[[Any, Any], Any], batch: int | None) -> Callable[[Any, Any], Any]:
+def loss_fn_with_weight(
+    loss_fn: Callable[[Any, Any], Any], batch: Callable[[], int] | None
+) -> Callable[[Any, Any], Any]:
     """Return a loss function for outputs that carry the weight of their loss.
 
     Args:
         loss_fn: loss function for outputs as the model returns them.
-        batch: number of rows of the batch, for models that compute their loss; ``None`` for others.
+        batch: function that returns the rows of the batch, for models that compute their loss; ``None`` for others.
 
     Returns:
         The loss function.
@@ -40,7 +42,7 @@ def loss_fn_with_weight(loss_fn: Callable[[Any, Any], Any], batch: int | None) -
             return result
         count = items.item()
         if count < 0:  # already a share of the batch's loss: shares are added
-            return WeightedLoss(result, rows.item() / batch)
+            return WeightedLoss(result, rows.item() / batch())
         return WeightedLoss(result * count, count)
 
     return weighted_loss

@@ -228,6 +228,18 @@ class WrappedModel(RoundPipe):
             SplitError: inputs or labels cannot be split into microbatches.
             LossError: ``loss_fn`` returned something that is not a loss.
         """
+        with self._rp_engine.entering():
+            return self._rp_forward_backward(input_args, input_kwargs, label, loss_fn, return_outputs, run_config)
+
+    def _rp_forward_backward(
+        self,
+        input_args: tuple[Any, ...],
+        input_kwargs: Mapping[str, Any] | None,
+        label: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        return_outputs: bool,
+        run_config: RoundPipeRunConfig | None,
+    ) -> Any:
         model, options = self.cut.model, CallOptions()
         if isinstance(loss_fn, SmoothedLoss):
             input_kwargs, smoothed, labels = smoothed_call(model, loss_fn, input_kwargs or {}, label)
@@ -245,9 +257,14 @@ class WrappedModel(RoundPipe):
             kwargs[CALL_OPTIONS] = dataclasses.replace(options, loss_only=True)
         if computes_loss:  # shares of a mean are added
             config = dataclasses.replace(config, loss_reduction="sum")
-        loss_fn = loss_fn_with_weight(loss_fn, rows_of_call(input_args, kwargs) if computes_loss else None)
+        loss_fn = loss_fn_with_weight(loss_fn, self._rp_rows_of_batch(input_args, kwargs) if computes_loss else None)
         result: Any = super().forward_backward(input_args, kwargs, label, loss_fn, return_outputs, config)
         return (result[0], result[1][0]) if return_outputs and config.merge_output is False else result
+
+    def _rp_rows_of_batch(self, args: tuple[Any, ...], kwargs: Kwargs) -> Callable[[], int]:
+        """The rows of the batch of all ranks, which is known when a microbatch has its loss."""
+        rows = rows_of_call(args, kwargs)
+        return lambda: self._rp_engine.rows_of_batch(rows)
 
     def _rp_backward_from_joined(
         self,

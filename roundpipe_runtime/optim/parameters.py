@@ -248,7 +248,7 @@ class ParameterStore:
         missing = {
             id(parameter): parameter.detach()
             for name, parameter in self.model.named_parameters()
-            if name not in self._masters and parameter.requires_grad and id(parameter) not in self._shadows
+            if self._needs_shadow(name) and parameter.requires_grad and id(parameter) not in self._shadows
         }
         # A clone of a pinned tensor is not pinned.
         memory = PinnedMemory({key: tensor.nbytes for key, tensor in missing.items() if tensor.is_pinned()})
@@ -281,6 +281,10 @@ class ParameterStore:
         self._before = []
 
     # ----------------------------------------------------------------------------------------------------------------
+
+    def _needs_shadow(self, name: str) -> bool:
+        """Whether the optimizer writes the parameter itself."""
+        return name not in self._masters
 
     def _listed(self) -> list[tuple[str, nn.Parameter]]:
         """Names and parameters; during a run those from before it, as copies may be in their places now."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..device.accelerator import AcceleratorDevice
 from ..device.virtual import Device, DeviceSpec
@@ -33,6 +34,9 @@ class PipelineOptions:
     model_run_config: RoundPipeRunConfig = dataclasses.field(default_factory=RoundPipeRunConfig)
     pin_model: Literal["alloc", "register", "off"] = "alloc"
     devices: DeviceSpec = None
+    mesh: DeviceMesh | None = None
+    replicas: int | None = None
+    reduce_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         dtype: Any = self.optim_dtype
@@ -41,6 +45,16 @@ class PipelineOptions:
             raise ConfigError(f"optim_dtype must be a floating dtype, like torch.float32, found {dtype!r}.")
         if not isinstance(config, RoundPipeRunConfig):
             raise ConfigError(f"model_run_config must be a RoundPipeRunConfig, found {type(config).__qualname__}.")
+        wire: Any = self.reduce_dtype
+        if wire is not None and not (isinstance(wire, torch.dtype) and wire.is_floating_point):
+            raise ConfigError(f"reduce_dtype must be a floating dtype, like torch.bfloat16, found {wire!r}.")
+        if self.replicas is not None and not (type(self.replicas) is int and self.replicas >= 1):
+            raise ConfigError(f"replicas must be a number from 1 on, found {self.replicas!r}.")
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether a batch is cut into groups, on one rank or on several."""
+        return self.mesh is not None or self.replicas is not None
 
     def picklable(self, devices: Sequence[Device]) -> PipelineOptions:
         """Return these options with devices that can be created elsewhere.
@@ -48,6 +62,13 @@ class PipelineOptions:
         Args:
             devices: devices that were created from the options.
         """
+        if self.mesh is not None:
+            raise ConfigError(
+                "A pipeline of several ranks has a part of its state on each of them, so it cannot be pickled. All "
+                "ranks save it together; rank 0 alone can save the weights:\n"
+                "    save_checkpoint(folder, model, optimizer=optimizer)\n"
+                "    torch.save(model.state_dict(), file)"
+            )
         if isinstance(self.devices, str | None):
             return self
         on_accelerators = all(isinstance(device, AcceleratorDevice) for device in devices)

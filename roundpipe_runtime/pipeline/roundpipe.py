@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..batch.arguments import check_call, check_loss_fn
 from ..device.pinning import PinnedModel
@@ -14,7 +16,7 @@ from ..device.virtual import Device, DeviceSpec, parse_devices
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
 from ..engine.progress import PipelineProgress
-from ..errors import ConfigError, StageError, call_site
+from ..errors import ConfigError, RoundPipeWarning, StageError, call_site, warn
 from ..optim.parameters import scan
 from ..optim.step import in_optimizer_ctx
 from ..schedule.costs import LayerCost
@@ -45,6 +47,12 @@ class RoundPipe(ModelProxy):
         pin_model: ``"alloc"`` or ``"register"`` puts parameters into pinned memory, where there is an accelerator.
         devices: ``"virtual:N"``, a list of torch devices or of :class:`Device` objects, or ``None``: all accelerators,
             else ``"virtual:2"``.
+        mesh: mesh of the processes that train the model, ``init_device_mesh("cpu", (N,))``: each holds what the
+            optimizer needs for its rows of every matrix, and gives ``forward_backward`` its part of the batch. Of two
+            axes the first holds copies, so ``(N, 1)`` keeps everything whole. Default: this process alone.
+        replicas: number of groups that a batch is cut into; group g runs on rank g modulo N. The numbers are the same
+            for every number of ranks. Default: number of ranks.
+        reduce_dtype: dtype in which gradients travel between ranks. Default: that of their sums.
 
     Raises:
         ConfigError: when an argument has a value that it cannot have.
@@ -60,6 +68,7 @@ class RoundPipe(ModelProxy):
 
     _rp_engine: Engine
     _rp_options: PipelineOptions
+    _rp_warned: bool = False
 
     def __init__(
         self,
@@ -69,10 +78,16 @@ class RoundPipe(ModelProxy):
         model_run_config: RoundPipeRunConfig | None = None,
         pin_model: Literal["alloc", "register", "off"] = "alloc",
         devices: DeviceSpec = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        replicas: int | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         config = RoundPipeRunConfig() if model_run_config is None else model_run_config
-        options = PipelineOptions(name or call_site(), optim_dtype, name, config, pin_model, devices)
+        options = PipelineOptions(
+            name or call_site(), optim_dtype, name, config, pin_model, devices, mesh, replicas, reduce_dtype
+        )
         self._rp_build(as_module(model), options, None)
 
     def _rp_build(self, model: nn.Module, options: PipelineOptions, original: nn.Module | None) -> None:
@@ -83,7 +98,16 @@ class RoundPipe(ModelProxy):
         tag = f"{options.name or ''}|{len(layers)}|{sum(p.numel() for p in model.parameters())}"
         self._rp_stand_for(model, original)
         self._rp_options = options
-        self._rp_engine = Engine(model, layers, found, options.optim_dtype, tag, pinned)
+        if not options.has_groups:
+            self._rp_engine = Engine(model, layers, found, options.optim_dtype, tag, pinned)
+            return
+        from ..distributed.engine import RankEngine  # torch's DTensor takes a while to load
+        from ..distributed.ranks import ranks_of
+
+        ranks = ranks_of(options.mesh)
+        self._rp_engine = RankEngine(
+            model, layers, found, options.optim_dtype, tag, pinned, ranks, options.replicas, options.reduce_dtype
+        )
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
         """The layers that the engine runs."""
@@ -145,11 +169,31 @@ class RoundPipe(ModelProxy):
             SplitError: inputs or labels cannot be split into microbatches.
             LossError: ``loss_fn`` returned something that is not a loss.
         """
-        args, kwargs = check_call(input_args, input_kwargs)
-        check_loss_fn(loss_fn)
-        self._rp_check_layers()
-        config = self._rp_config(run_config)
-        return self._rp_engine.forward_backward(args, kwargs, label, loss_fn, return_outputs, config)
+        self._rp_check_ranks()
+        with self._rp_engine.entering():
+            args, kwargs = check_call(input_args, input_kwargs)
+            check_loss_fn(loss_fn)
+            self._rp_check_layers()
+            config = self._rp_config(run_config)
+            return self._rp_engine.forward_backward(args, kwargs, label, loss_fn, return_outputs, config)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which sums of gradients stay on their rank, to accumulate several batches.
+
+        The first ``forward_backward`` after it sends them, together with its own.
+        """
+        return self._rp_engine.no_sync()
+
+    def _rp_check_ranks(self) -> None:
+        """Warn once that the processes of a group train a model of their own each."""
+        if not self._rp_warned and not self._rp_options.has_groups and _world_size() > 1:
+            self._rp_warned = True
+            warn(
+                f"{self.name} runs in one of {_world_size()} processes, and exchanges no gradients with the others: "
+                "each trains a model of its own. Give it a mesh:\n"
+                '    RoundPipe(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))',
+                RoundPipeWarning,
+            )
 
     def _rp_config(self, config: RoundPipeRunConfig | None) -> RoundPipeRunConfig:
         if not isinstance(config, RoundPipeRunConfig | None):
@@ -265,6 +309,32 @@ class RoundPipe(ModelProxy):
         else:
             steps.run(lambda: step_fn(*args, **kwargs))
 
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients of the optimizer's parameters such that their norm is at most a number.
+
+        The norm is that of all gradients of all ranks, with the same bits for every number of ranks; all ranks call it.
+
+        Args:
+            max_norm: largest norm.
+            norm_type: exponent of the norm, ``inf`` for the largest number.
+            error_if_nonfinite: whether a norm that is not finite is an error.
+
+        Returns:
+            The norm before.
+
+        Raises:
+            ConfigError: an exponent that is not positive.
+            RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+        """
+        from ..distributed.norm import clip_grad_norm  # torch's DTensor takes a while to load
+        from ..distributed.ranks import Ranks
+
+        ranks = getattr(self._rp_engine, "ranks", None) or Ranks()
+        targets = list(self.optim_parameters())
+        return clip_grad_norm(targets, ranks, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
     def synchronize(self) -> None:
         """Wait for a background step; afterwards the model's parameters and their gradients are up to date."""
         self._rp_engine.synchronize()
@@ -290,6 +360,17 @@ class RoundPipe(ModelProxy):
     def devices(self) -> list[Device]:
         """The devices, which other pipelines may share: ``RoundPipe(other, devices=model.devices)``."""
         return list(self._rp_engine.devices)
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of the processes that train the model; ``None`` for one process alone."""
+        return self._rp_options.mesh
+
+    @property
+    def replicas(self) -> int:
+        """The number of groups that a batch is cut into, whatever the number of ranks."""
+        replicas: int = getattr(self._rp_engine, "replicas", 1)
+        return replicas
 
     @property
     def num_devices(self) -> int:
@@ -389,6 +470,11 @@ class RoundPipe(ModelProxy):
         self._rp_build(state["model"], state["options"], state["original"])
         self._rp_engine.step = state["step"]
         self._rp_engine.store.load_masters(state["masters"])
+
+
+def _world_size() -> int:
+    is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if is_there else 1
 
 
 class _Holder(nn.Module):

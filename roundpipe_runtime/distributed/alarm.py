@@ -1,0 +1,145 @@
+"""How a rank that fails notifies the others, while they compute or wait for gradients: through the store of the job.
+
+A collective would not do: the others call it when they have something to send, which may be minutes later. So a thread
+looks into the store a few times a second.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Alarm"]
+
+# Seconds between two looks: an exception on one rank is to be raised on all within a second.
+_PERIOD = 0.1
+
+# Seconds in which a rank that is alive answers.
+_PATIENCE = 3.0
+
+
+class Alarm:
+    """Passes the news that a rank has failed.
+
+    Args:
+        store: store of the job, ``None`` for a process alone.
+        rank: rank of this process.
+        size: number of ranks.
+        prefix: prefix of the keys, the same on all ranks.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, prefix: str = "") -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._prefix = f"roundpipe/{prefix}"
+        self._listener: Callable[[int | None], None] | None = None
+        self._gone: list[int] | None = None
+        self._step_failure: tuple[int, str] | None = None
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        if store is not None and size > 1:
+            # Not waited for at the end of the interpreter, and it keeps nothing alive.
+            threading.Thread(target=_listen, args=(weakref.ref(self),), name="roundpipe alarm", daemon=True).start()
+
+    def listen(self, listener: Callable[[int | None], None] | None) -> None:
+        """Set the function that is called when another rank has failed.
+
+        Args:
+            listener: function that is given the number of the call; ``None`` when a rank is gone.
+        """
+        with self._lock:
+            self._listener = listener
+
+    def raise_for(self, call: int) -> None:
+        """Notify the other ranks that this one has failed.
+
+        Args:
+            call: number of the call, the same on all ranks.
+        """
+        self._send({"call": call})
+
+    def notify_step_failed(self, text: str) -> None:
+        """Notify the other ranks that a step has failed here.
+
+        Args:
+            text: what failed.
+        """
+        self._send({"step": text})
+
+    def take_step_failure(self) -> tuple[int, str] | None:
+        """Return the rank whose step has failed and what failed there, once; wait a moment for the news."""
+        deadline = time.monotonic() + 10 * _PERIOD
+        while self._step_failure is None and self._gone is None and time.monotonic() < deadline:
+            time.sleep(_PERIOD / 4)
+        found, self._step_failure = self._step_failure, None
+        return found
+
+    def find_gone(self) -> list[int]:
+        """Return the ranks that do not answer; rank 0 where the store itself is gone, which is in that process."""
+        if self._gone is None and self._store is not None and self._size > 1:
+            try:
+                self._gone = self._ask() or None
+                if self._gone:
+                    self._send({"gone": self._gone})
+            except RuntimeError:
+                self._gone = [0] if self._rank else []
+        return self._gone or []
+
+    def _ask(self) -> list[int]:
+        question = f"{self._rank}/{time.time_ns()}"
+        self._send({"question": question})
+        missing = set(range(self._size)) - {self._rank}
+        deadline = time.monotonic() + _PATIENCE
+        while missing and self._gone is None and time.monotonic() < deadline:
+            missing -= {rank for rank in missing if self._store.check([f"{self._prefix}/here/{question}/{rank}"])}
+            time.sleep(_PERIOD / 4)
+        return sorted(missing) if self._gone is None else self._gone
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+
+    def _send(self, news: dict[str, Any]) -> None:
+        if self._store is not None and self._size > 1:
+            number = self._store.add(f"{self._prefix}/count", 1)
+            self._store.set(f"{self._prefix}/news/{number}", json.dumps({**news, "rank": self._rank}))
+
+    def _take(self, number: int) -> bool:
+        """Handle a piece of news; report whether there was one."""
+        key = f"{self._prefix}/news/{number}"
+        if not self._store.check([key]):
+            return False
+        news = json.loads(self._store.get(key))
+        if news["rank"] == self._rank:
+            return True
+        if "question" in news:
+            self._store.set(f"{self._prefix}/here/{news['question']}/{self._rank}", "yes")
+            return True
+        if "step" in news:
+            self._step_failure = news["rank"], news["step"]
+            return True
+        if "gone" in news and self._gone is None:
+            self._gone = news["gone"]
+        with self._lock:
+            listener = self._listener
+        if listener is not None:
+            listener(news.get("call"))
+        return True
+
+
+def _listen(alarm: weakref.ref[Alarm]) -> None:
+    number, found = 1, alarm()
+    while found is not None and not found._closed.is_set():
+        closed = found._closed
+        try:
+            while found._take(number):
+                number += 1
+        except (RuntimeError, ValueError):  # the store is gone; the next collective fails, and is reported
+            return
+        del found
+        if closed.wait(_PERIOD):
+            return
+        found = alarm()

@@ -1,0 +1,78 @@
+"""One call of ``forward_backward`` on several ranks: what they exchange before and after their runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..batch.flat import FlatMicrobatch
+from ..batch.loss import LossContract
+from ..device.transfer import HostValue
+from ..engine.run import Run
+from .losses import LossReport
+from .reduction import ReductionPlan
+
+__all__ = ["Call", "Opening", "Verdict"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opening:
+    """What a rank states before a call.
+
+    Attributes:
+        rows: Rows of each microbatch, for each group of the rank.
+        seed: Seed of random layers.
+        stated: What all ranks must agree on.
+        failure: Error of this rank; ``None`` if it can begin.
+    """
+
+    rows: list[list[int | None]]
+    seed: int
+    stated: Mapping[str, object]
+    failure: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a rank states after its runs.
+
+    Attributes:
+        begun: Number of exchanges of gradients that it has begun.
+        failure: Error of this rank; ``None`` if it has none of its own.
+        losses: Losses of its microbatches.
+        had: Parameters that got a gradient.
+        buffers: Buffers that its first group wrote, by layer and number.
+        feeds: Whether gradients go on from its inputs.
+    """
+
+    begun: int
+    failure: str | None
+    losses: Sequence[LossReport] = ()
+    had: frozenset[tuple[int, int]] = frozenset()
+    buffers: Mapping[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
+    feeds: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """One call of ``forward_backward``, as all ranks have agreed on it.
+
+    Attributes:
+        parts: Microbatches of each group of this rank.
+        firsts: Index of the first microbatch of each group of this rank in the batch.
+        contract: Contract of the batch.
+        plan: What is summed.
+        seed: Seed of random layers.
+        first_rank: Rank with the first group that has rows.
+        runs: Runs of this rank that have succeeded, with their inputs.
+    """
+
+    parts: list[list[FlatMicrobatch]]
+    firsts: list[int]
+    contract: LossContract
+    plan: ReductionPlan
+    seed: int
+    first_rank: int
+    runs: list[tuple[Run, list[HostValue]]] = dataclasses.field(default_factory=list)

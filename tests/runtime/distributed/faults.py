@@ -1,0 +1,269 @@
+"""What ranks do when one of them fails, differs or is gone; each function returns plain values to compare."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from roundpipe_runtime import GradScaler, OptimizerCtx, RoundPipe, RoundPipeRunConfig
+from roundpipe_runtime.distributed.replicas import rows_of_rank
+
+CONFIG = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
+ROWS = 12
+
+
+class BadRowError(Exception):
+    """An error of a user's layer."""
+
+
+class Layer(nn.Module):
+    """A layer that fails when it is told to."""
+
+    def __init__(self, features: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, features)
+        self.norm = nn.BatchNorm1d(features)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise BadRowError("a bad row")
+        return torch.tanh(self.norm(self.linear(x)))
+
+
+def layers(count: int = 4, features: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(features) for _ in range(count)))
+
+
+def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 8, generator=generator)
+
+
+class Training:
+    """A pipeline with its optimizer, as one rank of a mesh, or as one process that runs all groups."""
+
+    def __init__(self, size: int, rank: int = 0, mesh: DeviceMesh | None = None, **options: Any) -> None:
+        self.model = layers()
+        self.own = rows_of_rank(ROWS, rank, 1 if mesh is None else size, size)
+        self.pipeline = RoundPipe(self.model, devices="virtual:2", name="x", mesh=mesh, replicas=size, **options)
+        with OptimizerCtx():
+            self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=1e-2)
+
+    def run(self, seed: int, loss_fn: Callable[..., torch.Tensor] = nn.functional.mse_loss) -> float:
+        inputs, labels = batch(seed)
+        loss: torch.Tensor = self.pipeline.forward_backward(
+            (inputs[self.own],), label=labels[self.own], loss_fn=loss_fn, run_config=CONFIG
+        )
+        return loss.item()
+
+    def step(self) -> None:
+        self.pipeline.step(lambda: (self.optimizer.step(), self.optimizer.zero_grad()))
+
+    def state(self) -> list[torch.Tensor]:
+        self.pipeline.synchronize()
+        return [value.clone() for value in self.model.state_dict().values()]
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        found = [target.grad for target in self.pipeline.optim_parameters()]
+        return [None if one is None else one.to_local().clone() for one in found]  # type: ignore[attr-defined] # DTensors
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(
+        a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
+def raised_by(function: Callable[[], Any]) -> list[str]:
+    """The class and the text of what a function raises, notes included."""
+    try:
+        function()
+    except Exception as error:
+        return [type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())])]
+    return []
+
+
+def exception_on_one_rank(mesh: DeviceMesh, rank: int, where: str) -> dict[str, Any]:
+    """An exception in a layer, in the loss or before the call, next to gradients of a call before it."""
+    size = mesh.size()
+    ranks, one = Training(size, rank, mesh), Training(size)
+    for training in (ranks, one):
+        training.run(0)
+        training.step()
+    for training in (ranks, one):
+        training.run(1)  # its gradients are there when the next call fails
+    before = ranks.gradients(), ranks.state()
+    is_bad = rank == size - 1
+
+    def bad_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if is_bad:
+            raise BadRowError("a bad loss")
+        return nn.functional.mse_loss(outputs, labels)
+
+    def fail() -> None:
+        if where == "layer":
+            ranks.model[1].fails = is_bad
+            ranks.run(2)
+        elif where == "loss":
+            ranks.run(2, bad_loss)
+        else:
+            ranks.run(2, "no function" if is_bad else nn.functional.mse_loss)  # type: ignore[arg-type] # on purpose
+
+    dist.barrier()
+    begin = time.monotonic()
+    error = raised_by(fail)
+    seconds = time.monotonic() - begin
+    ranks.model[1].fails = False
+    is_unchanged = same(before[0], ranks.gradients()) and same(before[1], ranks.state())
+    for training in (ranks, one):
+        training.run(2)
+        training.step()
+        training.run(3)
+        training.step()
+    found = {"error": error, "seconds": seconds, "unchanged": is_unchanged, "goes on": same(ranks.state(), one.state())}
+    for training in (ranks, one):
+        training.pipeline.close()
+    return found
+
+
+def infinity_in_one_shard(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
+    """A gradient that is infinite in the rows of rank 0: no rank steps, all halve the scale."""
+    training = Training(mesh.size(), rank, mesh)
+    scaler = GradScaler(init_scale=4.0)
+    before = training.state()
+    training.run(0, lambda outputs, labels: scaler.scale(nn.functional.mse_loss(outputs, labels)))
+    if rank == 0:
+        next(training.pipeline.optim_parameters()).grad.to_local()[0] = float("inf")  # type: ignore[union-attr] # it is there
+    training.pipeline.step(lambda: (scaler.step(training.optimizer), training.optimizer.zero_grad()))
+    scaler.update()
+    parameters = len(list(training.model.parameters()))
+    named = dict(training.model.named_parameters())
+    skipped = all(
+        torch.equal(value, before[number])
+        for number, (name, value) in enumerate(training.model.state_dict().items())
+        if name in named
+    )
+    training.pipeline.close()
+    return {"skipped": skipped, "scale": scaler.get_scale(), "parameters": parameters}
+
+
+def refused(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
+    """What ranks refuse before anything changes."""
+    size = mesh.size()
+    found: dict[str, Any] = {}
+    makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+        "Muon": lambda targets: torch.optim.Muon([t for t in targets if t.dim() == 2], lr=1e-3),
+        "Adafactor": lambda targets: torch.optim.Adafactor(targets, lr=1e-3),
+    }
+    training = Training(size, rank, mesh)
+    training.run(0)
+    before = training.state()
+    for name, make in makers.items():
+        optimizer = make(list(training.pipeline.optim_parameters()))
+        found[name] = raised_by(lambda made=optimizer: training.pipeline.step(made.step))
+    whole = torch.optim.SGD(training.model.parameters(), lr=1.0)
+    found["whole parameters"] = raised_by(lambda: training.pipeline.step(whole.step))
+    found["unchanged"] = same(before, training.state())
+    training.pipeline.close()
+    found["another model"] = raised_by(lambda: RoundPipe(layers(features=8 + (rank == 1)), mesh=mesh))
+    config = RoundPipeRunConfig(num_microbatch=1 + (rank == 1), loss_reduction="mean")
+    training = Training(size, rank, mesh)
+    inputs, labels = batch(0)
+    found["another call"] = raised_by(
+        lambda: training.pipeline.forward_backward(
+            (inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=config
+        )
+    )
+    output = training.pipeline(inputs)
+    found["backward of a forward"] = raised_by(lambda: output.sum().backward())
+    training.pipeline.close()
+    return found
+
+
+def weights_of_rank_0(mesh: DeviceMesh, rank: int) -> bool:
+    """Ranks that begin with other weights train those of rank 0."""
+    expected = layers().state_dict()
+    model = layers()
+    if rank:
+        nn.init.ones_(model[2].linear.weight)
+    pipeline = RoundPipe(model, devices="virtual:1", mesh=mesh)
+    found = all(torch.equal(value, model.state_dict()[name]) for name, value in expected.items())
+    pipeline.close()
+    return found
+
+
+def exception_in_a_step(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
+    """A step function that fails on one rank, while the others wait for it in the middle of theirs; then a good one."""
+    training = Training(mesh.size(), rank, mesh)
+    training.run(0)
+
+    def step() -> None:
+        if rank == mesh.size() - 1:
+            raise BadRowError("a bad step")
+        training.pipeline.clip_grad_norm_(1.0)
+        training.optimizer.step()
+
+    begin = time.monotonic()
+    error = raised_by(lambda: training.pipeline.step(step))
+    seconds = time.monotonic() - begin
+    training.pipeline.step(lambda: training.pipeline.clip_grad_norm_(1.0))
+    training.pipeline.close()
+    return {"error": error, "seconds": seconds}
+
+
+def steps_without_the_pipeline(mesh: DeviceMesh, rank: int) -> bool:
+    """An optimizer that the caller steps, as loops of other libraries do."""
+    size = mesh.size()
+    ranks, one = Training(size, rank, mesh), Training(size)
+    for training in (ranks, one):
+        for seed in range(3):
+            training.run(seed)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    found = same(ranks.state(), one.state())
+    for training in (ranks, one):
+        training.pipeline.close()
+    return found
+
+
+def in_ranks() -> dict[str, Any]:
+    """What one rank finds, without trainings."""
+    mesh, rank = dist.init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_rank()
+    return {**all_found(mesh, rank), "cut off": cut_off(mesh, rank)}
+
+
+def all_found(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
+    """Everything that leaves all ranks alive."""
+    return {
+        **{f"fault: {where}": exception_on_one_rank(mesh, rank, where) for where in ("layer", "loss", "argument")},
+        "infinity": infinity_in_one_shard(mesh, rank),
+        "step": exception_in_a_step(mesh, rank),
+        "refused": refused(mesh, rank),
+        "weights of rank 0": weights_of_rank_0(mesh, rank),
+        "steps without the pipeline": steps_without_the_pipeline(mesh, rank),
+    }
+
+
+def cut_off(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
+    """The last rank loses its network in the middle of a call, as when its process ends; the others report it."""
+    training = Training(mesh.size(), rank, mesh)
+    training.run(0)
+    training.step()
+    training.state()
+    ranks: Any = training.pipeline._rp_engine.ranks  # type: ignore[attr-defined] # of several ranks
+
+    def leave(*_: object) -> None:
+        ranks.alarm.close()
+        for channel in list(ranks._groups):
+            ranks._close(channel)
+
+    if rank == mesh.size() - 1:
+        training.model[1].register_forward_hook(leave)
+    begin = time.monotonic()
+    return {"error": raised_by(lambda: training.run(1)), "seconds": time.monotonic() - begin}

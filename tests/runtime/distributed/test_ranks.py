@@ -1,0 +1,117 @@
+"""Several processes train one model: the bits of one process, and errors that reach all of them."""
+
+import os
+
+import pytest
+
+from tests import fresh_process
+from tests.runtime.distributed.processes import run_ranks
+from tests.runtime.distributed.trainings import CASES
+
+pytestmark = pytest.mark.slow
+
+# `make ranks` asks for fifty.
+STEPS = int(os.environ.get("ROUNDPIPE_RANKS_STEPS", "2"))
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def world(request):
+    """What the ranks of a world found, in one start."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    return run_ranks(
+        "tests.runtime.distributed.trainings:in_ranks",
+        request.param,
+        STEPS,
+        timeout=240 + 60 * STEPS,
+        imported=fresh_process.TRAINER,
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_have_the_bits_of_one_process(world, case):
+    """Losses, norms and weights are bitwise those of one process that runs the same groups."""
+    one = next(rank["one"][case] for rank in world if case in rank["one"])
+    assert [rank["ranks"][case] for rank in world] == [one] * len(world)
+
+
+@pytest.mark.parametrize(("where", "place"), [("layer", "layer 1 (Layer)"), ("loss", "loss"), ("argument", "loss_fn")])
+def test_an_exception_on_one_rank_is_raised_on_all(world, where, place):
+    """With its rank, stage and layer, within a second; gradients and weights are unchanged, the next steps right."""
+    found = [rank[f"fault: {where}"] for rank in world]
+    own = found[-1]["error"]
+    assert own[0] == ("ConfigError" if where == "argument" else "BadRowError")
+    for other in found[:-1]:
+        kind, text = other["error"]
+        assert kind == "DistributedError"
+        assert f"Rank {len(world) - 1} failed" in text
+        assert place in text
+    assert max(one["seconds"] for one in found) < 1
+    assert all(one["unchanged"] and one["goes on"] for one in found)
+
+
+def test_a_step_that_fails_on_one_rank_ends_on_all(world):
+    """Also where the others wait for it in the middle of theirs; the next step is one of all ranks."""
+    found = [rank["step"] for rank in world]
+    assert found[-1]["error"] == ["BadRowError", "a bad step"]
+    assert all(f"The step function failed on rank {len(world) - 1}" in other["error"][1] for other in found[:-1])
+    assert max(one["seconds"] for one in found) < 3
+
+
+def test_an_infinity_in_one_shard_skips_the_step_on_all_ranks(world):
+    """No weight changes, and each rank halves the scale."""
+    assert [(rank["infinity"]["skipped"], rank["infinity"]["scale"]) for rank in world] == [(True, 2.0)] * len(world)
+
+
+@pytest.mark.parametrize("optimizer", ["Muon", "Adafactor"])
+def test_an_optimizer_of_whole_matrices_is_refused(world, optimizer):
+    """With the mesh to type, before a weight has changed."""
+    for rank in world:
+        kind, text = rank["refused"][optimizer]
+        assert kind == "DistributedError"
+        assert f'init_device_mesh("cpu", ({len(world)}, 1))' in text
+        assert rank["refused"]["unchanged"]
+
+
+def test_an_optimizer_of_whole_parameters_is_refused(world):
+    """They get no gradient, so it would train nothing."""
+    for rank in world:
+        kind, text = rank["refused"]["whole parameters"]
+        assert (kind, "with OptimizerCtx():" in text) == ("DistributedError", True)
+
+
+def test_ranks_with_different_models_or_calls_are_refused(world):
+    """The error names what differs, and on which rank, on all of them."""
+    for rank in world:
+        kind, text = rank["refused"]["another model"]
+        assert kind == "DistributedError"
+        assert "0.linear.weight is '(9, 9) torch.float32' on rank 1, and '(8, 8) torch.float32' on rank 0" in text
+        kind, text = rank["refused"]["another call"]
+        assert (kind, "num_microbatch is 2 on rank 1, and 1 on rank 0" in text) == ("DistributedError", True)
+
+
+def test_backward_of_a_forward_is_refused(world):
+    """Its loss is one of the rows of a rank."""
+    for rank in world:
+        kind, text = rank["refused"]["backward of a forward"]
+        assert (kind, "model.forward_backward" in text) == ("DistributedError", True)
+
+
+def test_ranks_begin_with_the_weights_of_rank_0(world):
+    """Whatever they had."""
+    assert [rank["weights of rank 0"] for rank in world] == [True] * len(world)
+
+
+def test_an_optimizer_may_be_stepped_without_the_pipeline(world):
+    """Weights are gathered after `optimizer.step()` of the caller."""
+    assert [rank["steps without the pipeline"] for rank in world] == [True] * len(world)
+
+
+def test_a_rank_that_is_gone_is_named(world):
+    """The others raise within a bound, and state how torchrun goes on."""
+    for rank in world[:-1]:
+        kind, text = rank["cut off"]["error"]
+        assert kind == "DistributedError"
+        assert f"Rank {len(world) - 1} is gone" in text
+        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in text
+        assert rank["cut off"]["seconds"] < 10

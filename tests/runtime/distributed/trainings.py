@@ -1,0 +1,195 @@
+"""Small trainings that one process and several do alike, and a digest of all that comes out of them."""
+
+import copy
+import dataclasses
+import hashlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from roundpipe_runtime import OptimizerCtx, RoundPipeRunConfig, wrap_model_to_roundpipe
+from roundpipe_runtime.distributed.replicas import rows_of_rank
+from tests.models import make_model
+
+__all__ = ["CASES", "Case", "digest", "in_ranks", "train"]
+
+VOCABULARY, LENGTH = 96, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A training.
+
+    Attributes:
+        model: makes the model.
+        rows: rows of each global batch.
+        groups: groups of a batch for a number of ranks.
+        options: options of the pipeline.
+        accumulated: batches of a step.
+        no_sync: whether sums of all but the last of them stay on the rank.
+        is_async: whether steps run next to the next run.
+        copies: whether each rank keeps everything whole.
+    """
+
+    model: Callable[[], nn.Module]
+    rows: int = 7
+    groups: Callable[[int], int] = lambda size: size
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    accumulated: int = 1
+    no_sync: bool = False
+    is_async: bool = False
+    copies: bool = False
+
+
+def model(name: str, **changes: Any) -> Callable[[], nn.Module]:
+    """A function that makes a small model of transformers."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return _transformers_model(name, **changes)
+
+    return made
+
+
+def _transformers_model(name: str, **changes: Any) -> nn.Module:
+    import transformers
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 32}  # fmt: skip
+    match name:
+        case "llama":
+            return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **changes}))
+        case "mixtral":
+            config = transformers.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+            return transformers.MixtralForCausalLM(config)
+        case "gpt2":
+            config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4)
+            return transformers.GPT2LMHeadModel(config)
+        case _:
+            return copy.deepcopy(make_model(name))  # which is shared by all tests
+
+
+def lora() -> nn.Module:
+    """A Llama with adapters; nothing else of it is trained."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    base = _transformers_model("llama")
+    return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+def bfloat16() -> nn.Module:
+    return model("llama")().bfloat16()
+
+
+CASES = {
+    "llama": Case(model("llama")),
+    "gemma2": Case(model("gemma2")),
+    "mixtral": Case(model("mixtral")),
+    "gpt2, dropout": Case(model("gpt2")),
+    "t5": Case(model("t5")),
+    "lora": Case(lora),
+    "tied": Case(model("llama", tie_word_embeddings=True)),
+    "more groups than ranks": Case(model("llama"), groups=lambda size: 2 * size + 1),
+    "one row": Case(model("llama"), rows=1),
+    "bfloat16 with masters": Case(bfloat16, options={"optim_dtype": torch.float32}),
+    "gradients travel as bfloat16": Case(model("llama"), options={"reduce_dtype": torch.bfloat16}),
+    "accumulated": Case(model("llama"), accumulated=2),
+    "accumulated on the rank": Case(model("llama"), accumulated=2, no_sync=True, groups=lambda size: size + 1),
+    "asynchronous": Case(model("llama"), is_async=True),
+    "whole on each rank": Case(bfloat16, options={"optim_dtype": torch.float32}, copies=True),
+}
+
+
+def batch(case: Case, number: int) -> dict[str, torch.Tensor]:
+    """The global batch of a step: a different number of tokens counts in each row."""
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(3, VOCABULARY, (case.rows, LENGTH), generator=generator)
+    labels = tokens.clone()
+    for row in range(case.rows):
+        labels[row, : (row + number) % (LENGTH - 1)] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def train(case: Case, size: int, steps: int, mesh: DeviceMesh | None = None, rank: int = 0) -> dict[str, Any]:
+    """Train, alone or as one rank of a mesh; return losses, norms and weights.
+
+    Args:
+        case: the training.
+        size: number of ranks that the groups are made for.
+        steps: steps of the optimizer.
+        mesh: mesh of the ranks; `None` for one process that runs all groups.
+        rank: rank in the mesh.
+    """
+    wrapped_in = 1 if mesh is None else mesh.size()
+    whole = case.model()
+    replicas = case.groups(size)
+    torch.manual_seed(7)
+    pipeline = wrap_model_to_roundpipe(
+        whole,
+        lower_threshold=0,
+        devices="virtual:2",
+        name="x",
+        mesh=mesh,
+        replicas=replicas,
+        check=False,
+        **case.options,
+    )
+    pipeline.train()
+    config = RoundPipeRunConfig(num_microbatch=2)
+    with OptimizerCtx():
+        optimizer = torch.optim.AdamW([p for p in pipeline.parameters() if p.requires_grad], lr=1e-3, fused=True)
+    losses: list[float] = []
+    norms: list[float] = []
+    own = rows_of_rank(case.rows, rank, wrapped_in, replicas)
+
+    def step() -> None:
+        norms.append(pipeline.clip_grad_norm_(0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(steps):
+        for part in range(case.accumulated):
+            rows = {name: tensor[own] for name, tensor in batch(case, case.accumulated * number + part).items()}
+            is_last = part == case.accumulated - 1
+            with pipeline.no_sync() if case.no_sync and not is_last else torch.enable_grad():
+                loss = pipeline.forward_backward(input_kwargs=rows, run_config=config)
+            losses.append(loss.item())
+        pipeline.step(step, is_async=case.is_async)
+    pipeline.synchronize()
+    weights = {name: value.clone() for name, value in whole.state_dict().items()}
+    pipeline.close()
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def digest(result: dict[str, Any]) -> str:
+    """A digest of every bit of a training."""
+    found = hashlib.sha256(repr((result["losses"], result["norms"])).encode())
+    for name, value in sorted(result["weights"].items()):
+        found.update(name.encode())
+        found.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def in_ranks(steps: int) -> dict[str, Any]:
+    """What one rank finds, of all cases in one start: digests of trainings, and what happens when a rank fails."""
+    from tests.runtime.distributed import faults
+
+    warnings.simplefilter("ignore")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh, copies = dist.init_device_mesh("cpu", (size,)), dist.init_device_mesh("cpu", (size, 1))
+    one = {
+        name: digest(train(case, size, steps))
+        for number, (name, case) in enumerate(CASES.items())
+        if number % size == rank
+    }
+    ranks = {
+        name: digest(train(case, size, steps, copies if case.copies else mesh, rank)) for name, case in CASES.items()
+    }
+    dist.barrier()
+    return {"one": one, "ranks": ranks, **faults.in_ranks()}

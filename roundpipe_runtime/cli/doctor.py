@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import importlib.metadata
 import os
 import pathlib
 import platform
 import shutil
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from packaging.requirements import Requirement
@@ -19,15 +17,16 @@ from torch import nn
 
 from yobx_flatten.errors.messages import first_line, format_bytes
 
+from ..device.accelerator import memory_info
 from ..device.virtual import DeviceSpec
 from ..engine.config import RoundPipeRunConfig
-from ..estimate.hardware import copy_rate, cores, host_memory_available, host_memory_rate
+from ..estimate.hardware import cores, host_memory_available, host_memory_rate
 from ..optim.step import OptimizerCtx
 from ..pipeline import RoundPipe
+from .check import Check, Status
+from .device_checks import device_checks
 
 __all__ = ["Check", "Status", "accelerators", "examine", "train_difference"]
-
-Status = Literal["ok", "warning", "fail"]
 
 _PACKAGE = "yobx-flatten"
 
@@ -41,27 +40,8 @@ _LIBRARIES = {
 }
 
 _LITTLE_MEMORY, _LITTLE_DISK, _NO_DISK = 4e9, 20e9, 500e6
-# A link below this keeps any device waiting: PCIe 3 with 8 lanes.
-_SLOW_LINK = 6e9
 # Sums in another order: float32, of one device and of another.
 _ROUNDING = 1e-4
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Check:
-    """Result of one check of the installation.
-
-    Attributes:
-        name: what was looked at.
-        status: ``"ok"``; ``"warning"``, something is missing or slow; ``"fail"``, it does not work.
-        found: the finding, in words.
-        remedy: what to do about it; empty where there is nothing to do.
-    """
-
-    name: str
-    status: Status
-    found: str
-    remedy: str = ""
 
 
 def examine() -> list[Check]:
@@ -76,7 +56,7 @@ def examine() -> list[Check]:
         ("pinned memory", _pinned),
         ("threads", _threads),
         ("disk", _disk),
-        ("link", _links),
+        ("speed of accelerators", _speed),
         ("training", _training),
     ]
     found = []
@@ -146,9 +126,10 @@ def _accelerators() -> list[Check]:
 def _described(device: torch.device) -> str:
     library = torch.get_device_module(device)
     name = library.get_device_name(device) if hasattr(library, "get_device_name") else device.type
-    if not hasattr(library, "mem_get_info"):
+    try:
+        free, total = memory_info(device)
+    except (AttributeError, NotImplementedError, RuntimeError):  # a backend that does not state it
         return str(name)
-    free, total = library.mem_get_info(device)
     return f"{name}, {format_bytes(free)} of {format_bytes(total)} free"
 
 
@@ -195,14 +176,8 @@ def _disk() -> list[Check]:
     return [Check("disk", status, f"{format_bytes(free)} free in the current folder", remedy)]
 
 
-def _links() -> list[Check]:
-    found = []
-    for device in accelerators():
-        rate = copy_rate(device)
-        slow = rate < _SLOW_LINK
-        line = "Transfers will not hide. Is the card in a slot with all lanes?" if slow else ""
-        found.append(Check(f"link of {device}", "warning" if slow else "ok", f"{format_bytes(rate)}/s", line))
-    return found
+def _speed() -> list[Check]:
+    return [check for device in accelerators() for check in device_checks(device)]
 
 
 # -- does it compute the right thing ---------------------------------------------------------------------------------

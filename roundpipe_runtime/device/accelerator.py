@@ -27,9 +27,9 @@ import torch
 from ..errors import DeviceMemoryError
 from .clock import EventClock
 from .events import NOW, Event
-from .worker import Worker
+from .worker import Worker, add_note_once
 
-__all__ = ["PIECE", "AcceleratorDevice", "copy_in_pieces", "is_held_elsewhere"]
+__all__ = ["PIECE", "AcceleratorDevice", "copy_in_pieces", "is_held_elsewhere", "memory_info"]
 
 # Bytes of one piece of a parameter: a link finishes a copy that it began, so an activation waits this long at most.
 PIECE = 32 * 1024**2
@@ -103,7 +103,7 @@ class AcceleratorDevice:
     def memory(self) -> int | None:
         """Bytes of memory that this process can have of the device, where torch reports it."""
         try:
-            free, total = _memory_info(self.torch_device)
+            free, total = memory_info(self.torch_device)
         except (AttributeError, NotImplementedError, RuntimeError):  # an older torch, or a backend without this
             return None
         # What this process has taken from the driver is free for it again; what other processes have is not.
@@ -239,8 +239,16 @@ class AcceleratorDevice:
         return _record(self._gradients, self.torch_device)
 
     def synchronize(self) -> None:
-        """Wait for all streams."""
-        self._end().synchronize()
+        """Wait for all streams.
+
+        Raises:
+            RuntimeError: a kernel has failed, or the device is lost. A note states which device it is.
+        """
+        try:
+            self._end().synchronize()
+        except Exception as error:
+            add_note_once(error, f"While the work of {self.name} was waited for.")
+            raise
 
     def clock(self) -> EventClock:
         """Return a clock of what the streams do."""
@@ -273,8 +281,12 @@ def is_held_elsewhere(tensor: torch.Tensor) -> bool:
     return count is None or count(tensor.untyped_storage()._cdata) > _OWN_REFERENCES
 
 
-def _memory_info(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes: as torch states them of any accelerator, else as the module of this one does."""
+def memory_info(device: torch.device) -> tuple[int, int]:
+    """Return free and total bytes: as torch states them of any accelerator, else as the module of this one does.
+
+    Args:
+        device: accelerator.
+    """
     try:
         free, total = torch.accelerator.get_memory_info(device)
     except (AttributeError, NotImplementedError, RuntimeError):

@@ -153,11 +153,8 @@ class HostValue:
     needs_grad: list[bool]
     ready: list[Event | None]
 
-    def wait(self) -> Any:
-        """Wait for the copies and return the value."""
-        for event in self.ready:
-            if event is not None:
-                event.result()
+    def rebuild(self) -> Any:
+        """Return the value; its copies are complete where the device was synchronized."""
         return self.structure.rebuild(self.tensors)
 
 

@@ -168,7 +168,6 @@ class Mailbox:
         with self._changed:
             self._values.clear()
             self._error = StoppedRun()
-            self._changed.notify_all()
 
 
 def collect(mailbox: Mailbox, work: list[Future[None]]) -> None:

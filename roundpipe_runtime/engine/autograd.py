@@ -95,7 +95,6 @@ class _Pipeline(torch.autograd.Function):
         tensors, fixed = [], []
         for number in range(run.spec.num_microbatch):
             on_host = run.collected.outputs[number]
-            on_host.wait()
             tensors += on_host.tensors
             fixed += [t for t, flag in zip(on_host.tensors, on_host.needs_grad, strict=True) if not flag]
         ctx.mark_non_differentiable(*fixed)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..device.accelerator import memory_info
 from ..device.virtual import parse_devices
 from ..errors import ConfigError
 
@@ -143,8 +144,10 @@ def _is_here(names: tuple[str, ...]) -> bool:
 
 
 def _memory_of(name: str) -> int | None:
-    library = torch.get_device_module(torch.device(name))
-    return int(library.mem_get_info(torch.device(name))[1]) if hasattr(library, "mem_get_info") else None
+    try:
+        return memory_info(torch.device(name))[1]
+    except (AttributeError, NotImplementedError, RuntimeError):  # a backend that does not state it
+        return None
 
 
 # -- measuring -------------------------------------------------------------------------------------------------------

@@ -36,13 +36,12 @@ def loss_fn_with_weight(
     """
 
     def weighted_loss(outputs: PyTree, labels: Any) -> Any:
-        output, items, rows = outputs
+        output, count, rows = outputs
         result = loss_fn(output, labels)
         if batch is None or not isinstance(result, torch.Tensor):
             return result
-        count = items.item()
         if count < 0:  # already a share of the batch's loss: shares are added
-            return WeightedLoss(result, rows.item() / batch())
+            return WeightedLoss(result, rows / batch())
         return WeightedLoss(result * count, count)
 
     return weighted_loss
@@ -50,7 +49,7 @@ def loss_fn_with_weight(
 
 def _joined(outputs: list[PyTree]) -> PyTree:
     """Merge the outputs of microbatches with the weights of their losses."""
-    rows = [int(count) for _, _, count in outputs]
+    rows = [count for _, _, count in outputs]
     return join_outputs([output for output, _, _ in outputs], [float(count) for count in rows], rows)
 
 
@@ -65,7 +64,7 @@ def merge_with_cache(cache: Any, merge: Callable[[list[PyTree]], PyTree], output
     Returns:
         The output of the batch, with the caller's cache in it.
     """
-    rows = [int(count) for _, _, count in outputs]
+    rows = [count for _, _, count in outputs]
     held = [next((v for v in _items(output) if is_held(v)), None) for output, _, _ in outputs]
     mark = Static()  # a leaf without tensors, which `merge` passes on: it marks the place of the cache in the output
     parts = [(swapped(output, {id(one): mark}), *rest) for (output, *rest), one in zip(outputs, held, strict=True)]
@@ -90,7 +89,7 @@ def merge_as_asked(merge: Any, outputs: list[PyTree]) -> PyTree:
     Returns:
         The output of the batch.
     """
-    rows = [int(count) for _, _, count in outputs]
+    rows = [count for _, _, count in outputs]
     return join([output for output, _, _ in outputs], [float(count) for count in rows], rows=rows, merge=merge)
 
 
@@ -116,7 +115,7 @@ def merge_with_loss(model: nn.Module, kwargs: Kwargs, is_smoothed: bool, outputs
     if not has_loss or len(losses) < len(parts):
         return joined
     # a mean over items becomes that of the batch with the share of its items; a sum (-1) is a share already
-    items = [float(count) for _, count, _ in outputs]
+    items = [count for _, count, _ in outputs]
     total = math.fsum(items)
     shares = [1.0 if count < 0 else count / total if total else 0.0 for count in items]
     adds_auxiliary = aux is not None and not is_smoothed and has_auxiliary_loss(model, kwargs)

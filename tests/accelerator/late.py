@@ -17,7 +17,18 @@ import torch._meta_registrations  # more operators state what comes out without 
 
 from .build import load
 
-__all__ = ["DEVICES", "clock", "counts", "pending", "set_memory", "set_order", "trace"]
+__all__ = [
+    "DEVICES",
+    "clock",
+    "counts",
+    "lose",
+    "pending",
+    "set_costs",
+    "set_memory",
+    "set_order",
+    "start_again",
+    "trace",
+]
 
 DEVICES = int(os.environ.get("LATE_DEVICES", "4"))
 
@@ -50,6 +61,34 @@ def pending(device: int) -> int:
 def set_memory(device: int, limit: int) -> None:
     """Set the bytes of memory of a device, 16 GiB before."""
     _backend.set_memory(device, limit)
+
+
+def set_costs(*, flops: float, memory: float, link: float, pageable_link: float = 8e9, launch: float = 5e-6) -> None:
+    """Set what the devices of a dry run are like.
+
+    Args:
+        flops: operations per second of products of matrices.
+        memory: bytes per second of the memory of a device.
+        link: bytes per second from and to pinned memory, each way.
+        pageable_link: bytes per second from and to other memory of the host.
+        launch: seconds that the host takes for a launch.
+    """
+    _backend.set_costs(launch, link, pageable_link, memory, flops)
+
+
+def lose(device: int, after: int = 0) -> None:
+    """Lose a device: it does no more work, and every call that concerns it is an error.
+
+    Args:
+        device: index of the device.
+        after: kernels and copies that it still does. Default: 0, it is lost now.
+    """
+    _backend.lose(device, after)
+
+
+def start_again(device: int) -> None:
+    """Start a device that was lost; what it was given is gone."""
+    _backend.start_again(device)
 
 
 def clock() -> float:

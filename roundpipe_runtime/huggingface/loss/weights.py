@@ -103,7 +103,7 @@ def counting() -> Iterator[Items]:
         yield items
 
 
-def with_loss_weight(output: PyTree, items: Items, rows: int) -> tuple[PyTree, torch.Tensor, torch.Tensor]:
+def with_loss_weight(output: PyTree, items: Items, rows: int) -> tuple[PyTree, float, int]:
     """Return the output of a microbatch with the weight of its loss.
 
     Args:
@@ -112,14 +112,13 @@ def with_loss_weight(output: PyTree, items: Items, rows: int) -> tuple[PyTree, t
         rows: number of rows of the microbatch.
 
     Returns:
-        ``(output, items, rows)``, both numbers as tensors. A loss that is a sum is already a share of the batch's, as
-        the model was given ``num_items_in_batch``: its items are -1. A loss over no items is zero.
+        ``(output, items, rows)``. A loss that is a sum is already a share of the batch's, as the model was given
+        ``num_items_in_batch``: its items are -1. A loss over no items is zero.
     """
     count = -1.0 if items.sums and not items.counts else max(items.counts, default=float(rows))
     if count == 0 and (loss := loss_of(output)) is not None:
         output = with_loss(output, _nothing(output, loss))
-    device = next((leaf.device for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)), None)
-    return output, torch.tensor(count, dtype=torch.float64, device=device), torch.tensor(rows, device=device)
+    return output, count, rows
 
 
 def _nothing(output: PyTree, loss: torch.Tensor) -> torch.Tensor:

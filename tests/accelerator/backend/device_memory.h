@@ -80,6 +80,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   at::DataPtr allocate(size_t nbytes) override {
     const int device = current;
     if (!nbytes) return {nullptr, nullptr, &nothing, Device(KIND, device)};
+    check_not_lost(device);
     Lock lock(machine);
     Memory& memory = memories[device];
     Stream& stream = here(device);

@@ -106,10 +106,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   // events; one that was not recorded has passed
   static bool is_recorded(void* event) { return event && static_cast<Event*>(event)->moment.stream; }
   void record(void** event, const c10::Stream& stream, DeviceIndex, c10::EventFlag flag) const override {
+    check_not_lost(stream.device_index());
     if (!*event) *event = new Event;
     *static_cast<Event*>(*event) = {mark(ours(stream)), flag == c10::EventFlag::BACKEND_DEFAULT};
   }
   void block(void* event, const c10::Stream& stream) const override {
+    check_not_lost(stream.device_index());
     if (is_recorded(event)) wait_for(ours(stream), static_cast<Event*>(event)->moment);
   }
   bool queryEvent(void* event) const override { return !is_recorded(event) || query(static_cast<Event*>(event)->moment); }

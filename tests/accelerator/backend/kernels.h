@@ -73,6 +73,7 @@ struct Call {
     for (const auto& value : given)
       if (device < 0 && value.isDevice()) device = value.toDevice().index();
     if (device < 0) device = current;
+    check_not_lost(device);
   }
 
   bool is_out(size_t i) const { return schema.arguments()[i].is_out() && given[i].isTensor() && is_ours(given[i].toTensor()); }
@@ -233,6 +234,9 @@ struct Call {
     if (name.find("mm") != std::string::npos) {
       const at::Tensor& matrix = given[name.find("add") == std::string::npos ? 0 : 1].toTensor();
       operations = 2 * largest * static_cast<double>(matrix.size(-1));
+      // of two matrices, cut into groups along what is summed: each group has a share of it
+      if (name.find("grouped") != std::string::npos && matrix.dim() == 2 && results[0].toTensor().dim() == 3)
+        operations /= static_cast<double>(results[0].toTensor().size(0));
     }
     return std::max(bytes / settings.costs.memory, operations / settings.costs.flops);
   }
@@ -336,7 +340,32 @@ inline std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input
 
 inline int64_t sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
     std::optional<double>, bool) {
-  return static_cast<int64_t>(sdp::SDPBackend::math);
+  // a dry run needs no kernel, and takes the time of one that is fused
+  return static_cast<int64_t>(settings.dry ? sdp::SDPBackend::overrideable : sdp::SDPBackend::math);
+}
+
+// Attention of a dry run, in one kernel: two products forward and five backward, half of each where the mask is causal.
+inline void enqueue_attention(const char* name, int products, const at::Tensor& query, const at::Tensor& key, bool causal) {
+  const double operations = 2.0 * products * query.numel() * key.size(-2) * (causal ? 0.5 : 1);
+  count("kernels");
+  enqueue(stream_of(query), {[] {}, name, std::max(operations / settings.costs.flops, 4 * bytes_of(query) / settings.costs.memory)});
+}
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor> attention(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>&, double, bool causal, bool,
+    std::optional<double>) {
+  enqueue_attention("attention", 2, query, key, causal);
+  auto sizes = query.sizes().vec();
+  sizes.back() = value.size(-1);
+  at::Tensor none = at::empty({0}, query.options());
+  at::Tensor sums = at::empty(query.sizes().slice(0, query.dim() - 1), query.options().dtype(at::kFloat));
+  return {at::empty(sizes, query.options()), sums, none, none, query.size(-2), key.size(-2), none, none, none};
+}
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(const at::Tensor&, const at::Tensor& query,
+    const at::Tensor& key, const at::Tensor& value, const at::Tensor&, std::array<bool, 4>, const at::Tensor&, const at::Tensor&,
+    const at::Tensor&, const at::Tensor&, c10::SymInt, c10::SymInt, double, bool causal, const at::Tensor&, const at::Tensor&,
+    std::optional<double>) {
+  enqueue_attention("attention_backward", 5, query, key, causal);
+  return {at::empty_like(query), at::empty_like(key), at::empty_like(value), at::Tensor()};
 }
 
 // The host waits for convolutions: they are computed by the general operator of the CPU, which has no kernel to launch.

@@ -57,7 +57,28 @@ inline void count(const std::string& what, int64_t by = 1) {
 // Each stream has a clock. It goes on by the time that a kernel took, or in a dry run by what it would have taken; then
 // each thread of the host and each copy engine has a clock, too.
 inline int epoch = 0;
-inline double latest_host = 0, engines[MOST_DEVICES][2];
+inline double latest_host = 0;
+// A copy engine takes the copies of all streams that are ready by turns. So a copy begins when the one that is under way
+// has ended, also where others were given before it; their time is known already, so the next one at the end pays for it.
+struct Engine {
+  std::map<double, double> busy;  // begin and end of copies
+  double owed = 0;
+
+  double begin(double ready, double seconds) {
+    auto next = busy.upper_bound(ready);
+    if (next != busy.begin()) ready = std::max(ready, std::prev(next)->second);
+    next = busy.lower_bound(ready);
+    if (next == busy.end()) {
+      ready += std::exchange(owed, 0);
+    } else if (next->first < ready + seconds) {
+      owed += seconds;
+      return ready;
+    }
+    if (seconds) busy[ready] = ready + seconds;
+    return ready;
+  }
+};
+inline Engine engines[MOST_DEVICES][2];
 inline double& host_clock() {
   thread_local double clock = 0;
   thread_local int of_epoch = -1;
@@ -107,9 +128,16 @@ inline void set_current(int device) {
   current = device;
 }
 
-inline std::exception_ptr error;  // the first one of a kernel; raised where the host waits next
-inline void raise_error() {
-  if (auto found = std::exchange(error, nullptr)) std::rethrow_exception(found);
+inline std::exception_ptr errors[MOST_DEVICES];  // the first one of a kernel; raised where the host waits next for the device
+inline void raise_error(int device) {
+  if (auto found = std::exchange(errors[device], nullptr)) std::rethrow_exception(found);
+}
+
+// A device that is lost does no work, and every call that concerns it is an error, until it is started again.
+inline bool lost[MOST_DEVICES];
+inline int64_t until_lost[MOST_DEVICES];  // kernels and copies that it still does; 0: it is not going to be lost
+inline void check_not_lost(int device) {
+  TORCH_CHECK(!lost[device], "late:", device, " is lost.");
 }
 
 inline int depth = 0;  // of pieces of work, one of which waits for the next
@@ -118,21 +146,21 @@ inline void run_next(Stream& stream) {
   Work work = std::move(stream.queue.front());
   stream.queue.pop_front();
   const auto begin = std::chrono::steady_clock::now();
-  if (!work.name || !settings.dry) try {
+  if (work.name && until_lost[stream.device] && !--until_lost[stream.device]) lost[stream.device] = true;
+  if (!work.name || !(settings.dry || lost[stream.device])) try {
     work.run();
   } catch (...) {
-    if (!error) error = std::current_exception();
+    if (!errors[stream.device]) errors[stream.device] = std::current_exception();
   }
   if (work.name) {
     double start = stream.clock;
     if (settings.dry) {
       start = std::max(start, work.given);
-      if (work.engine >= 0) start = std::max(start, engines[stream.device][work.engine]);
+      if (work.engine >= 0) start = engines[stream.device][work.engine].begin(start, work.seconds);
     } else {
       work.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     }
     stream.clock = start + work.seconds;
-    if (work.engine >= 0) engines[stream.device][work.engine] = stream.clock;
     if (settings.dry) spans.emplace_back(stream.device, stream.id, work.name, start, stream.clock);
   }
   stream.done++;
@@ -181,6 +209,8 @@ struct Moment {
   Stream* stream = nullptr;
   uint64_t place = 0;
   std::shared_ptr<double> time;  // clock of the stream there
+  int of_epoch = epoch;          // clocks that were set to zero since then do not go on from it
+  double seconds() const { return time && of_epoch == epoch ? *time : 0; }
 };
 inline Moment now(Stream& stream) {
   return {&stream, stream.given, nullptr};
@@ -197,12 +227,13 @@ inline Moment mark(Stream& stream) {
 inline void wait_for(Stream& stream, const Moment& moment) {
   enqueue(stream, {[&stream, moment] {
     run_to(*moment.stream, moment.place);
-    if (moment.time) stream.clock = std::max(stream.clock, *moment.time);
+    stream.clock = std::max(stream.clock, moment.seconds());
   }});
 }
 // Whether the work is done. Who asks again and again is told so one day.
 inline bool query(const Moment& moment) {
   Lock lock(machine);
+  check_not_lost(moment.stream->device);
   if (!passed(moment)) run_next(*moment.stream);
   return passed(moment);
 }
@@ -210,8 +241,9 @@ inline void host_waits_for(const Moment& moment, const char* what) {
   Lock lock(machine);
   count(std::string("host waits: ") + what);
   run_to(*moment.stream, moment.place);
-  host_waits(moment.time ? *moment.time : moment.stream->clock);
-  raise_error();
+  host_waits(moment.time ? moment.seconds() : moment.stream->clock);
+  check_not_lost(moment.stream->device);
+  raise_error(moment.stream->device);
 }
 inline void synchronize(Stream& stream, const char* what = "stream") {
   Lock lock(machine);
@@ -220,6 +252,21 @@ inline void synchronize(Stream& stream, const char* what = "stream") {
 inline void synchronize_device(int device) {
   Lock lock(machine);
   for (size_t number = 0; number < streams[device].size(); number++) synchronize(*streams[device][number], "device");
+}
+
+// Lose a device after so many kernels and copies.
+inline void lose(int device, int64_t after) {
+  Lock lock(machine);
+  until_lost[device] = after;
+  lost[device] = !after;
+}
+// Start a device again that was lost. What it was given is gone, and so is the error of a kernel.
+inline void start_again(int device) {
+  Lock lock(machine);
+  for (auto& one : streams[device]) run_to(*one, one->given);
+  lost[device] = false;
+  until_lost[device] = 0;
+  errors[device] = nullptr;
 }
 
 // Start again with another order and seed, all clocks at zero. What was given before is done first.
@@ -231,7 +278,7 @@ inline void set_order(Order order, uint64_t seed) {
   haste.clear();
   for (auto& of_device : streams)
     for (auto& one : of_device) one->clock = 0;
-  for (auto& pair : engines) pair[0] = pair[1] = 0;
+  for (auto& pair : engines) pair[0] = pair[1] = {};
   latest_host = 0;
   epoch++;
   spans.clear();

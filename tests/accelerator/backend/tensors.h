@@ -83,6 +83,7 @@ inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, 
   }
   const at::Tensor& on_host = up ? source : target;
   Stream& stream = stream_of(up ? target : source);
+  check_not_lost(stream.device);
   const bool pinned = pinned_memory.find(on_host.data_ptr());
   const char* way = up ? "up" : "down";
   const char* kind = pinned ? ", pinned" : ", pageable";

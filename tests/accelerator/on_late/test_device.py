@@ -6,6 +6,7 @@ from torch import nn
 
 from roundpipe_runtime import RoundPipe
 from roundpipe_runtime.device.accelerator import copy_in_pieces
+from roundpipe_runtime.device.pinning import PinnedModel
 from roundpipe_runtime.device.virtual import Device
 from tests.accelerator import late
 from tests.accelerator.training import late_devices, train
@@ -105,6 +106,22 @@ def test_all_copies_of_a_training_are_pinned():
     found = late.counts()
     assert "bytes down, pageable" not in found or found["bytes down, pageable"] < 100
     assert found.get("bytes up, pageable", 0) < 100
+
+
+class Labelled(torch.Tensor):
+    """A tensor of a class that knows itself where its data is."""
+
+
+@pytest.mark.parametrize("make", [lambda w: w.as_subclass(Labelled), lambda w: w[:, ::2]], ids=["class", "gaps"])
+def test_what_fits_into_no_slab_is_pinned_alone(device, make):
+    """A parameter of another class, or with gaps, is pinned, too, and keeps class and values."""
+    weight = make(torch.arange(12.0).reshape(3, 4))
+    model = nn.Module()
+    model.weight = nn.Parameter(weight)
+    PinnedModel(model, "alloc", [device])
+    assert model.weight.is_pinned()
+    assert type(model.weight.data) is type(weight)
+    assert model.weight.detach().equal(weight)
 
 
 def test_the_host_runs_two_stages_ahead_at_most(device):

@@ -2,7 +2,9 @@
 
 import contextvars
 import os
+import signal
 import threading
+import time
 
 import pytest
 
@@ -75,6 +77,33 @@ def test_a_failure_wakes_whoever_waits_and_is_raised_once(workers):
         collect(mailbox, [workers[0].submit(waits), workers[1].submit(fails)])
     assert caught.value is error
     assert mailbox.error is None
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no such alarms here")
+def test_an_alarm_is_raised_when_all_work_has_ended(workers):
+    """A handler of another signal than that of Ctrl-C raises in the middle of the wait."""
+    ended = threading.Event()
+    mailbox = Mailbox()
+
+    def works():
+        with pytest.raises(StoppedRun):
+            mailbox.take("never")
+        time.sleep(0.2)
+        ended.set()
+
+    def rings(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, rings)
+    try:
+        work = workers[0].submit(works)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(TimeoutError):
+            collect(mailbox, [work])
+        assert ended.is_set()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_notes_are_not_repeated():

@@ -1,0 +1,175 @@
+"""Steps of large models on accelerators that are simulated, and what a layer costs the host.
+
+    python benchmarks/bench_dry.py [--json FILE] [--only TEXT]
+
+The runtime is real; nothing is computed, and no time is measured but that of the host (``simulated.py``). "Busy" is the
+share of the step in which kernels ran, or a link copied up or down; the largest is the bottleneck. The last row is
+processor time of a layer call beyond that of the layer, on the reference accelerator. What is above its bar is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.bench_flatten import machine, versions  # found there only
+
+ROOT = Path(__file__).parent.parent
+
+# Model, kind, devices, microbatches (for eight devices as many as the runtime chooses); rows of 4,096 tokens.
+CASES = [
+    (model, kind, devices, max(4, devices + 1))
+    for model in ("Llama 8B", "Llama 70B", "Mixtral 8x7B")
+    for kind in ("H200", "4090")
+    for devices in (1, 8)
+]
+# Layers alone, on devices like an H200: devices, microbatches, and the milliseconds that are the bar.
+_LAYERS = "8 layers of Llama 70B"
+BARS = [(1, 4, 2750), (1, 2, 1425), (1, 1, 890), (2, 4, 1500)]
+OVERHEAD_BAR = 150.0
+
+LAYERS, MICROBATCHES, WIDTH = 32, 4, 8
+
+
+def simulated(model: str, kind: str, devices: int, microbatches: int) -> dict[str, Any]:
+    """One case, in a process of its own."""
+    found: dict[str, Any] = _in_process(
+        devices, "-m", "benchmarks.simulated", "--model", model, "--kind", kind, "--microbatches", str(microbatches)
+    )
+    return found
+
+
+def _in_process(devices: int, *arguments: str) -> Any:
+    environment = {**os.environ, "LATE_DRY": "1", "LATE_DEVICES": str(devices), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+# -- what a layer call costs beyond the layer, in a process with the reference accelerator -----------------------------
+
+
+def overhead(repeat: int) -> dict[str, float]:
+    """Microseconds of processor time per layer and microbatch; the least of some steps."""
+    from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+    from tests.accelerator import late
+
+    device = torch.device("late", 0)
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    there = [torch.nn.Linear(WIDTH, WIDTH).to(device) for _ in range(LAYERS)]
+    inputs, labels = (torch.randn(2 * MICROBATCHES, WIDTH).pin_memory() for _ in range(2))
+    last = LAYERS - 4
+    plan = ModelExecutePlan(
+        [range(first, min(first + 10, last)) for first in range(0, last, 10)],
+        [range(first, first + 4) for first in range(last, -1, -4)],
+    )
+    config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=MICROBATCHES, execute_plan=plan)
+    pipe = RoundPipe(torch.nn.Sequential(*layers), devices=[device], model_run_config=config)
+    mse_loss = torch.nn.functional.mse_loss
+
+    def alone() -> None:
+        """Forward of all layers but the last ones, forward again and backward of each."""
+        for hidden, label in zip(inputs.chunk(MICROBATCHES), labels.chunk(MICROBATCHES), strict=True):
+            hidden, kept = hidden.to(device), []
+            with torch.no_grad():
+                for layer in there[:last]:
+                    kept.append(hidden)
+                    hidden = layer(hidden)
+            graphs = []
+            for layer in there[last:]:
+                hidden = hidden.detach().requires_grad_()
+                graphs.append((hidden, layer(hidden)))
+                hidden = graphs[-1][1]
+            result = hidden.detach().requires_grad_()
+            mse_loss(result, label.to(device)).backward()
+            gradient = result.grad
+            for hidden, output in reversed(graphs):
+                output.backward(gradient)
+                gradient = hidden.grad
+            for layer, hidden in zip(reversed(there[:last]), reversed(kept), strict=True):
+                hidden = hidden.detach().requires_grad_()
+                layer(hidden).backward(gradient)
+                gradient = hidden.grad
+
+    def pipeline() -> None:
+        pipe.forward_backward((inputs,), label=labels, loss_fn=mse_loss)
+        pipe.zero_grad()
+
+    def least(step: Callable[[], None]) -> float:
+        found = []
+        for _ in range(repeat):
+            late.set_order("eager")
+            start = time.process_time()
+            step()
+            found.append(time.process_time() - start)
+        return 1e6 * min(found) / (LAYERS * MICROBATCHES)
+
+    found = {"layers alone": least(alone), "pipeline": least(pipeline)}
+    return {**found, "overhead": found["pipeline"] - found["layers alone"]}
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def bottleneck(busy: dict[str, float]) -> str:
+    return {"kernels": "kernels", "up": "link up", "down": "link down"}[max(busy, key=lambda name: busy[name])]
+
+
+def row(case: dict[str, Any]) -> str:
+    busy = case["busy"]
+    shares = "  ".join(f"{name} {share:.1%}" for name, share in busy.items())
+    tokens = f"{case['microbatches']:2} x {case['tokens']:,} tokens"
+    return (
+        f"{case['model']:22} {case['devices']} x {case['kind']:5} {tokens}  "
+        f"{case['milliseconds']:9,.1f} ms  {shares}  waits for {bottleneck(busy):10} "
+        f"peak {case['peak bytes'] / 1e9:5.1f} GB  stages {case['stages']}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="also write all numbers to this file")
+    parser.add_argument("--only", default="", help="run the cases with this text in their model")
+    parser.add_argument("--overhead", type=int, metavar="REPEAT", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.overhead:
+        print(json.dumps(overhead(options.overhead)), flush=True)
+        os._exit(0)  # a thread of autograd for a device may abort a process that ends after a backward
+    missed, cases = [], []
+    for devices, microbatches, bar in BARS if options.only in _LAYERS else ():
+        case = {**simulated(_LAYERS, "H200", devices, microbatches), "bar": bar}
+        cases.append(case)
+        print(row(case), f"  bar {bar:,}", flush=True)
+        if case["milliseconds"] > bar:
+            missed.append(f"{devices} devices, {microbatches} microbatches: {case['milliseconds']:,.1f} ms")
+    for model, kind, devices, microbatches in CASES:
+        if options.only in model:
+            cases.append(simulated(model, kind, devices, microbatches))
+            print(row(cases[-1]), flush=True)
+    costs = _in_process(1, __file__, "--overhead", "30")
+    print(", ".join(f"{name} {value:.0f} µs" for name, value in costs.items()), "per layer and microbatch")
+    if costs["overhead"] > OVERHEAD_BAR:
+        missed.append(f"overhead {costs['overhead']:.0f} µs")
+    for line in missed:
+        print("above its bar:", line)
+    if options.json:
+        content = {"machine": machine(), "versions": versions(), "cases": cases, "host": costs}
+        Path(options.json).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

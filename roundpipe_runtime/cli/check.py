@@ -1,0 +1,27 @@
+"""Result of one check of the doctor."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+__all__ = ["Check", "Status"]
+
+Status = Literal["ok", "warning", "fail"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """Result of one check of the installation.
+
+    Attributes:
+        name: what was looked at.
+        status: ``"ok"``; ``"warning"``, something is missing or slow; ``"fail"``, it does not work.
+        found: the finding, in words.
+        remedy: what to do about it; empty where there is nothing to do.
+    """
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""

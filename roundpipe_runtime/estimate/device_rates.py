@@ -1,0 +1,132 @@
+"""How fast an accelerator is, by its own clock: copies each way, products of matrices, and both at the same time."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+__all__ = ["DeviceRates", "measure_device"]
+
+# Bytes of a copy that is measured, and rows of a matrix.
+_COPIED = 256 * 2**20
+_ROWS = 8192
+
+# How often everything is measured; the fastest counts.
+_REPEATS = 3
+
+Work: TypeAlias = "tuple[torch.Stream, Callable[[], object]]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """Rates of one accelerator, next to its host.
+
+    Attributes:
+        up: bytes per second from pinned memory to the device.
+        down: bytes per second from the device to pinned memory.
+        both: bytes per second of both at the same time, added up.
+        pageable_up: bytes per second from memory that is not pinned.
+        pageable_down: bytes per second to memory that is not pinned.
+        flops: operations per second in products of matrices.
+        overlap: share of the shorter of a copy and a computation that is hidden when both are given at once: 1.0 if
+            they run side by side, 0.0 if one waits for the other.
+        clock: seconds by the events of the device in one second of the host.
+    """
+
+    up: float
+    down: float
+    both: float
+    pageable_up: float
+    pageable_down: float
+    flops: float
+    overlap: float
+    clock: float
+
+    def tokens_to_hide_transfers(self, nbytes: int = 2) -> float:
+        """Return the tokens of a step from which on a forward takes longer than the upload of its parameters.
+
+        A token takes two operations for each parameter, which is uploaded once for all tokens of the step.
+
+        Args:
+            nbytes: bytes of a parameter. Default: those of 16 bits.
+
+        >>> rates = DeviceRates(50e9, 50e9, 1e11, 8e9, 8e9, 500e12, 1.0, 1.0)
+        >>> rates.tokens_to_hide_transfers()
+        10000.0
+        """
+        return nbytes * self.flops / (2 * self.up)
+
+
+def measure_device(
+    device: torch.device, *, dtype: torch.dtype = torch.bfloat16, nbytes: int = _COPIED, rows: int = _ROWS
+) -> DeviceRates:
+    """Measure an accelerator, which takes a second.
+
+    Args:
+        device: accelerator.
+        dtype: dtype of the matrices. Default: bfloat16.
+        nbytes: bytes of a copy. Default: 256 MiB.
+        rows: rows and columns of the matrices. Default: 8,192.
+
+    Returns:
+        The rates.
+    """
+    uploads, downloads, compute = (torch.Stream(device) for _ in range(3))
+    pinned = [torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
+    pageable = torch.zeros(nbytes, dtype=torch.uint8)
+    there = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    matrix = torch.ones(rows, rows, dtype=dtype, device=device)
+
+    up = uploads, lambda: there[0].copy_(pinned[0], non_blocking=True)
+    down = downloads, lambda: pinned[1].copy_(there[1], non_blocking=True)
+    product = compute, lambda: matrix @ matrix
+    alone = {name: _seconds(device, work) for name, work in (("up", up), ("down", down), ("product", product))}
+    together = _seconds(device, up, down)
+    pageable_up = _seconds(device, (uploads, lambda: there[0].copy_(pageable)))
+    pageable_down = _seconds(device, (downloads, lambda: pageable.copy_(there[1])))
+
+    # as many products as take about as long as an upload
+    number = max(1, round(alone["up"] / alone["product"]))
+    products = compute, lambda: [matrix @ matrix for _ in range(number)]
+    computing = _seconds(device, products)
+    hidden = alone["up"] + computing - _seconds(device, up, products)
+    return DeviceRates(
+        up=nbytes / alone["up"],
+        down=nbytes / alone["down"],
+        both=2 * nbytes / together,
+        pageable_up=nbytes / pageable_up,
+        pageable_down=nbytes / pageable_down,
+        flops=2 * rows**3 / alone["product"],
+        overlap=min(1.0, max(0.0, hidden / min(alone["up"], computing))),
+        clock=_clock(device, products),
+    )
+
+
+def _seconds(device: torch.device, *works: Work) -> float:
+    """The time from the begin of the first to the end of the last, by the clock of the device."""
+    return min(_once(device, works) for _ in range(_REPEATS))
+
+
+def _once(device: torch.device, works: tuple[Work, ...]) -> float:
+    torch.accelerator.synchronize(device)
+    first = works[0][0]
+    begin = first.record_event(torch.Event(device, enable_timing=True))
+    for stream, work in works:
+        stream.wait_event(begin)
+        with stream:
+            work()
+    for stream, _ in works[1:]:
+        first.wait_event(stream.record_event())
+    end = first.record_event(torch.Event(device, enable_timing=True))
+    end.synchronize()
+    return max(float(begin.elapsed_time(end)) / 1e3, 1e-9)
+
+
+def _clock(device: torch.device, work: Work) -> float:
+    start = time.perf_counter()
+    found = _once(device, (work,))
+    return found / (time.perf_counter() - start)

@@ -114,7 +114,7 @@ class Labelled(torch.Tensor):
 
 @pytest.mark.parametrize("make", [lambda w: w.as_subclass(Labelled), lambda w: w[:, ::2]], ids=["class", "gaps"])
 def test_what_fits_into_no_slab_is_pinned_alone(device, make):
-    """A parameter of another class, or with gaps, is pinned, too, and keeps class and values."""
+    """A parameter of another class, or with gaps, is pinned and keeps class and values."""
     weight = make(torch.arange(12.0).reshape(3, 4))
     model = nn.Module()
     model.weight = nn.Parameter(weight)

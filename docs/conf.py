@@ -1,5 +1,6 @@
 """How Sphinx builds the site; `make docs` runs it. Nothing here reaches for the network."""
 
+import json
 import logging
 import os
 import sys
@@ -17,7 +18,7 @@ release = version_of("yobx-flatten")
 version = release
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
@@ -26,13 +27,20 @@ extensions = [
     "sphinx_gallery.gen_gallery",
 ]
 
-exclude_patterns = ["_generated", "examples", "**/*.ipynb", "auto_examples/**/*.md5", "auto_examples/**/*.py", "_build"]
+exclude_patterns = [
+    "_generated",
+    "examples",
+    "_build",
+    *(f"auto_examples/**/*.{kind}" for kind in ("ipynb", "md5", "py")),
+]
 suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions, which Sphinx cannot pickle
 
 # --- pages ------------------------------------------------------------------------------------------------------------
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
+nb_execution_mode = "off"  # `make notebooks` runs them
+nb_merge_streams = True
 myst_html_meta = {
     "description": "Export PyTorch and Hugging Face models with their KV cache to ONNX and other runtimes, proven next "
     "to the eager model; fine-tune models larger than the GPU.",
@@ -148,3 +156,25 @@ def _write_command_lines() -> None:
 
 _write_command_lines()
 write_benchmarks(Path(__file__).parent / "_generated")
+
+
+def _copy_notebooks() -> None:
+    """Put the notebooks among the pages: as `make notebooks` ran them, or without output where it did not."""
+    root = Path(__file__).parents[1]
+    folder = Path(__file__).parent / "notebooks"
+    folder.mkdir(exist_ok=True)
+    for source in sorted((root / "notebooks").glob("*.ipynb")):
+        ran = root / "build" / "notebooks" / source.name
+        text = (ran if ran.exists() and is_run_of(ran, source) else source).read_text(encoding="utf-8")
+        path = folder / source.name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:  # an untouched file is not built again
+            path.write_text(text, encoding="utf-8")
+
+
+def is_run_of(ran: Path, source: Path) -> bool:
+    """Whether one notebook holds the cells of the other."""
+    one, other = (json.loads(path.read_text(encoding="utf-8"))["cells"] for path in (ran, source))
+    return ["".join(cell["source"]) for cell in one] == ["".join(cell["source"]) for cell in other]
+
+
+_copy_notebooks()

@@ -1,5 +1,6 @@
 """Phrases that our texts avoid; `codespell` in `make lint` finds misspelt words."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -33,10 +34,27 @@ PHRASES = {
 
 def texts() -> list[Path]:
     """The pages, and the source of both packages with its docstrings, comments and messages."""
-    folders = ["yobx_flatten", "roundpipe_runtime", "docs", "examples", "matrix", "benchmarks", "README.md"]
+    folders = [
+        "yobx_flatten",
+        "roundpipe_runtime",
+        "docs",
+        "examples",
+        "matrix",
+        "benchmarks",
+        "notebooks",
+        "README.md",
+    ]
     folders += ["CHANGELOG.md", "CONTRIBUTING.md"]
     listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [ROOT / name for name in listed.split() if name.endswith((".py", ".md")) and name not in LEFT_OUT]
+    return [ROOT / name for name in listed.split() if name.endswith((".py", ".md", ".ipynb")) and name not in LEFT_OUT]
+
+
+def readable(path: Path) -> str:
+    """The text of a file; of a notebook that of its cells."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        return text
+    return "\n\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the files are listed by git")
@@ -47,7 +65,7 @@ def test_a_phrase_is_avoided(phrase, instead):
     found = [
         f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}: {' '.join(match[0].split())!r}"
         for path in texts()
-        for text in [path.read_text(encoding="utf-8")]
+        for text in [readable(path)]
         for match in spaced.finditer(text)
     ]
     assert not found, f"write {instead!r}:\n" + "\n".join(found)

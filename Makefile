@@ -32,7 +32,7 @@ NEEDS_notebooks := --editable '.[all]' --group notebooks
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test coverage tasks accelerator interleavings mutants executorch compat kills lint format types doctest docs site notebooks bench matrix cut-matrix genai runtimes clean distclean
+.PHONY: help demo test coverage tasks accelerator interleavings mutants executorch compat kills ranks lint format types doctest docs site notebooks bench matrix cut-matrix genai runtimes clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ lint: $(VENV)/.has-lint  ## check style, formatting, spelling, and which folder 
 kills: $(VENV)/.has-test  ## kill a training 30 times, resume it each time, and compare every bit with one that was not killed
 	ROUNDPIPE_KILLS=30 $(BIN)/python -m pytest tests/runtime/checkpoint/test_killed.py \
 		tests/runtime/huggingface/trainer/test_checkpoints.py::test_kills_change_no_bit $(PYTEST_ARGS)
+
+ranks: $(VENV)/.has-test  ## train 50 steps in 2 and 3 processes and compare every bit with one process
+	ROUNDPIPE_RANKS_STEPS=50 $(BIN)/python -m pytest -n 0 tests/runtime/distributed/test_ranks.py $(PYTEST_ARGS)
 
 format: $(VENV)/.has-lint  ## repair what lint can repair
 	$(BIN)/ruff check --fix .

@@ -17,9 +17,9 @@ _UNSUPPORTED = {
     "bf16_full_eval": "it would move the model to the accelerator. Load the model with dtype=torch.bfloat16",
     "torch_compile": "a pipeline calls the layers one by one. Leave it out",
     "auto_find_batch_size": "the memory of a device depends on the microbatch. Give microbatches= a larger number",
-    "fsdp": "one process has all devices. Leave it out",
-    "deepspeed": "one process has all devices. Leave it out",
-    "parallelism_config": "one process has all devices. Leave it out",
+    "fsdp": "a pipeline has its own devices and ranks. Leave it out",
+    "deepspeed": "a pipeline has its own devices and ranks. Leave it out",
+    "parallelism_config": "a pipeline has its own devices and ranks. Leave it out",
 }
 
 _OF_BITSANDBYTES = ("adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit")
@@ -39,10 +39,11 @@ def check_arguments(args: Any) -> None:
             raise ConfigError(f"RoundPipeTrainer: {name}={getattr(args, name)!r} is not supported: {reason}.")
     if args.fp16:
         check_precision("fp16")
-    if args.world_size > 1:
+    if args.world_size > 1 and "gloo" not in torch.distributed.get_backend_config():
         raise ConfigError(
-            f"RoundPipeTrainer runs in one process, which has all devices, and there are {args.world_size} of them. "
-            "Start the script with:\n    python script.py"
+            f"RoundPipeTrainer: {args.world_size} processes exchange gradients, which are on the host, and their "
+            f"backend is {torch.distributed.get_backend_config()!r}. Give them one for the host:\n"
+            '    TrainingArguments(..., ddp_backend="cpu:gloo,cuda:nccl")  # "gloo" where nothing else needs nccl'
         )
     if getattr(args.accelerator_config, "dispatch_batches", None):
         raise ConfigError(

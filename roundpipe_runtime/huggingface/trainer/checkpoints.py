@@ -15,6 +15,7 @@ import os
 import pathlib
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 
 from transformers import Trainer
@@ -57,7 +58,8 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
             DamagedCheckpointError: all checkpoints are damaged, or the given one is.
         """
         if resume_from_checkpoint is True:
-            found = newest_whole(pathlib.Path(self.args.output_dir))
+            with self.args.main_process_first(local=False, desc="the newest checkpoint"):  # it removes leftovers
+                found = newest_whole(pathlib.Path(self.args.output_dir))
             resume_from_checkpoint = found or True  # without any, the Trainer reports it
         elif resume_from_checkpoint and (pathlib.Path(resume_from_checkpoint) / MANIFEST).exists():
             _verify_given(pathlib.Path(resume_from_checkpoint))
@@ -72,6 +74,12 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
     def _save_checkpoint(self, model: object, trial: object, *args: object, **kwargs: object) -> None:
         run = pathlib.Path(self._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
+        if not self.args.should_save:  # rank 0 writes; a folder of its own takes what another rank would add
+            with tempfile.TemporaryDirectory() as scratch, self._rp_into(pathlib.Path(scratch)):
+                super()._save_checkpoint(model, trial, *args, **kwargs)
+            self.accelerator.wait_for_everyone()
+            self._rp_name_best(run, name)
+            return
         make_folder(run)
         settle(run)
         outer = run / f".{name}.writing"
@@ -86,6 +94,7 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run / name))
         remove_all_but(run, self.args.save_total_limit, self.state.best_model_checkpoint)
+        self.accelerator.wait_for_everyone()
 
     @contextlib.contextmanager
     def _rp_into(self, folder: pathlib.Path) -> Iterator[None]:

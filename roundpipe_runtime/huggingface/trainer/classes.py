@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -49,7 +50,8 @@ class RoundPipeTrainer(CheckpointingTrainer):
 
     It takes the arguments of a Trainer and writes the same files: ``from_pretrained`` loads its checkpoints, which
     appear when they are complete. The model stays on the host. ``per_device_train_batch_size`` is the number of rows of
-    one batch, which is then cut into microbatches; loss and gradients are those of the whole batch.
+    one batch, which is then cut into microbatches; loss and gradients are those of the whole batch. Under torchrun
+    each process has its own devices and a batch of this size, and loss and gradients are those of all of them.
 
     Args:
         model: model of transformers, or one that :func:`wrap_model_to_roundpipe` has wrapped.
@@ -90,6 +92,12 @@ class RoundPipeTrainer(CheckpointingTrainer):
             if self._rp_options or microbatches is not None:
                 names = ", ".join([*self._rp_options, *(["microbatches"] if microbatches is not None else [])])
                 raise ConfigError(f"The model is wrapped already: give {names} to wrap_model_to_roundpipe.")
+            if model.mesh is None and args is not None and args.world_size > 1:
+                raise ConfigError(
+                    f"The model is wrapped for one process, and there are {args.world_size}. Give the Trainer the "
+                    "model itself, or wrap it with a mesh:\n"
+                    f'    wrap_model_to_roundpipe(model, mesh=init_device_mesh("cpu", ({args.world_size}, 1)))'
+                )
             self._rp_pipeline, model = model, model.cut.model
         super().__init__(model, args, *positional, **options)
         if self.label_smoother is not None and is_causal(self.model):
@@ -108,7 +116,9 @@ class RoundPipeTrainer(CheckpointingTrainer):
         return found
 
     def _rp_wrapped(self) -> WrappedModel:
-        wrap = functools.partial(wrap_model_to_roundpipe, self.model, model_run_config=self._rp_config)
+        wrap = functools.partial(
+            wrap_model_to_roundpipe, self.model, model_run_config=self._rp_config, mesh=self._rp_mesh()
+        )
         if "example" in self._rp_options:
             return wrap(**self._rp_options)
         config = getattr(self.model, "config", None)
@@ -120,6 +130,11 @@ class RoundPipeTrainer(CheckpointingTrainer):
                 if error.reason != "example" or self._rp_example() is None:
                     raise
         return wrap(example=self._rp_example(), **self._rp_options)
+
+    def _rp_mesh(self) -> DeviceMesh | None:
+        """The mesh of the processes of torchrun: the optimizer's state is whole on each, as it is in its files."""
+        size: int = self.args.world_size
+        return init_device_mesh("cpu", (size, 1)) if size > 1 else None
 
     def _rp_example(self) -> Kwargs | None:
         """The first two rows of the training data, if they can be read without iterating over it."""
@@ -194,6 +209,8 @@ class RoundPipeTrainer(CheckpointingTrainer):
         if (wanted := getattr(self, "loss_is_scaled_for_ga", None)) is not None:
             is_scaled = wanted
         share = 1 if is_scaled else self.current_gradient_accumulation_steps
+        if is_scaled and not self.args.average_tokens_across_devices:
+            share *= self.args.world_size  # each rank was given the number of its own items
         inputs = dict(self._prepare_inputs(inputs))
         labels: torch.Tensor | None = None
         loss_fn: Callable[[Any, Any], Any] = functools.partial(_share_of_own_loss, share)
@@ -269,7 +286,8 @@ class RoundPipeTrainer(CheckpointingTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        write_values(pathlib.Path(output_dir), _PROGRESS, collect_progress(self.pipeline))
+        if self.args.should_save:
+            write_values(pathlib.Path(output_dir), _PROGRESS, collect_progress(self.pipeline))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)

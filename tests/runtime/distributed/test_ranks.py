@@ -14,6 +14,11 @@ pytestmark = pytest.mark.slow
 STEPS = int(os.environ.get("ROUNDPIPE_RANKS_STEPS", "2"))
 
 
+# What three ranks cut in another way than two; all of it where there is time.
+OF_THREE = ["llama", "mixtral", "more groups than ranks", "bfloat16 with masters", "accumulated on the rank"]
+NAMES = {2: list(CASES), 3: list(CASES) if STEPS >= 50 else OF_THREE}
+
+
 @pytest.fixture(scope="module", params=[2, 3])
 def world(request):
     """What the ranks of a world found, in one start."""
@@ -23,16 +28,17 @@ def world(request):
         "tests.runtime.distributed.trainings:in_ranks",
         request.param,
         STEPS,
+        NAMES[request.param],
         timeout=240 + 60 * STEPS,
         imported=fresh_process.TRAINER,
     )
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_ranks_have_the_bits_of_one_process(world, case):
+def test_ranks_have_the_bits_of_one_process(world):
     """Losses, norms and weights are bitwise those of one process that runs the same groups."""
-    one = next(rank["one"][case] for rank in world if case in rank["one"])
-    assert [rank["ranks"][case] for rank in world] == [one] * len(world)
+    one = {name: digest for rank in world for name, digest in rank["one"].items()}
+    assert set(one) == set(NAMES[len(world)])
+    assert [rank["ranks"] for rank in world] == [one] * len(world)
 
 
 @pytest.mark.parametrize(("where", "place"), [("layer", "layer 1 (Layer)"), ("loss", "loss"), ("argument", "loss_fn")])

@@ -176,20 +176,18 @@ def digest(result: dict[str, Any]) -> str:
     return found.hexdigest()
 
 
-def in_ranks(steps: int) -> dict[str, Any]:
+def in_ranks(steps: int, names: list[str]) -> dict[str, Any]:
     """What one rank finds, of all cases in one start: digests of trainings, and what happens when a rank fails."""
     from tests.runtime.distributed import faults
 
     warnings.simplefilter("ignore")
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh, copies = dist.init_device_mesh("cpu", (size,)), dist.init_device_mesh("cpu", (size, 1))
-    one = {
-        name: digest(train(case, size, steps))
-        for number, (name, case) in enumerate(CASES.items())
-        if number % size == rank
-    }
-    ranks = {
-        name: digest(train(case, size, steps, copies if case.copies else mesh, rank)) for name, case in CASES.items()
-    }
+    own = names[rank::size]
+    one = {name: digest(train(CASES[name], size, steps)) for name in own}
+    ranks = {}
+    for name in names:
+        case = CASES[name]
+        ranks[name] = digest(train(case, size, steps, copies if case.copies else mesh, rank))
     dist.barrier()
     return {"one": one, "ranks": ranks, **faults.in_ranks()}

@@ -36,11 +36,12 @@ def test_arguments_that_a_pipeline_cannot_follow(tmp_path, monkeypatch, changes,
         make_trainer("gpt2", args, RoundPipeTrainer)
 
 
-def test_several_processes_are_refused(tmp_path, monkeypatch):
-    """A script that was started with torchrun is to be started as it is."""
+def test_processes_without_a_backend_of_the_host_are_refused(tmp_path, monkeypatch):
+    """Gradients are on the host, and nccl does not take them from there."""
     args = arguments(tmp_path, 1)
     monkeypatch.setattr(type(args), "world_size", 2)
-    with pytest.raises(ConfigError, match=r"there are 2 of them. Start the script with:\n    python script.py"):
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "nccl")
+    with pytest.raises(ConfigError, match=r'ddp_backend="cpu:gloo,cuda:nccl"'):
         check_arguments(args)
 
 

@@ -1,0 +1,75 @@
+"""The Trainer in several processes, next to transformers' with DDP."""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments
+
+from tests.runtime.distributed.trainings import LENGTH, VOCABULARY, model
+
+
+class Rows(Dataset):  # type: ignore[type-arg] # torch's has none at run time
+    """Rows with a different number of tokens that count."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self._tokens = torch.randint(3, VOCABULARY, (count, LENGTH), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = self._tokens[index].clone()
+        labels[: index % (LENGTH - 1)] = -100
+        return {"input_ids": self._tokens[index], "labels": labels}
+
+
+def train(kind: Any, folder: Path, steps: int, resume: bool = False, **options: Any) -> dict[str, Any]:
+    args = TrainingArguments(
+        str(folder), max_steps=steps, per_device_train_batch_size=2, per_device_eval_batch_size=2,
+        gradient_accumulation_steps=2, learning_rate=1e-3, max_grad_norm=0.5, logging_steps=1, eval_strategy="steps",
+        eval_steps=2, save_strategy="steps", save_steps=2, disable_tqdm=True, report_to=[], use_cpu=True, seed=1,
+        lr_scheduler_type="constant",
+    )  # fmt: skip
+    trainer = kind(model=model("llama")(), args=args, train_dataset=Rows(40), eval_dataset=Rows(7), **options)
+    trainer.train(resume_from_checkpoint=resume)
+    found = {
+        name: [entry[name] for entry in trainer.state.log_history if name in entry]
+        for name in ("loss", "grad_norm", "eval_loss")
+    }
+    weights = [value.double().clone() for value in trainer.model.state_dict().values()]
+    if options:
+        trainer.pipeline.close()
+    return {**found, "weights": weights}
+
+
+def distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(one, other, strict=True))
+
+
+def in_ranks(folder: str) -> dict[str, Any]:
+    """Both Trainers on the same rows, and a training that goes on from a checkpoint."""
+    from roundpipe_runtime import RoundPipeTrainer
+
+    warnings.simplefilter("ignore")
+    os.environ.update(
+        RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
+    )  # fmt: skip
+    options = {"devices": "virtual:2", "microbatches": 2}
+    plain = train(Trainer, Path(folder, "plain"), 4)
+    ours = train(RoundPipeTrainer, Path(folder, "ours"), 4, **options)
+    train(RoundPipeTrainer, Path(folder, "resumed"), 2, **options)
+    resumed = train(RoundPipeTrainer, Path(folder, "resumed"), 4, resume=True, **options)
+    return {
+        "plain": {name: plain[name] for name in ("loss", "grad_norm", "eval_loss")},
+        "ours": {name: ours[name] for name in ("loss", "grad_norm", "eval_loss")},
+        "distance": distance(ours["weights"], plain["weights"]),
+        "resumed": all(torch.equal(a, b) for a, b in zip(resumed["weights"], ours["weights"], strict=True)),
+        "files": sorted(path.name for path in Path(folder, "ours").iterdir()),
+    }

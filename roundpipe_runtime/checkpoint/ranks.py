@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -16,8 +18,8 @@ __all__ = ["CheckpointRanks", "ranks_of"]
 
 _Result = TypeVar("_Result")
 
-# by ranks: a group is made once, by all of them, and is used for one checkpoint at a time
-_GROUPS: dict[tuple[int, ...], Any] = {}
+# by ranks, with the job: a group is made once, by all of them, and is used for one checkpoint at a time
+_GROUPS: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
 class CheckpointRanks:
@@ -38,11 +40,15 @@ class CheckpointRanks:
             import torch.distributed as dist
 
             self.rank, self.size = members.index(dist.get_rank()), len(members)
-            if members not in _GROUPS:
+            world, group = _GROUPS.get(members, (None, None))
+            if world is not dist.group.WORLD:  # none yet, or one of a job that has ended
                 # a group of their own: a checkpoint is written next to what the training exchanges
-                everyone = members == tuple(range(dist.get_world_size()))
-                _GROUPS[members] = dist.new_group(list(members), backend="gloo", use_local_synchronization=not everyone)
-            self.group = _GROUPS[members]
+                is_part = members != tuple(range(dist.get_world_size()))
+                group = dist.new_group(
+                    list(members), timeout=_timeout(), backend="gloo", use_local_synchronization=is_part
+                )
+                _GROUPS[members] = dist.group.WORLD, group
+            self.group = group
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values that all of them gave, in the order of ranks; all of them call it.
@@ -109,3 +115,14 @@ def ranks_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Checkpoin
             "that have the model. Save each part in a folder of its own."
         )
     return CheckpointRanks(*members)
+
+
+def _timeout() -> datetime.timedelta | None:
+    """How long the default group waits, which the user gave to ``init_process_group``."""
+    import torch.distributed as dist
+
+    with contextlib.suppress(RuntimeError, AttributeError):  # it may have no backend for the host
+        options = dist.group.WORLD._get_backend(torch.device("cpu")).options  # type: ignore[union-attr] # it is there
+        found: datetime.timedelta = options._timeout
+        return found
+    return None

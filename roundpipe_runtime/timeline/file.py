@@ -96,8 +96,8 @@ def _read(path: str | os.PathLike[str]) -> tuple[Timeline, float | None]:
     if not timeline.records:
         raise TimelineFileError(f"{name} holds no record: nothing ran while it was written.")
     other = content.get("otherData")
-    started = other.get("started") if isinstance(other, dict) else None
-    is_time = type(started) in (int, float) and abs(started) < _FOREVER
+    started: Any = other.get("started") if isinstance(other, dict) else None
+    is_time = isinstance(started, (int, float)) and abs(started) < _FOREVER
     return timeline, float(started) if is_time else None
 
 

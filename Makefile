@@ -84,6 +84,7 @@ lint: $(VENV)/.has-lint  ## check style, formatting, spelling, and which folder 
 
 kills: $(VENV)/.has-test  ## kill a training 30 times, resume it each time, and compare every bit with one that was not killed
 	ROUNDPIPE_KILLS=30 $(BIN)/python -m pytest tests/runtime/checkpoint/test_killed.py \
+		tests/runtime/checkpoint/test_killed_ranks.py \
 		tests/runtime/huggingface/trainer/test_checkpoints.py::test_kills_change_no_bit $(PYTEST_ARGS)
 
 ranks: $(VENV)/.has-test  ## train 50 steps in 2 and 3 processes and compare every bit with one process

@@ -129,7 +129,7 @@ def collect_progress(model: nn.Module) -> dict[str, Any]:
     pipelines, masters = {}, {}
     for prefix, pipeline in _pipelines(model):
         progress = pipeline.progress()
-        pipelines[prefix] = {"runs": progress.runs}
+        pipelines[prefix] = {"runs": progress.runs, "replicas": progress.replicas}
         masters.update({_join(prefix, name): master for name, master in progress.masters.items()})
     persistent = set(model.state_dict(keep_vars=True))
     targets = optimizer_targets(model)
@@ -160,6 +160,7 @@ def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
                 pipeline.progress().runs if known is None else known["runs"],
                 {names[name]: master for name, master in stored["masters"].items() if name in names},
                 {own: gradients.pop(name) for name, own in names.items() if name in gradients},
+                None if known is None else known.get("replicas"),  # earlier versions stored none
             )
         )
     for name, parameter in nn.Module.named_parameters(model):

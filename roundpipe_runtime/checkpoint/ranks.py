@@ -55,13 +55,21 @@ class CheckpointRanks:
 
         Args:
             value: what this process gives.
+
+        Raises:
+            DistributedError: one of them is gone.
         """
         if self.group is None:
             return [value]
         import torch.distributed as dist
 
+        from ..distributed.errors import ranks_gone
+
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
+        try:
+            dist.all_gather_object(found, value, group=self.group)
+        except RuntimeError as error:
+            raise ranks_gone([], error) from None
         return found
 
     def together(self, work: Callable[[], _Result]) -> _Result:
@@ -106,7 +114,7 @@ def ranks_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Checkpoin
         tensors: parameters, or what an optimizer works on, by name.
     """
     pipelines = [module for module in model.modules() if isinstance(module, RoundPipe)]
-    meshes = [mesh for mesh in (getattr(pipeline, "mesh", None) for pipeline in pipelines) if mesh is not None]
+    meshes = [pipeline.mesh for pipeline in pipelines if pipeline.mesh is not None]
     meshes += [tensor.device_mesh for tensor in tensors.values() if is_sharded(tensor)]
     members = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
     if len(members) > 1:

@@ -63,25 +63,30 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         size: int | None = None,
     ) -> None:
         if model is not None:
-            replicas = model.replicas if replicas is None else replicas
             rank = model.ranks.rank if rank is None else rank
             size = model.ranks.size if size is None else size
-        if replicas is None or rank is None or size is None:
+        if (replicas is None and model is None) or rank is None or size is None:
             raise ConfigError(
                 "ReplicaBatchSampler needs a pipeline that has a mesh, or three numbers, one of\n"
                 "    ReplicaBatchSampler(batches, model)\n"
                 "    ReplicaBatchSampler(batches, replicas=8, rank=dist.get_rank(), size=dist.get_world_size())"
             )
-        if replicas < 1 or not 0 <= rank < size:
+        if (replicas is not None and replicas < 1) or not 0 <= rank < size:
             raise ConfigError(f"There is no rank {rank} of {size} with {replicas} groups.")
         self.batches = batches
-        self.replicas, self.rank, self.size = replicas, rank, size
-        self._ranks = None if model is None else model.ranks
+        self.rank, self.size = rank, size
+        self._model, self._replicas = model, replicas
+
+    @property
+    def replicas(self) -> int:
+        """Number of groups; that of the pipeline, which can change when a checkpoint is loaded."""
+        replicas: int = self._model.replicas if self._replicas is None else self._replicas
+        return replicas
 
     def __iter__(self) -> Iterator[list[int]]:
         for number, batch in enumerate(self.batches):
             rows = list(batch)
-            if number == 0 and self._ranks is not None and self.size > 1:
+            if number == 0 and self._model is not None and self.size > 1:
                 self._check_drawn_alike(rows)
             yield [rows[place] for place in rows_of_rank(len(rows), self.rank, self.size, self.replicas)]
 
@@ -101,7 +106,8 @@ class ReplicaBatchSampler(Sampler[list[int]]):
                 return
 
     def _check_drawn_alike(self, rows: Sequence[int]) -> None:
-        digests = self._ranks.exchange(hashlib.sha256(repr([int(row) for row in rows]).encode()).hexdigest())  # type: ignore[union-attr] # the caller has looked
+        digest = hashlib.sha256(repr([int(row) for row in rows]).encode()).hexdigest()
+        digests = self._model.ranks.exchange(digest)
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             raise ConfigError(

@@ -19,8 +19,10 @@ class PipelineProgress:
         masters: Master weights: copies of parameters in the dtype of the optimizer, by the name of the parameter.
             Default: none.
         gradients: Gradients of an optimizer step that is still to come, by the name of the parameter. Default: none.
+        replicas: Number of groups that batches were cut into. Default: not known.
     """
 
     runs: int
     masters: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     gradients: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    replicas: int | None = None

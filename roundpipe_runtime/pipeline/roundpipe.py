@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
@@ -24,6 +25,10 @@ from .call_types import forward_backward_method
 from .layers import as_module, layers_of
 from .model_proxy import ModelProxy
 from .options import PipelineOptions
+
+if TYPE_CHECKING:
+    from ..distributed.engine import RankEngine
+    from ..distributed.ranks import Ranks
 
 __all__ = ["RoundPipe"]
 
@@ -329,11 +334,9 @@ class RoundPipe(ModelProxy):
             RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
         """
         from ..distributed.norm import clip_grad_norm  # torch's DTensor takes a while to load
-        from ..distributed.ranks import Ranks
 
-        ranks = getattr(self._rp_engine, "ranks", None) or Ranks()
         targets = list(self.optim_parameters())
-        return clip_grad_norm(targets, ranks, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return clip_grad_norm(targets, self.ranks, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def synchronize(self) -> None:
         """Wait for a background step; afterwards the model's parameters and their gradients are up to date."""
@@ -373,6 +376,14 @@ class RoundPipe(ModelProxy):
         return replicas
 
     @property
+    def ranks(self) -> Ranks:
+        """The processes that train the model; this one alone without a mesh."""
+        from ..distributed.ranks import Ranks
+
+        ranks: Ranks = getattr(self._rp_engine, "ranks", None) or Ranks()
+        return ranks
+
+    @property
     def num_devices(self) -> int:
         """The number of devices."""
         return len(self._rp_engine.devices)
@@ -400,18 +411,34 @@ class RoundPipe(ModelProxy):
         """Return the training state that the state dict does not hold, after the last step.
 
         Returns:
-            The number of runs, the optimizer's copies of parameters, and gradients; the tensors are not copied.
+            The number of runs, the optimizer's copies of parameters, gradients, and the number of groups; the tensors
+            are not copied.
         """
-        return self._rp_engine.progress()
+        return dataclasses.replace(self._rp_engine.progress(), replicas=self.replicas)
 
     def load_progress(self, progress: PipelineProgress) -> None:
         """Load what :meth:`progress` returned, after the parameters; gradients that are there now are forgotten.
 
         Args:
             progress: progress of a pipeline whose parameters have the same names. Copies of the optimizer are left
-                out where this pipeline has none.
+                out where this pipeline has none. The number of groups is kept, unless this pipeline was given one.
         """
         self._rp_engine.load_progress(progress)
+        self._rp_keep_replicas(progress.replicas or 1)
+
+    def _rp_keep_replicas(self, replicas: int) -> None:
+        """Cut batches into as many groups as before, for the same sums on another number of ranks."""
+        if replicas == self.replicas or replicas == 1:
+            return
+        if self._rp_options.replicas is None and self.mesh is not None and replicas >= self.ranks.size:
+            cast("RankEngine", self._rp_engine).replicas = replicas
+            return
+        warn(
+            f"The training that is loaded cut its batches into {replicas} groups, and {self.name} cuts them into "
+            f"{self.replicas}: sums are taken in another order. For the same numbers:\n"
+            f"    RoundPipe(..., replicas={replicas})",
+            RoundPipeWarning,
+        )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict of the model, with its own names, after the last step.

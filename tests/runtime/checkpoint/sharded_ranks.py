@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from roundpipe_runtime import CheckpointError, list_checkpoints, load_checkpoint, save_checkpoint
+from roundpipe_runtime import CheckpointError, RoundPipe, list_checkpoints, load_checkpoint, save_checkpoint
 from roundpipe_runtime.checkpoint import training_state
 from roundpipe_runtime.checkpoint.shards import cut_like, is_sharded
 
@@ -90,6 +90,19 @@ def mesh():
     return dist.init_device_mesh("cpu", (dist.get_world_size(),))
 
 
+def pipeline(**options):
+    """A pipeline that has as many groups as ranks, unless it is given their number, or loads it."""
+    return RoundPipe(nn.Sequential(nn.Linear(4, 3)), devices="virtual:1", name="groups", **options)
+
+
+def groups_after(folder):
+    """The number of groups of a pipeline that goes on with a checkpoint."""
+    model = pipeline(mesh=mesh())
+    load_checkpoint(folder, model)
+    model.close()
+    return model.replicas
+
+
 def two(home):
     """Two processes go on with what one has saved; each step is saved in the background."""
     home = pathlib.Path(home)
@@ -106,6 +119,7 @@ def two(home):
     dist.barrier()  # the last folder is there once all have waited
     found["kept"] = [checkpoint.path.name for checkpoint in list_checkpoints(home / "two")]
     found["failed"] = failing(training, home / "two")
+    found["groups"] = groups_after(home / "groups")
     return found
 
 

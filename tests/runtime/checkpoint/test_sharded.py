@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from roundpipe_runtime import list_checkpoints, load_checkpoint
-from tests.runtime.checkpoint.sharded_ranks import Training
+from roundpipe_runtime import RoundPipeWarning, list_checkpoints, load_checkpoint, save_checkpoint
+from tests.runtime.checkpoint.sharded_ranks import Training, pipeline
 from tests.runtime.distributed.processes import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -24,6 +24,9 @@ def two(home):
     training = Training()
     training.go_on(2)
     training.save(home / "one")
+    model = pipeline(replicas=5)
+    save_checkpoint(home / "groups", model)
+    model.close()
     return run_ranks(f"{RANKS}:two", 2, str(home))
 
 
@@ -58,6 +61,23 @@ def test_a_process_that_cannot_write_ends_all_of_them(two):
     first, second = (rank["failed"] for rank in two)
     assert second == ["OSError: [Errno 28] No space left on device", True]
     assert first == ["CheckpointError: Rank 1 of 2 failed: OSError: [Errno 28] No space left on device", True]
+
+
+def test_the_number_of_groups_is_kept(two):
+    """Two ranks, which would cut a batch into two, go on with five."""
+    assert [rank["groups"] for rank in two] == [5, 5]
+
+
+def test_groups_that_cannot_be_kept_are_warned_of(home, two):
+    """One process without groups takes the sums in another order; the line to type has their number."""
+    model = pipeline()
+    with pytest.warns(RoundPipeWarning, match=r"RoundPipe\(..., replicas=5\)"):
+        load_checkpoint(home / "groups", model)
+    model.close()
+    given = pipeline(replicas=5)
+    load_checkpoint(home / "groups", given)
+    assert given.replicas == 5
+    given.close()
 
 
 def test_three_processes_go_on_with_a_checkpoint_of_two(three):

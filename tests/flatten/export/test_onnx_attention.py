@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import onnx
 import onnx_ir
 import pytest
@@ -44,16 +46,27 @@ def decode(model):
     return decode_inputs(model, DecodeSizes())
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """By name of a model: the file, and the report."""
+
+    @functools.cache
+    def export(name):
+        model, path = make(*MODELS[name]), tmp_path_factory.mktemp("attention") / "model.onnx"
+        return path, export_onnx(model, kwargs=decode(model), path=path).report
+
+    return export
+
+
 def nodes_of(path, *types):
     return [node for node in onnx.load(path, load_external_data=False).graph.node if node.op_type in types]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_attention_is_one_operator_per_layer_that_takes_the_cache(name, tmp_path):
+def test_attention_is_one_operator_per_layer_that_takes_the_cache(exported, name):
     """Each layer is one ``Attention`` with past and present, and no softmax is left; replayed in other sizes."""
-    model = make(*MODELS[name])
-    report = export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx").report
-    attention = nodes_of(tmp_path / "model.onnx", "Attention", "Softmax")
+    path, report = exported(name)
+    attention = nodes_of(path, "Attention", "Softmax")
 
     assert report.opset == 23
     assert report.operators["Attention"] == 2
@@ -63,35 +76,32 @@ def test_attention_is_one_operator_per_layer_that_takes_the_cache(name, tmp_path
     assert sum(case.runtime == "onnxruntime" for case in report.cases) >= 4
 
 
-def test_keys_have_the_heads_of_the_cache(tmp_path):
+def test_keys_have_the_heads_of_the_cache(exported):
     """Two heads of keys serve four of queries: nothing in the file has the keys of four, or swaps them with tokens."""
-    model = make("Llama", SMALL)
-    export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx")
-    graph = onnx.load(tmp_path / "model.onnx").graph
+    path, _ = exported("llama")
+    graph = onnx.load(path).graph
     shapes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in graph.value_info}
 
-    for node in nodes_of(tmp_path / "model.onnx", "Attention"):
+    for node in nodes_of(path, "Attention"):
         numbers = {attribute.name: attribute.i for attribute in node.attribute}
         assert (numbers["q_num_heads"], numbers["kv_num_heads"]) == (4, 2)
         assert [shapes[name][2] for name in node.input[:3]] == [32, 16, 16]
-    assert not nodes_of(tmp_path / "model.onnx", "Transpose")
+    assert not nodes_of(path, "Transpose")
 
 
-def test_norms_of_heads_are_not_swapped_with_tokens(tmp_path):
+def test_norms_of_heads_are_not_swapped_with_tokens(exported):
     """Qwen 3 normalises each head: what the attention takes is put together again, and no axis is moved."""
-    model = make(*MODELS["qwen 3, norms of heads"])
-    report = export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx").report
+    path, report = exported("qwen 3, norms of heads")
 
     assert report.operators["RMSNormalization"] == 9
-    assert not nodes_of(tmp_path / "model.onnx", "Transpose")
+    assert not nodes_of(path, "Transpose")
 
 
-def test_what_slides_out_of_the_window_is_cut_in_one_piece(tmp_path):
+def test_what_slides_out_of_the_window_is_cut_in_one_piece(exported):
     """Every layer of Mistral slides: its keys and values leave by a ``Slice``; the replay goes past the window."""
-    model = make(*MODELS["mistral, all layers slide"])
-    report = export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx").report
-    names = [output.name for output in onnx.load(tmp_path / "model.onnx").graph.output if "present" in output.name]
-    made = {node.output[0]: node.op_type for node in nodes_of(tmp_path / "model.onnx", "Slice", "Gather")}
+    path, report = exported("mistral, all layers slide")
+    names = [output.name for output in onnx.load(path).graph.output if "present" in output.name]
+    made = {node.output[0]: node.op_type for node in nodes_of(path, "Slice", "Gather")}
 
     assert [made[name] for name in names] == ["Slice"] * 4
     assert report.ok

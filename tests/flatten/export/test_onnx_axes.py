@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.export import Dim
 
+from tests.flatten.export.exported_files import exported_file
 from tests.models import make_model
 from yobx_flatten import (
     Case,
@@ -28,15 +29,9 @@ def _axes(path):
     }
 
 
-def _export(name, path, **how):
-    model = make_model(name)
-    export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=path, cases=[], steps=1, **how)
-    return _axes(path)
-
-
-def test_a_decoder_has_the_names_that_tools_know(tmp_path):
+def test_a_decoder_has_the_names_that_tools_know():
     """Rows have one name, also in the mask, which torch gives a symbol of its own."""
-    axes = _export("llama", tmp_path / "a.onnx")
+    axes = _axes(exported_file("llama").path)
     assert axes["input_ids"] == ["batch_size", "sequence_length"]
     assert axes["attention_mask"] == ["batch_size", "total_sequence_length"]
     assert axes["past_key_values.0.key"] == ["batch_size", 2, "past_sequence_length", 8]
@@ -45,18 +40,18 @@ def test_a_decoder_has_the_names_that_tools_know(tmp_path):
     assert axes["present.1.key"] == ["batch_size", 2, "total_sequence_length", 8]
 
 
-def test_layers_that_slide_have_another_length(tmp_path):
+def test_layers_that_slide_have_another_length():
     """They keep less than was seen: one name for both would be wrong."""
-    axes = _export("gemma2", tmp_path / "a.onnx")
+    axes = _axes(exported_file("gemma2").path)
     assert axes["past_key_values.0.key"][2] == "past_window_length"
     assert axes["past_key_values.1.key"][2] == "past_sequence_length"
     assert axes["present.0.key"][2] == "Min(7, past_window_length + sequence_length)"
     assert axes["present.1.key"][2] == "total_sequence_length"
 
 
-def test_a_decoder_beside_an_encoder_has_the_names_of_both(tmp_path):
+def test_a_decoder_beside_an_encoder_has_the_names_of_both():
     """As optimum calls them."""
-    axes = _export("t5", tmp_path / "a.onnx")
+    axes = _axes(exported_file("t5").path)
     assert axes["decoder_input_ids"] == ["batch_size", "decoder_sequence_length"]
     assert axes["attention_mask"] == ["batch_size", "encoder_sequence_length"]
     assert axes["past_key_values.0.decoder.key"][2] == "past_decoder_sequence_length"

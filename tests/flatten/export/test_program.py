@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache, MixtralConfig, MixtralForCausalLM
 
+from tests.flatten.export.exported_files import exported_file
 from tests.models import WINDOW, make_model
 from yobx_flatten import (
     Case,
@@ -167,9 +168,7 @@ def test_what_the_helper_returns_can_be_called_anywhere(mistral):
 
 def test_a_stored_program_loads_inside_the_block(tmp_path: pathlib.Path):
     """`save` enters the block by itself."""
-    kwargs = decode_inputs(make_model("llama"), DecodeSizes())
-    exported = export_program(make_model("llama"), (), kwargs, cases=[], steps=1)
-    exported.save(tmp_path / "llama.pt2")
+    exported_file("llama").save(tmp_path / "llama.pt2")
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
         loaded = torch.export.load(tmp_path / "llama.pt2").module()(**decode_inputs(make_model("llama"), DecodeSizes()))
         expected = make_model("llama")(**decode_inputs(make_model("llama"), DecodeSizes()))
@@ -177,10 +176,9 @@ def test_a_stored_program_loads_inside_the_block(tmp_path: pathlib.Path):
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_an_encoder_decoder_is_exported_and_replayed(name, tmp_path):
+def test_an_encoder_decoder_is_exported_and_replayed(name):
     """Both caches go in and come out, named `decoder` and `encoder`."""
-    kwargs = decode_inputs(make_model(name), DecodeSizes())
-    exported = export_onnx(make_model(name), (), kwargs, tmp_path / f"{name}.onnx")
+    exported = exported_file(name)
     assert exported.report.max_difference < 1e-4
     assert len([case for case in exported.report.cases if case.runtime == "onnxruntime"]) == 4
     assert "past_key_values.0.decoder.key" in exported.report.input_names

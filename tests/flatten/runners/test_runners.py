@@ -1,5 +1,7 @@
 """Everything that runs exported files does the same: inputs by name in, outputs by name out, the cache fed back."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+from tests.flatten.export.exported_files import exported_file
 from tests.models import make_model
 
 pytestmark = pytest.mark.slow
@@ -28,12 +31,10 @@ SUFFIXES = [".onnx", ".pt2"]
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """A model, the inputs of a call, and one file for each suffix."""
-    model = make_model("llama")
-    inputs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
-    folder = tmp_path_factory.mktemp("runners")
-    export_onnx(model, kwargs=inputs, path=folder / "model.onnx", cases=[], steps=1)
-    export_program(model, kwargs=inputs, cases=[], steps=1).save(folder / "model.pt2")
-    return model, folder
+    exported, folder = exported_file("llama"), tmp_path_factory.mktemp("runners")
+    shutil.copy(exported.path, folder / "model.onnx")
+    exported.save(folder / "model.pt2")
+    return make_model("llama"), folder
 
 
 def _by_name(model):

@@ -181,7 +181,9 @@ def call_without_data(module: nn.Module, args: Sequence[Any], kwargs: Mapping[st
 
 def share(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Exchange an object among all processes of a group, and return those of all, in the order of ranks."""
-    found: list[Any] = [None] * dist.get_world_size(group)
+    found: list[Any] = [value] * dist.get_world_size(group)
+    if len(found) == 1:
+        return found
     with warnings.catch_warnings():
         # torch pickles its own TreeSpec through a class that it deprecates
         warnings.simplefilter("ignore", FutureWarning)
@@ -215,7 +217,8 @@ def agree(
         if stage in mine:
             try:
                 own = mine[stage](found[-1] if found else None)
-                _check_picklable(own, stage)
+                if dist.get_world_size(group) > 1:
+                    _check_picklable(own, stage)
             except Exception as raised:
                 own, error = f"{type(raised).__name__}: {raised}", raised
         answers = [answer for answer in share(own, group) if answer is not None]

@@ -183,12 +183,10 @@ def test_inputs_that_do_not_fit_are_refused(mistral, inputs, words):
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory):
-    """A model with full and sliding layers, exported by hand without position_ids: a file, and a program."""
+    """A model with full and sliding layers, exported by hand without position_ids: a file, and its program."""
     model = make_model("gemma3")
     path = tmp_path_factory.mktemp("gemma") / "gemma.onnx"
-    inputs = decode_inputs(model, DecodeSizes())
-    export_onnx(model, kwargs=inputs, path=path, cases=[])
-    return model, path, export_program(model, kwargs=inputs, cases=[])
+    return model, path, export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=path, cases=[])
 
 
 def test_a_single_file_generates(gemma):

@@ -345,7 +345,7 @@ def test_the_check_takes_no_copies_of_a_large_model():
 
     Most of that half are buffers of libraries, which do not grow with the model.
     """
-    done = fresh_process.run("-m", "tests.runtime.huggingface.wrapped_large")
+    done = fresh_process.run("-m", "tests.runtime.huggingface.wrapped_large", imported=fresh_process.TRAINER)
     weights, growth, compared = map(int, done.stdout.split())
     assert compared == 75
     assert growth < weights

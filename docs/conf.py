@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from benchmark_tables import write_benchmarks
+from plan_table import write_plans
 
 project = "yobx_flatten"
 author = "The yobx_flatten authors"
@@ -156,6 +157,7 @@ def _write_command_lines() -> None:
 
 _write_command_lines()
 write_benchmarks(Path(__file__).parent / "_generated")
+write_plans(Path(__file__).parent / "_generated")
 
 
 def _copy_notebooks() -> None:

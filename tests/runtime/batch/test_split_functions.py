@@ -80,3 +80,10 @@ def test_labels_that_a_function_cuts_at_other_rows_than_packed_data_are_refused(
         split((packed,), {}, rows(4), 3, split_label=lambda label, n: list(label.split([2, 1, 1])))
     with pytest.raises(SplitError, match=re.escape("args[0] has 3 microbatches, and split_label made 2")):
         split((packed,), {}, rows(4), 3, split_label=lambda label, n: list(label.split(2)))
+
+
+def test_rows_that_only_packed_labels_state_are_those_of_the_microbatches():
+    """The function cuts words, which have no rows."""
+    labels = RoundPipePackedData(["first", "second"], rows=[2, 1])
+    parts = split(("words",), {}, labels, 2, split_input=lambda args, kwargs, n: ([("a",), ("b",)], [{}, {}]))
+    assert [(part.args, part.label, part.rows) for part in parts] == [(("a",), "first", 2), (("b",), "second", 1)]

@@ -95,3 +95,8 @@ def test_sums_of_another_dtype_take_memory_next_to_the_gradients(dtype, per_numb
     """bfloat16 parameters: 2 bytes for a gradient, and 4 for its sum where the optimizer works in float32."""
     layer = nn.Linear(8, 4, dtype=torch.bfloat16)
     assert analytic_cost(layer, lambda parameter: dtype).grad_bytes == 36 * per_number
+
+
+def test_costs_of_layers_in_one_stage_are_added():
+    """Times and bytes, each to its own."""
+    assert LayerCost(1.0, 2.0, 3, 4) + LayerCost(0.5, 0.25, 10, 20) == LayerCost(1.5, 2.25, 13, 24)

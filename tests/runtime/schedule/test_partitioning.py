@@ -153,3 +153,31 @@ def test_many_uneven_layers_are_planned_in_time():
     costs = [LayerCost(1 + i / 1000, 3 + i / 300) for i in range(100)]
     (plan,) = partition("fused", [costs], min_stages=8)
     assert utilisation(times_of(costs, plan), 8) > 0.8
+
+
+def test_a_plan_is_for_one_of_three_runs():
+    """Another word is refused by name."""
+    with pytest.raises(PlanError, match=r"run_type must be .*, found 'backward'"):
+        partition("backward", [[LayerCost(1.0, 3.0)]])
+
+
+def test_a_plan_in_use_of_other_models_is_not_kept():
+    """Neither with another number of models, nor with stages that hold other layers."""
+    costs = [LayerCost(1.0, 3.0)] * 4
+    (one,) = partition("fused", [costs])
+    two = partition("fused", [costs, costs])
+    assert partition("fused", [costs, costs], previous=[one]) == two
+    assert partition("fused", [costs], previous=two) == [one]
+
+
+@pytest.mark.parametrize("grad_bytes", [0, 10])
+def test_a_plan_in_use_goes_where_its_stages_are_too_large_now(grad_bytes):
+    """For the forward alone, and for the backward with its gradients, although it is as fast as any."""
+    costs = [LayerCost(1.0, 3.0, 10, grad_bytes)] * 6
+    slow = [([range(3)], [range(3, 6), range(3)])]
+    kept = partition("fused", [[LayerCost(1.0, 3.0)] * 6], upper_threshold=3.0, previous=slow)
+    limit = 10 + grad_bytes
+    found = partition("fused", [costs], upper_threshold=3.0, bytes_per_stage=limit, previous=kept)
+    assert {len(stage) for _, backward in found for stage in backward} == {1}
+    for forward, _ in found:
+        assert all(10 * len(stage) <= limit for stage in forward)

@@ -154,3 +154,27 @@ def test_options_that_cannot_be_are_refused_by_name(option):
     (name,) = option
     with pytest.raises(PlanError, match=name):
         ModelExecutePlan.auto("fused", nn.Sequential(nn.Linear(2, 2)), **option)
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "message"),
+    [
+        ((4, "forward"), {}, r"run_type must be \"infer\", \"train\" or \"fused\", found 'forward'"),
+        ((4, 5), {}, "num_layers is given twice"),
+        (("fused",), {"run_type": "train"}, "run_type is given twice"),
+        ((4,), {}, "check_valid takes num_layers and run_type, found num_layers:"),
+        ((), {}, "check_valid takes num_layers and run_type, found nothing:"),
+        ((4, "fused"), {"layers": 3}, "found layers, num_layers, run_type:"),
+    ],
+)
+def test_a_check_without_its_two_arguments_is_refused(given, named, message):
+    """The message shows the call."""
+    with pytest.raises(PlanError, match=message):
+        ModelExecutePlan(fwd_plan=[range(3)], bwd_plan=[range(3, 4), range(3)]).check_valid(*given, **named)
+
+
+def test_a_fused_run_of_one_stage_has_no_forward_stage():
+    """The first backward stage runs all layers forward."""
+    with pytest.raises(PlanError, match=r"fwd_plan .*, and must be empty; the first stage of bwd_plan runs"):
+        ModelExecutePlan(fwd_plan=[range(2)], bwd_plan=[range(2)]).check_valid(2, "fused")
+    ModelExecutePlan(fwd_plan=[], bwd_plan=[range(2)]).check_valid(2, "fused")

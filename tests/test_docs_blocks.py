@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import typer.main
+from torch.distributed.run import get_args_parser
 
 import roundpipe_runtime
 import yobx_flatten
@@ -83,9 +84,25 @@ def calls(source: str) -> Iterator[tuple[str, object, ast.Call]]:
                 yield name, found, node
 
 
+def shown_blocks(language: str) -> list[Block]:
+    """Blocks that are only shown, in one language."""
+    fence = re.compile(rf"^```\{{code-block\}} {language}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [
+        Block(f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, found.start()) + 1}", language, found[1])
+        for page in PAGES
+        for text in [page.read_text(encoding="utf-8")]
+        for found in fence.finditer(text)
+    ]
+
+
+def test_blocks_that_are_shown_are_python_or_lines_of_a_shell():
+    """Those two are read here."""
+    assert len(blocks("{code-block}")) == len(shown_blocks("python")) + len(shown_blocks("shell"))
+
+
 def test_calls_that_are_shown_fit_the_signatures():
     """Each argument of ours is there, under its name; names that are imported exist."""
-    shown = blocks("{code-block}")
+    shown = shown_blocks("python")
     assert len(shown) > 5
     wrong, checked = [], 0
     for block in shown:
@@ -133,8 +150,20 @@ def pip_mistakes(words: list[str]) -> list[str]:
     return wrong + [wheel[0] for wheel in wheels if wheel and wheel[1] != yobx_flatten.__version__]
 
 
+def torchrun_mistakes(words: list[str]) -> list[str]:
+    """Options that torchrun does not have, and its own refusal."""
+    try:
+        get_args_parser().parse_args(words)
+    except SystemExit:
+        return [f"torchrun refuses {words}"]
+    return []
+
+
 def mistakes(line: str) -> list[str]:
     words = shlex.split(line, comments=True)
+    words = words[next(place for place, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)) :]
+    if words[0] == "torchrun":
+        return torchrun_mistakes(words[1:])
     if words[:1] == ["make"]:
         return [word for word in words[1:] if "=" not in word and word not in TARGETS]
     if words[0] in COMMANDS:
@@ -148,12 +177,16 @@ def mistakes(line: str) -> list[str]:
 def lines_of(block: Block) -> list[str]:
     if block.kind == "console":
         return re.findall(r"^\$ (.*)$", block.text, re.MULTILINE)
-    return [line for line in block.text.splitlines() if line.strip()]
+    return [line for line in block.text.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def test_lines_for_a_shell_name_what_there_is():
     """Commands and their options, targets of make, extras, groups and the version of the wheel."""
-    typed = [(block.place, line) for block in blocks("bash", "console") for line in lines_of(block)]
+    typed = [
+        (block.place, line)
+        for block in [*blocks("bash", "console"), *shown_blocks("shell")]
+        for line in lines_of(block)
+    ]
     assert len(typed) > 20
     assert [(place, line, wrong) for place, line in typed for wrong in mistakes(line)] == []
 
@@ -187,6 +220,7 @@ def test_pip_lines_within_the_text_name_extras_that_there_are():
         ("yobx-flatten exprot llama", ["exprot"]),
         ("roundpipe train llama --text x -o y --lora 8", []),
         ("make tests", ["tests"]),
+        ("A=1 torchrun --nproc-per-node=2 x.py", []),
         ("pip install './yobx-flatten[onnx,gpu]'", ["gpu"]),
         ("pip install x --group nothing", ["nothing"]),
         ("rm -r x", ["nothing checks rm -r x"]),

@@ -83,7 +83,8 @@ def run(program: Program, page: str, namespace: dict[str, Any]) -> str:
 def commands_of(program: Program) -> list[tuple[str, str]]:
     """What is typed, and what is shown of it: ```console blocks show both, ```bash blocks what is typed."""
     if program.kind == "bash":
-        return [(line, "") for line in program.source.splitlines() if not line.startswith("pip ")]
+        # torchrun is typed in tests/tasks
+        return [(line, "") for line in program.source.splitlines() if not line.startswith(("pip ", "torchrun "))]
     _, *parts = re.split(r"^\$ ", program.source, flags=re.MULTILINE)
     return [(typed, shown) for typed, _, shown in (part.partition("\n") for part in parts)]
 

@@ -131,6 +131,31 @@ def test_a_killed_run_is_resumed_by_the_same_line(tmp_path):
     assert found.keys() == wanted.keys()
 
 
+@pytest.mark.skipif(not SITE, reason="make tasks")
+def test_two_processes_of_torchrun_end_with_the_weights_of_one(tmp_path):
+    """The page's script, started as it stands and by the line of the page."""
+    file, *others = blocks(Task("runtime_distributed", ("The script",)))
+    (line,) = (line for block in others for line in shell_lines(block))
+    assert line == "torchrun --nproc-per-node=2 train.py"
+    found = {}
+    for typed in ("python train.py", line):
+        folder = tmp_path / typed.split()[0]
+        folder.mkdir()
+        (folder / NAMED.match(file.text)[1]).write_text(file.text, encoding="utf-8")
+        done = subprocess.run(
+            typed, shell=True, cwd=folder, env=environment(), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        newest = sorted((folder / "run").glob("checkpoint-*"))[-1]
+        found[typed] = {
+            name: value for file in newest.glob("model*.safetensors") for name, value in load_file(file).items()
+        }
+    one, two = found.values()
+    assert len(one) == 4
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
 def started(folder, *words):
     """`python train.py` with these words, as it is started by a user."""
     return fresh_process.start("-m", "train", *words, cwd=folder, env=environment())

@@ -10,18 +10,8 @@ from .page import cleaned
 
 __all__ = ["RUNTIME_CAUSES", "cause_of"]
 
-_CARRIED = (
-    "a loop over tokens (`scan`): ExecuTorch 1.5 plans the state that it carries for the largest batch, and copies "
-    "into it without a new size (`_emit_scan`, `aten::copy_`); a batch size that is fixed passes in a small module"
-)
-
 # beginning of the column, text of the error, types (none for all) -> cause
 RUNTIME_CAUSES: dict[tuple[str, str, tuple[str, ...]], str] = {
-    ("ExecuTorch", "'SymInt' object has no attribute 'unsqueeze'", ()): (
-        "a loop over tokens (`scan`) whose body returns sizes after ExecuTorch's passes, and torch stacks what it "
-        "returns as tensors (`stack_y` in `_higher_order_ops/scan.py`, 2.13)"
-    ),
-    ("ExecuTorch", "error 0x12", ("falcon_mamba", "jamba", "mamba", "mamba2")): _CARRIED,
     ("", "is a number that varies, and other runtimes take tensors", ("deepseek_v4",)): (
         "the compressors of its cache count in integers of Python (`entry_count`), and these runtimes take tensors"
     ),

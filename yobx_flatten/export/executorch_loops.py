@@ -1,12 +1,15 @@
-"""Loops in files of ExecuTorch whose state has the size of the call, and not the largest one.
+"""Loops in files of ExecuTorch that have the sizes of the call, and not the largest ones.
 
-ExecuTorch 1.5 plans the state that a scan carries for the largest sizes, and copies into it with ``copy_``, which
-refuses fewer rows (``executorch.exir.emit._emitter._Emitter._emit_scan``). The same copy with ``copy.out`` sets sizes:
+ExecuTorch 1.5 plans what a scan carries and stacks for the largest sizes. It copies into the state with ``copy_``,
+which refuses fewer rows, and stacks with ``et_copy_index``, which sets the first size alone and refuses others
+(``executorch.exir.emit._emitter._Emitter._emit_scan``). Kernels of the same values that set all sizes:
 
 .. code-block:: text
 
-    state (4 rows) <── copy_ ── start (2 rows)      error 0x12
-    state (4 rows) <── copy.out ── start (2 rows)   state (2 rows)
+    state (4 rows)  <── copy_ ── start (2 rows)               error 0x12
+    state (4 rows)  <── copy.out ── start (2 rows)            state (2 rows)
+    stack (8 tokens, 4 rows)  <── unsqueeze_copy.out ── the first output (2 rows)        stack (1 token, 2 rows)
+    stack (1 token, 2 rows)   <── et_copy_index ── all of them, one after the other      stack (n tokens, 2 rows)
 """
 
 from __future__ import annotations
@@ -48,18 +51,58 @@ def _patch() -> AttributePatch:
 
 
 def with_sizes(plan: Any) -> None:
-    """Let every copy into planned memory set the size of what it writes to.
+    """Let every copy into planned memory, and every stack, set the sizes of what it writes to.
 
     Args:
         plan: an ``ExecutionPlan`` before it is serialised; it is changed.
     """
-    for index, operator in enumerate(plan.operators):
-        if (operator.name, operator.overload) != ("aten::copy_", ""):
-            continue
-        operator.name, operator.overload = "aten::copy", "out"
+    copy = _index(plan, "aten::copy_", "")
+    if copy is not None:
+        plan.operators[copy].name, plan.operators[copy].overload = "aten::copy", "out"
         for chain in plan.chains:
-            for instruction in chain.instructions:
-                call = instruction.instr_args
-                if getattr(call, "op_index", None) == index:
-                    target, source, blocking, _ = call.args
-                    call.args = [source, source, blocking, target, target]
+            for call in _calls(chain, copy):
+                target, source, blocking, _ = call.args
+                call.args = [source, source, blocking, target, target]
+    stack = _index(plan, "executorch_prim::et_copy_index", "tensor")
+    if stack is not None:
+        for chain in plan.chains:
+            _size_stacks(plan, chain, stack)
+
+
+def _index(plan: Any, name: str, overload: str) -> int | None:
+    found = (i for i, operator in enumerate(plan.operators) if (operator.name, operator.overload) == (name, overload))
+    return next(found, None)
+
+
+def _calls(chain: Any, operator: int) -> list[Any]:
+    calls = (instruction.instr_args for instruction in chain.instructions)
+    return [call for call in calls if getattr(call, "op_index", None) == operator]
+
+
+def _size_stacks(plan: Any, chain: Any, stack: int) -> None:
+    """Insert before each ``et_copy_index``: where it is the first one, the stack becomes what is put into it."""
+    schema: Any = importlib.import_module("executorch.exir.schema")
+    equal = _index(plan, "executorch_prim::eq", "Scalar")
+    plan.operators.append(schema.Operator("aten::unsqueeze_copy", "out"))
+    plan.values += [schema.EValue(schema.Int(0)), schema.EValue(schema.Bool(False))]
+    zero, is_first = len(plan.values) - 2, len(plan.values) - 1
+    jumps = [one.instr_args for one in chain.instructions if isinstance(one.instr_args, schema.JumpFalseCall)]
+    made: list[Any] = []
+    places: list[int] = []  # of each instruction among those that are made
+    for instruction in chain.instructions:
+        places.append(len(made))
+        call = instruction.instr_args
+        if getattr(call, "op_index", None) == stack:
+            stacked, entry, count = call.args
+            made += map(
+                schema.Instruction,
+                [
+                    schema.KernelCall(equal, [count, zero, is_first]),
+                    schema.JumpFalseCall(is_first, len(made) + 3),
+                    schema.KernelCall(len(plan.operators) - 1, [entry, zero, stacked, stacked]),
+                ],
+            )
+        made.append(instruction)
+    for jump in jumps:
+        jump.destination_instruction = places[jump.destination_instruction]
+    chain.instructions[:] = made

@@ -7,6 +7,8 @@ import pathlib
 import re
 from typing import Any, Literal, get_args
 
+import torch
+
 from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError
 from ..errors.messages import first_line
 from ..runners.executorch_runner import METHOD, SIGNATURE
@@ -72,7 +74,8 @@ def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack
     signature = signature_of(traced, ("executorch",))
     check_bounds(signature)
     try:
-        with quietly("executorch"):
+        # loops over weights that can be trained would also be those of a backward pass, which return sizes
+        with quietly("executorch"), torch.no_grad():
             exir: Any = importlib.import_module("executorch.exir")
             partitioners = []
             if backend == "xnnpack":

@@ -1,0 +1,50 @@
+"""Loops over tokens in ExecuTorch have the sizes of each call, whatever the largest ones are."""
+
+import pytest
+import torch
+from torch._higher_order_ops.scan import scan
+from torch.export import Dim
+
+from yobx_flatten import export_program
+from yobx_flatten.runners.open import open_runner
+
+pytest.importorskip("executorch.exir")
+pytest.importorskip("torchao.quantization")  # which lowering imports, and which registers classes
+
+pytestmark = pytest.mark.slow
+
+
+class Decay(torch.nn.Module):
+    """A state that fades from token to token, with an output of each; its weight can be trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 4))
+
+    def forward(self, decay, added, state):
+        def step(state, given):
+            state = given[0] * state + given[1]
+            return state, state.sum(-1)
+
+        return scan(step, state, (decay.transpose(0, 1), (added * self.weight).transpose(0, 1)))
+
+
+def inputs(batch, tokens):
+    generator = torch.Generator().manual_seed(batch + 8 * tokens)
+    shapes = {"decay": (batch, tokens, 4), "added": (batch, tokens, 4), "state": (batch, 4)}
+    return {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def test_a_loop_of_executorch_computes_in_every_size(tmp_path):
+    """Fewer rows and tokens than the largest, also after a call of more: each is that of the module."""
+    axes = {0: Dim.AUTO(max=4), 1: Dim.AUTO(max=8)}
+    shapes = {"decay": axes, "added": axes, "state": {0: axes[0]}}
+    exported = export_program(Decay(), (), inputs(2, 3), dynamic_shapes=shapes, cases=[])
+    exported.to_executorch(tmp_path / "loop.pte", backend="portable")
+    runner = open_runner(tmp_path / "loop.pte")
+    for sizes in ((4, 8), (1, 1), (3, 5), (4, 1), (2, 8)):
+        given = inputs(*sizes)
+        with torch.no_grad():
+            expected = Decay()(**given)
+        found = [runner.run(given)[name] for name in runner.outputs]
+        torch.testing.assert_close(found, list(expected))

@@ -180,9 +180,10 @@ def _qsa_indexer(original: Any) -> Any:
         visible = visible[:, 0]  # (batch, queries, keys)
         ever = visible.any(dim=1)
         number = ever.cumsum(-1) - 1  # of a visible key among those of its row
-        order = torch.argsort((~ever).to(torch.int64), dim=-1, stable=True)  # visible keys first
-
         ratio, last = self.compress_ratio, visible.shape[-1] - 1
+        # visible keys first, each with a number of its own: OpenVINO's sort leaves equal ones in any order
+        places = torch.arange(last + 1, device=ever.device)
+        order = torch.argsort((~ever).to(torch.int64) * (last + 1) + places, dim=-1)
         count = visible.shape[-1] // ratio + 2  # two too many, never complete: a trace asks whether a size is 0 or 1
         members = order.index_select(1, torch.arange(count * ratio, device=order.device).clamp(max=last))
         width = keys.shape[-1]

@@ -127,9 +127,11 @@ def _moved(runner: Any, source: Any, case: Any) -> int:
 def _refused(runner: Any, source: Any, case: Any) -> int:
     """Give each input one entry more, then one less, in each axis, in turn; return how many calls are refused.
 
-    What is not refused has to be what the model returns for it; it may not be numbers for what the model refuses.
+    What is not refused has to be what the model returns for it; it may not be numbers for what the model refuses. A
+    mask without the column of a token excludes it, as padding: where it sees nothing, it is a softmax over nothing.
     """
     from yobx_flatten import FlattenError
+    from yobx_flatten.export.padding import Padding
 
     leaves, spec = pytree.tree_flatten(dict(case.kwargs))
     count = 0
@@ -147,9 +149,22 @@ def _refused(runner: Any, source: Any, case: Any) -> int:
                     expected = _logits(source, kwargs)
                 except Exception as error:  # whatever the model raises for inputs that do not fit
                     raise DifferenceError(f"{place}: numbers, and the model refuses it") from error
+                padding = Padding()
+                padding.next_call(_with_whole_masks(kwargs, case.kwargs))
+                found, expected = padding.blank("logits", found), padding.blank("logits", expected)
                 if found.shape != expected.shape or not (found - expected).abs().max() <= source.tolerance:
                     raise DifferenceError(f"{place}: other numbers than the model's")
     return count
+
+
+def _with_whole_masks(kwargs: Any, whole: Any) -> dict[str, Any]:
+    """The inputs, with zeros for the columns that a mask has in the whole inputs alone."""
+    made = dict(kwargs)
+    for name in ("attention_mask", "decoder_attention_mask"):
+        if isinstance(made.get(name), torch.Tensor) and made[name].dim() == 2:
+            missing = max(0, whole[name].shape[1] - made[name].shape[1])
+            made[name] = torch.nn.functional.pad(made[name], (0, missing))
+    return made
 
 
 def _tensors(runner: Any, source: Any, kwargs: Any) -> dict[str, torch.Tensor]:

@@ -1,0 +1,84 @@
+"""What one process shows of several: groups of a batch, options, the warning of a pipeline without a mesh."""
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import ConfigError, OptimizerCtx, RoundPipeRunConfig
+from roundpipe_runtime.errors import RoundPipeWarning
+from roundpipe_runtime.pipeline import roundpipe
+from tests.runtime.small import batch, near, small_model
+
+MEAN = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 9])
+def test_groups_have_the_gradient_of_the_whole_batch(wrap, replicas):
+    """Next to eager PyTorch on all rows; nine groups of seven rows leave two without any."""
+    inputs, labels = batch(7)
+    model, plain = small_model(), small_model()
+    loss = nn.functional.mse_loss(plain(inputs), labels)
+    loss.backward()
+    pipeline = wrap(model, replicas=replicas)
+    found = pipeline.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=MEAN)
+    assert near(found, loss.detach())
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert near(ours.grad, theirs.grad)
+    assert (pipeline.replicas, pipeline.mesh) == (replicas, None)
+
+
+def test_sums_of_several_batches_may_wait(wrap):
+    """`no_sync` and the call after it have the gradient of both batches."""
+    model, plain = small_model(), small_model()
+    pipeline = wrap(model, replicas=2)
+    for seed in (1, 2):
+        inputs, labels = batch(7, seed)
+        nn.functional.mse_loss(plain(inputs), labels).backward()
+        with pipeline.no_sync() if seed == 1 else torch.enable_grad():
+            pipeline.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=MEAN)
+        if seed == 1:
+            assert all(parameter.grad is None for parameter in model.parameters())
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert near(ours.grad, theirs.grad)
+
+
+def test_clipping_needs_no_ranks(wrap):
+    """A pipeline of one process clips as torch does."""
+    model, plain = small_model(), small_model()
+    inputs, labels = batch(6)
+    nn.functional.mse_loss(plain(inputs), labels).backward()
+    pipeline = wrap(model)
+    pipeline.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=MEAN)
+    assert near(pipeline.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert near(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replicas": 0}, "replicas must be a number from 1 on, found 0"),
+        ({"reduce_dtype": torch.int8}, "reduce_dtype must be a floating dtype"),
+        ({"mesh": "cpu"}, r'init_device_mesh\("cpu", \(torch.distributed.get_world_size\(\),\)\)'),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(wrap, options, message):
+    """With what was found, or the line to type."""
+    with pytest.raises(ConfigError, match=message):
+        wrap(small_model(), **options)
+
+
+def test_a_pipeline_without_a_mesh_warns_in_a_group(wrap, monkeypatch):
+    """Once: each process would train a model of its own."""
+    monkeypatch.setattr(roundpipe, "_world_size", lambda: 2)
+    pipeline = wrap(small_model())
+    inputs, labels = batch(6)
+
+    def call():
+        pipeline.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=MEAN)
+
+    with pytest.warns(RoundPipeWarning, match=r'mesh=init_device_mesh\("cpu"'):
+        call()
+    call()
+    with OptimizerCtx():
+        assert len(list(pipeline.parameters())) == len(list(pipeline.model.parameters()))

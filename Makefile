@@ -45,8 +45,8 @@ demo: $(VENV)/.has-demo  ## export models with their caches, train one through a
 test: $(VENV)/.has-test  ## run the tests, a process per core (PYTEST_ARGS="-k cache" and the like are passed on, WORKERS=0: one process)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 $(PYTEST_ARGS)
 
-# An hour: each line that runs is noted. docs/dev/coverage.md shows the table.
-coverage: $(VENV)/.has-test  ## run the tests, count which lines and branches ran, and write docs/data/coverage.json
+# An hour: each line that runs is noted.
+coverage: $(VENV)/.has-test  ## run the tests, print by folder which lines and branches ran, and write docs/data/coverage.json
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --timeout 900 --cov --cov-report json:build/coverage.json $(PYTEST_ARGS)
 	$(BIN)/python docs/coverage_table.py build/coverage.json
 

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import warnings
+from importlib.metadata import metadata
 from importlib.metadata import version as version_of
 from pathlib import Path
 
@@ -55,6 +56,10 @@ html_css_files = ["site.css"]
 html_js_files = ["tables.js"]
 html_favicon = "_static/favicon.svg"
 html_show_sphinx = False
+# Links to the sources of a page, once the project has a public address; `pip` knows it from `[project.urls]`.
+_links = dict(link.split(", ", 1) for link in metadata("yobx-flatten").get_all("Project-URL") or [])
+if "Source" in _links:
+    html_theme_options = {"source_repository": _links["Source"], "source_branch": "main", "source_directory": "docs/"}
 pygments_dark_style = "github-dark"  # furo's own underlines modules, as if they were links
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

@@ -1,4 +1,4 @@
-"""The table of coverage: `make coverage` writes its numbers into `docs/data/`, and the site shows them."""
+"""The table of coverage: `make coverage` prints it, and writes its numbers into `docs/data/`."""
 
 from __future__ import annotations
 
@@ -30,25 +30,23 @@ def by_folder(measured: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     return found
 
 
-def write_coverage(folder: Path) -> None:
-    """Write the table in Markdown into `folder`, from the numbers that are stored."""
-    data = json.loads(DATA.read_text(encoding="utf-8"))
-    lines = ["| folder | lines | run | branches | taken |", "|---|---:|---:|---:|---:|"]
-    for name, counts in [*data["folders"].items(), ("**both packages**", data["total"])]:
-        cells = [name if name.startswith("*") else f"`{name}`"]
+def table(data: Mapping[str, Any]) -> list[str]:
+    """Return the lines of the table.
+
+    Args:
+        data: what `main` stores.
+    """
+    lines = [f"{'folder':<34}{'lines':>8}{'run':>9}{'branches':>10}{'taken':>9}"]
+    for name, counts in [*data["folders"].items(), ("both packages", data["total"])]:
+        shares = []
         for count, covered in (COUNTS[:2], COUNTS[2:]):
-            share = f"{100 * counts[covered] / counts[count]:.1f} %" if counts[count] else "–"
-            cells += [f"{counts[count]:,}", share]
-        lines.append(f"| {' | '.join(cells)} |")
-    versions = ", ".join(f"{library} {version}" for library, version in data["versions"].items())
-    text = "\n".join([*lines, "", f"`make coverage`; {versions}. All numbers: `docs/data/coverage.json`.", ""])
-    path = folder / "coverage.md"
-    if not path.exists() or path.read_text(encoding="utf-8") != text:  # an untouched file is not built again
-        path.write_text(text, encoding="utf-8")
+            shares += [f"{counts[count]:,}", f"{100 * counts[covered] / counts[count]:.1f} %" if counts[count] else "-"]
+        lines.append(f"{name:<34}{shares[0]:>8}{shares[1]:>9}{shares[2]:>10}{shares[3]:>9}")
+    return lines
 
 
 def main() -> None:
-    """Store the numbers of a measurement, by folder."""
+    """Store the numbers of a measurement, by folder, and print them."""
     measured = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     libraries = ("coverage", "torch", "transformers")
     data = {
@@ -60,6 +58,7 @@ def main() -> None:
         "total": {name: measured["totals"][name] for name in COUNTS},
     }
     DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print(*table(data), sep="\n")
 
 
 if __name__ == "__main__":

@@ -61,6 +61,20 @@ def test_its_links_lead_to_files():
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_the_changelog_has_a_section_for_the_version_with_highlights():
+    """The newest release is that of the package, and its public names exist."""
+    import roundpipe_runtime
+    import yobx_flatten
+
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    unreleased, newest = re.findall(r"^## \[(.*)\]", text, re.MULTILINE)[:2]
+    assert (unreleased, newest) == ("Unreleased", yobx_flatten.__version__)
+    highlights = text.partition("Highlights:")[2].partition("###")[0]
+    named = set(re.findall(r"`(\w+)(?:\(\w+\))?`", highlights))
+    assert len(named) > 7
+    assert [name for name in named if not hasattr(yobx_flatten, name) and not hasattr(roundpipe_runtime, name)] == []
+
+
 def test_the_source_archive_holds_what_make_calls():
     """And every folder that is in the repository for users."""
     import tomllib

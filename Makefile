@@ -9,6 +9,8 @@ WORKERS ?= auto
 MATRIX_ARGS ?=
 # How many random orders `make interleavings` trains in, those of earlier runs included.
 COUNT ?= 10000
+# Models that `make bench-gpu` trains.
+SHAPES ?= 1.7B,8B
 # What `make compat` runs, and with which versions of transformers.
 VERSIONS ?= 4.56.2 4.57.6 5.0.0 5.17.0 5.23.0
 COMPAT_TESTS ?= tests/flatten --ignore=tests/flatten/cli/test_demo.py \
@@ -32,7 +34,7 @@ NEEDS_notebooks := --editable '.[all]' --group notebooks
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test coverage tasks accelerator interleavings mutants executorch compat kills ranks lint format types doctest docs site notebooks bench matrix cut-matrix genai runtimes clean distclean
+.PHONY: help demo test coverage tasks accelerator interleavings mutants executorch compat kills ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix genai runtimes clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -124,6 +126,9 @@ bench: $(VENV)/.has-test  ## run the benchmarks, one table each
 		test -e "$$benchmark" || { echo "benchmarks/ holds no benchmark"; break; }; \
 		echo "== $$benchmark"; $(BIN)/python "$$benchmark"; \
 	done
+
+bench-gpu: $(VENV)/.has-test  ## train on one accelerator next to PyTorch, FSDP2 and RoundPipe, where installed (SHAPES="1.7B,8B")
+	$(BIN)/python benchmarks/bench_gpu.py --shapes $(SHAPES) --json docs/data/bench-gpu.json
 
 # Hours for all types; what is recorded is not run again. MATRIX_ARGS="--sample 8 --columns built,export" does less.
 matrix: $(VENV)/.has-matrix  ## every type of the installed transformers against every promise (MATRIX_ARGS="--sample 8")

@@ -130,7 +130,20 @@ def _seed_all(seed: int) -> None:
         _generator(number).manual_seed(int(seed))
 
 
+def _resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+    """FSDP gives memory back and takes it again; here the storage keeps it."""
+    if storage.device.type != "late":
+        return _resize_before(storage, nbytes)
+    if nbytes > storage.nbytes():
+        raise NotImplementedError(f"late: a storage of {storage.nbytes()} bytes does not grow to {nbytes}.")
+    return storage
+
+
+_resize_before = torch.UntypedStorage.resize_
+
+
 def _register() -> None:
+    torch.UntypedStorage.resize_ = _resize
     module = types.ModuleType("torch.late")
     vars(module).update(
         device=_DeviceContext,
@@ -147,6 +160,12 @@ def _register() -> None:
         manual_seed=lambda seed: _generator().manual_seed(int(seed)),
         manual_seed_all=_seed_all,
         initial_seed=lambda: _generator().initial_seed(),
+        Stream=lambda device=None, priority=0: torch.Stream(
+            device or torch.device("late", _index(None)), priority=priority
+        ),
+        Event=torch.Event,
+        stream=lambda stream: stream,  # which is a context manager itself
+        current_stream=lambda device=None: torch.accelerator.current_stream(device),
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
     )
     sys.modules["torch.late"] = module

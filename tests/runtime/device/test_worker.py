@@ -60,6 +60,26 @@ def test_a_value_is_waited_for_across_threads(workers):
     assert mailbox.take("x", keep=True) == mailbox.take("x") == 6
 
 
+def test_a_failure_ends_a_wait_at_once(workers):
+    """Nothing else happens to the mailbox that would wake the thread."""
+    mailbox = Mailbox()
+    waits = threading.Event()
+
+    def take():
+        waits.set()
+        with pytest.raises(StoppedRun):
+            mailbox.take("never")
+
+    work = workers[0].submit(take)
+    assert waits.wait(10)
+    time.sleep(0.05)  # it holds the lock until it waits
+    mailbox.fail(ValueError())
+    try:
+        work.result(10)
+    finally:
+        mailbox.put("never", None)
+
+
 def test_a_failure_wakes_whoever_waits_and_is_raised_once(workers):
     """The waiting thread leaves; collect raises the error itself, not a copy."""
     mailbox = Mailbox()

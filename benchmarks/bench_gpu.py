@@ -209,7 +209,7 @@ def run_one(name: str, shape: Shape, device: torch.device, seconds: float) -> di
 
 
 def link_bytes(step: Step, device: torch.device) -> dict[str, int] | None:
-    """The bytes up and down of a step, where somebody counts them."""
+    """The bytes up and down of a step, where they are counted."""
     if device.type == "late":
         from tests.accelerator import late
 
@@ -297,14 +297,14 @@ def measure(shapes: list[str], device: torch.device, seconds: float) -> dict[str
         found[shape] = {}
         for name in CONTESTANTS:
             found[shape][name] = one = apart(name, shape, device, seconds)
-            told = one.get("error") or (
+            shown = one.get("error") or (
                 f"{one['tokens per second']:,.0f} tokens/s, peak {one['peak bytes'] / 1e9:.1f} GB, link "
                 + (
                     ", ".join(f"{n / 1e9:.1f} GB {way}" for way, n in (one["link bytes"] or {}).items())
                     or "not counted"
                 )
             )
-            print(f"{shape}, {name}: {told}", flush=True)
+            print(f"{shape}, {name}: {shown}", flush=True)
         for name in agree(found[shape]):
             found[shape][name]["error"] = "its loss differs from that of plain PyTorch"
             print(f"{shape}, {name}: {found[shape][name]['error']}: {found[shape][name]['losses']}", flush=True)

@@ -19,6 +19,7 @@ def write_benchmarks(folder: Path) -> None:
         ("export", _export),
         ("runtimes", _runtimes),
         ("pipeline", _pipeline),
+        ("ranks", _ranks),
         ("layers", _layers),
         ("store", _store),
     ):
@@ -152,6 +153,21 @@ def _pipeline(data: Mapping[str, Any], _: Path) -> list[str]:
         "",
         f"The pipeline adds {per_layer['overhead, processor']:.0f} µs of processor time per layer and microbatch.",
     ]
+
+
+def _ranks(data: Mapping[str, Any], _: Path) -> list[str]:
+    cost, line, kept = data["cost"], data["line"], data["memory and sent"]
+    rows = [
+        ["exchange, processor time over that of the pipeline alone", f"{cost['ranks over alone']:.2f}"],
+        ["all of it, processor time over that of FSDP2", f"{cost['ranks over FSDP2']:.2f}"],
+        ["exposed of a line that takes half of the compute", f"{line['exposed']:.0%}"],
+        ["bytes per parameter kept on each host", f"{kept['bytes per parameter kept']:.2f}"],
+        ["of these by the formula 2 + 16 / N", f"{kept['bytes per parameter kept, formula']:.2f}"],
+        ["bytes per parameter sent by each rank in a step", f"{kept['bytes per parameter sent']:.2f}"],
+        ["of these by the formula", f"{kept['bytes per parameter sent, formula']:.2f}"],
+        ["collectives of gradients and weights per layer", f"{kept['collectives of a step'] / kept['layers']:.0f}"],
+    ]
+    return _table([f"{data['ranks']} processes, {data['parameters'] / 1e6:.0f} million parameters", ""], rows)
 
 
 def _layers(data: Mapping[str, Any], _: Path) -> list[str]:

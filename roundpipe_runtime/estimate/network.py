@@ -33,8 +33,9 @@ not. The network is hidden where ``weights <= C / 4`` and ``gradients <= 3 C / 4
 
 Memory of a host: all weights, ``u P``, and of gradients, masters and two moments in float32 its share, ``16 P / n``.
 
-Not in it: a stage of the forward waits for all of its layers, so with one forward stage the weights of its first
-microbatch are not hidden; rates within a node; nodes that compute at different speeds.
+Not in it: more groups of rows than nodes, whose gradients travel once per group; rates in a node; nodes that compute
+at different speeds. A stage of the forward waits for all of its layers, so with one forward stage the weights of its
+first microbatch are not hidden.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ def write_benchmarks(folder: Path) -> None:
         ("runtimes", _runtimes),
         ("pipeline", _pipeline),
         ("ranks", _ranks),
+        ("steps", _steps),
+        ("memory", _memory),
         ("layers", _layers),
         ("store", _store),
     ):
@@ -168,6 +170,24 @@ def _ranks(data: Mapping[str, Any], _: Path) -> list[str]:
         ["collectives of gradients and weights per layer", f"{kept['collectives of a step'] / kept['layers']:.0f}"],
     ]
     return _table([f"{data['ranks']} processes, {data['parameters'] / 1e6:.0f} million parameters", ""], rows)
+
+
+def _steps(data: Mapping[str, Any], _: Path) -> list[str]:
+    rows = []
+    for name, found in data["milliseconds"].items():
+        times = [found[side] for side in ("compute", "optimizer", "synchronous", "exact", "one step late")]
+        largest = max(found["compute"], found["optimizer"])
+        rows.append([name, *(f"{took:.0f}" for took in times), f"{found['exact'] / largest:.2f}x"])
+    head = ["layers, share of the optimizer", "compute, ms", "optimizer, ms", "synchronous, ms", "exact, ms"]
+    return ["", *_table([*head, "one step late, ms", "exact / larger of the first two"], rows)]
+
+
+def _memory(data: Mapping[str, Any], _: Path) -> list[str]:
+    sizes = list(next(iter(data["ways"].values())))
+    rows = [
+        [way, *(f"{found[size]['bytes per parameter']:.2f}" for size in sizes)] for way, found in data["ways"].items()
+    ]
+    return ["", *_table(["bytes per parameter", *(f"{size} million" for size in sizes)], rows)]
 
 
 def _layers(data: Mapping[str, Any], _: Path) -> list[str]:

@@ -316,8 +316,8 @@ class Engine:
         contract = LossContract(config.loss_reduction or "sum", rows) if contract is None else contract
         memory = self.gradient_memory
         if memory is not None and spec.requires_grad:
-            memory.prepare(spec.contents, self.store.gradient_dtype)
-        return Run(spec, self.store, self.table, self.version(), timer, contract, memory)
+            memory.prepare(spec.contents, self.store.dtype_between)
+        return Run(spec, self.store, self.table, self.version(), timer, contract, memory, self.steps.wait_cleared)
 
     def step_exact(self, step: Callable[[], Any]) -> None:
         """Run an optimizer step layer by layer, next to the run that follows, which waits for each layer.

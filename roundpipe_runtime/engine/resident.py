@@ -139,12 +139,18 @@ class LayerOnDevice:
             if copy.grad is not None and take(parameter, copy.grad):
                 copy.grad = None
 
-    def download_gradients(self, scale: float, memory: GradientMemory | None) -> Gradients:
+    def download_gradients(
+        self,
+        scale: float,
+        memory: GradientMemory | None,
+        dtype: Callable[[nn.Parameter], torch.dtype] | None = None,
+    ) -> Gradients:
         """Return the sums, on the host; they are gone from the device.
 
         Args:
             scale: factor for them. The device multiplies, which the host would do while the devices wait.
             memory: memory of the host for them. Default: new memory for each.
+            dtype: function that returns the dtype in which the host keeps one. Default: that of the sum.
         """
         totals = {}
         for parameter in self.contents.parameters():
@@ -161,6 +167,9 @@ class LayerOnDevice:
         while totals:  # popped, so that no tensor is held here longer than its copy takes
             parameter = next(iter(totals))
             total = totals.pop(parameter)
+            if dtype is not None and total.dtype != dtype(parameter):
+                with self.device.computing(self.ready):
+                    total = total.to(dtype(parameter))
             target = None if memory is None else memory.take(self.contents.index, parameter, total)
             found[parameter] = self.device.copy_out(total, last=True, parameter=True, target=target)
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ class Run:
         timer: Measures the work.
         contract: Contract that reduces the losses.
         gradient_memory: Pinned memory for gradients, ``None`` without an accelerator.
+        wait_cleared: Function that waits until gradients of the last step are gone: no two sets take memory.
         mailbox: Activations and gradients between stages, and the first error of any.
         collected: Results of the stages.
         residents: Layers that stay on a device between two stages, by device and layer.
@@ -48,6 +49,7 @@ class Run:
     timer: Timer
     contract: LossContract
     gradient_memory: GradientMemory | None = None
+    wait_cleared: Callable[[], None] = lambda: None
     mailbox: Mailbox = dataclasses.field(default_factory=Mailbox)
     collected: Collected = dataclasses.field(init=False)
     residents: dict[tuple[str, int], LayerOnDevice] = dataclasses.field(default_factory=dict)

@@ -135,7 +135,10 @@ class _Visit:
                     self.collected.buffers.add(layer, resident.download_buffers())
 
     def _download_gradients(self, resident: LayerOnDevice) -> None:
-        gradients = resident.download_gradients(self.run.gradient_scale(), self.run.gradient_memory)
+        self.run.wait_cleared()
+        gradients = resident.download_gradients(
+            self.run.gradient_scale(), self.run.gradient_memory, self.run.store.dtype_between
+        )
         self.collected.gradients[resident.contents.index] = gradients
         if self.spec.gradients_landed is not None:
             self.spec.gradients_landed(resident.contents.index, gradients)

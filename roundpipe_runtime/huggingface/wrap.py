@@ -51,7 +51,8 @@ def wrap_model_to_roundpipe(
         name: name in errors and timelines. Default: ``"file:line"``.
         example: keyword arguments of the model's forward, with which it is cut. Default: a few tokens.
         check: whether to compare the cut with the model.
-        **roundpipe_kwargs: further arguments of :class:`RoundPipe`: ``devices``, ``optim_dtype``, ``pin_model``.
+        **roundpipe_kwargs: further arguments of :class:`RoundPipe`: ``devices``, ``optim_dtype``, ``gradient_dtype``,
+            ``pin_model``.
 
     Returns:
         The model, wrapped.

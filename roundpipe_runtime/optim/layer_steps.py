@@ -19,7 +19,7 @@ import torch
 
 from ..errors import StageError
 from .parameters import LayerContents, ParameterStore
-from .parts import OptimizerParts, can_step_in_parts
+from .parts import OptimizerParts, can_step_in_parts, widened
 from .readiness import ReadinessTable
 from .torch_steps import Optimizer, install, other_post_hooks, taking_over, under_way
 
@@ -59,6 +59,10 @@ class LayerSteps:
         self._pending: set[int] = set()
         self._published: set[int] = set()
         self._released: dict[int, list[int]] = {}
+
+    def wait_ended(self) -> None:
+        """Wait until the function has ended, with or without an error."""
+        self._ended.wait()
 
     def run(self, step: Callable[[], Any]) -> None:
         """Run the function of the step; when it has ended, every layer is readable.
@@ -113,7 +117,7 @@ class LayerSteps:
             self._pending = {id(t) for targets in self._targets.values() for t in targets if t.grad is not None}
         if self.reason is not None or self._expected is None or self.met < self._expected:
             self._pending -= mine
-            return optimizer  # as it is, since the caller waits
+            return widened(optimizer, args, kwargs)  # at once, since the caller waits
         under_way(optimizer, self._ended)
         if not self.is_ahead:
             self._table.advance()

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from ..device.forking import free_after_fork
 from ..device.slabs import PinnedMemory
 from ..errors import StageError
-from .torch_steps import install, number_of_steps
+from .torch_steps import dtype_of_gradient, install, number_of_steps
 
 __all__ = ["BufferSlot", "LayerContents", "ParameterSlot", "ParameterStore", "is_watched", "scan"]
 
@@ -134,11 +134,16 @@ class ParameterStore:
     Args:
         model: model that has the parameters.
         optim_dtype: dtype in which the optimizer works; ``None`` for the dtype of each parameter.
+
+    Attributes:
+        kept_dtype: dtype of the gradients of master weights between a run and the step, set before there are any.
+            Default: that of the master weight.
     """
 
     def __init__(self, model: nn.Module, optim_dtype: torch.dtype | None = None) -> None:
         self.model = model
         self.optim_dtype = optim_dtype
+        self.kept_dtype: torch.dtype | None = None
         self._masters: dict[str, _Master] = {}
         self._shadows: dict[int, torch.Tensor] = {}
         self._before: list[tuple[str, nn.Parameter]] = []
@@ -173,7 +178,7 @@ class ParameterStore:
                 name = names.get(id(parameter))
                 target = parameter if name is None else self._target(name, parameter)
                 if is_watched(target):
-                    watched.append((target, gradient.to(target.dtype)))
+                    watched.append((target, gradient.to(dtype_of_gradient(target))))
                 else:
                     _accumulate(target, gradient)
         if watched:  # in one go: hooks see the sum of layers that share a parameter
@@ -182,6 +187,11 @@ class ParameterStore:
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype in which gradients of a parameter are summed."""
         return self._dtype(parameter)
+
+    def dtype_between(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype of the gradient of a parameter between a run and the step."""
+        summed = self._dtype(parameter)
+        return summed if summed == parameter.dtype else self.kept_dtype or summed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of parameters and of master weights."""
@@ -216,7 +226,7 @@ class ParameterStore:
         """Copy the gradients of master weights to their parameters, in the dtype of the parameters."""
         for name, parameter in self._with_master():
             gradient = self._masters[name].tensor.grad
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True)
 
     def masters(self) -> dict[str, torch.Tensor]:
         """Return the master weights by name; those of frozen parameters hold nothing."""
@@ -306,7 +316,7 @@ class ParameterStore:
             self._masters.pop(name, None)
             return parameter
         if name not in self._masters:
-            self._masters[name] = _Master(parameter, self._dtype(parameter))
+            self._masters[name] = _Master(parameter, self._dtype(parameter), self.dtype_between(parameter))
         self._masters[name].wake(parameter)
         return self._masters[name].tensor
 
@@ -321,9 +331,11 @@ class _Master:
     shape of the parameter, NaN for every value, and the memory of one. It is filled once the parameter is trainable.
     """
 
-    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, kept: torch.dtype) -> None:
         nothing = torch.full((), float("nan"), dtype=dtype, device=parameter.device).expand(parameter.shape)
         self.tensor = nn.Parameter(nothing, requires_grad=False)
+        if kept != dtype:
+            self.tensor.grad_dtype = kept
         self.is_filled = False
         self._agreed = self._versions(parameter)
         self.wake(parameter)
@@ -367,8 +379,7 @@ class _Master:
 
 
 def _accumulate(target: nn.Parameter, gradient: torch.Tensor) -> None:
-    if gradient.dtype != target.dtype:
-        gradient = gradient.to(target.dtype)
+    gradient = gradient.to(dtype_of_gradient(target))
     if target.grad is None:
         target.grad = gradient
     elif target.grad.layout != torch.strided and gradient.layout == torch.strided:

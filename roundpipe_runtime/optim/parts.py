@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import StageError
-from .torch_steps import PART, Optimizer
+from ..errors import ConfigError, StageError
+from .torch_steps import PART, Optimizer, dtype_of_gradient
 
-__all__ = ["OptimizerParts", "can_step_in_parts"]
+__all__ = ["OptimizerParts", "can_step_in_parts", "widened"]
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -91,7 +91,7 @@ class OptimizerParts:
                 # The gradient of the parameter itself may be that of the next run already.
                 alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
                 alias.__dict__.update(parameter.__dict__)
-                alias.grad = gradient
+                alias.grad = gradient.to(alias.dtype)  # a master weight may have one of fewer bits
                 owners[alias] = parameter
                 aliases.append(alias)
             groups.append({**options, "params": aliases})
@@ -138,6 +138,37 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
     # A tensor may have a new value of a scheduler by now. One that a step writes is found by the proof.
     values = {k: v for k, v in after.items() if not isinstance(v, torch.Tensor)}
     return {k: v for k, v in values.items() if k not in before or v is not before[k]}
+
+
+def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
+    """Do a step whose gradients have another dtype than the parameters, which optimizers do not take.
+
+    Gradients get the dtype of their parameters for one parameter at a time, where the optimizer allows it.
+
+    Args:
+        optimizer: optimizer.
+        args: positional arguments of its step, itself first.
+        kwargs: keyword arguments of its step.
+
+    Returns:
+        An optimizer whose step does what is left to do: the same one where no gradient has another dtype.
+
+    Raises:
+        ConfigError: the step has a closure, so that gradients come while it runs.
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if all(dtype_of_gradient(p) == p.dtype for p in held):
+        return optimizer
+    if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+        raise ConfigError(
+            f"{type(optimizer).__name__} was given a closure, and gradient_dtype needs gradients before the step. Make "
+            "the pipeline without it:\n    RoundPipe(model, optim_dtype=torch.float32)"
+        )
+    parts = OptimizerParts(optimizer)
+    pieces = [{id(p)} for p in parts.parameters]
+    for piece in pieces if can_step_in_parts(optimizer) else [set().union(*pieces)]:
+        parts.step(piece)
+    return parts.finish()
 
 
 # -- whether an optimizer is one of these ----------------------------------------------------------------------------

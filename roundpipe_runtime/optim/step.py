@@ -181,6 +181,12 @@ class StepRunner:
                 self._table.advance()
                 self._unpublished = False
 
+    def wait_cleared(self) -> None:
+        """Wait for the end of a step that the next run reads layer by layer: it may clear gradients at its end."""
+        ahead = self._ahead
+        if ahead is not None and ahead.is_ahead:
+            ahead.wait_ended()
+
     def is_here(self) -> bool:
         """Report whether the caller is the step that runs in the background."""
         return self._worker.is_here()

@@ -21,7 +21,17 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["PART", "Taker", "install", "number_of_steps", "other_post_hooks", "taking_over", "under_way"]
+__all__ = [
+    "PART",
+    "Taker",
+    "dtype_of_gradient",
+    "install",
+    "number_of_steps",
+    "other_post_hooks",
+    "take_over_always",
+    "taking_over",
+    "under_way",
+]
 
 Optimizer: TypeAlias = torch.optim.Optimizer
 
@@ -34,7 +44,7 @@ class _Taking(threading.local):
 
     def __init__(self) -> None:
         self.taker: Taker | None = None
-        self.hooks: dict[Optimizer, RemovableHandle] = {}
+        self.hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
         self.depths: dict[Optimizer, int] = {}  # how many steps of it call each other, by `super().step()`
 
 
@@ -49,10 +59,19 @@ PART = "_roundpipe_part"
 
 _counted = 0
 
+# Takes over steps that nothing else does.
+_OTHERWISE: list[Taker] = []
+
 
 def number_of_steps() -> int:
     """Return how many steps of optimizers have ended in this process since :func:`install`."""
     return _counted
+
+
+def dtype_of_gradient(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype that torch takes as the gradient of a tensor."""
+    chosen: torch.dtype | None = getattr(tensor, "grad_dtype", None) if tensor.is_leaf else None
+    return chosen or tensor.dtype
 
 
 @functools.cache
@@ -60,6 +79,12 @@ def install() -> None:
     """Register the hooks, once per process."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
+
+
+def take_over_always(taker: Taker) -> None:
+    """Let a function take over the steps of all optimizers that :func:`taking_over` does not, in any thread."""
+    if taker not in _OTHERWISE:
+        _OTHERWISE.append(taker)
 
 
 @contextlib.contextmanager
@@ -108,19 +133,22 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         return
     if _TAKING.taker is None:
         _wait(optimizer)
-        return
+        if not _OTHERWISE:
+            return
     # The hooks of the optimizer run after those of all optimizers, in the order of their registration: this one last.
-    _TAKING.depths[optimizer] = _TAKING.depths.get(optimizer, 0) + 1
+    if _TAKING.taker is not None:
+        _TAKING.depths[optimizer] = _TAKING.depths.get(optimizer, 0) + 1
     earlier = _TAKING.hooks.pop(optimizer, None)
     if earlier is not None:
         earlier.remove()
-    if _TAKING.depths[optimizer] == 1:
+    if _TAKING.depths.get(optimizer, 1) == 1:
         _TAKING.hooks[optimizer] = optimizer.register_step_pre_hook(_take)
 
 
-def _take(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    taker = _TAKING.taker
-    return None if taker is None else ((taker(optimizer, args, kwargs), *args[1:]), kwargs)
+def _take(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    for taker in [_TAKING.taker] if _TAKING.taker is not None else _OTHERWISE:
+        optimizer = taker(optimizer, args, kwargs)
+    return (optimizer, *args[1:]), kwargs
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -128,6 +156,8 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _counted += 1
     if optimizer in _TAKING.depths:
         _TAKING.depths[optimizer] -= 1
+    elif optimizer in _TAKING.hooks:
+        _TAKING.hooks.pop(optimizer).remove()
 
 
 def _wait(optimizer: Optimizer, *_: Any) -> None:

@@ -37,14 +37,30 @@ class PipelineOptions:
     mesh: DeviceMesh | None = None
     replicas: int | None = None
     reduce_dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         dtype: Any = self.optim_dtype
         config = self.model_run_config
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(f"optim_dtype must be a floating dtype, like torch.float32, found {dtype!r}.")
+        narrow: Any = self.gradient_dtype
+        if narrow is not None and not (isinstance(narrow, torch.dtype) and narrow.is_floating_point and dtype):
+            raise ConfigError(
+                f"gradient_dtype is the dtype of the gradients of master weights, found {narrow!r} with "
+                f"optim_dtype={dtype!r}. Give both:\n"
+                "    RoundPipe(model, optim_dtype=torch.float32, gradient_dtype=torch.bfloat16)"
+            )
+        if narrow is not None and not hasattr(torch.Tensor, "grad_dtype"):
+            raise ConfigError(f"gradient_dtype needs torch 2.10 or newer, found {torch.__version__}.")
         if not isinstance(config, RoundPipeRunConfig):
             raise ConfigError(f"model_run_config must be a RoundPipeRunConfig, found {type(config).__qualname__}.")
+        if narrow is not None and self.has_groups:
+            raise ConfigError(
+                "gradient_dtype is not there with mesh= or replicas=, whose sums go to the ranks as they are. Leave it "
+                "out; reduce_dtype is what gradients travel in:\n"
+                "    RoundPipe(model, optim_dtype=torch.float32, mesh=mesh, reduce_dtype=torch.bfloat16)"
+            )
         wire: Any = self.reduce_dtype
         if wire is not None and not (isinstance(wire, torch.dtype) and wire.is_floating_point):
             raise ConfigError(f"reduce_dtype must be a floating dtype, like torch.bfloat16, found {wire!r}.")

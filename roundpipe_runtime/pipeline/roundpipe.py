@@ -19,7 +19,9 @@ from ..engine.driver import Engine
 from ..engine.progress import PipelineProgress
 from ..errors import ConfigError, RoundPipeWarning, StageError, call_site, warn
 from ..optim.parameters import scan
+from ..optim.parts import widened
 from ..optim.step import in_optimizer_ctx
+from ..optim.torch_steps import take_over_always
 from ..schedule.costs import LayerCost
 from .call_types import forward_backward_method
 from .layers import as_module, layers_of
@@ -58,6 +60,8 @@ class RoundPipe(ModelProxy):
         replicas: number of groups that a batch is cut into; group g runs on rank g modulo N. The numbers are the same
             for every number of ranks. Default: number of ranks.
         reduce_dtype: dtype in which gradients travel between ranks. Default: that of their sums.
+        gradient_dtype: dtype of the gradients of ``optim_dtype``'s copies between a run and the step; a run sums them
+            in ``optim_dtype`` all the same. Default: ``optim_dtype``.
 
     Raises:
         ConfigError: when an argument has a value that it cannot have.
@@ -87,11 +91,21 @@ class RoundPipe(ModelProxy):
         mesh: DeviceMesh | None = None,
         replicas: int | None = None,
         reduce_dtype: torch.dtype | None = None,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         config = RoundPipeRunConfig() if model_run_config is None else model_run_config
         options = PipelineOptions(
-            name or call_site(), optim_dtype, name, config, pin_model, devices, mesh, replicas, reduce_dtype
+            name or call_site(),
+            optim_dtype,
+            name,
+            config,
+            pin_model,
+            devices,
+            mesh,
+            replicas,
+            reduce_dtype,
+            gradient_dtype,
         )
         self._rp_build(as_module(model), options, None)
 
@@ -105,6 +119,9 @@ class RoundPipe(ModelProxy):
         self._rp_options = options
         if not options.has_groups:
             self._rp_engine = Engine(model, layers, found, options.optim_dtype, tag, pinned)
+            self._rp_engine.store.kept_dtype = options.gradient_dtype
+            if options.gradient_dtype is not None:
+                take_over_always(widened)
             return
         from ..distributed.engine import RankEngine  # torch's DTensor takes a while to load
         from ..distributed.ranks import ranks_of

@@ -1,0 +1,108 @@
+"""What a training keeps in the memory of the host, in bytes per parameter, for weights in bfloat16.
+
+    python benchmarks/bench_memory.py [--json FILE] [--millions N ...]
+
+Each row trains in a process of its own: layers of one matrix each, AdamW (fused), a stage per layer, and one virtual
+device that has room for a tenth of the model. The number is the highest resident memory of the third step, less that of
+the same process after a training of a tiny model, per parameter. What is on the virtual device is in the memory of the
+host, and counts. Freed blocks of 1 MB and more go back to the system at once (MALLOC_MMAP_THRESHOLD_): glibc
+keeps those of up to 32 MB, which takes up to 1.6 bytes per parameter more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.bench_flatten import machine  # found there only
+from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, VirtualDevice
+
+LAYERS, ROWS, TINY = 48, 32, 16
+MMAP_THRESHOLD = 2**20
+WAYS: dict[str, dict[str, Any]] = {
+    "float32 copies, float32 gradients": {"optim_dtype": torch.float32},
+    "float32 copies, bfloat16 gradients": {"optim_dtype": torch.float32, "gradient_dtype": torch.bfloat16},
+    "bfloat16 only": {},
+}
+BARS = {"float32 copies, bfloat16 gradients": 16.5, "bfloat16 only": 12.0}
+
+
+def status(name: str) -> int:
+    """Return bytes of this process, as Linux counts them."""
+    with open("/proc/self/status", encoding="ascii") as lines:
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def train(width: int, options: dict[str, Any]) -> int:
+    """Take three steps; return the highest resident bytes of the last one."""
+    layers = [nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(LAYERS)]
+    stages = [range(n, n + 1) for n in range(LAYERS)]
+    config = RoundPipeRunConfig(
+        num_microbatch=1,
+        loss_reduction="mean",
+        execute_plan=ModelExecutePlan(stages[:-1], [stages[-1], *reversed(stages[:-1])]),
+    )
+    device = VirtualDevice("virtual:0", memory_limit=max(2 * LAYERS * width**2 // 10, 2**20))
+    pipe = RoundPipe(nn.Sequential(*layers), devices=[device], model_run_config=config, **options)
+    optimizer = torch.optim.AdamW(pipe.optim_parameters(), lr=1e-4, fused=True)
+    inputs = torch.ones(ROWS, width)
+    for _ in range(3):
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")  # the highest resident memory is counted anew
+        pipe.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.float().square().mean())
+        pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async="exact")
+    pipe.synchronize()
+    pipe.close()
+    return status("VmHWM")
+
+
+def measure(way: str, millions: int) -> dict[str, float]:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.bfloat16)
+    train(TINY, WAYS[way])
+    before = status("VmRSS")
+    width = round((1e6 * millions / LAYERS) ** 0.5)
+    parameters = LAYERS * width**2
+    return {"parameters": parameters, "bytes per parameter": (train(width, WAYS[way]) - before) / parameters}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--millions", type=int, nargs="+", default=[100, 400])
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(arguments.one[0], int(arguments.one[1]))))
+        return 0
+    results: dict[str, dict[str, Any]] = {}
+    above = []
+    for way in WAYS:
+        for millions in arguments.millions:
+            command = [sys.executable, __file__, "--one", way, str(millions)]
+            environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD)}
+            done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+            found = json.loads(done.stdout)
+            results.setdefault(way, {})[str(millions)] = found
+            print(f"{way}, {millions} M: {found['bytes per parameter']:.2f} bytes per parameter", flush=True)
+            if found["bytes per parameter"] > BARS.get(way, float("inf")):
+                above.append(f"{way}, {millions} M")
+    print("above the bar:", above or "none")
+    if arguments.json:
+        stored = {"torch": torch.__version__, "machine": machine(), "bars": BARS, "ways": results}
+        arguments.json.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    return bool(above)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

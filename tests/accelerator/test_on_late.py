@@ -10,8 +10,9 @@ from tests.accelerator.build import reason_not_to_build
 
 _ROOT = Path(__file__).parents[2]
 
-# Tests of the runtime that run there, too; `make accelerator` runs all.
-_RUNTIME = [
+# Those of the order of work, and a few others; `make accelerator` runs all.
+_TESTS = [
+    "tests/accelerator/on_late",
     "tests/runtime/device/test_accelerator.py",
     "tests/runtime/device/test_device.py::test_an_accelerator_copies_in_and_out",
     "tests/flatten/trees/test_describe.py::test_values_are_read_from_an_accelerator",
@@ -22,8 +23,7 @@ pytestmark = pytest.mark.skipif(reason_not_to_build() is not None, reason=str(re
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # all tests of a process, and perhaps the compiler
-@pytest.mark.parametrize("tests", [["tests/accelerator/on_late"], _RUNTIME], ids=["order", "runtime"])
-def test_on_the_reference_accelerator(tests):
+def test_on_the_reference_accelerator():
     """All pass. A process of its own, since torch.accelerator.is_available() is true in it from its start."""
     done = subprocess.run(
         [
@@ -37,7 +37,7 @@ def test_on_the_reference_accelerator(tests):
             "-n",
             "0",
             "-q",
-            *tests,
+            *_TESTS,
         ],
         cwd=_ROOT,
         capture_output=True,

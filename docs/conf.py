@@ -33,7 +33,7 @@ exclude_patterns = [
     "_generated",
     "examples",
     "_build",
-    *(f"auto_examples/**/*.{kind}" for kind in ("ipynb", "md5", "py")),
+    *(f"auto_examples/{place}.{kind}" for place in ("*", "**/*") for kind in ("ipynb", "md5", "py")),
 ]
 suppress_warnings = ["config.cache"]  # sphinx-gallery's settings hold functions, which Sphinx cannot pickle
 

@@ -6,6 +6,7 @@ looks into the store a few times a second.
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -41,8 +42,11 @@ class Alarm:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         if store is not None and size > 1:
-            # Not waited for at the end of the interpreter, and it keeps nothing alive.
-            threading.Thread(target=_listen, args=(weakref.ref(self),), name="roundpipe alarm", daemon=True).start()
+            self._thread = threading.Thread(
+                target=_listen, args=(weakref.ref(self),), name="roundpipe alarm", daemon=True
+            )
+            self._thread.start()
+            _ALARMS.add(self)
 
     def listen(self, listener: Callable[[int | None], None] | None) -> None:
         """Set the function that is called when another rank has failed.
@@ -128,6 +132,17 @@ class Alarm:
         if listener is not None:
             listener(news.get("call"))
         return True
+
+
+_ALARMS: weakref.WeakSet[Alarm] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the threads before the interpreter does, which would end the process where one is in the store's code."""
+    for alarm in list(_ALARMS):
+        alarm.close()
+        alarm._thread.join(1.0)
 
 
 def _listen(alarm: weakref.ref[Alarm]) -> None:

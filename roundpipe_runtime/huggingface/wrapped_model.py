@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..engine.config import RoundPipeRunConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, DistributedError
 from ..pipeline import RoundPipe
 from ..pipeline.call_types import forward_backward_method
 from .adapters import check_adapters, model_inside
@@ -252,6 +252,12 @@ class WrappedModel(RoundPipe):
         is_smoothed = options.smoothed_loss is not None
         computes_loss = is_smoothed or has_labels(model, kwargs)
         if computes_loss and not is_smoothed and has_auxiliary_loss(model, kwargs):
+            if self.mesh is not None and self.mesh.size() > 1:
+                raise DistributedError(
+                    f"The auxiliary loss of {type(model).__name__} is one of all rows, and this rank has its own only. "
+                    "Leave it out, or train in one process:\n"
+                    "    model.config.output_router_logits = False"
+                )
             return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config)
         if loss_fn is own_loss and not return_outputs:
             kwargs[CALL_OPTIONS] = dataclasses.replace(options, loss_only=True)

@@ -22,6 +22,7 @@ def write_benchmarks(folder: Path) -> None:
         ("ranks", _ranks),
         ("steps", _steps),
         ("memory", _memory),
+        ("dry", _dry),
         ("layers", _layers),
         ("store", _store),
     ):
@@ -188,6 +189,33 @@ def _memory(data: Mapping[str, Any], _: Path) -> list[str]:
         [way, *(f"{found[size]['bytes per parameter']:.2f}" for size in sizes)] for way, found in data["ways"].items()
     ]
     return ["", *_table(["bytes per parameter", *(f"{size} million" for size in sizes)], rows)]
+
+
+def _dry(data: Mapping[str, Any], _: Path) -> list[str]:
+    names = {"kernels": "kernels", "up": "link up", "down": "link down"}
+    rows = []
+    for case in data["cases"]:
+        busy = case["busy"]
+        most = max(busy, key=lambda name: busy[name])
+        shares = [f"**{share:.0%}**" if name == most else f"{share:.0%}" for name, share in busy.items()]
+        rows.append(
+            [
+                case["model"],
+                f"{case['devices']} x {case['kind']}",
+                f"{case['microbatches']} x {case['tokens']:,}",
+                f"{case['milliseconds']:,.0f}",
+                f"{case['tokens per second']:,.0f}",
+                *shares,
+                f"{case['peak bytes'] / 1e9:.1f}",
+            ]
+        )
+    head = ["model", "devices", "tokens", "ms a step", "tokens/s", *names.values(), "peak, GB"]
+    host = data["host"]["overhead"]
+    text = (
+        f"A layer call takes {host:.0f} µs of processor time beyond the layer, on a busy machine. Copies, events and "
+        "waits of the reference accelerator are part of it, and are slower than those of a driver."
+    )
+    return [*_table(head, rows), "", text]
 
 
 def _layers(data: Mapping[str, Any], _: Path) -> list[str]:

@@ -34,8 +34,8 @@ CASES = [
     for kind in ("H200", "4090")
     for devices in (1, 8)
 ]
-# Layers alone, on devices like an H200: devices, microbatches, and the milliseconds that are the bar. The bars are from a
-# clock that counted a third more operations: they show what became slower, and not how fast it is.
+# Layers alone, on devices like an H200: devices, microbatches, and the milliseconds that are the bar. The bars come
+# from a clock that counted a third more operations: they show what became slower, and not how fast it is.
 _LAYERS = "8 layers of Llama 70B"
 BARS = [(1, 4, 2750), (1, 2, 1425), (1, 1, 890), (2, 4, 1500)]
 OVERHEAD_BAR = 150.0

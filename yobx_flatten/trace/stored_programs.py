@@ -27,7 +27,8 @@ def remembering_hints(typing: Any) -> types.SimpleNamespace:
     @functools.wraps(typing.get_type_hints)
     def get_type_hints(obj: Any, globalns: Any = None, *more: Any, **options: Any) -> dict[str, Any]:
         if more or options or not isinstance(obj, type):
-            return typing.get_type_hints(obj, globalns, *more, **options)
+            found: dict[str, Any] = typing.get_type_hints(obj, globalns, *more, **options)
+            return found
         given_for, hints = _HINTS.get(obj, (None, None))
         if hints is None or given_for is not globalns:
             hints = typing.get_type_hints(obj, globalns)

@@ -15,6 +15,9 @@ RUNTIME_CAUSES: dict[tuple[str, str, tuple[str, ...]], str] = {
     ("", "is a number that varies, and other runtimes take tensors", ("deepseek_v4",)): (
         "the compressors of its cache count in integers of Python (`entry_count`), and these runtimes take tensors"
     ),
+    ("OpenVINO", "Can't create dummy inputs", ("longcat_flash",)): (
+        'OpenVINO 2026.4 cannot compile the file: "Can\'t create dummy inputs if argument shapes ranks are not equal"'
+    ),
     ("program", "", ("nemotron_h",)): (
         "one token is computed without `dt_limit`, and several with it (modeling_nemotron_h.py, 5.23): the model "
         "itself differs by 9e-5 between three tokens at once and one after the other"

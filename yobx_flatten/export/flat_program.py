@@ -182,17 +182,26 @@ def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[s
     """
     found: dict[tuple[str, int], Size] = {}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):
-        given, places = node.args
-        while _name(given) in _SAME_AXES:
-            given = given.args[0]
+        read, places = node.args
+        inputs = [origin for origin in _origins(read) if origin.name in names]
         for axis, place in enumerate(places):
             count = _length_of_range(place)
-            if given.name not in names or count is None:
-                continue
-            own, read = given.meta["val"].shape[axis], node.args[0].meta["val"].shape[axis]
-            if isinstance(own, torch.SymInt) and own.node.expr.is_Symbol and str(own) == str(read):
-                found[names[given.name], axis] = _size(count)
+            for origin in inputs if count is not None else ():
+                own, same = origin.meta["val"].shape[axis], read.meta["val"].shape[axis]
+                if isinstance(own, torch.SymInt) and own.node.expr.is_Symbol and str(own) == str(same):
+                    found[names[origin.name], axis] = _size(count)
     return found
+
+
+def _origins(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """What a tensor was made of that has its axes, most of them as long: a mask may have entries for an image."""
+    if _name(node) in _SAME_AXES:
+        yield from _origins(node.args[0])
+    elif _name(node) == "cat":
+        for part in node.args[0]:
+            yield from _origins(part)
+    else:
+        yield node
 
 
 def _name(node: torch.fx.Node) -> str:

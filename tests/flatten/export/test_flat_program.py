@@ -20,20 +20,29 @@ from yobx_flatten.runners.signature import Signature
 
 
 class Masked(torch.nn.Module):
-    """A mask that is read at the numbers of the rows, as masks of transformers are; rows in order of their sums."""
+    """A mask that is read at the numbers of the rows, as masks of transformers are; rows in order of their sums.
+
+    Models that see prepend entries for an image to the mask (GIT of transformers).
+    """
+
+    def __init__(self, image=0):
+        super().__init__()
+        self.image = image
 
     def forward(self, x, mask):
         rows = torch.arange(x.shape[0])[:, None]
+        if self.image:
+            mask = torch.cat([mask.new_ones(mask.shape[0], self.image), mask], dim=-1)
         padded = torch.nn.functional.pad(mask.to(torch.bool), (0, x.shape[1]))
         return (x * padded[rows, torch.arange(x.shape[1])[None]])[x.sum(1).sort()[1]]
 
 
-@pytest.fixture(scope="module")
-def signature():
+@pytest.fixture(scope="module", params=[0, 5], ids=["text", "image"])
+def signature(request):
     """Of a program for any number of rows and columns."""
     free = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
     given = {"x": torch.ones(2, 3), "mask": torch.ones(2, 4, dtype=torch.int64)}
-    exported = export_program(Masked(), (), given, dynamic_shapes={"x": free, "mask": free}, cases=[])
+    exported = export_program(Masked(request.param), (), given, dynamic_shapes={"x": free, "mask": free}, cases=[])
     return signature_of(source_of(exported).traced)
 
 

@@ -83,8 +83,9 @@ def run(program: Program, page: str, namespace: dict[str, Any]) -> str:
 def commands_of(program: Program) -> list[tuple[str, str]]:
     """What is typed, and what is shown of it: ```console blocks show both, ```bash blocks what is typed."""
     if program.kind == "bash":
-        # torchrun is typed in tests/tasks
-        return [(line, "") for line in program.source.splitlines() if not line.startswith(("pip ", "torchrun "))]
+        # torchrun is typed in tests/tasks, and a clone has an address once there is a public one
+        elsewhere = ("pip ", "torchrun ", "git clone ")
+        return [(line, "") for line in program.source.splitlines() if not line.startswith(elsewhere)]
     _, *parts = re.split(r"^\$ ", program.source, flags=re.MULTILINE)
     return [(typed, shown) for typed, _, shown in (part.partition("\n") for part in parts)]
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..device.interrupts import Uninterrupted
 from ..errors import DistributedError
 from ..optim.parameters import LayerContents
 from ..optim.readiness import ReadinessTable
 from ..optim.step import OptimizerCtx, StepRunner
+from ..optim.torch_steps import hear_steps
 from .errors import RankStepError, format_failure
 from .ranks import Ranks
 from .shards import RankStore
@@ -152,13 +152,13 @@ _RUNNERS: weakref.WeakSet[RankSteps] = weakref.WeakSet()
 
 def _watch(runner: RankSteps) -> None:
     """Let a runner hear of the steps of all optimizers."""
-    if not _HOOKS:
-        _HOOKS.append(register_optimizer_step_pre_hook(_before))
-        _HOOKS.append(register_optimizer_step_post_hook(_after))
+    _hear_steps()
     _RUNNERS.add(runner)
 
 
-_HOOKS: list[Any] = []
+@cache
+def _hear_steps() -> None:
+    hear_steps(_before, _after)
 
 
 def _before(optimizer: torch.optim.Optimizer, *_: Any) -> None:

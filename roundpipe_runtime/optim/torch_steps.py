@@ -25,6 +25,7 @@ __all__ = [
     "PART",
     "Taker",
     "dtype_of_gradient",
+    "hear_steps",
     "install",
     "number_of_steps",
     "other_post_hooks",
@@ -37,6 +38,7 @@ Optimizer: TypeAlias = torch.optim.Optimizer
 
 # Gets an optimizer and the arguments of its step, itself first. Returns the optimizer that steps instead.
 Taker: TypeAlias = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Optimizer]
+Hook: TypeAlias = Callable[[Optimizer, Any, Any], None]
 
 
 class _Taking(threading.local):
@@ -74,11 +76,26 @@ def dtype_of_gradient(tensor: torch.Tensor) -> torch.dtype:
     return chosen or tensor.dtype
 
 
+# Our own hooks after a step, which read no gradient.
+_OWN: set[Hook] = set()
+
+
 @functools.cache
 def install() -> None:
-    """Register the hooks, once per process."""
-    register_optimizer_step_pre_hook(_before)
-    register_optimizer_step_post_hook(_after)
+    """Register the hooks of this file, once per process."""
+    hear_steps(_before, _after)
+
+
+def hear_steps(before: Hook, after: Hook) -> None:
+    """Let two functions of this package hear of the steps of all optimizers; a step in parts goes on with them.
+
+    Args:
+        before: function that is called before each step.
+        after: function that is called after each step.
+    """
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+    _OWN.add(after)
 
 
 def take_over_always(taker: Taker) -> None:
@@ -123,9 +140,9 @@ def under_way(optimizer: Optimizer, ended: threading.Event) -> None:
 
 
 def other_post_hooks(optimizer: Optimizer) -> bool:
-    """Report whether anything but this file has a hook after the steps of an optimizer."""
+    """Report whether anything but this package has a hook after the steps of an optimizer."""
     everywhere = _global_optimizer_post_hooks.values()
-    return bool(optimizer._optimizer_step_post_hooks) or any(hook is not _after for hook in everywhere)
+    return bool(optimizer._optimizer_step_post_hooks) or any(hook not in _OWN for hook in everywhere)
 
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

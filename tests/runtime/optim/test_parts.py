@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from roundpipe_runtime.optim.parts import OptimizerParts, can_step_in_parts
+from roundpipe_runtime.optim.torch_steps import hear_steps, other_post_hooks
 
 SHAPES = [(40, 30), (30,), (17, 30), (17,), (3, 17)]
 
@@ -141,3 +143,20 @@ def test_what_changes_after_the_step_began_has_no_effect():
     torch.optim.SGD(plain, lr=0.1).step()
     assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
     assert optimizer.param_groups[0]["lr"] == 7.0
+
+
+def test_hooks_of_this_package_are_no_obstacle_and_others_are():
+    """A pipeline of several processes hears of the steps of all optimizers, in other pipelines also."""
+    heard = []
+    hear_steps(lambda *_: heard.append("before"), lambda *_: heard.append("after"))
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.step()
+    assert heard == ["before", "after"]
+    assert not other_post_hooks(optimizer)
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        assert other_post_hooks(optimizer)
+    finally:
+        handle.remove()

@@ -182,7 +182,7 @@ def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[s
     """
     found: dict[tuple[str, int], Size] = {}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):
-        read, places = node.args
+        read, places = node.all_input_nodes[0], node.args[1]
         inputs = [origin for origin in _origins(read) if origin.name in names]
         for axis, place in enumerate(places):
             count = _length_of_range(place)
@@ -195,13 +195,12 @@ def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[s
 
 def _origins(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     """What a tensor was made of that has its axes, most of them as long: a mask may have entries for an image."""
-    if _name(node) in _SAME_AXES:
-        yield from _origins(node.args[0])
-    elif _name(node) == "cat":
-        for part in node.args[0]:
-            yield from _origins(part)
-    else:
+    name = _name(node)
+    if name != "cat" and name not in _SAME_AXES:
         yield node
+        return
+    for part in node.all_input_nodes if name == "cat" else node.all_input_nodes[:1]:
+        yield from _origins(part)
 
 
 def _name(node: torch.fx.Node) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import pathlib
 import re
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import torch
+from torch.export import ExportedProgram
 
 from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError
 from ..errors.messages import first_line
@@ -87,6 +89,7 @@ def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack
                 compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
                 constant_methods={SIGNATURE: signature.to_json()},
             )
+            _bound_sizes(edge.exported_program(METHOD), traced.program)
             with states_of_the_call():
                 made = edge.to_executorch()
     except Exception as error:  # ExecuTorch raises whatever its passes do
@@ -99,6 +102,20 @@ def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack
     with path.open("wb") as file:
         made.write_to_file(file)
     return int(sum(plan.non_const_buffer_sizes))
+
+
+def _bound_sizes(lowered: ExportedProgram, program: ExportedProgram) -> None:
+    """Bound the sizes of a lowered program as those of the program are.
+
+    ExecuTorch 1.5 lowers some sizes that several inputs share without their largest value, and plans memory for the
+    size of the example then: a decoder with windows refused every larger batch.
+    """
+    known = {str(symbol): found for symbol, found in program.range_constraints.items()}
+    values = (node.meta.get("val") for node in lowered.graph.find_nodes(op="placeholder"))
+    axes: Iterator[Any] = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+    for environment in {size.node.shape_env for size in axes if isinstance(size, torch.SymInt)}:
+        for symbol, found in environment.var_to_range.items():
+            environment.var_to_range[symbol] = found & known.get(str(symbol), found)
 
 
 def _advice(error: Exception, backend: Backend) -> str:

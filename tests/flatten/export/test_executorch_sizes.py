@@ -1,15 +1,25 @@
-"""Loops over tokens in ExecuTorch have the sizes of each call, whatever the largest ones are."""
+"""Files of ExecuTorch take every size up to the largest, and loops over tokens have those of each call."""
 
 import pytest
 import torch
 from torch._higher_order_ops.scan import scan
 from torch.export import Dim
 
-from yobx_flatten import export_program
+from tests.models import make_model
+from yobx_flatten import (
+    Case,
+    DecodeSizes,
+    decode_inputs,
+    dynamic_shapes,
+    export_program,
+    register_flattening_functions,
+)
 from yobx_flatten.runners.open import open_runner
 
 pytest.importorskip("executorch.exir")
-pytest.importorskip("torchao.quantization")  # which lowering imports, and which registers classes
+# lowering imports them, and they register classes
+pytest.importorskip("torchao.quantization")
+pytest.importorskip("torchao.prototype.mx_formats")
 
 pytestmark = pytest.mark.slow
 
@@ -48,3 +58,16 @@ def test_a_loop_of_executorch_computes_in_every_size(tmp_path):
             expected = Decay()(**given)
         found = [runner.run(given)[name] for name in runner.outputs]
         torch.testing.assert_close(found, list(expected))
+
+
+def test_memory_is_planned_for_the_largest_batch_of_a_decoder_with_windows(tmp_path):
+    """Lowering loses the bound of a size that several inputs share: a batch above the example's was refused."""
+    model = make_model("mistral")
+    given = decode_inputs(model, DecodeSizes(2, 20, 3))  # more than the window
+    shapes = dynamic_shapes(given, bounds={"batch": 4, "length": 64})
+    largest = Case("the largest batch", (), decode_inputs(model, DecodeSizes(4, 5, 3)), 1)
+    with register_flattening_functions(patch_transformers=True):
+        exported = export_program(model, (), given, dynamic_shapes=shapes, cases=[largest])
+        report = exported.to_executorch(tmp_path / "mistral.pte", backend="portable")
+    assert [case.error for case in report.cases] == [None, None]
+    assert max(case.max_difference for case in report.cases) <= report.tolerance

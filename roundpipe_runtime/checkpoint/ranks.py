@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -39,13 +37,15 @@ class CheckpointRanks:
         if len(members) > 1:
             import torch.distributed as dist
 
+            from ..distributed.ranks import job_timeout
+
             self.rank, self.size = members.index(dist.get_rank()), len(members)
             world, group = _GROUPS.get(members, (None, None))
             if world is not dist.group.WORLD:  # none yet, or one of a job that has ended
                 # a group of their own: a checkpoint is written next to what the training exchanges
                 is_part = members != tuple(range(dist.get_world_size()))
                 group = dist.new_group(
-                    list(members), timeout=_timeout(), backend="gloo", use_local_synchronization=is_part
+                    list(members), timeout=job_timeout(), backend="gloo", use_local_synchronization=is_part
                 )
                 _GROUPS[members] = dist.group.WORLD, group
             self.group = group
@@ -123,14 +123,3 @@ def ranks_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Checkpoin
             "that have the model. Save each part in a folder of its own."
         )
     return CheckpointRanks(*members)
-
-
-def _timeout() -> datetime.timedelta | None:
-    """How long the default group waits, which the user gave to ``init_process_group``."""
-    import torch.distributed as dist
-
-    with contextlib.suppress(RuntimeError, AttributeError):  # it may have no backend for the host
-        options = dist.group.WORLD._get_backend(torch.device("cpu")).options  # type: ignore[union-attr] # it is there
-        found: datetime.timedelta = options._timeout
-        return found
-    return None

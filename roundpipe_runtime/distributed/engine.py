@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -24,7 +23,6 @@ from ..batch.arguments import check_labels
 from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..batch.loss import LossContract, warn_if_uneven
 from ..batch.splitting import split
-from ..device.events import NOW
 from ..device.interrupts import Uninterrupted
 from ..device.pinning import PinnedModel
 from ..device.virtual import Device
@@ -40,7 +38,9 @@ from ..optim.step import StepRunner
 from .agreement import describe_call, describe_model, share_weights
 from .call import Call, Opening, Verdict
 from .errors import StoppedByRankError, format_failure, rank_failed, ranks_disagree
+from .kept import KeptSums
 from .losses import GroupLosses, report_losses, total_contract
+from .news import News
 from .publication import RankSteps
 from .ranks import Ranks
 from .reduction import Reduction, ReductionPlan
@@ -99,12 +99,10 @@ class RankEngine(Engine):
         share_weights(model, ranks)
         self._worker = Worker("reduction")
         self._is_deferred = False
-        self._deferred: dict[tuple[int, int], dict[nn.Parameter, torch.Tensor]] = {}
+        self._kept = KeptSums()
         self._number = 0
         self._rows_of_batch: int | None = None
-        self._run: Run | None = None
-        self._stop_reason: BaseException | None = None
-        self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._news = News(ranks.alarm)
 
     def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> RankStore:
         """Return the store of the model's parameters."""
@@ -178,11 +176,11 @@ class RankEngine(Engine):
             BaseException: the error of this rank.
         """
         self._check_can_run()
-        with self.lock, self._listening():
+        with self.lock, self._calling():
             call = self._open(args, kwargs, label, config)
-            is_late = self._is_deferred or bool(self._deferred)
+            is_late = self._is_deferred or bool(self._kept)
             reduction = Reduction(call.plan, self.ranks)
-            summed = None if is_late else self._submit(reduction)
+            summed = None if is_late else self._news.watch(self._worker.submit(reduction.run))
             outputs, failure = None, None
             try:
                 self._run_groups(call, None if is_late else reduction, loss_fn, return_outputs, config)
@@ -190,7 +188,7 @@ class RankEngine(Engine):
                     outputs = self._outputs(call, config)
                 self.steps.wait_update()
                 if summed is not None:
-                    self._wait(summed)
+                    self._news.wait(summed)
             except BaseException as error:
                 failure = error
             with Uninterrupted():
@@ -199,6 +197,14 @@ class RankEngine(Engine):
             if self.ranks.rank == 0:
                 self._warn_of_rows(call, config)
             return (total, outputs) if return_outputs else total
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        with self._news.listening(lambda: self._number):
+            try:
+                yield
+            finally:
+                self._rows_of_batch = None
 
     def _open(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: RoundPipeRunConfig) -> Call:
         """Cut this rank's rows into its groups, and agree with all ranks on the call."""
@@ -280,12 +286,9 @@ class RankEngine(Engine):
                     first_microbatch=first,
                     gradients_landed=None if reduction is None else partial(reduction.land, turn),
                 )
-                self._run = run
-                if self._stop_reason is not None:
-                    raise self._stop_reason
-                self._start(run, host_values)
-                self.execute(run, run.spec.stages)
-                self._run = None
+                with self._news.stopping(run):
+                    self._start(run, host_values)
+                    self.execute(run, run.spec.stages)
                 if len(layers) in run.collected.gradients:
                     raise DistributedError(
                         "The loss function trains parameters of its own, which no layer holds, so they are not summed "
@@ -360,9 +363,9 @@ class RankEngine(Engine):
             self._feed(call, scale)
         self.steps.run_ended()
         if is_late:
-            self._keep(call, scale)
+            self._kept.add(call, scale)
             if not self._is_deferred:
-                self._send_kept(call.plan)
+                self.store.add_gradients(self._kept.send(call.plan, self.ranks))
         else:
             had = set().union(*(one.had for one in verdicts))
             self.store.add_gradients(list(reduction.results(scale, had)))
@@ -393,73 +396,6 @@ class RankEngine(Engine):
         if not self._warned and config.loss_reduction == "sum" and call.contract.kind not in ("pair", None):
             self._warned = warn_if_uneven(call.contract.rows, (config.num_microbatch or 1) * self.replicas)
 
-    # -- sums that stay on the rank ----------------------------------------------------------------------------------
-
-    def _keep(self, call: Call, scale: float) -> None:
-        """Add the gradients of each group to what it has kept."""
-        turns = [turn for turn, part in enumerate(call.parts) if part]
-        for turn, (run, _) in zip(turns, call.runs, strict=True):
-            for layer, gradients in run.collected.gradients.items():
-                kept = self._deferred.setdefault((turn, layer), {})
-                for parameter, (gradient, ready) in gradients.items():
-                    ready.result()
-                    scaled = gradient if scale == 1.0 else gradient.mul_(scale)
-                    kept[parameter] = kept[parameter].add_(scaled) if parameter in kept else scaled
-            run.collected.gradients.clear()
-
-    def _send_kept(self, plan: ReductionPlan) -> None:
-        reduction = Reduction(plan, self.ranks)
-        kept, self._deferred = self._deferred, {}
-        for turn in range(len(groups_of(self.ranks.rank, self.ranks.size, self.replicas))):
-            for layer in range(len(self.layers)):
-                found = kept.pop((turn, layer), {})
-                reduction.land(turn, layer, {parameter: (gradient, NOW) for parameter, gradient in found.items()})
-        reduction.run()
-        had: set[tuple[int, int]] = set().union(*self.ranks.exchange(reduction.had))
-        self.store.add_gradients(list(reduction.results(1.0, had)))
-
-    # -- news of other ranks -----------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        self._stop_reason, self._run = None, None
-        self._news = queue.SimpleQueue()
-        self.ranks.alarm.listen(self._hear)
-        try:
-            yield
-        finally:
-            self.ranks.alarm.listen(None)
-            self._run = self._rows_of_batch = None
-
-    def _hear(self, number: int | None) -> None:
-        """Stop what is under way: another rank has failed in this call, or is gone."""
-        if number in (None, self._number):
-            self._stop(StoppedByRankError("Another rank has failed."))
-
-    def _stop(self, reason: BaseException) -> None:
-        self._stop_reason = reason
-        run = self._run
-        if run is not None:
-            run.mailbox.fail(reason)
-        self._news.put(reason)
-
-    def _submit(self, reduction: Reduction) -> Future[None]:
-        summed = self._worker.submit(reduction.run)
-        summed.add_done_callback(self._when_summed)
-        return summed
-
-    def _when_summed(self, summed: Future[None]) -> None:
-        if error := summed.exception():
-            self._stop(error)
-        self._news.put(summed)
-
-    def _wait(self, summed: Future[None]) -> None:
-        with Uninterrupted(stop=self._news.put):
-            news = self._news.get()
-        if isinstance(news, BaseException):
-            raise news
-        summed.result()
-
     # -- what has no meaning for a part of a batch -------------------------------------------------------------------
 
     def commit_backward(self, run: Run) -> None:
@@ -475,7 +411,7 @@ class RankEngine(Engine):
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear all gradients, and sums that stayed on this rank."""
-        self._deferred.clear()
+        self._kept.clear()
         super().zero_grad(set_to_none)
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from ..errors import ConfigError
 from .alarm import Alarm
 from .errors import rank_failed_in_step, ranks_gone
 
-__all__ = ["Channel", "MeshRanks", "Ranks", "ranks_of"]
+__all__ = ["Channel", "MeshRanks", "Ranks", "job_timeout", "ranks_of"]
 
 Channel: TypeAlias = Literal["control", "data", "weights", "step"]
 
@@ -119,7 +119,7 @@ class MeshRanks(Ranks):
         copies, count = (1, mesh.size()) if mesh.ndim == 1 else (mesh.size(0), mesh.size(1))
         super().__init__(self._members.index(dist.get_rank()), count, copies)
         self.mesh = mesh
-        timeout = _timeout()
+        timeout = job_timeout()
         # Names of groups of all processes are never used twice, so no rank reads old addresses in the store.
         is_part = len(self._members) < dist.get_world_size()
         self._new_group = partial(
@@ -244,8 +244,8 @@ def check_mesh(mesh: Any) -> None:
         raise ConfigError(f"This process has rank {dist.get_rank()}, which is not in the mesh {mesh.mesh.tolist()}.")
 
 
-def _timeout() -> datetime.timedelta | None:
-    """How long the default group waits, which the user gave to ``init_process_group``."""
+def job_timeout() -> datetime.timedelta | None:
+    """Return how long the default group waits, which the user gave to ``init_process_group``."""
     with contextlib.suppress(RuntimeError, AttributeError):  # it may have no backend for the host
         options = dist.group.WORLD._get_backend(torch.device("cpu")).options  # type: ignore[union-attr] # it is there
         found: datetime.timedelta = options._timeout

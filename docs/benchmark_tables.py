@@ -178,7 +178,8 @@ def _steps(data: Mapping[str, Any], _: Path) -> list[str]:
     for name, found in data["milliseconds"].items():
         times = [found[side] for side in ("compute", "optimizer", "synchronous", "exact", "one step late")]
         largest = max(found["compute"], found["optimizer"])
-        rows.append([name, *(f"{took:.0f}" for took in times), f"{found['exact'] / largest:.2f}x"])
+        digits = 0 if largest >= 100 else 1
+        rows.append([name, *(f"{took:.{digits}f}" for took in times), f"{found['exact'] / largest:.2f}x"])
     head = ["layers, share of the optimizer", "compute, ms", "optimizer, ms", "synchronous, ms", "exact, ms"]
     return ["", *_table([*head, "one step late, ms", "exact / larger of the first two"], rows)]
 

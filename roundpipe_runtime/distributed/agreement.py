@@ -28,13 +28,14 @@ def describe_model(model: nn.Module, **options: Any) -> dict[str, object]:
 
 
 def describe_call(
-    contents: list[LayerContents], config: RoundPipeRunConfig, *, step: int, is_deferred: bool
+    contents: list[LayerContents], config: RoundPipeRunConfig, *, call: str, step: int, is_deferred: bool
 ) -> dict[str, object]:
     """Return what makes a call, by name, for :func:`ranks_disagree`.
 
     Args:
         contents: layers on the host.
         config: settings of the call.
+        call: name of the call.
         step: number of completed calls.
         is_deferred: whether sums stay on the rank.
     """
@@ -45,6 +46,7 @@ def describe_call(
         if parameter.requires_grad
     ]
     return {
+        "the call": call,
         "the number of completed calls": step,
         "num_microbatch": config.num_microbatch,
         "loss_reduction": config.loss_reduction,

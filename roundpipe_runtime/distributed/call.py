@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from ..engine.run import Run
 from .losses import LossReport
 from .reduction import ReductionPlan
 
-__all__ = ["Call", "Opening", "Verdict"]
+__all__ = ["Call", "Halfway", "Opening", "Verdict"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Verdict:
         had: Parameters that got a gradient.
         buffers: Buffers that its first group wrote, by layer and number.
         feeds: Whether gradients go on from its inputs.
+        total: Loss of the batch, of a call in two passes.
     """
 
     begun: int
@@ -53,6 +55,20 @@ class Verdict:
     had: frozenset[tuple[int, int]] = frozenset()
     buffers: Mapping[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
     feeds: bool = False
+    total: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Halfway:
+    """What a rank states between forward and backward, where the loss is one of the whole batch.
+
+    Attributes:
+        of_groups: What the loss needs to know of each group of the rank.
+        failure: Error of this rank; ``None`` if it can go on.
+    """
+
+    of_groups: Sequence[Any]
+    failure: str | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -67,6 +83,10 @@ class Call:
         seed: Seed of random layers.
         first_rank: Rank with the first group that has rows.
         runs: Runs of this rank that have succeeded, with their inputs.
+        is_one_pass: Whether each microbatch goes back as soon as it has its loss, so that the contract has all losses.
+        total: Loss of the batch, of a call in two passes.
+        written: Buffers that the first group of this rank wrote, where the model has them already.
+        feeds: Whether the call goes on backward from the inputs; autograd does otherwise.
     """
 
     parts: list[list[FlatMicrobatch]]
@@ -76,3 +96,7 @@ class Call:
     seed: int
     first_rank: int
     runs: list[tuple[Run, list[HostValue]]] = dataclasses.field(default_factory=list)
+    is_one_pass: bool = True
+    total: Any = None
+    written: Mapping[tuple[int, int], torch.Tensor] | None = None
+    feeds: bool = True

@@ -1,175 +1,132 @@
-"""The engine of one rank: it runs the groups of this rank, and commits when all ranks have succeeded.
+"""The engine of one rank: calls in one pass, and calls whose backward begins when all of the forward is there.
 
 ::
 
-    opening     rows of every group, the seed of rank 0, whether all ranks call alike          one exchange
-    runs        one per own group; gradients of a layer go to the reduction as they land
-    verdict     losses and weights of all microbatches, or the error of a rank                one exchange
-    commit      loss and scale of the whole batch; sums into the targets; buffers of the first group
+    forward ... backward()     each rank runs its groups forward, alone; the caller's backward sums over all ranks
+    forward_backward_whole     forward of all groups | what the loss needs of all of them | loss | backward
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch.utils import _pytree as pytree
 
-from ..batch.arguments import check_labels
 from ..batch.flat import FlatBatch, FlatMicrobatch
-from ..batch.loss import LossContract, warn_if_uneven
-from ..batch.splitting import split
 from ..device.interrupts import Uninterrupted
-from ..device.pinning import PinnedModel
-from ..device.virtual import Device
-from ..device.worker import Worker
+from ..device.worker import add_note_once
 from ..engine.config import RoundPipeRunConfig
-from ..engine.driver import Engine
-from ..engine.inputs import feed_inputs
-from ..engine.outputs import merge_outputs, outputs_of
+from ..engine.layer_graph import other_leaves
+from ..engine.outputs import merge_outputs
 from ..engine.run import Run
-from ..errors import ConfigError, DistributedError
-from ..optim.parameters import scan
-from ..optim.step import StepRunner
-from .agreement import describe_call, describe_model, share_weights
-from .call import Call, Opening, Verdict
-from .errors import StoppedByRankError, format_failure, rank_failed, ranks_disagree
-from .kept import KeptSums
-from .losses import GroupLosses, report_losses, total_contract
-from .news import News
-from .publication import RankSteps
-from .ranks import Ranks
-from .reduction import Reduction, ReductionPlan
+from ..errors import DistributedError
+from .call import Call, Halfway
+from .errors import StoppedByRankError, format_failure
+from .fused import FusedRankEngine, raise_first
+from .passes import GroupPasses, as_outputs, join_graph
+from .reduction import Reduction
 from .replicas import groups_of
-from .shards import RankStore, ShardedStore
 
-__all__ = ["RankEngine"]
+__all__ = ["BatchLoss", "RankEngine"]
 
 
-class RankEngine(Engine):
-    """Runs the layers of one model on the devices of this rank, for its part of each batch.
+class BatchLoss(Protocol):
+    """A loss that is not a sum over microbatches."""
 
-    Args:
-        model: model that has the parameters and buffers.
-        layers: layers, in order.
-        devices: devices of this rank.
-        optim_dtype: dtype in which the optimizer works.
-        tag: name that distinguishes pipelines that run in the same step, for the seeds of random layers.
-        pinned: pinned memory of the model.
-        ranks: ranks of the model.
-        replicas: number of groups that a batch is cut into. Default: number of ranks.
-        reduce_dtype: dtype in which gradients travel. Default: that of their sums.
-
-    Raises:
-        ConfigError: there are fewer groups than ranks.
-        DistributedError: the ranks have different models or options.
-    """
-
-    store: RankStore
-    steps: RankSteps
-
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[nn.Module],
-        devices: Sequence[Device],
-        optim_dtype: torch.dtype | None,
-        tag: str,
-        pinned: PinnedModel | None,
-        ranks: Ranks,
-        replicas: int | None = None,
-        reduce_dtype: torch.dtype | None = None,
-    ) -> None:
-        self.ranks, self.reduce_dtype = ranks, reduce_dtype
-        self.replicas = ranks.size if replicas is None else replicas
-        if self.replicas < ranks.size:
-            raise ConfigError(
-                f"replicas={self.replicas} is less than the number of ranks, {ranks.size}: some would have nothing to "
-                f"do. Start fewer processes, or give RoundPipe(..., replicas={ranks.size})."
-            )
-        super().__init__(model, layers, devices, optim_dtype, tag, pinned)
-        options = {"replicas": self.replicas, "optim_dtype": optim_dtype, "reduce_dtype": reduce_dtype}
-        stated = describe_model(model, **options, layers=len(layers), name=tag)
-        if error := ranks_disagree(ranks.exchange(stated)):
-            raise error
-        share_weights(model, ranks)
-        self._worker = Worker("reduction")
-        self._is_deferred = False
-        self._kept = KeptSums()
-        self._number = 0
-        self._rows_of_batch: int | None = None
-        self._news = News(ranks.alarm)
-
-    def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> RankStore:
-        """Return the store of the model's parameters."""
-        kind = ShardedStore if self.ranks.num_shards > 1 else RankStore
-        return kind(model, optim_dtype, self.ranks)
-
-    def make_steps(self) -> StepRunner:
-        """Return what runs the optimizer's steps."""
-        layers = self.layers
-        return RankSteps(self.store, self.table, lambda: scan(layers))
-
-    def rows_of_batch(self, rows: int) -> int:
-        """Return the rows of the whole batch in a call.
+    def state(self, group: Sequence[Any]) -> Any:
+        """Return what other ranks need to know of a group: plain values and tensors on the host.
 
         Args:
-            rows: rows of this rank.
+            group: outputs of its microbatches, none for a group without rows.
         """
-        return rows if self._rows_of_batch is None else self._rows_of_batch
 
-    @contextlib.contextmanager
-    def entering(self) -> Iterator[None]:
-        """Notify the other ranks of an error on the way to :meth:`forward_backward`: they wait there for this one."""
-        number = self._number
-        try:
-            yield
-        except BaseException as error:
-            if self._number == number and not self._closed:
-                self._number += 1
-                self.ranks.exchange(Opening([], 0, {}, format_failure(error)))
-            raise
+    def compute(self, groups: Sequence[Sequence[Any]], own: Sequence[int], stated: Sequence[Any]) -> tuple[Any, Any]:
+        """Return the loss of the whole batch and the joined output of this rank.
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Leave the sums of calls in the block on this rank; the first call after it sends them with its own."""
-        before, self._is_deferred = self._is_deferred, True
-        try:
-            yield
-        finally:
-            self._is_deferred = before
+        Args:
+            groups: outputs of the microbatches of each group of this rank, as parts of a graph.
+            own: numbers of these groups.
+            stated: what :meth:`state` returned for every group of the batch.
 
-    def step_exact(self, step: Callable[[], Any]) -> None:
-        """Run an optimizer step now: the weights of all ranks are gathered next to the run that follows."""
-        self.steps.run(step)
+        Returns:
+            The loss, with the same value on all ranks and a graph to the outputs of this one; ``None`` without rows.
+        """
 
-    # -- a call ------------------------------------------------------------------------------------------------------
 
-    def forward_backward(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        label: Any,
-        loss_fn: Callable[[Any, Any], Any],
-        return_outputs: bool,
-        config: RoundPipeRunConfig,
-    ) -> Any:
-        """Run forward, loss and backward of this rank's rows, and return the loss of all rows of all ranks.
+class RankEngine(FusedRankEngine):
+    """Runs the layers of one model on the devices of this rank; see :class:`FusedRankEngine`."""
+
+    _forwarded = (0, 0)
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
+        """Run this rank's rows forward; with gradients, ``backward`` through the outputs sums over all ranks.
 
         Args:
             args: positional arguments of the model.
             kwargs: keyword arguments of the model.
-            label: labels, split like the inputs.
-            loss_fn: loss function of a microbatch.
-            return_outputs: whether to also return the outputs of this rank's rows; ``None`` if it has none.
-            config: settings of the call, without gaps. ``num_microbatch`` is that of each group.
+            config: settings of the call, without gaps.
 
         Returns:
-            The loss of the batch; with ``return_outputs``, ``(loss, outputs)``.
+            The output of this rank's rows.
+
+        Raises:
+            SplitError: inputs cannot be split into microbatches.
+            JoinError: outputs cannot be joined.
+        """
+        if not config.requires_grad or self.replicas == 1:
+            return super().forward(args, kwargs, config)
+        self._check_can_run()
+        with self.lock, torch.enable_grad():
+            passes = GroupPasses(self._cut(args, kwargs, None, config), config)
+            number = self._count_forward()
+            own = groups_of(self.ranks.rank, self.ranks.size, self.replicas)
+            firsts = [group * (config.num_microbatch or 1) for group in own]
+            self._run_forward(passes, firsts, tag=f"{self.tag}|{number}" if number else self.tag)
+            if not passes.runs:
+                passes.empty = self._without_rows(args, kwargs, config)
+            outputs = merge_outputs(join_graph(self, passes), passes.rows(), passes.rows(), config)
+            for index, (run, _) in enumerate(passes.runs):
+                if index:
+                    run.collected.buffers.keep_start()
+                else:
+                    passes.written = run.collected.buffers.final()
+            for run, _ in passes.runs[:1]:
+                self.commit_forward(run)
+            return outputs
+
+    def backward(self, passes: GroupPasses, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Go backward through a forward; all ranks call it.
+
+        Args:
+            passes: forward of this rank's groups.
+            gradients: gradients of its outputs.
+
+        Raises:
+            DistributedError: another rank failed, is gone, or calls in another way.
+        """
+        self._check_can_run()
+        with self.lock, self._calling(), torch.no_grad():
+            call = self._open("backward", lambda: passes.parts, dataclasses.replace(passes.config, requires_grad=True))
+            call = dataclasses.replace(call, is_one_pass=False, feeds=False, written=passes.written)
+            self._run_backward(call, passes, lambda: gradients)
+
+    def forward_backward_whole(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: BatchLoss, config: RoundPipeRunConfig
+    ) -> tuple[Any, Any]:
+        """Run forward, a loss of the whole batch, and backward; all ranks call it.
+
+        Args:
+            args: positional arguments of the model.
+            kwargs: keyword arguments of the model.
+            loss: loss of the batch.
+            config: settings of the call, without gaps.
+
+        Returns:
+            The loss, and the output of this rank's rows, detached.
 
         Raises:
             DistributedError: another rank failed, is gone, or calls in another way.
@@ -177,256 +134,150 @@ class RankEngine(Engine):
         """
         self._check_can_run()
         with self.lock, self._calling():
-            call = self._open(args, kwargs, label, config)
-            is_late = self._is_deferred or bool(self._kept)
-            reduction = Reduction(call.plan, self.ranks)
-            summed = None if is_late else self._news.watch(self._worker.submit(reduction.run))
-            outputs, failure = None, None
+            call = self._open(
+                "forward_backward of a whole batch", partial(self._cut, args, kwargs, None, config), config
+            )
+            call = dataclasses.replace(call, is_one_pass=False)
+            passes = GroupPasses(call.parts, config)
+            stated = self._state_halfway(call, passes, loss)
+            found: list[Any] = [None]
+
+            def compute() -> Sequence[torch.Tensor | None]:
+                with torch.enable_grad():
+                    groups, tensors = _by_group(passes, flows=True)
+                    own = groups_of(self.ranks.rank, self.ranks.size, self.replicas)
+                    total, outputs = loss.compute(groups, own, stated)
+                    found[0] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+                    call.total = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, total)
+                    return _gradients(pytree.tree_leaves(total), tensors)
+
+            return self._run_backward(call, passes, compute), found[0]
+
+    def commit_forward(self, run: Run) -> None:
+        """Commit the buffers that a run wrote. It is not counted: one rank may evaluate while others do not."""
+        step = self.step
+        super().commit_forward(run)
+        if self.replicas > 1:
+            self.step = step
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def _run_forward(self, passes: GroupPasses, firsts: Sequence[int], **of_spec: Any) -> None:
+        for turn, (part, first) in enumerate(zip(passes.parts, firsts, strict=True)):
+            if not part:
+                continue
+            run, values = self.prepare_forward(
+                part, passes.config, first_microbatch=first, gradients_landed=partial(passes.land, turn), **of_spec
+            )
+            passes.runs.append((run, values))
+            with self._news.stopping(run):
+                self._start(run, values)
+                self.execute(run, [stage for stage in run.spec.stages if stage.kind == "forward"])
+            run.remember_versions()
+            run.collected.buffers.check()
+
+    def _count_forward(self) -> int:
+        """The number of forwards since the last call of all ranks: each draws other random numbers."""
+        step, number = self._forwarded
+        number = number if step == self.step else 0
+        self._forwarded = self.step, number + 1
+        return number
+
+    def _without_rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> list[Any]:
+        """The outputs of no rows, through which the caller goes backward as the other ranks do."""
+        with torch.no_grad():
+            without = dataclasses.replace(config, requires_grad=False)
+            parts: list[FlatMicrobatch] = self.split(FlatBatch.of(args, kwargs, None), without)
+            run, values = self.prepare_forward(parts, without)
+            self._start(run, values)
             try:
-                self._run_groups(call, None if is_late else reduction, loss_fn, return_outputs, config)
-                if return_outputs and call.runs:
-                    outputs = self._outputs(call, config)
-                self.steps.wait_update()
-                if summed is not None:
-                    self._news.wait(summed)
-            except BaseException as error:
-                failure = error
-            with Uninterrupted():
-                verdicts = self._judge(call, reduction, summed, failure)
-                total = self._commit(call, reduction, verdicts, is_late=is_late)
-            if self.ranks.rank == 0:
-                self._warn_of_rows(call, config)
-            return (total, outputs) if return_outputs else total
-
-    @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
-        with self._news.listening(lambda: self._number):
-            try:
-                yield
-            finally:
-                self._rows_of_batch = None
-
-    def _open(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: RoundPipeRunConfig) -> Call:
-        """Cut this rank's rows into its groups, and agree with all ranks on the call."""
-        parts: list[list[FlatMicrobatch]] = []
-        failure: BaseException | None = None
-        stated: dict[str, object] = {}
-        contents = scan(self.layers)
-        try:
-            if not config.requires_grad:
-                raise ConfigError("forward_backward computes gradients, but they are switched off. Use forward.")
-            parts = self._cut(args, kwargs, label, config)
-            stated = describe_call(contents, config, step=self.step, is_deferred=self._is_deferred)
-        except BaseException as error:
-            failure = error
-        rows = [[microbatch.rows for microbatch in part] for part in parts]
-        self._number += 1
-        text = None if failure is None else format_failure(failure)
-        said = self.ranks.exchange(Opening(rows, torch.initial_seed(), stated, text))
-        _raise_first(failure, [one.failure for one in said])
-        if disagreement := ranks_disagree([one.stated for one in said]):
-            raise disagreement
-        size, replicas = self.ranks.size, self.replicas
-        groups = [said[group % size].rows[group // size] for group in range(replicas)]
-        if not any(groups):
-            raise ConfigError("The batch has no rows on any rank.")
-        firsts = [sum(len(group) for group in groups[:number]) for number in range(replicas)]
-        counts = [count for group in groups for count in group]
-        self._rows_of_batch = None if None in counts else sum(count or 0 for count in counts)
-        return Call(
-            parts,
-            [firsts[group] for group in groups_of(self.ranks.rank, size, replicas)],
-            LossContract(config.loss_reduction or "sum", counts),
-            ReductionPlan(contents, self.store, replicas, self.reduce_dtype),
-            said[0].seed,
-            next(number for number, group in enumerate(groups) if group) % size,
-        )
-
-    def _cut(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, config: RoundPipeRunConfig
-    ) -> list[list[FlatMicrobatch]]:
-        """The microbatches of each group of this rank; none for a group without rows."""
-        count = len(groups_of(self.ranks.rank, self.ranks.size, self.replicas))
-        if count == 1:
-            batches = [FlatBatch.of(args, kwargs, label)]
-        else:
-            rules = {"split_input": config.split_input, "split_label": config.split_label}
-            groups = split(args, kwargs, label, count, **rules)
-            if len(groups) > count:
-                raise ConfigError(
-                    f"The batch is given in {len(groups)} parts, and this rank has {count} groups. With replicas, give "
-                    "whole tensors, or one part for each group of the rank."
+                self.execute(run, run.spec.stages)
+            except Exception as error:
+                add_note_once(
+                    error,
+                    "This rank has no rows, and the layers were called without any, so that its backward can take part "
+                    "in that of the others. forward_backward does so without calling them:\n"
+                    "    model.forward_backward((inputs,), label=labels, loss_fn=loss_fn)",
                 )
-            batches = [FlatBatch.of(group.args, group.kwargs, group.label) for group in groups]
-        parts = []
-        for batch in batches:
-            check_labels(batch.label)
-            microbatches = self.split(batch, config)
-            parts.append([] if all(one.rows == 0 for one in microbatches) else microbatches)
-        return parts + [[] for _ in range(count - len(parts))]
+                raise
+        found = [run.collected.outputs[number] for number in range(run.spec.num_microbatch)]
+        return [
+            dataclasses.replace(one, needs_grad=[tensor.is_floating_point() for tensor in one.tensors]) for one in found
+        ]
 
-    def _run_groups(
-        self,
-        call: Call,
-        reduction: Reduction | None,
-        loss_fn: Callable[[Any, Any], Any],
-        keep_outputs: bool,
-        config: RoundPipeRunConfig,
-    ) -> None:
-        layers = range(len(self.layers))
-        for turn, (part, first) in enumerate(zip(call.parts, call.firsts, strict=True)):
-            if part:
-                run, host_values = self.prepare_fused(
-                    part,
-                    config,
-                    GroupLosses(call.contract, first, len(part)),
-                    loss_fn=loss_fn,
-                    keep_outputs=keep_outputs,
-                    base_seed=call.seed,
-                    first_microbatch=first,
-                    gradients_landed=None if reduction is None else partial(reduction.land, turn),
-                )
-                with self._news.stopping(run):
-                    self._start(run, host_values)
-                    self.execute(run, run.spec.stages)
-                if len(layers) in run.collected.gradients:
-                    raise DistributedError(
-                        "The loss function trains parameters of its own, which no layer holds, so they are not summed "
-                        "over the ranks. Make them part of the model: a last layer that returns what the loss needs."
-                    )
-                run.collected.buffers.check()
-                call.runs.append((run, host_values))
-            if reduction is not None:
-                for layer in layers:  # what has not landed has no gradient
-                    reduction.land(turn, layer, {})
-
-    def _outputs(self, call: Call, config: RoundPipeRunConfig) -> Any:
-        outputs = [output for run, _ in call.runs for output in outputs_of(run)]
-        rows = [count for run, _ in call.runs for count in run.contract.rows]
-        weights: list[float | None] = [weight for run, _ in call.runs for weight in run.contract.weights]
-        return merge_outputs(outputs, weights if call.contract.kind == "pair" else rows, rows, config)
-
-    # -- success or failure, of all ranks alike ----------------------------------------------------------------------
-
-    def _judge(
-        self, call: Call, reduction: Reduction, summed: Future[None] | None, failure: BaseException | None
-    ) -> list[Verdict]:
-        """Return what all ranks state, when all have succeeded.
+    def _state_halfway(self, call: Call, passes: GroupPasses, loss: BatchLoss) -> list[Any]:
+        """Run forward; return what every group of the batch states.
 
         Raises:
             BaseException: the error of this rank, or that of another one.
         """
-        is_own = failure is not None and not isinstance(failure, StoppedByRankError)
-        if is_own:
-            self.ranks.alarm.raise_for(self._number)
-        begun = reduction.stop()
-        try:
-            if failure is None:
-                verdict = Verdict(
-                    begun,
-                    None,
-                    report_losses(call.contract),
-                    frozenset(reduction.had),
-                    self._written_buffers(call),
-                    any(flag for run, values in call.runs for value in values for flag in value.needs_grad),
-                )
-            else:
-                verdict = Verdict(begun, format_failure(failure) if is_own else None)
-            verdicts = self.ranks.exchange(verdict)
-        except BaseException:
-            self._drop(call, reduction, summed, 0)
-            if failure is not None and is_own:
-                raise failure from None
-            raise
-        stated = [one.failure for one in verdicts]
-        if failure is None and not any(stated):
-            return verdicts
-        self._drop(call, reduction, summed, max(one.begun for one in verdicts))
-        _raise_first(failure if is_own else None, stated)
-        assert failure is not None
-        raise failure
-
-    def _drop(self, call: Call, reduction: Reduction, summed: Future[None] | None, begun: int) -> None:
-        """Forget a call that has failed."""
-        reduction.finish(begun)
-        if summed is not None:
-            with contextlib.suppress(Exception):  # a rank is gone, which is known
-                summed.result()
-        for run, _ in call.runs:
-            run.discard()
-
-    def _commit(self, call: Call, reduction: Reduction, verdicts: Sequence[Verdict], *, is_late: bool) -> Any:
-        contract = total_contract(call.contract, [report for one in verdicts for report in one.losses])
-        total = contract.total()
-        scale = contract.gradient_scale()
-        if any(one.feeds for one in verdicts):
-            self._feed(call, scale)
-        self.steps.run_ended()
-        if is_late:
-            self._kept.add(call, scale)
-            if not self._is_deferred:
-                self.store.add_gradients(self._kept.send(call.plan, self.ranks))
-        else:
-            had = set().union(*(one.had for one in verdicts))
-            self.store.add_gradients(list(reduction.results(scale, had)))
-        contents = call.runs[0][0].spec.contents if call.runs else scan(self.layers)
-        for (layer, number), value in verdicts[call.first_rank].buffers.items():
-            contents[layer].buffers[number].store(value)
-        self.step += 1
-        return total
-
-    def _feed(self, call: Call, scale: float) -> None:
-        """Continue backward from the inputs; an error of one rank is raised on all, before a gradient is written."""
+        own: list[Any] = []
         failure: BaseException | None = None
         try:
-            for run, host_values in call.runs:
-                feed_inputs(run, host_values, scale)
+            with torch.enable_grad():
+                self._run_forward(passes, call.firsts, base_seed=call.seed)
+            own = [loss.state(group) for group in _by_group(passes, flows=False)[0]]
         except BaseException as error:
             failure = error
-        said = self.ranks.exchange(None if failure is None else format_failure(failure))
-        _raise_first(failure, said)
+        with Uninterrupted():
+            is_own = failure is not None and not isinstance(failure, StoppedByRankError)
+            if is_own:
+                self.ranks.alarm.raise_for(self._number)
+            text = format_failure(failure) if failure is not None and is_own else None
+            try:
+                said = self.ranks.exchange(Halfway(own, text))
+                raise_first(failure if is_own else None, [one.failure for one in said])
+                if failure is not None:
+                    raise failure
+            except BaseException:
+                for run, _ in passes.runs:
+                    run.discard()
+                if failure is not None and is_own:
+                    raise failure from None
+                raise
+        size = self.ranks.size
+        return [said[group % size].of_groups[group // size] for group in range(self.replicas)]
 
-    def _written_buffers(self, call: Call) -> dict[tuple[int, int], torch.Tensor]:
-        """The buffers that the first group of the batch wrote; those of other groups are not kept."""
-        if call.first_rank != self.ranks.rank or not call.runs:
-            return {}
-        return call.runs[0][0].collected.buffers.final()
+    # -- backward ----------------------------------------------------------------------------------------------------
 
-    def _warn_of_rows(self, call: Call, config: RoundPipeRunConfig) -> None:
-        if not self._warned and config.loss_reduction == "sum" and call.contract.kind not in ("pair", None):
-            self._warned = warn_if_uneven(call.contract.rows, (config.num_microbatch or 1) * self.replicas)
-
-    # -- what has no meaning for a part of a batch -------------------------------------------------------------------
-
-    def commit_backward(self, run: Run) -> None:
-        """Refuse the backward of a forward: its loss is one of this rank's rows."""
-        if self.ranks.size > 1:
-            run.discard()
-            raise DistributedError(
-                "backward() of what forward returned has the gradients of this rank's rows only, and no other rank "
-                "may be waiting. Give the loss to forward_backward, which sums over all ranks:\n"
-                "    model.forward_backward((inputs,), label=labels, loss_fn=loss_fn)"
-            )
-        super().commit_backward(run)
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Clear all gradients, and sums that stayed on this rank."""
-        self._kept.clear()
-        super().zero_grad(set_to_none)
-
-    def close(self) -> None:
-        """Finish work that is under way and end the threads."""
+    def _run_backward(
+        self, call: Call, passes: GroupPasses, gradients: Callable[[], Sequence[torch.Tensor | None]]
+    ) -> Any:
+        """Go backward through all groups, and commit when all ranks have succeeded; return the loss."""
+        is_late = self._is_deferred or bool(self._kept)
+        reduction = Reduction(call.plan, self.ranks)
+        passes.reduction = None if is_late else reduction
+        call.runs += passes.runs
+        summed = None if is_late else self._news.watch(self._worker.submit(reduction.run))
+        failure: BaseException | None = None
         try:
-            super().close()
-        finally:
-            self._worker.close()
-            self.ranks.close()
+            passes.go_back(self, gradients(), self._news.stopping)
+            self.steps.wait_update()
+            if summed is not None:
+                self._news.wait(summed)
+        except BaseException as error:
+            failure = error
+        with Uninterrupted():
+            verdicts = self._judge(call, reduction, summed, failure)
+            return self._commit(call, reduction, verdicts, is_late=is_late)
 
 
-def _raise_first(own: BaseException | None, said: Sequence[str | None]) -> None:
-    """Raise the error of this rank, or else the first one of another rank."""
-    if own is not None:
-        raise own
-    for rank, failure in enumerate(said):
-        if failure is not None:
-            raise rank_failed(rank, failure)
+def _by_group(passes: GroupPasses, *, flows: bool) -> tuple[list[list[Any]], list[torch.Tensor]]:
+    """The outputs of the microbatches of each group, and all of their tensors."""
+    outputs, tensors = as_outputs(passes.outputs(), flows=flows)
+    found = iter(outputs)
+    return [[next(found) for _ in part] for part in passes.parts], tensors
+
+
+def _gradients(losses: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients of outputs, ``None`` where none flows."""
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    roots = [loss for loss in losses if isinstance(loss, torch.Tensor) and loss.requires_grad]
+    if other_leaves(roots, wanted):
+        raise DistributedError(
+            "The loss function trains parameters of its own, which no layer holds, so they are not summed over the "
+            "ranks. Make them part of the model: a last layer that returns what the loss needs."
+        )
+    if roots:
+        torch.autograd.backward(roots, inputs=wanted)
+    return [tensor.grad for tensor in tensors]

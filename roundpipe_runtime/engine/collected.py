@@ -128,19 +128,24 @@ class WrittenBuffers:
                 found[layer, number] = value
         return found
 
+    def keep_start(self) -> None:
+        """Keep the values that the model has now: another run will replace them before this one goes backward."""
+        for layer, written in self._final.items():
+            for number in written:
+                self._at_start[layer, number] = self._contents[layer].buffers[number].tensor.clone()
+
     def commit(self, *, keep_start: bool) -> None:
         """Write the final values to the model, after :meth:`check`.
 
         Args:
             keep_start: whether a backward follows, whose recomputation starts from the values that are replaced here.
         """
+        if keep_start:
+            self.keep_start()
         for layer, written in self._final.items():
             for number, (value, ready) in written.items():
                 ready.result()
-                slot = self._contents[layer].buffers[number]
-                if keep_start:
-                    self._at_start[layer, number] = slot.tensor.clone()
-                slot.store(value)
+                self._contents[layer].buffers[number].store(value)
         self._final.clear()
 
     def clear(self) -> None:

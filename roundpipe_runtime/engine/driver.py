@@ -146,8 +146,7 @@ class Engine:
         with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
             microbatches = self.split(FlatBatch.of(args, kwargs, None), config)
             rows = [microbatch.rows for microbatch in microbatches]
-            run = self.prepare("train" if config.requires_grad else "infer", config, rows)
-            host_values = _inputs_of(microbatches, run, self._pins())
+            run, host_values = self.prepare_forward(microbatches, config)
             if run.spec.kind == "train":
                 outputs = call(self, run, host_values)
             else:
@@ -226,6 +225,23 @@ class Engine:
         """
         number = config.num_microbatch or 1
         return split_flat(batch, number, split_input=config.split_input, split_label=config.split_label)
+
+    def prepare_forward(
+        self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, **of_spec: Any
+    ) -> tuple[Run, list[HostValue]]:
+        """Return a run of a forward that has not started, and its inputs.
+
+        Args:
+            microbatches: microbatches of the run.
+            config: settings of the call, without gaps.
+            **of_spec: further fields of :class:`RunSpec`.
+
+        Returns:
+            The run, and the inputs of each microbatch.
+        """
+        rows = [microbatch.rows for microbatch in microbatches]
+        run = self.prepare("train" if config.requires_grad else "infer", config, rows, **of_spec)
+        return run, _inputs_of(microbatches, run, self._pins())
 
     def prepare_fused(
         self,

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -15,10 +15,11 @@ from torch.utils import _pytree as pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..engine.config import RoundPipeRunConfig
-from ..errors import ConfigError, DistributedError
+from ..errors import ConfigError
 from ..pipeline import RoundPipe
 from ..pipeline.call_types import forward_backward_method
 from .adapters import check_adapters, model_inside
+from .batch_loss import WholeBatchLoss
 from .batches import check_packed_texts, split_pictures
 from .cutting.caches import CACHE, HeldCache, has_layers, home, split_held
 from .cutting.capture import asked_for, install_hooks, is_cache
@@ -32,6 +33,9 @@ from .loss.label_smoothing import SmoothedLoss, smoothed_call
 from .loss.moe_aux_loss import has_auxiliary_loss, has_router_logits, wants_tuple
 from .loss.weights import has_labels, own_loss, rows_of_call
 from .merge_outputs import loss_fn_with_weight, merge_as_asked, merge_as_tuple, merge_with_cache, merge_with_loss
+
+if TYPE_CHECKING:
+    from ..distributed.engine import RankEngine
 
 _LOG = logging.getLogger(__name__)
 
@@ -252,12 +256,17 @@ class WrappedModel(RoundPipe):
         is_smoothed = options.smoothed_loss is not None
         computes_loss = is_smoothed or has_labels(model, kwargs)
         if computes_loss and not is_smoothed and has_auxiliary_loss(model, kwargs):
-            if self.mesh is not None and self.mesh.size() > 1:
-                raise DistributedError(
-                    f"The auxiliary loss of {type(model).__name__} is one of all rows, and this rank has its own only. "
-                    "Leave it out, or train in one process:\n"
-                    "    model.config.output_router_logits = False"
-                )
+            if self._rp_options.has_groups:
+                given = (run_config or RoundPipeRunConfig()).over(self._rp_options.model_run_config)
+                if given.merge_output not in (None, True):
+                    raise ConfigError(
+                        "With an auxiliary loss of all rows, groups of a batch are joined as the model's outputs are. "
+                        "Leave merge_output= out."
+                    )
+                whole = WholeBatchLoss(model, kwargs, loss_fn, label, as_tuple=wants_tuple(model, input_kwargs))
+                engine = cast("RankEngine", self._rp_engine)
+                found = engine.forward_backward_whole(input_args, kwargs, whole, self._rp_config(config))
+                return found if return_outputs else found[0]
             return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config)
         if loss_fn is own_loss and not return_outputs:
             kwargs[CALL_OPTIONS] = dataclasses.replace(options, loss_only=True)

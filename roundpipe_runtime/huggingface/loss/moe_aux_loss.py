@@ -20,6 +20,7 @@ from ..adapters import model_inside
 from ..configuration import text_config
 
 __all__ = [
+    "auxiliary_loss_of",
     "batch_auxiliary_loss",
     "has_auxiliary_loss",
     "has_router_logits",
@@ -91,12 +92,27 @@ def batch_auxiliary_loss(model: nn.Module, joined: PyTree, parts: Sequence[Any],
     Returns:
         ``(loss, part of the model's loss)``; ``None`` if the outputs have none.
     """
-    function = _function(model)
     routers = getattr(joined, "router_logits", None)
-    if function is None or routers is None or getattr(parts[0], "aux_loss", None) is None:
+    if routers is None or getattr(parts[0], "aux_loss", None) is None:
         return None
-    mask = kwargs.get("attention_mask")
-    aux = function(tuple(routers), *_experts(model), mask)
+    return auxiliary_loss_of(model, tuple(routers), kwargs.get("attention_mask"))
+
+
+def auxiliary_loss_of(model: nn.Module, routers: tuple[torch.Tensor, ...], mask: torch.Tensor | None) -> Any:
+    """Return the auxiliary loss of router logits, and what it adds to the model's loss.
+
+    Args:
+        model: model.
+        routers: logits of the routers, one tensor per layer with a row per token.
+        mask: attention mask of these tokens.
+
+    Returns:
+        ``(loss, part of the model's loss)``; ``None`` if the model has no such loss.
+    """
+    function = _function(model)
+    if function is None:
+        return None
+    aux = function(routers, *_experts(model), mask)
     return aux, _coefficient(model) * aux
 
 

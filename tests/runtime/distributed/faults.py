@@ -180,10 +180,42 @@ def refused(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
             (inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=config
         )
     )
-    output = training.pipeline(inputs)
-    found["backward of a forward"] = raised_by(lambda: output.sum().backward())
+    found["another backward"] = raised_by(
+        lambda: training.pipeline(inputs).sum().backward() if rank == 1 else training.run(0)
+    )
+    training.run(0)
     training.pipeline.close()
     return found
+
+
+def evaluated_alone(mesh: DeviceMesh, rank: int) -> bool:
+    """Forwards of rank 0 only, with and without gradients, between steps of all ranks."""
+    training = Training(mesh.size(), rank, mesh)
+    training.run(0)
+    if rank == 0:
+        training.pipeline(batch(1)[0])
+        with torch.no_grad():
+            training.pipeline(batch(1)[0])
+    training.run(1)
+    training.pipeline.close()
+    return True
+
+
+def backward_without_rows(mesh: DeviceMesh, rank: int) -> bool:
+    """Rank 0 has one row and the others none: the sum of all ranks is the gradient of that row."""
+    training = Training(mesh.size(), rank, mesh)
+    training.model.eval()
+    inputs = batch(0)[0][:1]
+    training.pipeline(inputs if rank == 0 else inputs[:0]).square().sum().backward()
+    plain = layers().eval()
+    plain(inputs).square().sum().backward()
+    found = training.pipeline.optim_parameters()
+    near = all(
+        torch.allclose(one.grad.full_tensor(), other.grad, atol=1e-6)  # type: ignore[union-attr,attr-defined,arg-type] # DTensors
+        for one, other in zip(found, plain.parameters(), strict=True)
+    )
+    training.pipeline.close()
+    return near
 
 
 def weights_of_rank_0(mesh: DeviceMesh, rank: int) -> bool:
@@ -245,6 +277,8 @@ def all_found(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
         "infinity": infinity_in_one_shard(mesh, rank),
         "step": exception_in_a_step(mesh, rank),
         "refused": refused(mesh, rank),
+        "evaluated alone": evaluated_alone(mesh, rank),
+        "backward without rows": backward_without_rows(mesh, rank),
         "weights of rank 0": weights_of_rank_0(mesh, rank),
         "steps without the pipeline": steps_without_the_pipeline(mesh, rank),
     }

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import ConfigError, OptimizerCtx, RoundPipeRunConfig
+from roundpipe_runtime import ConfigError, OptimizerCtx, RoundPipeRunConfig, StageError, wrap_model_to_roundpipe
 from roundpipe_runtime.errors import RoundPipeWarning
 from roundpipe_runtime.pipeline import roundpipe
 from tests.runtime.small import batch, near, small_model
@@ -82,3 +82,40 @@ def test_a_pipeline_without_a_mesh_warns_in_a_group(wrap, monkeypatch):
     call()
     with OptimizerCtx():
         assert len(list(pipeline.parameters())) == len(list(pipeline.model.parameters()))
+
+
+def test_backward_of_groups_has_the_gradient_of_the_whole_batch(wrap):
+    """Of inputs and parameters, next to eager PyTorch; a second backward is refused."""
+    inputs, labels = batch(7)
+    ours, theirs = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
+    model, plain = small_model(), small_model()
+    nn.functional.mse_loss(plain(theirs), labels).backward()
+    pipeline = wrap(model, replicas=3)
+    loss = nn.functional.mse_loss(pipeline(ours, roundpipe_run_config=MEAN), labels)
+    loss.backward(retain_graph=True)
+    assert near(ours.grad, theirs.grad)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert near(one.grad, other.grad)
+    with pytest.raises(StageError, match="goes backward once"):
+        loss.backward()
+
+
+def test_the_auxiliary_loss_of_groups_is_that_of_the_whole_batch():
+    """Loss, its auxiliary part and gradients of a Mixtral with padding, next to the model itself."""
+    pytest.importorskip("transformers")
+    from tests.runtime.distributed.trainings import model
+
+    plain, ours = model("mixtral")(), model("mixtral")()
+    tokens = torch.randint(3, 96, (7, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[1, :3] = 0
+    rows = {"input_ids": tokens, "labels": tokens.masked_fill(mask == 0, -100), "attention_mask": mask}
+    expected = plain.train()(**rows)
+    expected.loss.backward()
+    pipeline = wrap_model_to_roundpipe(ours, lower_threshold=0, devices="virtual:2", replicas=3, check=False).train()
+    loss, output = pipeline.forward_backward(input_kwargs=rows, return_outputs=True)
+    pipeline.close()
+    assert near(loss, expected.loss.detach())
+    assert near(output.aux_loss, expected.aux_loss.detach())
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert near(one.grad, other.grad)

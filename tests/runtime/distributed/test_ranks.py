@@ -15,7 +15,14 @@ STEPS = int(os.environ.get("ROUNDPIPE_RANKS_STEPS", "2"))
 
 
 # What three ranks cut in another way than two; all of it where there is time.
-OF_THREE = ["llama", "mixtral", "more groups than ranks", "bfloat16 with masters", "accumulated on the rank"]
+OF_THREE = [
+    "llama",
+    "mixtral, auxiliary loss",
+    "backward by the caller, dropout",
+    "more groups than ranks",
+    "bfloat16 with masters",
+    "accumulated on the rank",
+]
 NAMES = {2: list(CASES), 3: list(CASES) if STEPS >= 50 else OF_THREE}
 
 
@@ -96,11 +103,24 @@ def test_ranks_with_different_models_or_calls_are_refused(world):
         assert (kind, "num_microbatch is 2 on rank 1, and 1 on rank 0" in text) == ("DistributedError", True)
 
 
-def test_backward_of_a_forward_is_refused(world):
-    """Its loss is one of the rows of a rank."""
+def test_a_backward_that_other_ranks_do_not_call_is_refused(world):
+    """They call forward_backward meanwhile; the error names both, and the next call is one of all ranks."""
     for rank in world:
-        kind, text = rank["refused"]["backward of a forward"]
-        assert (kind, "model.forward_backward" in text) == ("DistributedError", True)
+        kind, text = rank["refused"]["another backward"]
+        assert (kind, "the call is 'backward' on rank 1, and 'forward_backward' on rank 0" in text) == (
+            "DistributedError",
+            True,
+        )
+
+
+def test_a_rank_without_rows_goes_backward_with_the_others(world):
+    """The gradient is that of eager PyTorch on the row that one rank has."""
+    assert all(rank["backward without rows"] for rank in world)
+
+
+def test_one_rank_may_evaluate_alone(world):
+    """Its forward is not a call of all ranks, and the next one finds them alike."""
+    assert all(rank["evaluated alone"] for rank in world)
 
 
 def test_ranks_begin_with_the_weights_of_rank_0(world):

@@ -34,6 +34,7 @@ class Case:
         no_sync: whether sums of all but the last of them stay on the rank.
         is_async: whether steps run next to the next run.
         copies: whether each rank keeps everything whole.
+        is_split: whether the caller goes backward through what the pipeline returned.
     """
 
     model: Callable[[], nn.Module]
@@ -44,6 +45,7 @@ class Case:
     no_sync: bool = False
     is_async: bool = False
     copies: bool = False
+    is_split: bool = False
 
 
 def model(name: str, **changes: Any) -> Callable[[], nn.Module]:
@@ -65,7 +67,8 @@ def _transformers_model(name: str, **changes: Any) -> nn.Module:
         case "llama":
             return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **changes}))
         case "mixtral":
-            config = transformers.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+            routed = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+            config = transformers.MixtralConfig(**sizes, **routed)
             return transformers.MixtralForCausalLM(config)
         case "gpt2":
             config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4)
@@ -90,7 +93,10 @@ def bfloat16() -> nn.Module:
 CASES = {
     "llama": Case(model("llama")),
     "gemma2": Case(model("gemma2")),
-    "mixtral": Case(model("mixtral")),
+    "mixtral, auxiliary loss": Case(model("mixtral")),
+    "auxiliary loss of one row": Case(model("mixtral"), rows=1),
+    "backward by the caller, dropout": Case(model("gpt2"), is_split=True, groups=lambda size: size + 1),
+    "backward by the caller, accumulated": Case(model("llama"), is_split=True, accumulated=2, no_sync=True),
     "gpt2, dropout": Case(model("gpt2")),
     "t5": Case(model("t5")),
     "lora": Case(lora),
@@ -158,13 +164,30 @@ def train(case: Case, size: int, steps: int, mesh: DeviceMesh | None = None, ran
             rows = {name: tensor[own] for name, tensor in batch(case, case.accumulated * number + part).items()}
             is_last = part == case.accumulated - 1
             with pipeline.no_sync() if case.no_sync and not is_last else torch.enable_grad():
-                loss = pipeline.forward_backward(input_kwargs=rows, run_config=config)
+                if case.is_split:
+                    loss = _backward_by_the_caller(pipeline, rows, case, config, mesh)
+                else:
+                    loss = pipeline.forward_backward(input_kwargs=rows, run_config=config)
             losses.append(loss.item())
         pipeline.step(step, is_async=case.is_async)
     pipeline.synchronize()
     weights = {name: value.clone() for name, value in whole.state_dict().items()}
     pipeline.close()
     return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def _backward_by_the_caller(pipeline, rows, case, config, mesh):  # type: ignore[no-untyped-def] # see `train`
+    """A loss of a rank is its share of that of the batch; the sums are those of all ranks."""
+    logits = pipeline(input_ids=rows["input_ids"], roundpipe_run_config=config).logits.float()
+    shares = logits.logsumexp(-1).sum(1) / case.rows
+    shares.sum().backward()
+    whole = torch.zeros(case.rows)
+    whole[: shares.numel()] = shares.detach()
+    if mesh is not None:
+        found = [torch.zeros_like(whole) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, whole)
+        whole = torch.cat(found)
+    return whole.sort().values.double().sum()
 
 
 def digest(result: dict[str, Any]) -> str:

@@ -1,0 +1,185 @@
+"""A forward of the groups of one rank that goes backward later: when the caller does, or when all ranks have theirs.
+
+::
+
+    forward      group after group; what is kept of each is the input of the layers that are called again
+    backward     group after group; gradients of a layer go to the sums as they land
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ..batch.flat import FlatMicrobatch
+from ..device.events import NOW
+from ..device.transfer import HostValue
+from ..engine.config import RoundPipeRunConfig
+from ..engine.resident import Gradients
+from ..engine.run import Run
+from ..errors import StageError
+from .reduction import Reduction
+
+if TYPE_CHECKING:
+    from .engine import RankEngine
+
+__all__ = ["GroupPasses", "as_outputs", "join_graph"]
+
+
+@dataclasses.dataclass(slots=True)
+class GroupPasses:
+    """The forward of the groups of a rank, and what its backward needs.
+
+    Attributes:
+        parts: Microbatches of each group.
+        config: Settings of the call.
+        runs: Runs of the groups that have rows, with the inputs of each microbatch.
+        reduction: Sums that gradients go to as they land; ``None`` where they stay in the run.
+        written: Buffers that the first run wrote.
+        empty: Outputs without rows, on a rank that has none.
+    """
+
+    parts: list[list[FlatMicrobatch]]
+    config: RoundPipeRunConfig
+    runs: list[tuple[Run, list[HostValue]]] = dataclasses.field(default_factory=list)
+    reduction: Reduction | None = None
+    written: dict[tuple[int, int], torch.Tensor] | None = None
+    empty: list[HostValue] = dataclasses.field(default_factory=list)
+
+    def land(self, turn: int, layer: int, gradients: Gradients) -> None:
+        """Pass the gradients of a layer on to the sums.
+
+        Args:
+            turn: number of the group among those of this rank.
+            layer: index of the layer.
+            gradients: gradients on the host.
+        """
+        if self.reduction is not None:
+            self.reduction.land(turn, layer, gradients)
+
+    def rows(self) -> list[int | None]:
+        """Return the rows of each microbatch."""
+        return [microbatch.rows for part in self.parts for microbatch in part] or [0] * len(self.empty)
+
+    def outputs(self) -> list[HostValue]:
+        """Return the output of each microbatch on the host."""
+        found = [run.collected.outputs[number] for run, _ in self.runs for number in range(run.spec.num_microbatch)]
+        return found or self.empty
+
+    def inputs(self) -> list[torch.Tensor]:
+        """Return the inputs that gradients go on from."""
+        return [
+            tensor
+            for _, values in self.runs
+            for on_host in values
+            for tensor, flag in zip(on_host.tensors, on_host.needs_grad, strict=True)
+            if flag
+        ]
+
+    def input_gradients(self) -> list[torch.Tensor | None]:
+        """Return the gradients of :meth:`inputs`, after the backward."""
+        found: list[torch.Tensor | None] = []
+        for run, values in self.runs:
+            for number, on_host in enumerate(values):
+                copies = run.collected.input_gradients[number]
+                for flag, copy in zip(on_host.needs_grad, copies, strict=True):
+                    if flag:
+                        found.append(None if copy is None else _arrived(copy))
+        return found
+
+    def go_back(
+        self,
+        engine: RankEngine,
+        gradients: Sequence[torch.Tensor | None],
+        stopping: Callable[[Run], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        """Run the backward of each group.
+
+        Args:
+            engine: engine of the rank.
+            gradients: gradients of all tensors of :meth:`outputs`, ``None`` where none flows.
+            stopping: function that returns a context in which news of other ranks stop a run.
+        """
+        found = iter(gradients)
+        runs = iter(self.runs)
+        for turn, part in enumerate(self.parts):
+            if part:
+                run, _ = next(runs)
+                run.check_unchanged()
+                run.version = engine.version()
+                for number in range(run.spec.num_microbatch):
+                    taken = [next(found) for _ in run.collected.outputs[number].tensors]
+                    copies = [None if gradient is None else (gradient, NOW) for gradient in taken]
+                    run.mailbox.put(("gradient", len(run.spec.contents), number), copies)
+                with stopping(run):
+                    engine.execute(run, [stage for stage in run.spec.stages if stage.kind == "backward"])
+            for layer in range(len(engine.layers)):  # what has not landed has no gradient
+                self.land(turn, layer, {})
+
+
+def as_outputs(values: Sequence[HostValue], *, flows: bool) -> tuple[list[Any], list[torch.Tensor]]:
+    """Return outputs to compute a loss from, and their tensors.
+
+    Args:
+        values: output of each microbatch on the host.
+        flows: whether the tensors require a gradient where those of the model do.
+    """
+    outputs, tensors = [], []
+    for on_host in values:
+        flags = zip(on_host.tensors, on_host.needs_grad, strict=True)
+        own = [tensor.detach().requires_grad_(flag and flows) for tensor, flag in flags]
+        outputs.append(on_host.structure.rebuild(own))
+        tensors += own
+    return outputs, tensors
+
+
+def join_graph(engine: RankEngine, passes: GroupPasses) -> list[Any]:
+    """Return the output of each microbatch as a part of the caller's graph.
+
+    Args:
+        engine: engine of the rank, which goes backward with all ranks when the caller does.
+        passes: forward of the groups.
+    """
+    anchor = torch.empty(0, requires_grad=True)  # parameters are no inputs of the node: their sums are those of ranks
+    results = iter(_apply(engine, passes, anchor, *passes.inputs()))
+    return [on_host.structure.rebuild([next(results) for _ in on_host.tensors]) for on_host in passes.outputs()]
+
+
+class _Groups(torch.autograd.Function):
+    """The groups of a rank as one node of the caller's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: RankEngine, passes: GroupPasses, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.engine, ctx.passes = engine, passes
+        ctx.set_materialize_grads(False)
+        tensors, fixed = [], []
+        for on_host in passes.outputs():
+            tensors += on_host.tensors
+            fixed += [t for t, flag in zip(on_host.tensors, on_host.needs_grad, strict=True) if not flag]
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        passes, ctx.passes = ctx.passes, None
+        if torch.is_grad_enabled() or passes is None:
+            raise StageError(
+                "The forward of a pipeline goes backward once, without create_graph=True and retain_graph=True. Call "
+                "forward again; gradients of gradients are those of the model itself:\n"
+                "    model = pipeline.model"
+            )
+        ctx.engine.backward(passes, gradients)
+        return (None, None, None, *passes.input_gradients())
+
+
+def _arrived(copy: tuple[torch.Tensor, Any]) -> torch.Tensor:
+    gradient, ready = copy
+    ready.result()
+    return gradient
+
+
+_apply = cast(Callable[..., tuple[torch.Tensor, ...]], _Groups.apply)

@@ -88,7 +88,9 @@ class RankEngine(FusedRankEngine):
             self._run_forward(passes, firsts, tag=f"{self.tag}|{number}" if number else self.tag)
             if not passes.runs:
                 passes.empty = self._without_rows(args, kwargs, config)
-            outputs = merge_outputs(join_graph(self, passes), passes.rows(), passes.rows(), config)
+            outputs = merge_outputs(
+                join_graph(passes, partial(self.backward, passes)), passes.rows(), passes.rows(), config
+            )
             for index, (run, _) in enumerate(passes.runs):
                 if index:
                     run.collected.buffers.keep_start()

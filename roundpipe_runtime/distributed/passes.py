@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -19,13 +19,11 @@ from ..batch.flat import FlatMicrobatch
 from ..device.events import NOW
 from ..device.transfer import HostValue
 from ..engine.config import RoundPipeRunConfig
+from ..engine.driver import Engine
 from ..engine.resident import Gradients
 from ..engine.run import Run
 from ..errors import StageError
 from .reduction import Reduction
-
-if TYPE_CHECKING:
-    from .engine import RankEngine
 
 __all__ = ["GroupPasses", "as_outputs", "join_graph"]
 
@@ -93,7 +91,7 @@ class GroupPasses:
 
     def go_back(
         self,
-        engine: RankEngine,
+        engine: Engine,
         gradients: Sequence[torch.Tensor | None],
         stopping: Callable[[Run], contextlib.AbstractContextManager[None]],
     ) -> None:
@@ -137,15 +135,15 @@ def as_outputs(values: Sequence[HostValue], *, flows: bool) -> tuple[list[Any], 
     return outputs, tensors
 
 
-def join_graph(engine: RankEngine, passes: GroupPasses) -> list[Any]:
+def join_graph(passes: GroupPasses, backward: Callable[[Sequence[torch.Tensor | None]], None]) -> list[Any]:
     """Return the output of each microbatch as a part of the caller's graph.
 
     Args:
-        engine: engine of the rank, which goes backward with all ranks when the caller does.
         passes: forward of the groups.
+        backward: function that goes backward from the gradients of all outputs, with all ranks.
     """
     anchor = torch.empty(0, requires_grad=True)  # parameters are no inputs of the node: their sums are those of ranks
-    results = iter(_apply(engine, passes, anchor, *passes.inputs()))
+    results = iter(_apply(backward, passes, anchor, *passes.inputs()))
     return [on_host.structure.rebuild([next(results) for _ in on_host.tensors]) for on_host in passes.outputs()]
 
 
@@ -153,8 +151,8 @@ class _Groups(torch.autograd.Function):
     """The groups of a rank as one node of the caller's graph."""
 
     @staticmethod
-    def forward(ctx: Any, engine: RankEngine, passes: GroupPasses, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.engine, ctx.passes = engine, passes
+    def forward(ctx: Any, back: Any, passes: GroupPasses, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.back, ctx.passes = back, passes
         ctx.set_materialize_grads(False)
         tensors, fixed = [], []
         for on_host in passes.outputs():
@@ -172,7 +170,7 @@ class _Groups(torch.autograd.Function):
                 "forward again; gradients of gradients are those of the model itself:\n"
                 "    model = pipeline.model"
             )
-        ctx.engine.backward(passes, gradients)
+        ctx.back(gradients)
         return (None, None, None, *passes.input_gradients())
 
 

@@ -1,8 +1,10 @@
 """How Sphinx builds the site; `make docs` runs it. Nothing here reaches for the network."""
 
+import html
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from importlib.metadata import metadata
@@ -11,7 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from benchmark_tables import write_benchmarks
+from error_index import write_error_index
 from plan_table import write_plans
+from public_address import head_tags
 
 project = "yobx_flatten"
 author = "The yobx_flatten authors"
@@ -53,13 +57,16 @@ html_theme = "furo"
 html_title = f"yobx_flatten {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_js_files = ["tables.js"]
+html_js_files = ["tables.js", "fold.js"]
 html_favicon = "_static/favicon.svg"
 html_show_sphinx = False
-# Links to the sources of a page, once the project has a public address; `pip` knows it from `[project.urls]`.
+# Once `[project.urls]` of pyproject.toml has the public addresses, and they are set nowhere else, pages link to their
+# sources, and shared links have a picture.
 _links = dict(link.split(", ", 1) for link in metadata("yobx-flatten").get_all("Project-URL") or [])
 if "Source" in _links:
     html_theme_options = {"source_repository": _links["Source"], "source_branch": "main", "source_directory": "docs/"}
+if "Documentation" in _links:
+    html_baseurl = _links["Documentation"].rstrip("/") + "/"
 pygments_dark_style = "github-dark"  # furo's own underlines modules, as if they were links
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
@@ -163,6 +170,7 @@ def _write_command_lines() -> None:
 _write_command_lines()
 write_benchmarks(Path(__file__).parent / "_generated")
 write_plans(Path(__file__).parent / "_generated")
+write_error_index(Path(__file__).parent / "_generated")
 
 
 def _copy_notebooks() -> None:
@@ -185,3 +193,15 @@ def is_run_of(ran: Path, source: Path) -> bool:
 
 
 _copy_notebooks()
+
+
+def setup(app):
+    """Add the tags that need the public address."""
+
+    def add_tags(app, page, template, context, doctree):
+        if app.config.html_baseurl:
+            title = re.sub(r"<[^>]+>", "", context.get("title", project))
+            tags = head_tags(app.config.html_baseurl, page, html.unescape(title), myst_html_meta["description"])
+            context["metatags"] = context.get("metatags", "") + tags
+
+    app.connect("html-page-context", add_tags)

@@ -1,6 +1,7 @@
 """The page of error messages has an entry for each message that `explain_error` knows."""
 
 import html
+import importlib.util
 import re
 from pathlib import Path
 
@@ -23,3 +24,17 @@ def longest_words(pattern: str) -> list[str]:
 def test_a_message_that_is_explained_is_on_the_page(pattern):
     """In the words of torch, for which a user searches."""
     assert any(words in TEXT for words in longest_words(pattern)), longest_words(pattern)
+
+
+@pytest.mark.parametrize("pattern", [pattern for pattern, _ in _TABLE])
+def test_a_message_of_the_index_is_one_that_is_found(pattern):
+    """What the index shows of a pattern matches it, with a name where it shows dots, in one line."""
+    spec = importlib.util.spec_from_file_location("error_index", PAGE.parent.parent / "error_index.py")
+    error_index = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(error_index)
+    messages = error_index.messages_of(pattern)
+    names = ("2", "MyClass", "inputs['x'][0]")
+    assert messages
+    pattern = pattern.replace(r"\n", " ")
+    tried = {message: [message.replace("...", name) for name in names] for message in messages}
+    assert [m for m, ones in tried.items() if not any(re.search(pattern, one, re.DOTALL) for one in ones)] == []

@@ -1,5 +1,6 @@
 """The README keeps its word: what it shows runs when pasted, and prints what it says."""
 
+import json
 import os
 import re
 import subprocess
@@ -43,7 +44,7 @@ def pasted(tmp_path_factory):
 def test_its_python_runs_when_pasted_and_leaves_the_folder(pasted):
     """The first block writes the folder it names."""
     folder, _ = pasted
-    assert (folder / "mistral" / "model.onnx").stat().st_size > 0
+    assert (folder / "mistral-onnx" / "model.onnx").stat().st_size > 0
 
 
 def test_it_shows_the_report_that_its_python_prints(pasted):
@@ -54,11 +55,23 @@ def test_it_shows_the_report_that_its_python_prints(pasted):
 
 
 def test_its_links_lead_to_files():
-    """What it names is there, by its path: a relative link leads nowhere where the package is shown without it."""
-    assert re.findall(r"\]\((?!https?:)([^)#]+)\)", README) == []
-    named = re.findall(r"`([\w./]+\.(?:md|ipynb)|LICENSE)`", README)
-    assert len(named) > 8
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    """A reader of the repository clicks on them; the index of packages: `test_public_address.py`."""
+    linked = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert len(linked) > 20
+    assert [path for path in linked if not (ROOT / path).is_file()] == []
+
+
+def test_its_numbers_are_those_of_the_last_measurements():
+    """Those that the pages show, which are written from what was measured."""
+    numbers = [(int(a), int(b)) for a, b in re.findall(r"(\d+) of (\d+)", README.partition("## Install")[0])]
+    matrix = (ROOT / "docs" / "matrix.md").read_text(encoding="utf-8")
+    glance = re.findall(r"^\| [A-Z][^|]+models \|(.*)\|$", matrix, re.MULTILINE)
+    kinds = [[int(cell) for cell in row.split("|")] for row in glance]
+    peer = re.search(r"^\| other batch and length \| (\d+) of (\d+) \|.*\| (\d+) of (\d+) \|$", matrix, re.MULTILINE)
+    ours, theirs = [tuple(map(int, peer.groups()[at : at + 2])) for at in (0, 2)]
+    assert numbers == [(sum(kind[-1] for kind in kinds), sum(kind[0] for kind in kinds)), ours, theirs]
+    steps = json.loads((ROOT / "docs" / "data" / "bench-pipeline.json").read_text(encoding="utf-8"))
+    assert f"| **{steps['ratios']['pipeline / 1F1B']:.2f}** |" in README
 
 
 def test_the_changelog_has_a_section_for_the_version_with_highlights():

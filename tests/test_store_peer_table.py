@@ -5,7 +5,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent.parent / "docs"
 FOUND = json.loads((DOCS / "data" / "store-peer.json").read_text(encoding="utf-8"))
-GUIDE = (DOCS / "guide" / "store_inputs.md").read_text(encoding="utf-8")
+GUIDE = (DOCS / "dev" / "store_format.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_the_guide_is_the_measured_one():

@@ -56,7 +56,7 @@ TASKS = {
     "diagnosis": Task(
         "diagnose", ("See what torch sees", "Check the inputs of an export", "Understand an error"), (), True
     ),
-    "quantization": Task("export", ("", "Cases", "ONNX", "Weights in 8 and 4 bits"), ("onnxruntime", "onnxscript")),
+    "quantization": Task("quantize", (), ("onnxruntime", "onnxscript")),
     "genai": Task("onnxruntime_genai", (), ("onnxruntime_genai", "onnxscript")),
     "training": Task("runtime_huggingface", ("",), (), True),
     "lora": Task("runtime_lora", ("", "Save and load"), ("peft",), True),

@@ -101,13 +101,19 @@ def differences(path):
     return found, chosen
 
 
-figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
+found = {}
 for name, (path, _) in reports.items():
-    found, chosen = differences(path)
+    found[name], chosen = differences(path)
     print(
         f"{name}: the tokens of model.generate: {chosen[2:] == tokens[0, 3:].tolist()}"
     )
-    axes.semilogy(range(1, len(found) + 1), found, ".-", label=name)
+
+# %%
+# How far each runtime's scores are from those of the model:
+
+figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
+for name, off in found.items():
+    axes.semilogy(range(1, len(off) + 1), off, ".-", label=name)
 axes.set_xlabel("tokens seen")
 axes.set_ylabel("difference of a score")
 axes.set_title("Float32 rounds in another order, and no more")

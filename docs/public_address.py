@@ -11,7 +11,7 @@ def head_tags(address: str, page: str, title: str, description: str) -> str:
     """Return what a page has in its head, once the site has an address.
 
     Args:
-        address: of the site, with a slash at its end.
+        address: the address of the site, with a slash at its end.
         page: name of the page, without an ending.
         title: its title, as text.
         description: a sentence about the site.

@@ -4,6 +4,8 @@
 
     {"lr": 0.1, "betas": (0.9, 0.99), "exp_avg": tensor}
         -> {"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}, "exp_avg": {"$tensor": "path.exp_avg"}}    and the tensor
+
+A tensor that is made of others, such as a moment in 8 bits, is stored as these, with the name of its class.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .errors import CheckpointError
 from .shards import is_sharded
@@ -45,6 +48,8 @@ def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) ->
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, torch.Tensor):
+        if _is_made_of_others(value):
+            return _encode_parts(value, path, tensors)
         return {"$tensor": _put(value, path, tensors)}
     writer = _WRITERS.get(kind)
     if writer is not None:
@@ -81,6 +86,36 @@ def decode(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return array[()] if stored[tag]["scalar"] else array
         return _READERS[tag](stored[tag], tensors)
     return {key: decode(item, tensors) for key, item in stored.items()}
+
+
+def _is_made_of_others(value: Any) -> bool:
+    found: bool = is_traceable_wrapper_subclass(value)
+    return found and not is_sharded(value)
+
+
+def _encode_parts(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
+    names, context = value.__tensor_flatten__()
+    parts = {name: encode(getattr(value, name), f"{path}.{name}", tensors) for name in names}
+    rest = {"context": context, "size": value.size(), "stride": value.stride()}
+    return {"$parts": {"class": _name_of(type(value)), "parts": parts, "rest": encode(rest, path, tensors)}}
+
+
+def _decode_parts(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    # Nothing is imported for a file: the class is one that a library has given to torch as safe to load.
+    known = {_name_of(kind): kind for kind in torch.serialization.get_safe_globals() if isinstance(kind, type)}
+    kind: Any = known.get(stored["class"])
+    if kind is None or not hasattr(kind, "__tensor_unflatten__"):
+        module, _, name = stored["class"].rpartition(".")
+        raise CheckpointError(
+            f"The checkpoint holds tensors of class {name}, which torch does not know. Import it before loading:\n"
+            f"    import {module}"
+        )
+    rest = decode(stored["rest"], tensors)
+    return kind.__tensor_unflatten__(decode(stored["parts"], tensors), rest["context"], rest["size"], rest["stride"])
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _put(tensor: torch.Tensor, path: str, tensors: MutableMapping[str, torch.Tensor]) -> str:
@@ -158,6 +193,7 @@ def _pairs(stored: Any, tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
 
 _READERS: dict[str, _Reader] = {
     "$pairs": _pairs,
+    "$parts": _decode_parts,
     "$tuple": lambda stored, tensors: tuple(decode(stored, tensors)),
     "$size": lambda stored, tensors: torch.Size(stored),
     "$set": lambda stored, tensors: set(decode(stored, tensors)),

@@ -7,6 +7,7 @@ copied once, and is one tensor again in the rebuilt value.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,17 @@ from .block_masks import is_block_mask, leaf_test, parts_of_mask
 from .events import Event
 from .virtual import Device
 
-__all__ = ["HostValue", "Static", "TreeStructure", "fetch", "flatten_value", "send", "separate", "shapes_of"]
+__all__ = [
+    "HostCopies",
+    "HostValue",
+    "Static",
+    "TreeStructure",
+    "fetch",
+    "flatten_value",
+    "send",
+    "separate",
+    "shapes_of",
+]
 
 
 class Static:
@@ -158,6 +169,24 @@ class HostValue:
         return self.structure.rebuild(self.tensors)
 
 
+class HostCopies:
+    """The copies that the host has of tensors of a device, so that what passes layers unchanged goes down once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor, Event | None]] = {}
+
+    def add(self, tensor: torch.Tensor, copy: torch.Tensor, ready: Event | None) -> None:
+        """Remember a copy; the tensor itself is not kept alive."""
+        self._known[id(tensor)] = weakref.ref(tensor), tensor._version, copy, ready
+
+    def find(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event | None] | None:
+        """Return the copy and its event; ``None`` if there is none, or the tensor was written since."""
+        found = self._known.get(id(tensor))
+        if found is None or found[0]() is not tensor or found[1] != tensor._version:
+            return None
+        return found[2:]
+
+
 def send(
     device: Device,
     structure: TreeStructure,
@@ -165,6 +194,7 @@ def send(
     needs_grad: Sequence[bool],
     *,
     last: bool = False,
+    copies: HostCopies | None = None,
 ) -> HostValue:
     """Copy tensors of a device to the host, as a value that can be read when the copies are complete.
 
@@ -174,12 +204,20 @@ def send(
         tensors: tensors of the value.
         needs_grad: whether a gradient flows back through each of them.
         last: whether the caller writes the tensors no more. Default: ``False``.
+        copies: copies that the host has already, to which these are added. Default: none.
 
     Returns:
         The value on the host.
     """
-    copies = [device.copy_out(tensor, last=last) for tensor in tensors]
-    return HostValue(structure, [copy for copy, _ in copies], list(needs_grad), [event for _, event in copies])
+    on_host: list[tuple[torch.Tensor, Event | None]] = []
+    for tensor in tensors:
+        found = None if copies is None else copies.find(tensor)
+        if found is None:
+            found = device.copy_out(tensor, last=last)
+            if copies is not None:
+                copies.add(tensor, *found)
+        on_host.append(found)
+    return HostValue(structure, [copy for copy, _ in on_host], list(needs_grad), [event for _, event in on_host])
 
 
 def fetch(device: Device, on_host: HostValue) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..device.transfer import HostValue, fetch, flatten_value, send, shapes_of
+from ..device.transfer import HostCopies, HostValue, fetch, flatten_value, send, shapes_of
 from ..device.virtual import Device
 from ..device.worker import StoppedRun, add_note_once
 from ..schedule.round_robin import Stage
@@ -148,13 +148,18 @@ class _Visit:
     def _forward(self, microbatch: int) -> None:
         on_host = self._take_input(microbatch)
         values = self._open(on_host)
+        copies = HostCopies()
+        # What came in is kept as it is, but for the caller's own tensors: they may change before backward.
+        if self.stage.layers[0] or self.spec.kind != "train":
+            for known in zip(values.tensors, on_host.tensors, on_host.ready, strict=True):
+                copies.add(*known)
         for layer in self.stage.layers:
             if layer in self.spec.restarts:
-                # What came in is kept as it is, but for the caller's own tensors: they may change before backward.
-                own = layer == self.stage.layers[0] and not (layer == 0 and self.spec.kind == "train")
-                self.collected.saved[layer, microbatch] = on_host if own else self._send(values)
+                self.collected.saved[layer, microbatch] = self._send(values, copies=copies)
             values = self._call(layer, microbatch, values, "forward")[0]  # the graph of a layer goes away at once
-        self._hand_on(microbatch, self._send(values, last=True))
+        # An output is the caller's to write.
+        is_output = layer + 1 == len(self.spec.contents)
+        self._hand_on(microbatch, self._send(values, last=True, copies=None if is_output else copies))
 
     def _fused(self, microbatch: int) -> None:
         values = self._open(self._take_input(microbatch))
@@ -239,7 +244,9 @@ class _Visit:
             self.device.use(values.tensors)
             result = call_layer(self.run, self.device, resident, microbatch, values, kind, data)
             structure, exits = flatten_value(result.output, what=f"the output of {title}")
-            results = [plain(tensor) for tensor in exits]
+            # What passes the layer stays the same tensor: the host has it, or gets it once.
+            same = {id(tensor) for tensor in values.tensors}
+            results = [t if id(t) in same and not t.requires_grad else plain(t) for t in exits]
         if result.kept is not None:
             structure_kept, tensors = flatten_value(result.kept, what=f"save_for_recompute in {title}")
             self.collected.kept[layer, microbatch] = send(self.device, structure_kept, tensors, [False] * len(tensors))
@@ -271,8 +278,8 @@ class _Visit:
     def _open(self, on_host: HostValue) -> Values:
         return Values(on_host.structure, fetch(self.device, on_host), on_host.needs_grad)
 
-    def _send(self, values: Values, *, last: bool = False) -> HostValue:
-        return send(self.device, values.structure, values.tensors, values.needs_grad, last=last)
+    def _send(self, values: Values, *, last: bool = False, copies: HostCopies | None = None) -> HostValue:
+        return send(self.device, values.structure, values.tensors, values.needs_grad, last=last, copies=copies)
 
     def _hand_on(self, microbatch: int, on_host: HostValue) -> None:
         stop = self.stage.layers[-1] + 1

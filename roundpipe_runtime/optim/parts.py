@@ -7,8 +7,10 @@ the options of the groups, that shares the state.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import sys
 import warnings
 import weakref
 from collections import defaultdict
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ConfigError, StageError
 from .torch_steps import PART, Optimizer, dtype_of_gradient
@@ -201,7 +204,7 @@ def _is_proven(optimizer: Optimizer) -> bool:
     if not hasattr(type(optimizer).step, "__wrapped__"):
         return False
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _uncompiled():
             warnings.simplefilter("ignore")
             whole, parts = _stand_in(optimizer), _stand_in(optimizer)
             for step in range(_STEPS):
@@ -217,6 +220,11 @@ def _is_proven(optimizer: Optimizer) -> bool:
         return False
 
 
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """An optimizer may compile its update for each shape, which takes seconds, and these shapes are of no use later."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
+
 def _stand_in(optimizer: Optimizer) -> Optimizer:
     generator = torch.Generator().manual_seed(0)
     groups: list[dict[str, Any]] = []
@@ -229,8 +237,10 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
             values = torch.randn(small.shape, dtype=torch.float64, generator=generator).to(parameter.dtype)
             stand_in = nn.Parameter(values, requires_grad=True)
             stand_in.__dict__.update(parameter.__dict__)
-            if parameter in optimizer.state:
-                state[stand_in] = {k: _small(v, parameter) for k, v in optimizer.state[parameter].items()}
+            own = optimizer.state.get(parameter, {})
+            # Moments in 8 bits have a scale per block, and cannot be cut. Without a state, the step makes a new one.
+            if own and not any(map(is_traceable_wrapper_subclass, own.values())):
+                state[stand_in] = {k: _small(v, parameter) for k, v in own.items()}
             parameters.append(stand_in)
         groups.append({**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": parameters})
     # What a scaler leaves for the step of the optimizer may state that nothing is to be done.

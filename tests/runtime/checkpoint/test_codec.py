@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
 
 from roundpipe_runtime.checkpoint import CheckpointError
 from roundpipe_runtime.checkpoint.codec import decode, encode
@@ -119,3 +120,20 @@ def test_what_cannot_be_stored_is_named(value, message):
     """Nothing is pickled: the place, the class, and the line to type."""
     with pytest.raises(CheckpointError, match=message):
         encode({"x": value}, "position", {})
+
+
+def test_a_tensor_that_is_made_of_others_is_stored_as_these():
+    """Moments in 8 bits are such; their class is one that its library gave to torch as safe to load."""
+    moment = TwoTensor(torch.arange(6.0).view(2, 3), torch.ones(2, 3))
+    with torch.serialization.safe_globals([TwoTensor]):
+        found = round_trip({"moment": moment})["moment"]
+    assert type(found) is TwoTensor
+    assert torch.equal(found.a, moment.a)
+    assert torch.equal(found.b, moment.b)
+    assert found.a is not moment.a
+
+
+def test_a_class_that_torch_does_not_know_is_not_imported():
+    """A file could name any; the error states which import makes it known."""
+    with pytest.raises(CheckpointError, match=r"class TwoTensor.*\n    import torch.testing._internal.two_tensor"):
+        round_trip(TwoTensor(torch.ones(2), torch.ones(2)))

@@ -1,5 +1,6 @@
 """A stage on its device: what a loss learns beside the layers, and layers that call parts of themselves again."""
 
+import collections
 import copy
 
 import pytest
@@ -7,7 +8,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from roundpipe_runtime import RoundPipeRunConfig, StageError, WeightedLoss
+from roundpipe_runtime import (
+    ModelExecutePlan,
+    Replicate,
+    RoundPipe,
+    RoundPipeRunConfig,
+    StageError,
+    VirtualDevice,
+    WeightedLoss,
+)
 from tests.runtime.small import batch, near, small_model
 
 F = nn.functional
@@ -104,3 +113,77 @@ def test_a_layer_with_a_checkpoint_inside(wrap, reentrant):
     )
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert near(found.grad, expected.grad)
+
+
+class Counting(VirtualDevice):
+    """Counts the tensors that go down to the host, by their number of axes."""
+
+    def __init__(self):
+        super().__init__("virtual:0", check=True)
+        self.down = collections.Counter()
+
+    def copy_out(self, tensor, *, parameter=False, **options):
+        self.down[tensor.dim()] += not parameter
+        return super().copy_out(tensor, parameter=parameter, **options)
+
+
+class Shifts(nn.Linear):
+    """Takes and returns a hidden state and a vector that is the same for all layers; or writes the vector."""
+
+    writes = False
+
+    def forward(self, both):
+        x, shift = both
+        if self.writes:
+            shift.mul_(2.0)
+        return torch.tanh(super().forward(x) + shift), shift
+
+
+class First(Shifts):
+    def forward(self, x, shift):
+        return super().forward((x, shift))
+
+
+class Last(nn.Module):
+    def forward(self, both):
+        return both[0]
+
+
+def shifted(writes):
+    torch.manual_seed(0)
+    model = nn.Sequential(First(4, 4), *[Shifts(4, 4) for _ in range(4)], Last())
+    model[2].writes = writes
+    return model
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+@pytest.mark.parametrize("call", ["forward_backward", "forward"])
+def test_what_passes_layers_unchanged_goes_down_at_most_once(call, grain, writes):
+    """The host has it; gradients are those of the plain model, also where a layer writes it."""
+    (inputs, labels), shift, device = batch(6), torch.randn(4), Counting()
+    plain, labels = shifted(writes), torch.randn(6, 4)
+    outputs = plain[0](inputs, shift.clone())
+    for layer in plain[1:]:
+        outputs = layer(outputs)
+    F.mse_loss(outputs, labels).backward()
+    plan = ModelExecutePlan(*[[range(2), range(2, 4)], [range(4, 6), range(2, 4), range(2)]])
+    if call == "forward":
+        plan = ModelExecutePlan([range(2), range(2, 4), range(4, 6)], [range(4, 6), range(2, 4), range(2)])
+    whole = {"args[1]": Replicate}
+    options = RoundPipeRunConfig(
+        loss_reduction="mean", num_microbatch=2, recompute_grain=grain, execute_plan=plan, split_input=whole
+    )
+    model = shifted(writes)
+    pipe = RoundPipe(model, devices=[device], model_run_config=options)
+    if call == "forward_backward":
+        pipe.forward_backward((inputs, shift), label=labels, loss_fn=F.mse_loss)
+    else:
+        loss = F.mse_loss(pipe(inputs, shift), labels)
+        shift.zero_()  # the caller's own: it may change before the backward
+        loss.backward()
+    pipe.close()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert near(found.grad, expected.grad)
+    once = call == "forward"  # what the backward starts from must not be the caller's
+    assert device.down[1] == 2 * (once + writes)

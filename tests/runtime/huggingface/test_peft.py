@@ -2,9 +2,13 @@
 
 import copy
 import gc
+import pathlib
+import re
+import sys
 
 import pytest
 import torch
+import transformers
 
 from roundpipe_runtime import RoundPipeRunConfig, optim
 from roundpipe_runtime.errors import ConfigError
@@ -61,6 +65,40 @@ def test_adapters_learn_as_in_the_plain_model(name):
     pipeline.close()
     assert not pipeline.cut.report.is_whole
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
+
+
+def pages_of(file):
+    """Spans of this process's memory that are pages of a file, and the bytes of them that were written."""
+    spans, written, inside = [], 0, False
+    for line in pathlib.Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(str(file))
+            spans += [[int(end, 16) for end in line.split()[0].split("-")]] if inside else []
+        elif inside and line.startswith(("Anonymous:", "Swap:")):
+            written += int(line.split()[1])
+    return spans, written
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc shows where memory is from")
+@pytest.mark.parametrize("how", [True, "exact"])
+def test_frozen_weights_stay_pages_of_their_file(tmp_path, how):
+    """Wrapping, training and a step in the background neither write nor copy them; the adapters learn."""
+    hf_model("llama").bfloat16().save_pretrained(tmp_path)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    pipeline = wrapped(peft.get_peft_model(model, lora()), optim_dtype=torch.float32)
+    optimizer = optim.Adam([p for p in pipeline.optim_parameters() if p.requires_grad], lr=0.01)
+    losses = []
+    for _ in range(3):
+        losses.append(pipeline.forward_backward(input_kwargs=hf_batch()).item())
+        pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=how)
+    pipeline.synchronize()
+    spans, written = pages_of(tmp_path / "model.safetensors")
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    assert len(frozen) > 10
+    assert all(any(start <= p.data_ptr() < stop for start, stop in spans) for p in frozen)
+    assert written == 0
+    assert losses[2] < losses[0]
+    pipeline.close()
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj", "lm_head", "embed_tokens"]])

@@ -1,9 +1,12 @@
 """Steps of an optimizer in parts: the bits of the whole step, or a proof that says no."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.testing._internal.two_tensor import TwoTensor
 
 from roundpipe_runtime.optim.parts import OptimizerParts, can_step_in_parts
 from roundpipe_runtime.optim.torch_steps import hear_steps, other_post_hooks
@@ -160,3 +163,56 @@ def test_hooks_of_this_package_are_no_obstacle_and_others_are():
         assert other_post_hooks(optimizer)
     finally:
         handle.remove()
+
+
+class Uncut(TwoTensor):
+    """A tensor made of two, which cannot be cut, as moments in 8 bits cannot."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.slice.Tensor:
+            raise ValueError("blocks cannot be cut")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Blocks(torch.optim.SGD):
+    """Keeps a moment that cannot be cut."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    zeros = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                    moment = self.state[parameter].setdefault("moment", Uncut(*zeros))
+                    moment.a.mul_(0.9).add_(parameter.grad)
+                    parameter.data.sub_(moment.a, alpha=group["lr"])
+
+
+def test_an_optimizer_whose_state_cannot_be_cut_is_tried_without_it():
+    """It may be tried after its first step, or after a resumed training has loaded its state."""
+    found = parameters()
+    optimizer = Blocks(found, lr=0.1)
+    give_gradients(found, 0)
+    optimizer.step()
+    assert can_step_in_parts(optimizer)
+    assert not any(torch.equal(optimizer.state[p]["moment"].a, torch.zeros_like(p)) for p in found)
+
+
+def test_trying_an_optimizer_compiles_nothing():
+    """One may compile its update for each shape; the shapes of stand-ins are not met again."""
+
+    class Compiles(torch.optim.SGD):
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    torch.compile(lambda p, g: p.sub_(g), backend=counted)(parameter.data, parameter.grad)
+
+    compiled = []
+
+    def counted(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    importlib.import_module("torch._dynamo")  # as an optimizer does that compiles
+    assert can_step_in_parts(Compiles(parameters(), lr=0.1))
+    assert not compiled

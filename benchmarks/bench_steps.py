@@ -30,6 +30,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.bench_flatten import machine  # found there only
+from benchmarks.waiting_layers import WaitingLayer, WaitingSGD
 from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 
 LAYERS, WIDTH, FORWARD = 8, 1024, 0.02
@@ -37,40 +38,6 @@ BLOCK = 5
 MODES: dict[str, Any] = {"compute": None, "synchronous": False, "exact": "exact", "one step late": True}
 PLAN = ModelExecutePlan([], [range(LAYERS)])
 CONFIG = RoundPipeRunConfig(num_microbatch=1, loss_reduction="mean", execute_plan=PLAN)
-
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        time.sleep(FORWARD)
-        return inputs + weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        time.sleep(2 * FORWARD)
-        return gradient, gradient.sum(0)
-
-
-class Timed(nn.Module):
-    """A layer that takes a fixed time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _Wait.apply(inputs, self.weight)
-        return found
-
-
-class TimedSGD(torch.optim.SGD):
-    """Takes a fixed time for each parameter."""
-
-    seconds = 0.0
-
-    def step(self, closure: Any = None) -> Any:
-        time.sleep(self.seconds * sum(p.grad is not None for group in self.param_groups for p in group["params"]))
-        return super().step(closure)
 
 
 class Trained:
@@ -112,7 +79,9 @@ def timed(share: float) -> Callable[[Any], Trained]:
     """Trainings of layers that wait, whose optimizer takes this share of a synchronous step."""
 
     def make(mode: Any) -> Trained:
-        made = Trained([Timed() for _ in range(LAYERS)], torch.ones(4, 1), lambda p: TimedSGD(p, lr=0.0), mode)
+        made = Trained(
+            [WaitingLayer(FORWARD) for _ in range(LAYERS)], torch.ones(4, 1), lambda p: WaitingSGD(p, lr=0.0), mode
+        )
         made.optimizer.seconds = 3 * FORWARD * share / (1 - share)
         return made
 

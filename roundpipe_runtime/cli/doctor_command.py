@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import textwrap
 from typing import Annotated
 
@@ -11,12 +12,20 @@ import typer
 from yobx_flatten.terminal.failures import CHECK_FAILED
 from yobx_flatten.terminal.output import console, progress, say, say_json
 
+from ..estimate.call_cost import call_seconds
+from ..estimate.hardware import describe_hardware
+from ..estimate.machine_file import save_machine
 from .doctor import Check, examine
 
 __all__ = ["doctor"]
 
 
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
+def doctor(
+    machine: Annotated[
+        pathlib.Path | None, typer.Option(metavar="FILE", help="Also write rates and sizes, for plan --machine.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
     """Look over this installation: versions, devices, memory, threads, disk, and a training next to plain PyTorch.
 
     Every line is ok, a warning or a fail, and states what to do. Exit status: 0
@@ -24,11 +33,15 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
     """
     with progress("looking around, and training for two steps"):
         findings = examine()
+        if machine is not None:
+            save_machine(dataclasses.replace(describe_hardware(), call=call_seconds()), machine)
     failed = any(finding.status == "fail" for finding in findings)
     if json:
         say_json({"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]})
     else:
         say("\n".join(_lines(findings, min(console().width, 100))))
+        if machine is not None:
+            say(f"\nrates and sizes are in {machine}")
     return CHECK_FAILED if failed else 0
 
 

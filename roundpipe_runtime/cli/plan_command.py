@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ..estimate.hardware import Hardware
     from ..estimate.network import NodesEstimate
     from ..estimate.report import PlanReport
     from ..fine_tune import ModelSource
@@ -44,6 +46,10 @@ Devices = Annotated[
 ]
 Memory = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Of one device, like 24GiB; what it has, if it is here.")
+]
+MachineFile = Annotated[
+    pathlib.Path | None,
+    typer.Option(metavar="FILE", help="Devices and host from a profile: doctor --machine, or typed in."),
 ]
 Length = Annotated[
     int | None,
@@ -80,6 +86,7 @@ def plan(
     memory: Memory = None,
     bandwidth: Bandwidth = None,
     flops: Flops = None,
+    machine: MachineFile = None,
     batch: given.Batch = 8,
     length: Length = None,
     microbatches: given.Microbatches = None,
@@ -113,7 +120,8 @@ def plan(
     if length is not None and longest is not None and length > longest:
         raise UserError(f"{source.name} takes rows of {longest} tokens at most: --length {longest}")
     with progress("building the model without memory") as show:
-        training = _training(source, devices, numbers, dtype, optim_dtype, lora, show)
+        where = _Where(machine, devices, numbers)
+        training = _training(source, where, dtype, optim_dtype, lora, show)
         count = microbatches or min(len(training.hardware.names) + 1, rows)
         if count > rows:
             raise UserError(
@@ -141,10 +149,32 @@ def plan(
     return CHECK_FAILED if False in (report.fits_devices, report.fits_host) else 0
 
 
+class _Where(NamedTuple):
+    """What the options state of the machine."""
+
+    machine: pathlib.Path | None
+    devices: str
+    numbers: dict[str, Any]
+
+    def hardware(self, dtype: torch.dtype) -> Hardware:
+        """The profile, with what is given in addition; without one, what is measured or assumed."""
+        from ..estimate.hardware import describe_hardware, device_kind, device_names
+        from ..estimate.machine_file import load_machine
+
+        if self.machine is None:
+            return describe_hardware(None if self.devices == "auto" else self.devices, dtype=dtype, **self.numbers)
+        found = load_machine(self.machine)
+        given = {name: value for name, value in self.numbers.items() if value is not None}
+        if self.devices != "auto":
+            names = device_names(self.devices)
+            given.update(names=names, kind=device_kind(names))
+        origin = {**found.origin, **{name: "given" for name in given if name in found.origin}}
+        return dataclasses.replace(found, **given, origin=origin)
+
+
 def _training(
     source: ModelSource,
-    devices: str,
-    numbers: dict[str, Any],
+    where: _Where,
     dtype: str,
     optim_dtype: str,
     lora: str | None,
@@ -153,7 +183,6 @@ def _training(
     """The model on meta, cut, and the hardware."""
     import torch
 
-    from ..estimate.hardware import describe_hardware
     from ..fine_tune import Lora, add_lora
     from ..huggingface.plan_training import PlannedTraining, model_on_meta
 
@@ -164,7 +193,7 @@ def _training(
         with torch.device("meta"):
             made = add_lora(made, adapters)
     show("measuring this machine")
-    hardware = describe_hardware(None if devices == "auto" else devices, dtype=kept, **numbers)
+    hardware = where.hardware(kept)
     show("cutting the model")
     return PlannedTraining(made, hardware, optim_dtype=_dtype(optim_dtype))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from yobx_flatten.errors.messages import format_bytes, table
 
 from ..estimate.report import PlanReport
+from ..estimate.step_simulation import StepSimulation, simulate
 from .quantities import format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -47,6 +49,12 @@ def as_dict(training: PlannedTraining, report: PlanReport, change: SettingsChang
             "seconds_without_transfers": report.unhindered.time,
             "bubble": report.simulation.bubble,
             "optimizer_seconds": report.optimizer_seconds,
+            "seconds_exact": _exact(report),
+            "bubbles": report.simulated.bubbles,
+            "links": [{"up": up, "down": down} for up, down in report.simulation.links],
+            "busy": dict(report.simulated.busy),
+            "bottleneck": report.simulated.bottleneck,
+            "flips": [flip._asdict() for flip in report.simulated.flips],
         },
         "fits": {"devices": report.fits_devices, "host": report.fits_host},
         "too_large": report.too_large or None,
@@ -230,18 +238,41 @@ def _namer(same: list[Any]) -> Callable[[Callable[[Any], str]], str]:
 
 
 def _time(report: PlanReport) -> list[str]:
-    run = report.simulation
+    run, step = report.simulation, report.simulated
     adds = run.time - report.unhindered.time
     needed = max(report.tokens_forward, report.tokens_backward)
+    up, down = (max(link) for link in zip(*run.links, strict=True))
+    busy = [f"{name} {format_seconds(seconds)}" for name, seconds in step.busy.items() if seconds]
     return [
         f"A step takes {format_seconds(run.time)} at these rates; devices compute {100 * run.utilisation:.0f} % of it, "
         f"bubble {100 * run.bubble:.0f} %",
         f"  of that, transfers add {format_seconds(adds) if adds > 1e-3 * run.time else 'nothing'}",
         f"  AdamW then takes about {format_seconds(report.optimizer_seconds)} on this host, "
         f"which moves {format_bytes(report.hardware.host_rate)}/s",
+        f'  next to it, is_async="exact", both take {format_seconds(_exact(report))} instead of '
+        f"{format_seconds(run.time + report.optimizer_seconds)}",
+        f"A link copies {format_bytes(up)} in and {format_bytes(down)} back in a step",
+        *textwrap.wrap("Busy: " + ", ".join(busy), _COLUMNS, subsequent_indent="  "),
+        f"  {_flips(step)}",
         f"Transfers overlap with computing from {needed:,.0f} tokens a step on; there are {report.tokens:,}",
         f"  ({report.tokens_forward:,.0f} in forward stages, {report.tokens_backward:,.0f} in backward stages)",
     ]
+
+
+def _exact(report: PlanReport) -> float:
+    """Seconds of a step whose optimizer runs next to the run that follows."""
+    optimizer = report.optimizer_seconds  # a shard, of several machines
+    rates = dataclasses.replace(report.hardware, host_rate=report.step.optimizer_bytes / optimizer)
+    return simulate(report.step, rates, is_async="exact", stays=report.stays).seconds
+
+
+def _flips(step: StepSimulation) -> str:
+    """What is busy longest, by tokens of a step."""
+    if not step.flips:
+        return f"{step.bottleneck} is busy longest, with any number of tokens"
+    parts = [f"{flip.before} is busy longest until {flip.tokens:,.0f} tokens a step" for flip in step.flips[:1]]
+    parts += [f"{flip.before} until {flip.tokens:,.0f}" for flip in step.flips[1:]]
+    return ", then ".join([*parts, step.flips[-1].after])
 
 
 def _verdict(report: PlanReport, change: SettingsChange | None) -> list[str]:

@@ -1,1 +1,26 @@
 """Estimate memory and time of a training before anything is allocated."""
+
+from __future__ import annotations
+
+from .hardware import Hardware, describe_hardware
+from .layer_footprint import LayerFootprint, measure_layers
+from .machine_file import load_machine, save_machine
+from .memory_estimate import DeviceMemory, HostMemory
+from .step_plan import StepPlan, step_plan
+from .step_simulation import BottleneckFlip, StepSimulation, simulate
+
+__all__ = [
+    "BottleneckFlip",
+    "DeviceMemory",
+    "Hardware",
+    "HostMemory",
+    "LayerFootprint",
+    "StepPlan",
+    "StepSimulation",
+    "describe_hardware",
+    "load_machine",
+    "measure_layers",
+    "save_machine",
+    "simulate",
+    "step_plan",
+]

@@ -19,6 +19,8 @@ __all__ = [
     "copy_rate",
     "cores",
     "describe_hardware",
+    "device_kind",
+    "device_names",
     "host_memory_available",
     "host_memory_rate",
     "matmul_rate",
@@ -40,12 +42,14 @@ class Hardware:
         names: names of the devices.
         kind: ``"cpu"`` for virtual devices, else the type of the accelerators.
         flops: operations per second of one device, in matrix products.
-        link: bytes per second between the host and one device, in one direction.
+        link: bytes per second from the host to one device; also back, unless ``down`` is given.
         memory: bytes of one device; ``None`` where it is not known.
         host: bytes of free memory of the host; ``None`` where the system does not report it.
         host_rate: bytes per second that the host reads and writes.
         origin: source of ``flops``, ``link`` and ``memory``: ``"measured"``, ``"given"``, ``"assumed"`` or
             ``"unknown"``.
+        down: bytes per second from one device to the host. Default: ``link``.
+        call: seconds of the host for a layer and microbatch of a step, whatever it computes. Default: 0.
     """
 
     names: tuple[str, ...]
@@ -56,6 +60,8 @@ class Hardware:
     host: int | None
     host_rate: float
     origin: dict[str, str]
+    down: float | None = None
+    call: float = 0.0
 
     @property
     def is_virtual(self) -> bool:
@@ -87,8 +93,8 @@ def describe_hardware(
     Raises:
         ConfigError: a name is not that of a device.
     """
-    names = _names(devices)
-    kind = "cpu" if names[0].startswith("virtual") else torch.device(names[0]).type
+    names = device_names(devices)
+    kind = device_kind(names)
     here = kind == "cpu" or _is_here(names)
     found_memory = _memory_of(names[0]) if here and kind != "cpu" else None
     origin = {
@@ -115,7 +121,18 @@ def describe_hardware(
     )
 
 
-def _names(devices: str | None) -> tuple[str, ...]:
+def device_names(devices: str | None = None) -> tuple[str, ...]:
+    """Return the names of devices, which need not be here.
+
+    Args:
+        devices: as for :func:`describe_hardware`.
+
+    Returns:
+        The names.
+
+    Raises:
+        ConfigError: a name is not that of a device.
+    """
     if devices is None or devices.startswith("virtual"):
         found = parse_devices(devices)
         names = tuple(device.name for device in found)
@@ -133,6 +150,11 @@ def _names(devices: str | None) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise ConfigError(f"{devices!r} names a device twice.")
     return names
+
+
+def device_kind(names: tuple[str, ...]) -> str:
+    """Return ``"cpu"`` for virtual devices, else the type of the accelerators."""
+    return "cpu" if names[0].startswith("virtual") else names[0].partition(":")[0]
 
 
 def _is_here(names: tuple[str, ...]) -> bool:

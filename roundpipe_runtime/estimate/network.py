@@ -255,8 +255,16 @@ def of_node(report: PlanReport, nodes: int) -> PlanReport:
     Returns:
         The plan, with the host memory and the optimizer's time of a shard.
     """
+    step = report.simulated
+    seconds = step.optimizer_seconds / nodes
     return dataclasses.replace(
         report,
-        host_memory=host_of_node(report.host_memory, nodes),
-        optimizer_seconds=report.optimizer_seconds / nodes,
+        simulated=dataclasses.replace(
+            step,
+            host_memory=host_of_node(report.host_memory, nodes),
+            optimizer_seconds=seconds,
+            exposed_optimizer=seconds,
+            seconds=step.run.time + seconds,
+            busy={**step.busy, "optimizer": seconds},
+        ),
     )

@@ -14,10 +14,12 @@ from ..errors import PlanError
 from ..schedule.costs import LayerCost, analytic_cost
 from ..schedule.plan import ModelExecutePlan
 from ..schedule.round_robin import RoundRobin, Stage
-from ..schedule.simulation import Machine, Simulation, StageLoad, simulate
+from ..schedule.simulation import Simulation, StageLoad
 from .hardware import Hardware
 from .layer_footprint import LayerFootprint
-from .memory_estimate import DeviceMemory, HostMemory, device_memory, host_memory
+from .memory_estimate import DeviceMemory, HostMemory
+from .step_plan import StepPlan, stage_loads, step_plan
+from .step_simulation import StepSimulation, simulate
 
 __all__ = ["PlanReport", "plan_report"]
 
@@ -30,45 +32,82 @@ class PlanReport:
     """A plan with its memory and times.
 
     Attributes:
-        layers: layers as measured on one microbatch.
+        step: the training step, whatever machine runs it.
+        simulated: the step on the devices and the host.
         hardware: devices and host.
-        num_microbatch: number of microbatches.
-        tokens: number of tokens of a step, all microbatches.
-        plan: plan that the runtime would choose.
-        stages: stages in the order of dispatch.
         devices: device of each stage.
         seconds: time of each stage on one microbatch.
-        stays: whether there is room for all layers, so that they stay from their forward to their backward.
-        device_memory: peak memory of each device.
-        host_memory: memory of the host.
-        simulation: simulation of one iteration, with its transfers.
-        unhindered: simulation of one iteration, if transfers took no time.
         tokens_forward: tokens of a step from which on the computation of forward stages takes as long as their uploads.
         tokens_backward: the same of the stages that go back.
-        optimizer_seconds: time of AdamW's step on this host.
         too_large: why the runtime refuses to make a plan: a layer alone is too large. The plan then is one for devices
             without a limit. Else empty.
         least_memory: bytes that a device must have for the runtime to make a plan.
     """
 
-    layers: list[LayerFootprint]
+    step: StepPlan
+    simulated: StepSimulation
     hardware: Hardware
-    num_microbatch: int
-    tokens: int
-    plan: ModelExecutePlan
-    stages: list[Stage]
     devices: list[int]
     seconds: list[float]
-    stays: bool
-    device_memory: list[DeviceMemory]
-    host_memory: HostMemory
-    simulation: Simulation
-    unhindered: Simulation
     tokens_forward: float
     tokens_backward: float
-    optimizer_seconds: float
     too_large: str
     least_memory: int
+
+    @property
+    def layers(self) -> Sequence[LayerFootprint]:
+        """Layers as measured on one microbatch."""
+        return self.step.layers
+
+    @property
+    def num_microbatch(self) -> int:
+        """Number of microbatches."""
+        return self.step.num_microbatch
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of a step, all microbatches."""
+        return self.step.tokens
+
+    @property
+    def plan(self) -> ModelExecutePlan:
+        """Plan that the runtime would choose."""
+        return self.step.plan
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Stages in the order of dispatch."""
+        return self.step.stages
+
+    @property
+    def stays(self) -> bool:
+        """Whether there is room for all layers, so that they stay from their forward to their backward."""
+        return self.simulated.stays
+
+    @property
+    def device_memory(self) -> list[DeviceMemory]:
+        """Peak memory of each device."""
+        return self.simulated.device_memory
+
+    @property
+    def host_memory(self) -> HostMemory:
+        """Memory of the host."""
+        return self.simulated.host_memory
+
+    @property
+    def simulation(self) -> Simulation:
+        """Simulation of one iteration, with its transfers."""
+        return self.simulated.run
+
+    @property
+    def unhindered(self) -> Simulation:
+        """Simulation of one iteration, if transfers took no time."""
+        return self.simulated.unhindered
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """Time of AdamW's step on this host."""
+        return self.simulated.optimizer_seconds
 
     @property
     def fits_devices(self) -> bool | None:
@@ -114,31 +153,18 @@ def plan_report(
         plan = _plan(costs, hardware, limit)
     except PlanError as error:
         too_large, plan = str(error), _plan(costs, hardware, None)
-    stages = plan.stages("fused", len(layers))
-    devices = RoundRobin(len(hardware.names)).assign(len(stages))
+    step = step_plan(plan, layers, model, num_microbatch=num_microbatch, tokens=tokens, optim_dtype=optim_dtype)
     stays = limit is None or sum(cost.param_bytes + cost.grad_bytes for cost in costs) <= limit
-    loads = _loads(stages, devices, layers, hardware.flops, stays)
-    parameters = list({id(p): p for p in model.parameters()}.values())
-    host = host_memory(parameters, model.buffers(), stages, layers, num_microbatch, optim_dtype=optim_dtype)
-    ahead = not hardware.is_virtual
-    forward = [load for stage, load in zip(stages, loads, strict=True) if stage.kind == "forward"]
+    loads = stage_loads(step, hardware, stays=stays)
+    forward = [load for stage, load in zip(step.stages, loads, strict=True) if stage.kind == "forward"]
     return PlanReport(
-        layers=list(layers),
+        step=step,
+        simulated=simulate(step, hardware, stays=stays),
         hardware=hardware,
-        num_microbatch=num_microbatch,
-        tokens=tokens,
-        plan=plan,
-        stages=stages,
-        devices=devices,
+        devices=RoundRobin(len(hardware.names)).assign(len(loads)),
         seconds=[load.compute for load in loads],
-        stays=stays,
-        device_memory=device_memory(stages, devices, layers, num_microbatch, stays=stays, prefetches=ahead),
-        host_memory=host,
-        simulation=simulate(loads, Machine(len(hardware.names), hardware.link), num_microbatch),
-        unhindered=simulate(loads, Machine(len(hardware.names)), num_microbatch),
-        tokens_forward=_tokens_to_hide(forward, tokens / num_microbatch, hardware.link),
-        tokens_backward=_tokens_to_hide(loads[len(forward) :], tokens / num_microbatch, hardware.link),
-        optimizer_seconds=_bytes_of_adam(host, parameters) / hardware.host_rate,
+        tokens_forward=_tokens_to_hide(forward, tokens / num_microbatch, hardware),
+        tokens_backward=_tokens_to_hide(loads[len(forward) :], tokens / num_microbatch, hardware),
         too_large=too_large,
         # a stage gets half of what parameters may take, as the next one is loaded meanwhile
         least_memory=int(2 * max(cost.param_bytes + cost.grad_bytes for cost in costs) / FOR_PARAMETERS),
@@ -160,32 +186,7 @@ def _cost(piece: nn.Module, layer: LayerFootprint, flops: float) -> LayerCost:
     )
 
 
-def _loads(
-    stages: Sequence[Stage], devices: Sequence[int], layers: Sequence[LayerFootprint], flops: float, stays: bool
-) -> list[StageLoad]:
-    """What each stage costs; a layer that stayed on its device is not copied there again."""
-    there: set[tuple[int, int]] = set()
-    loads = []
-    for stage, device in zip(stages, devices, strict=True):
-        mine = [layers[index] for index in stage.layers]
-        goes_back = stage.kind != "forward"
-        work = sum(layer.forward_flops + (layer.backward_flops if goes_back else 0) for layer in mine)
-        new = [index for index in stage.layers if (device, index) not in there]
-        if stays and stage.kind == "forward":
-            there.update((device, index) for index in stage.layers)
-        loads.append(
-            StageLoad(
-                compute=work / flops,
-                upload=sum(layers[index].param_bytes for index in new),
-                download=sum(layer.grad_bytes for layer in mine) if goes_back else 0,
-                inputs=mine[0].inputs + (mine[-1].grads_out if stage.kind == "backward" else 0),
-                outputs=mine[0].grads_in if goes_back else mine[-1].outputs,
-            )
-        )
-    return loads
-
-
-def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, link: float) -> float:
+def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, machine: Hardware) -> float:
     """Tokens of a step with which computing takes as long as copying.
 
     The tokens of a step pass through a stage while it is on the device. So its time grows with them, and that of the
@@ -194,14 +195,9 @@ def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, link: float) -> f
     Args:
         loads: the loads of the stages.
         tokens: the number of tokens of one microbatch.
-        link: bytes per second, in each direction.
+        machine: devices and host.
     """
     compute = sum(load.compute for load in loads)
-    copies = max(sum(load.upload for load in loads), sum(load.download for load in loads)) / link
+    down = machine.down or machine.link
+    copies = max(sum(load.upload for load in loads) / machine.link, sum(load.download for load in loads) / down)
     return tokens * copies / compute if compute else 0.0
-
-
-def _bytes_of_adam(host: HostMemory, parameters: Sequence[nn.Parameter]) -> int:
-    """What AdamW reads and writes: parameter, gradient and two moments, and three of them again; then the model's."""
-    rounded = sum(p.nbytes for p in parameters if p.requires_grad) if host.masters else 0
-    return 7 * host.gradients + host.masters + rounded

@@ -21,13 +21,18 @@ class Machine:
 
     Attributes:
         num_devices: number of devices, each with its own link.
-        link: bytes per second of a link, in each direction.
+        link: bytes per second of a link to the device; also from it, unless ``down`` is given.
         memory: bytes of memory of a device.
+        down: bytes per second of a link from the device. Default: ``link``.
+        overlaps: whether a device computes while its links copy. Default: ``True``; virtual devices do one thing
+            after the other.
     """
 
     num_devices: int
     link: float = math.inf
     memory: float = math.inf
+    down: float | None = None
+    overlaps: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +46,9 @@ class StageLoad:
         inputs: bytes of activations copied to the device per microbatch.
         outputs: bytes of activations copied back per microbatch.
         working: bytes that exist on the device while it computes one microbatch.
+        updates: for each layer that an optimizer updates meanwhile, the second of the iteration from which on it can be
+            read, and the second of the first microbatch's computation at which it is needed. Default: none.
+        copies: number of devices that run the stage, each on a share of the microbatches. Default: 1.
     """
 
     compute: float
@@ -49,6 +57,8 @@ class StageLoad:
     inputs: int = 0
     outputs: int = 0
     working: int = 0
+    updates: Sequence[tuple[float, float]] = ()
+    copies: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +80,7 @@ class Simulation:
         utilisation: share of the devices' time in which they computed.
         bytes_up: host-to-device bytes.
         bytes_down: device-to-host bytes.
+        links: bytes to and from each device.
         peak_memory: largest number of bytes on one device.
         iteration_ends: the time at which the last step of each iteration ended.
         steps: every step with its time, in the order of dispatch.
@@ -80,6 +91,7 @@ class Simulation:
     utilisation: float
     bytes_up: int
     bytes_down: int
+    links: list[tuple[int, int]]
     peak_memory: int
     iteration_ends: list[float]
     steps: list[TimedStep]
@@ -103,7 +115,8 @@ def simulate(
 
     A device computes one step at a time. The parameters of its next stage are copied while it computes, so it holds at
     most two stages. The link copies activations between the pieces of parameters, so activations cost their own time
-    and do not queue. Copies of one device do not slow those of another.
+    and do not queue. Copies of one device do not slow those of another. A device that does not overlap uploads the
+    parameters of a stage when the one before has ended, and copies the activations of a microbatch before and after it.
 
     Args:
         stages: the stages of one iteration in the order of dispatch.
@@ -131,8 +144,9 @@ def simulate(
     ends = []
     for _ in range(iterations):
         state.begin(0.0 if staleness else state.time)
-        for index, (load, device) in enumerate(zip(stages, deal.assign(len(stages)), strict=True)):
-            state.run(index, load, device)
+        for index, load in enumerate(stages):
+            for copy, device in enumerate(deal.assign(load.copies)):
+                state.run(index, load, device, range(copy, num_microbatch, load.copies))
         ends.append(max(state.done, default=0.0))
     peak = state.peak_memory()
     if peak > machine.memory:
@@ -146,8 +160,9 @@ def simulate(
         time=state.time,
         busy=state.busy,
         utilisation=state.busy / whole if whole else 1.0,
-        bytes_up=sum(load.upload + num_microbatch * load.inputs for load in stages) * iterations,
-        bytes_down=sum(load.download + num_microbatch * load.outputs for load in stages) * iterations,
+        bytes_up=sum(state.bytes_up),
+        bytes_down=sum(state.bytes_down),
+        links=list(zip(state.bytes_up, state.bytes_down, strict=True)),
         peak_memory=peak,
         iteration_ends=ends,
         steps=state.steps,
@@ -188,36 +203,64 @@ class _State:
         self.computed = [0.0] * machine.num_devices
         self.up = [0.0] * machine.num_devices
         self.down = [0.0] * machine.num_devices
+        self.bytes_up = [0] * machine.num_devices
+        self.bytes_down = [0] * machine.num_devices
         # when the stage before the last one ended: its parameters make room for the next ones
         self.room = [[0.0, 0.0] for _ in range(machine.num_devices)]
         self.loads: list[list[StageLoad]] = [[] for _ in range(machine.num_devices)]
         self.steps: list[TimedStep] = []
-        self.busy = 0.0
+        self.busy = self.began = 0.0
 
     @property
     def time(self) -> float:
         return max([*self.computed, *self.down, *self.done])
 
     def begin(self, time: float) -> None:
+        self.began = time
         self.done = [time] * len(self.done)
         self.up = [max(free, time) for free in self.up]
 
-    def run(self, index: int, load: StageLoad, device: int) -> None:
-        link = self.machine.link
+    def run(self, index: int, load: StageLoad, device: int, microbatches: Sequence[int]) -> None:
+        self.busy += load.compute * len(microbatches)
+        self.bytes_up[device] += load.upload + len(microbatches) * load.inputs
+        self.bytes_down[device] += load.download + len(microbatches) * load.outputs
+        self.loads[device].append(load)
+        if self.machine.overlaps:
+            self._run_overlapping(index, load, device, microbatches)
+        else:
+            self._run_alone(index, load, device, microbatches)
+
+    def _run_overlapping(self, index: int, load: StageLoad, device: int, microbatches: Sequence[int]) -> None:
+        link, down = self.machine.link, self.machine.down or self.machine.link
         arrived = max(self.up[device], self.room[device][0]) + load.upload / link
         now = max(self.computed[device], arrived)
-        for microbatch, ready in enumerate(self.done):
-            start = max(now, ready + load.inputs / link)
-            now = start + load.compute
-            self.steps.append(TimedStep(Step(index, microbatch, device), start, now))
-            self.done[microbatch] = now + load.outputs / link
-        self.busy += load.compute * len(self.done)
+        for microbatch in microbatches:
+            start = max(now, self.done[microbatch] + load.inputs / link)
+            now = self._compute(index, load, device, microbatch, start, microbatches)
+            self.done[microbatch] = now + load.outputs / down
         self.computed[device] = now
-        self.up[device] = arrived + len(self.done) * load.inputs / link
+        self.up[device] = arrived + len(microbatches) * load.inputs / link
         if load.download:
-            self.down[device] = max(self.down[device], now) + load.download / link
+            self.down[device] = max(self.down[device], now) + load.download / down
         self.room[device] = [self.room[device][1], max(now, self.down[device] if load.download else now)]
-        self.loads[device].append(load)
+
+    def _run_alone(self, index: int, load: StageLoad, device: int, microbatches: Sequence[int]) -> None:
+        link, down = self.machine.link, self.machine.down or self.machine.link
+        now = max(self.computed[device], self.up[device]) + load.upload / link
+        for microbatch in microbatches:
+            start = max(now, self.done[microbatch]) + load.inputs / link
+            now = self._compute(index, load, device, microbatch, start, microbatches) + load.outputs / down
+            self.done[microbatch] = now
+        self.computed[device] = self.up[device] = now + load.download / down
+
+    def _compute(
+        self, index: int, load: StageLoad, device: int, microbatch: int, start: float, microbatches: Sequence[int]
+    ) -> float:
+        end = start + load.compute
+        if microbatch == microbatches[0]:  # which waits inside of the stage for layers that are being updated
+            end = max([end, *(self.began + ready + load.compute - needed for ready, needed in load.updates)])
+        self.steps.append(TimedStep(Step(index, microbatch, device), start, end))
+        return end
 
     def peak_memory(self) -> int:
         peaks = [0]

@@ -1,5 +1,6 @@
 """``roundpipe doctor`` as a user meets it."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from roundpipe_runtime.cli import doctor_command
 from roundpipe_runtime.cli.app import run
 from roundpipe_runtime.cli.doctor import Check
+from roundpipe_runtime.estimate import Hardware, load_machine
 
 
 def test_every_line_says_how_it_is(capsys, monkeypatch):
@@ -54,3 +56,15 @@ def test_long_lines_are_wrapped(capsys, monkeypatch, columns):
     monkeypatch.setattr(doctor_command, "examine", lambda: [Check("a", "warning", "long " * 30, "do " * 60)])
     assert run(["doctor"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= int(columns)
+
+
+def test_rates_are_written_for_plans(tmp_path, capsys, monkeypatch):
+    """What the machine has, and what a layer costs its host."""
+    here = Hardware(("virtual:0",), "cpu", 1e9, 2e9, None, 10**9, 3e9, {"flops": "measured"})
+    monkeypatch.setattr(doctor_command, "examine", list)
+    monkeypatch.setattr(doctor_command, "describe_hardware", lambda: here)
+    assert run(["doctor", "--machine", str(tmp_path / "here.json")]) == 0
+    found = load_machine(tmp_path / "here.json")
+    assert 0 < found.call < 0.1
+    assert dataclasses.replace(found, call=0.0) == here
+    assert "here.json" in capsys.readouterr().out

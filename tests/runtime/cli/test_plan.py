@@ -259,3 +259,34 @@ def test_what_is_not_the_rate_of_a_network(text):
     """Bytes are not mistaken for bits."""
     with pytest.raises(UserError, match="--network 100G"):
         parse_bits(text, "--network")
+
+
+def test_a_profile_stands_for_a_machine_that_is_not_here(small, tmp_path, capsys):
+    """Its devices, its rates and its host; an option counts more."""
+    profile = {"names": ["cuda:0", "cuda:1"], "flops": 1e12, "link": 1e9, "host": 64e9, "host_rate": 5e10}
+    (tmp_path / "shop.json").write_text(json.dumps(profile))
+    options = [str(small), "--machine", str(tmp_path / "shop.json"), "--length", "32"]
+    assert run(["plan", *options, "--bandwidth", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    hardware = found["hardware"]
+    assert [hardware[key] for key in ("names", "flops", "link", "host")] == [
+        ["cuda:0", "cuda:1"],
+        1e12,
+        2e9,
+        64 * 10**9,
+    ]
+    step = found["step"]
+    assert len(step["links"]) == 2
+    assert step["bottleneck"] == max(step["busy"], key=step["busy"].get)
+    assert step["seconds"] <= step["seconds_exact"] <= step["seconds"] + step["optimizer_seconds"]
+    assert run(["plan", *options]) == 0
+    out = capsys.readouterr().out
+    assert "is busy longest" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_profile_that_is_none_is_one_line(small, tmp_path, capsys):
+    """And nothing is planned."""
+    (tmp_path / "shop.json").write_text("{}")
+    assert run(["plan", str(small), "--machine", str(tmp_path / "shop.json")]) == 2
+    assert "names is missing" in capsys.readouterr().err

@@ -125,3 +125,46 @@ def test_another_staleness_is_refused():
 def test_nothing_to_do_takes_no_time():
     result = simulate([], Machine(2), 3)
     assert (result.time, result.utilisation, result.peak_memory) == (0.0, 1.0, 0)
+
+
+def test_a_device_that_does_not_overlap_does_one_thing_after_the_other():
+    """Upload 2 s, then per microbatch in 1 s, compute 3 s, out 0.5 s; gradients at last, at another rate."""
+    load = StageLoad(3.0, upload=20, download=10, inputs=10, outputs=10)
+    result = simulate([load, load], Machine(1, link=10.0, down=20.0, overlaps=False), 2)
+    assert [timed.start for timed in result.steps] == [3.0, 7.5, 14.5, 19.0]
+    assert result.time == 23.0
+    assert result.links == [(2 * (20 + 2 * 10), 2 * (10 + 2 * 10))]
+
+
+def test_the_first_microbatch_waits_for_layers_that_are_updated():
+    """Layers of 1 s each that can be read after 0.5, 3 and 3.5 s: the second one is waited for, the others follow."""
+    load = StageLoad(3.0, updates=[(0.5, 0.0), (3.0, 1.0), (3.5, 2.0)])
+    result = simulate([load, StageLoad(3.0)], Machine(1), 2)
+    assert [timed.end for timed in result.steps] == [5.0, 8.0, 11.0, 14.0]
+
+
+def test_copies_of_a_stage_take_turns():
+    """A stage of 4 s on two of three devices: each has every second microbatch, and its own upload."""
+    stages = [StageLoad(1.0), StageLoad(4.0, upload=10, download=10, copies=2)]
+    result = simulate(stages, Machine(3, link=1e9), 4)
+    ran = [(timed.step.device, timed.step.microbatch, timed.end) for timed in result.steps if timed.step.stage == 1]
+    assert ran == [(1, 0, 5.0), (1, 2, 9.0), (2, 1, 6.0), (2, 3, 10.0)]
+    assert result.links == [(0, 0), (10, 10), (10, 10)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "head", "num_microbatch", "least"),
+    [(32, 3.0, 16, 0.80), (32, 3.0, 64, 0.92), (28, 6.0, 16, 0.70), (28, 6.0, 64, 0.85)],
+)
+def test_copies_of_the_head_fill_the_devices(layers, head, num_microbatch, least):
+    """The last stage is the head alone, the others have one layer going back and three or four there: exact steps."""
+    model = model_like(layers, head)
+    backward = [StageLoad(cost.backward) for cost in model[-2::-1]]
+
+    def utilisation(copies, width):
+        times = [sum(cost.forward for cost in model[first : first + width]) for first in range(0, layers + 1, width)]
+        loads = [*map(StageLoad, times), StageLoad(model[-1].backward, copies=copies), *backward]
+        return simulate(loads, Machine(8), num_microbatch).utilisation
+
+    assert max(utilisation(copies, width) for copies in (4, 5, 8) for width in (3, 4)) >= least
+    assert utilisation(1, 3) < least

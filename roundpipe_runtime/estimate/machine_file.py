@@ -1,0 +1,89 @@
+"""Machine profiles as JSON files: measured by ``roundpipe doctor --machine FILE``, or typed in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+from ..errors import ConfigError
+from .hardware import Hardware, device_kind
+
+__all__ = ["load_machine", "save_machine"]
+
+_REQUIRED = ("names", "flops", "link", "host_rate")
+_NUMBERS = ("flops", "link", "memory", "host", "host_rate", "down", "call")
+
+
+def save_machine(machine: Hardware, path: str | os.PathLike[str]) -> None:
+    """Write a machine profile.
+
+    Args:
+        machine: devices and host.
+        path: file to write.
+    """
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(dataclasses.asdict(machine), file, indent=1)
+        file.write("\n")
+
+
+def load_machine(path: str | os.PathLike[str]) -> Hardware:
+    """Load a machine profile, which was measured, or typed in: rates per second, sizes in bytes.
+
+    ::
+
+        {"names": ["cuda:0", "cuda:1"], "flops": 150e12, "link": 25e9, "memory": 24e9, "host": 256e9, "host_rate": 60e9}
+
+    ``down`` is the link from the device if it is not as fast as that to it, and ``call`` the seconds of the host for a
+    layer and microbatch. What is missing of ``memory`` and ``host`` is unknown.
+
+    Args:
+        path: file of JSON.
+
+    Returns:
+        The machine.
+
+    Raises:
+        ConfigError: the file is not a machine profile.
+        OSError: the file cannot be read.
+    """
+    name = os.fspath(path)
+    try:
+        with open(path, encoding="utf-8") as file:
+            content: Any = json.load(file)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is not a machine profile: it is not JSON ({error}).") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name} is not a machine profile: it is JSON, but not an object.")
+    missing = [key for key in _REQUIRED if key not in content]
+    unknown = sorted(set(content) - {field.name for field in dataclasses.fields(Hardware)})
+    if missing or unknown:
+        what = f"{missing[0]} is missing" if missing else f"{unknown[0]} is not one of its entries"
+        raise ConfigError(f"{name} is not a machine profile: {what}. To measure this machine:\n"
+                          f"    roundpipe doctor --machine {name}")  # fmt: skip
+    names = content["names"]
+    if not isinstance(names, list) or not names or not all(isinstance(one, str) and one for one in names):
+        raise ConfigError(f'{name}: names must be a list of devices, like ["cuda:0"], found {names!r}.')
+    for key in _NUMBERS:
+        value = content.get(key)
+        if value is None and key not in _REQUIRED:
+            continue
+        if not _is_rate(value) and not (key == "call" and value == 0):
+            raise ConfigError(f"{name}: {key} must be a number above 0, found {value!r}.")
+    whole = {key: int(content[key]) if content.get(key) is not None else None for key in ("memory", "host")}
+    origin = {key: "given" if content.get(key) else "unknown" for key in ("flops", "link", "memory")}
+    return Hardware(
+        **{
+            **content,
+            **whole,
+            "names": tuple(names),
+            "kind": content.get("kind") or device_kind(tuple(names)),
+            "call": content.get("call") or 0.0,
+            "origin": content.get("origin") or origin,
+        }
+    )
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")

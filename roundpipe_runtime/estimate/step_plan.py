@@ -1,0 +1,146 @@
+"""Describe a training step: its stages, what each layer takes, what the optimizer moves, whatever machine runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..schedule.costs import LayerCost
+from ..schedule.plan import ModelExecutePlan
+from ..schedule.round_robin import Kind, RoundRobin, Stage
+from ..schedule.simulation import StageLoad
+from .hardware import Hardware
+from .layer_footprint import LayerFootprint
+from .memory_estimate import HostMemory, host_memory
+
+__all__ = ["StepPlan", "stage_loads", "step_plan"]
+
+# What a stage does of a layer's forward, forward again and backward, by which the host's share of them is known.
+_SHARE: dict[Kind, float] = {"forward": 1 / 3, "fused": 2 / 3, "backward": 2 / 3}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A training step, whatever machine runs it.
+
+    Attributes:
+        plan: layers of each stage.
+        layers: memory and operations of each layer on one microbatch.
+        num_microbatch: number of microbatches.
+        tokens: number of tokens of a step, all microbatches; of anything else that is counted in samples, those.
+        host_memory: memory of the host.
+        optimizer_bytes: bytes that AdamW reads and writes in a step.
+        measured: seconds of each layer on one microbatch, as a pipeline measured them on the machine itself. Default:
+            ``None``, seconds follow from operations.
+    """
+
+    plan: ModelExecutePlan
+    layers: Sequence[LayerFootprint]
+    num_microbatch: int
+    tokens: int
+    host_memory: HostMemory
+    optimizer_bytes: int
+    measured: Sequence[LayerCost] | None = None
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages in the order of dispatch."""
+        return self.plan.stages("fused", len(self.layers))
+
+    def seconds(self, stage: Stage, machine: Hardware) -> float:
+        """Return the seconds of a stage on one microbatch.
+
+        Args:
+            stage: stage of this plan.
+            machine: devices and host.
+
+        Returns:
+            The seconds. Virtual devices compute after the host has called each layer, accelerators meanwhile.
+        """
+        called = len(stage.layers) * _SHARE[stage.kind] * machine.call
+        computed = sum(self._seconds(layer, stage.kind, machine) for layer in stage.layers)
+        return computed + called if machine.is_virtual else max(computed, called)
+
+    def _seconds(self, layer: int, kind: Kind, machine: Hardware) -> float:
+        if self.measured is not None:
+            return self.measured[layer].forward if kind == "forward" else self.measured[layer].backward
+        found = self.layers[layer]
+        return (found.forward_flops + (found.backward_flops if kind != "forward" else 0)) / machine.flops
+
+
+def step_plan(
+    plan: ModelExecutePlan,
+    layers: Sequence[LayerFootprint],
+    model: nn.Module,
+    *,
+    num_microbatch: int,
+    tokens: int,
+    optim_dtype: torch.dtype | None = None,
+    measured: Sequence[LayerCost] | None = None,
+) -> StepPlan:
+    """Describe a training step of a model.
+
+    Args:
+        plan: layers of each stage, as for ``"fused"`` runs.
+        layers: memory and operations of each layer on one microbatch, as :func:`measure_layers` returns them.
+        model: model whose parameters the host holds; they can be on ``meta``.
+        num_microbatch: number of microbatches.
+        tokens: number of tokens of a step, all microbatches.
+        optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
+        measured: seconds of each layer, as ``RoundPipe.layer_costs()`` returns them after some steps. Default: seconds
+            follow from operations.
+
+    Returns:
+        The description.
+
+    Raises:
+        PlanError: the plan is not one for these layers.
+    """
+    parameters = list({id(p): p for p in model.parameters()}.values())
+    stages = plan.stages("fused", len(layers))
+    host = host_memory(parameters, model.buffers(), stages, layers, num_microbatch, optim_dtype=optim_dtype)
+    return StepPlan(plan, layers, num_microbatch, tokens, host, _bytes_of_adam(host, parameters), measured)
+
+
+def _bytes_of_adam(host: HostMemory, parameters: Sequence[nn.Parameter]) -> int:
+    """What AdamW reads and writes: parameter, gradient and two moments, and three of them again; then the model's."""
+    rounded = sum(p.nbytes for p in parameters if p.requires_grad) if host.masters else 0
+    return 7 * host.gradients + host.masters + rounded
+
+
+def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool) -> list[StageLoad]:
+    """Return the time and traffic of each stage; a layer that stayed on its device is not copied there again.
+
+    Args:
+        plan: training step.
+        machine: devices and host.
+        stays: whether layers stay on a device from their forward to their backward.
+
+    Returns:
+        The loads, in the order of dispatch.
+    """
+    there: set[tuple[int, int]] = set()
+    loads = []
+    stages = plan.stages
+    restarts = {stage.layers[0] for stage in stages if stage.kind == "backward"}
+    for stage, device in zip(stages, RoundRobin(len(machine.names)).assign(len(stages)), strict=True):
+        mine = [plan.layers[index] for index in stage.layers]
+        goes_back = stage.kind != "forward"
+        # what backward stages start from is copied back, but for what came from the host
+        saved = [] if goes_back else [plan.layers[i].inputs for i in stage.layers[1:] if i in restarts]
+        new = [index for index in stage.layers if (device, index) not in there]
+        if stays and stage.kind == "forward":
+            there.update((device, index) for index in stage.layers)
+        loads.append(
+            StageLoad(
+                compute=plan.seconds(stage, machine),
+                upload=sum(plan.layers[index].param_bytes for index in new),
+                download=sum(layer.grad_bytes for layer in mine) if goes_back else 0,
+                inputs=mine[0].inputs + (mine[-1].grads_out if stage.kind == "backward" else 0),
+                outputs=mine[0].grads_in if goes_back else mine[-1].outputs + sum(saved),
+            )
+        )
+    return loads

@@ -1,0 +1,229 @@
+"""Simulate a training step on a machine: seconds, bubbles, bytes per link, peak memory, and what the step waits for.
+
+::
+
+    # a step     forward and backward of all microbatches  |  optimizer    synchronous: one after the other
+    #            with is_async="exact", a layer is updated while the forward of those before it runs
+
+The schedule is played through by :func:`roundpipe_runtime.schedule.simulate`; here are its loads, and what it comes to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from ..engine.planner import FOR_PARAMETERS
+from ..schedule.round_robin import RoundRobin
+from ..schedule.simulation import Machine, Simulation, StageLoad
+from ..schedule.simulation import simulate as simulate_schedule
+from .hardware import Hardware
+from .memory_estimate import DeviceMemory, HostMemory, device_memory
+from .step_plan import StepPlan, stage_loads
+
+__all__ = ["BottleneckFlip", "StepSimulation", "simulate", "stays_on_devices"]
+
+
+class BottleneckFlip(NamedTuple):
+    """The number of tokens at which a step begins to wait for something else.
+
+    Attributes:
+        tokens: tokens of a step.
+        before: what is busy longest with fewer tokens, a key of :attr:`StepSimulation.busy`.
+        after: what is busy longest with more tokens.
+    """
+
+    tokens: float
+    before: str
+    after: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepSimulation:
+    """A simulated training step.
+
+    Attributes:
+        seconds: time from one step to the next.
+        run: forward and backward, with bytes of each link and every stage's times.
+        unhindered: the same, if transfers took no time.
+        optimizer_seconds: time of AdamW on the host.
+        exposed_optimizer: seconds of it in which the devices wait.
+        device_memory: peak memory of each device.
+        host_memory: memory of the host.
+        stays: whether layers stay on a device from their forward to their backward.
+        tokens: tokens of the step.
+        busy: seconds in which each part of the machine is busy, the mean of all devices: ``"compute"``,
+            ``"link up"``, ``"link down"``, ``"interpreter"``, ``"optimizer"``.
+        flips: tokens of a step at which the bottleneck changes, with the same plan; ascending.
+    """
+
+    seconds: float
+    run: Simulation
+    unhindered: Simulation
+    optimizer_seconds: float
+    exposed_optimizer: float
+    device_memory: list[DeviceMemory]
+    host_memory: HostMemory
+    stays: bool
+    tokens: int
+    busy: Mapping[str, float]
+    flips: list[BottleneckFlip]
+
+    @property
+    def bottleneck(self) -> str:
+        """What is busy longest, a key of ``busy``."""
+        return max(self.busy, key=lambda name: self.busy[name])
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of training."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def bubbles(self) -> dict[str, float]:
+        """Shares of the devices' time in which they wait, by cause.
+
+        ``"transfer"`` would not be there if copies took no time, ``"optimizer"`` is the optimizer's, and
+        ``"dependency"`` the filling and draining of the pipeline, and stages that wait for longer ones.
+        """
+        whole = self.seconds or 1.0
+        transfer = max(0.0, self.run.time - self.unhindered.time) / whole
+        optimizer = self.exposed_optimizer / whole
+        computed = self.run.utilisation * self.run.time / whole
+        dependency = max(0.0, 1.0 - transfer - optimizer - computed)
+        return {"transfer": transfer, "optimizer": optimizer, "dependency": dependency}
+
+
+def simulate(
+    plan: StepPlan, machine: Hardware, *, is_async: Literal[False, True, "exact"] = False, stays: bool | None = None
+) -> StepSimulation:
+    """Simulate a training step on a machine.
+
+    Args:
+        plan: training step, from :func:`step_plan`, or ``plan`` of a :class:`PlanReport`.
+        machine: devices and host: :func:`describe_hardware`, or :func:`load_machine` for a file.
+        is_async: when the optimizer runs, as in ``RoundPipe.step``. ``False``, after the run; ``"exact"``, layer by
+            layer next to the next run; ``True``, next to it with weights one step old.
+        stays: whether layers stay on a device from their forward to their backward. Default: if there is room.
+
+    Returns:
+        The simulated step.
+
+    >>> from torch import nn
+    >>> import torch
+    >>> from roundpipe_runtime import ModelExecutePlan
+    >>> from roundpipe_runtime.estimate import Hardware, measure_layers, simulate, step_plan
+    >>> model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False, device="meta") for _ in range(3)])
+    >>> layers = measure_layers(list(model), (torch.empty(512, 4096, device="meta"),))
+    >>> plan = ModelExecutePlan([range(2)], [range(2, 3), range(1, 2), range(1)])
+    >>> machine = Hardware(("cuda:0",), "cuda", 10e12, 10e9, 2**30, 2**36, 20e9, {})
+    >>> found = simulate(step_plan(plan, layers, model, num_microbatch=2, tokens=1024), machine)
+    >>> found.bottleneck, [f"{flip.before} until {flip.tokens:,.0f}" for flip in found.flips]
+    ('optimizer', ['optimizer until 2,100'])
+    """
+    stays = stays_on_devices(plan, machine) if stays is None else stays
+    loads = stage_loads(plan, machine, stays=stays)
+    optimizer = plan.optimizer_bytes / machine.host_rate
+    if is_async == "exact":
+        loads = _with_updates(plan, loads, machine, optimizer)
+    devices = len(machine.names)
+    overlaps = not machine.is_virtual
+    run = simulate_schedule(
+        loads, Machine(devices, machine.link, down=machine.down, overlaps=overlaps), plan.num_microbatch
+    )
+    seconds = run.time + optimizer if is_async is False else max(run.time, optimizer)
+    stages = plan.stages
+    fixed, per_token = _busy(plan, loads, machine, optimizer)
+    return StepSimulation(
+        seconds=seconds,
+        run=run,
+        unhindered=simulate_schedule(loads, Machine(devices, overlaps=overlaps), plan.num_microbatch),
+        optimizer_seconds=optimizer,
+        exposed_optimizer=seconds - run.time,
+        device_memory=device_memory(
+            stages,
+            RoundRobin(devices).assign(len(stages)),
+            plan.layers,
+            plan.num_microbatch,
+            stays=stays,
+            prefetches=overlaps,
+        ),
+        host_memory=plan.host_memory,
+        stays=stays,
+        tokens=plan.tokens,
+        busy={name: fixed[name] + per_token[name] * plan.tokens for name in fixed},
+        flips=_flips(fixed, per_token),
+    )
+
+
+def stays_on_devices(plan: StepPlan, machine: Hardware) -> bool:
+    """Return whether every device has room for all parameters and gradients at once, so that layers stay there."""
+    needed = sum(layer.param_bytes + layer.grad_bytes for layer in plan.layers)
+    return machine.memory is None or needed <= FOR_PARAMETERS * machine.memory
+
+
+def _with_updates(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, optimizer: float) -> list[StageLoad]:
+    """The loads of a run next to the optimizer of the step before, which goes through the layers in their order."""
+    whole = sum(layer.grad_bytes for layer in plan.layers) or 1
+    sums = itertools.accumulate(layer.grad_bytes for layer in plan.layers)
+    ready = [optimizer * size / whole for size in sums]
+    found = []
+    for stage, load in zip(plan.stages, loads, strict=True):
+        forward = [plan.seconds(dataclasses.replace(stage, layers=range(i, i + 1)), machine) for i in stage.layers]
+        if stage.kind == "fused":  # its first layers are read in the forward, which is a third of it
+            forward = [seconds / 3 for seconds in forward]
+        if stage.kind == "backward":
+            forward = [0.0] * len(forward)
+        needed = itertools.accumulate(forward, initial=0.0)
+        updates = [(ready[layer], second) for layer, second in zip(stage.layers, needed, strict=False)]
+        found.append(dataclasses.replace(load, updates=updates))
+    return found
+
+
+# -- what is busy, by tokens -----------------------------------------------------------------------------------------
+
+
+def _busy(
+    plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, optimizer: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds that are the same for any number of tokens, and seconds per token."""
+    devices, tokens, microbatches = len(machine.names), plan.tokens or 1, plan.num_microbatch
+    down = machine.down or machine.link
+    without_calls = dataclasses.replace(machine, call=0.0)
+    computed = sum(plan.seconds(stage, without_calls) for stage in plan.stages)
+    fixed = {
+        "compute": 0.0,
+        "link up": sum(load.upload for load in loads) / machine.link / devices,
+        "link down": sum(load.download for load in loads) / down / devices,
+        "interpreter": len(plan.layers) * microbatches * machine.call,  # one for all devices
+        "optimizer": optimizer,
+    }
+    per_token = {
+        "compute": microbatches * computed / devices / tokens,
+        "link up": microbatches * sum(load.inputs for load in loads) / machine.link / devices / tokens,
+        "link down": microbatches * sum(load.outputs for load in loads) / down / devices / tokens,
+        "interpreter": 0.0,
+        "optimizer": 0.0,
+    }
+    return fixed, per_token
+
+
+def _flips(fixed: Mapping[str, float], per_token: Mapping[str, float]) -> list[BottleneckFlip]:
+    """Where another one of the lines is the highest, as the tokens grow."""
+
+    def longest(tokens: float) -> str:
+        return max(fixed, key=lambda name: (fixed[name] + per_token[name] * tokens, per_token[name]))
+
+    crossings = sorted(
+        (fixed[b] - fixed[a]) / (per_token[a] - per_token[b])
+        for a, b in itertools.permutations(fixed, 2)
+        if per_token[a] > per_token[b] and fixed[b] > fixed[a]
+    )
+    found = []
+    for before, at, after in zip([0.0, *crossings], crossings, [*crossings[1:], None], strict=False):
+        names = longest((before + at) / 2), longest(2 * at if after is None else (at + after) / 2)
+        if names[0] != names[1]:
+            found.append(BottleneckFlip(at, *names))
+    return found

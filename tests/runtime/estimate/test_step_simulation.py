@@ -1,0 +1,139 @@
+"""Steps that are simulated, next to steps that ran, and to sums by hand."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import LayerCost, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, Timeline
+from roundpipe_runtime.estimate import Hardware, measure_layers, simulate, step_plan
+from roundpipe_runtime.timeline.totals import device_totals
+from tests.runtime.device.logical_clock import LogicalDevice, TimedLayer, stamp_mailboxes
+
+WIDTH, ROWS, MICROBATCHES = 64, 16, 2
+PARAMETERS = WIDTH * WIDTH
+
+
+def machine(count=1, **rates):
+    given = {"flops": 1e9, "link": 1e6, "memory": None, "host": None, "host_rate": 1e7, "origin": {}, **rates}
+    kind = given.pop("kind", "cuda")
+    return Hardware(names=tuple(f"{kind}:{index}" for index in range(count)), kind=kind, **given)
+
+
+@pytest.fixture(scope="module")
+def step():
+    """Three matrices, a forward stage of two layers, and a stage for each layer going back."""
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(3)])
+    layers = measure_layers(list(model), (torch.empty(ROWS, WIDTH, device="meta"),))
+    plan = ModelExecutePlan([range(2)], [range(2, 3), range(1, 2), range(1)])
+    return step_plan(plan, layers, model, num_microbatch=MICROBATCHES, tokens=MICROBATCHES * ROWS)
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["layers stay", "layers travel"])
+@pytest.mark.parametrize(
+    ("seconds", "devices", "microbatches"),
+    [([0.5, 1.0, 1.0, 1.0, 3.0], 2, 3), ([1.0] * 6, 3, 4), ([0.1, *[1.0] * 7, 2.0], 4, 9), ([1.0] * 3, 1, 1)],
+)
+def test_a_step_takes_as_long_as_simulated(seconds, devices, microbatches, fits, monkeypatch):
+    """The engine on devices whose clocks only layers and copies advance: seconds, bubble, and bytes of each link."""
+    stamp_mailboxes(monkeypatch)
+    link = 1e4
+    layers = [TimedLayer(WIDTH // 4, one) for one in seconds]
+    costs = [LayerCost(one, 3 * one) for one in seconds]
+    plan = ModelExecutePlan.auto("fused", costs, min_stages=devices)
+    config = RoundPipeRunConfig(num_microbatch=microbatches, loss_reduction="mean", execute_plan=plan)
+    used = [LogicalDevice(f"virtual:{index}", link) for index in range(devices)]
+    pipe = RoundPipe(nn.Sequential(*layers), devices=used, model_run_config=config)
+    monkeypatch.setattr(pipe._rp_engine.planner, "fits", lambda: fits)
+    inputs = torch.ones(microbatches, WIDTH // 4)
+    with Timeline() as timeline:
+        pipe.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.square().mean())
+    pipe.close()
+
+    found = measure_layers(layers, (inputs[:1],))
+    step = step_plan(plan, found, pipe.model, num_microbatch=microbatches, tokens=microbatches, measured=costs)
+    here = dataclasses.replace(machine(devices, link=link), kind="cpu")
+    predicted = simulate(step, here, stays=fits).run
+    assert predicted.links == [(device.bytes_up, device.bytes_down) for device in used]
+    measured = max(device.now for device in used)
+    assert predicted.time == pytest.approx(measured, rel=0.02)
+    busy = sum(totals.busy for totals in device_totals(timeline.records))
+    assert predicted.bubble == pytest.approx(1 - busy / devices / measured, abs=0.01)
+
+
+def test_bytes_of_a_link_are_those_that_are_copied(step):
+    """Layers that stay go up once, others for each visit; gradients go down once, activations per microbatch."""
+    weights, passed = 4 * PARAMETERS, 4 * ROWS * WIDTH
+    staying = simulate(step, machine())
+    moving = simulate(step, machine(), stays=False)
+    assert staying.stays
+    # into each of the four stages, and gradients into the last two;
+    # out of the first three, and what layer 1 starts from when it goes back
+    up = MICROBATCHES * (4 + 2) * passed
+    assert staying.run.links == [(3 * weights + up, 3 * weights + MICROBATCHES * 4 * passed)]
+    assert moving.run.bytes_up - staying.run.bytes_up == 2 * weights
+
+
+def test_the_optimizer_waits_for_the_run_or_goes_next_to_it(step):
+    """Seven numbers a parameter at 10 MB/s."""
+    optimizer = 7 * 4 * 3 * PARAMETERS / 1e7
+    after, late, exact = (simulate(step, machine(link=1e9), is_async=how) for how in (False, True, "exact"))
+    assert after.optimizer_seconds == pytest.approx(optimizer)
+    assert after.seconds == pytest.approx(after.run.time + optimizer)
+    assert late.seconds == max(late.run.time, optimizer)
+    assert late.seconds < exact.seconds < after.seconds
+    # the forward of the last layer, and its backward, come after its update
+    assert exact.seconds >= optimizer + 3 * 2 * 2 * ROWS * PARAMETERS / 1e9
+
+
+def test_bubbles_are_all_of_the_time_without_computation(step):
+    """Transfers, optimizer and dependencies."""
+    found = simulate(step, machine(2))
+    computed = found.run.busy / 2 / found.seconds
+    assert sum(found.bubbles.values()) + computed == pytest.approx(1)
+    assert found.bubbles["optimizer"] == pytest.approx(found.optimizer_seconds / found.seconds)
+    assert found.bubbles["transfer"] == pytest.approx((found.run.time - found.unhindered.time) / found.seconds)
+
+
+def test_the_bottleneck_flips_where_the_lines_cross(step):
+    """Copies of parameters take the same time for any number of tokens, computation grows with them."""
+    rates = machine(host_rate=1e12, link=1e9)
+    found = simulate(step, rates, stays=False)
+    (flip,) = found.flips
+    assert (flip.before, flip.after) == ("link up", "compute")
+    # forward of two layers; 6 of the fused one and of layer 1; layer 0 needs no gradient of its input
+    computing = (2 * 2 + 6 + 6 + 4) * PARAMETERS / rates.flops
+    copying = 6 * 4 * WIDTH / rates.link
+    assert flip.tokens == pytest.approx(5 * 4 * PARAMETERS / rates.link / (computing - copying))
+    there = dataclasses.replace(step, tokens=round(1.01 * flip.tokens))
+    assert simulate(there, rates, stays=False).bottleneck != found.bottleneck or flip.tokens < step.tokens
+
+
+def test_what_a_call_costs_the_host_counts(step):
+    """Virtual devices compute after the call, accelerators meanwhile; all share one interpreter."""
+    virtual, card = machine(kind="virtual", call=0.3), machine(call=0.3)
+    virtual = dataclasses.replace(virtual, kind="cpu")
+    free = simulate(step, dataclasses.replace(virtual, call=0.0))
+    found = simulate(step, virtual)
+    # two layers in the forward stage, a third of a call each; three going back, two thirds
+    assert found.run.time - free.run.time == pytest.approx(MICROBATCHES * 0.3 * (2 / 3 + 3 * 2 / 3))
+    assert found.busy["interpreter"] == pytest.approx(3 * MICROBATCHES * 0.3)
+    assert simulate(step, card).run.busy == pytest.approx(MICROBATCHES * 0.3 * (2 / 3 + 3 * 2 / 3))
+    assert simulate(step, card).bottleneck == "interpreter"
+
+
+def test_measured_seconds_take_the_place_of_operations(step):
+    """A backward that was measured has the forward in it that is computed again."""
+    measured = [LayerCost(0.5, 2.0), LayerCost(0.25, 1.0), LayerCost(0.125, 0.5)]
+    found = simulate(dataclasses.replace(step, measured=measured), machine())
+    assert found.run.busy == MICROBATCHES * (0.5 + 0.25 + 0.5 + 1.0 + 2.0)
+
+
+def test_peaks_are_those_of_the_estimate_of_memory(step):
+    """A layer on its own, with its gradient; a card has the next one too."""
+    (virtual,) = simulate(step, dataclasses.replace(machine(), kind="cpu"), stays=False).device_memory
+    (card,) = simulate(step, machine(), stays=False).device_memory
+    assert virtual.parameters + virtual.gradients >= 2 * 4 * PARAMETERS
+    assert card.arriving >= virtual.arriving == 0
+    assert simulate(step, machine()).host_memory.optimizer == 2 * 4 * 3 * PARAMETERS

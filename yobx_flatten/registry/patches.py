@@ -122,11 +122,14 @@ class ImportHook(importlib.abc.MetaPathFinder):
 
     def install(self) -> None:
         """Start to wait for the module."""
-        sys.meta_path.insert(0, self)
+        with LOCK:
+            sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
         """Stop waiting."""
-        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
+        # a new list: an import of another thread goes through the old one, and would miss the finder after the removed
+        with LOCK:
+            sys.meta_path = [finder for finder in sys.meta_path.copy() if finder is not self]
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -270,3 +270,54 @@ def test_two_hooks_for_one_module_both_act(tmp_path, monkeypatch):
             hook.remove()
         sys.modules.pop("waited_for_twice", None)
     assert sorted(heard) == [(1, 1), (2, 1)]
+
+
+class Finder:
+    """Finds one module that has no file, and does something whenever it is asked for any."""
+
+    def __init__(self, name, action=lambda: None):
+        self.name, self.action = name, action
+
+    def find_spec(self, name, path=None, target=None):
+        self.action()
+        return importlib.machinery.ModuleSpec(name, self) if name == self.name else None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        module.VALUE = 1
+
+
+def test_an_import_under_way_misses_no_finder_when_a_hook_is_removed(monkeypatch):
+    """Another thread leaves a block between two finders of an import: the finder after them is still asked."""
+    hook = ImportHook("another_module".__eq__, lambda module: None)
+    leaves, finds = Finder("", hook.remove), Finder("found_by_the_last_finder")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, leaves, finds])
+    monkeypatch.setitem(sys.modules, finds.name, None)
+    del sys.modules[finds.name]
+    hook.install()
+    assert importlib.import_module(finds.name).VALUE == 1
+    assert hook not in sys.meta_path
+
+
+def test_hooks_of_several_threads_leave_every_finder_in_place():
+    """Blocks are entered and left by several threads at once; without a lock a finder of Python was gone for good."""
+    before, interval = list(sys.meta_path), sys.getswitchinterval()
+
+    def come_and_go():
+        for _ in range(2000):
+            hook = ImportHook("another_module".__eq__, lambda module: None)
+            hook.install()
+            hook.remove()
+
+    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert sys.meta_path == before

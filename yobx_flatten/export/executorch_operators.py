@@ -1,7 +1,8 @@
-"""Operators of mixtures of experts that ExecuTorch has no kernel for, written out with those that it has."""
+"""Operators that ExecuTorch has no kernel for, written out with those that it has: products by expert, and `erfinv`."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from ..trace.onnx_operators import ERFINV_CENTRE, ERFINV_TAIL
 from .untranslated import decompose_untranslated
 
 __all__ = ["grouped_product", "missing_kernels", "written_out"]
@@ -74,7 +76,19 @@ def _empty_like(like: Any, **options: Any) -> Any:
     return torch.zeros_like(like, dtype=options.get("dtype"))
 
 
-_TABLE: Mapping[Any, Callable[..., Any]] = {
+def _erfinv(x: Any) -> Any:
+    w = -torch.log((1 - x) * (1 + x))
+    centre, tail = _polynomial(w - 2.5, ERFINV_CENTRE), _polynomial(torch.sqrt(w) - 3, ERFINV_TAIL)
+    # at 1 the polynomial of the infinite w is NaN
+    return torch.where(x.abs() == 1, x * torch.inf, torch.where(w < 5, centre, tail) * x)
+
+
+def _polynomial(at: Any, coefficients: tuple[float, ...]) -> Any:
+    return functools.reduce(lambda value, coefficient: value * at + coefficient, coefficients)
+
+
+_OF_NUMBERS: Mapping[Any, Callable[..., Any]] = {_ATEN.erfinv.default: _erfinv}
+_OF_EXPERTS: Mapping[Any, Callable[..., Any]] = {
     _ATEN._grouped_mm.default: _grouped_mm,
     _ATEN.histc.default: _histc,
     _ATEN.argsort.default: _argsort,
@@ -86,7 +100,7 @@ _TABLE: Mapping[Any, Callable[..., Any]] = {
 
 
 def written_out(program: ExportedProgram) -> ExportedProgram:
-    """Return a program without products by expert; the same one where there are none.
+    """Return a program without products by expert and `erfinv`; the same one where there are none.
 
     Args:
         program: the program; it stays as it is.
@@ -95,9 +109,12 @@ def written_out(program: ExportedProgram) -> ExportedProgram:
     products: dict[Any, Callable[..., Any]] = {_ATEN._grouped_mm.default: _grouped_mm}
     if fallback is not None:
         products[fallback.default] = grouped_product
-    if not any(node.target in products for node in program.graph.nodes):
+    found = {node.target for node in program.graph.nodes}
+    table = {operator: function for operator, function in _OF_NUMBERS.items() if operator in found}
+    if found & products.keys():
+        table |= {**_OF_EXPERTS, **products}
+    if not table:
         return program
-    table = {**_TABLE, **products}
     return decompose_untranslated(program, table) or program.run_decompositions(table)
 
 

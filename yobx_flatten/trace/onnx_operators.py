@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["TRANSLATIONS", "Translation", "add_translation"]
+__all__ = ["ERFINV_CENTRE", "ERFINV_TAIL", "TRANSLATIONS", "Translation", "add_translation"]
 
 
 class Translation(NamedTuple):
@@ -59,11 +59,11 @@ def add_translation(registry: Any, module: ModuleType, translation: Translation)
 
 # M. Giles, "Approximating the erfinv function", GPU Computing Gems Jade Edition (2011), single precision: two
 # polynomials, in w - 2.5 for w = -log(1 - x^2) below 5, and in sqrt(w) - 3 above
-_CENTRE = (
+ERFINV_CENTRE = (
     *(2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503),
     *(-0.00417768164, 0.246640727, 1.50140941),
 )
-_TAIL = (
+ERFINV_TAIL = (
     *(-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613),
     *(0.00943887047, 1.00167406, 2.83297682),
 )
@@ -104,8 +104,8 @@ def _erf_inv(x: Any) -> Any:
 
     given = op.Cast(x, to=1)  # float32
     w = op.Neg(op.Log(op.Mul(op.Sub(number(1.0), given), op.Add(number(1.0), given))))
-    centre = polynomial(op.Sub(w, number(2.5)), _CENTRE)
-    tail = polynomial(op.Sub(op.Sqrt(w), number(3.0)), _TAIL)
+    centre = polynomial(op.Sub(w, number(2.5)), ERFINV_CENTRE)
+    tail = polynomial(op.Sub(op.Sqrt(w), number(3.0)), ERFINV_TAIL)
     found = op.Mul(op.Where(op.Less(w, number(5.0)), centre, tail), given)
     # at 1 the polynomial of the infinite w is NaN
     return op.CastLike(op.Where(op.Equal(op.Abs(given), number(1.0)), op.Mul(given, number(float("inf"))), found), x)

@@ -54,3 +54,18 @@ def test_rows_after_the_last_expert_are_zeros():
     rows, weight, ends = torch.randn(6, 5), torch.randn(3, 5, 4), torch.tensor([2, 2, 5], dtype=torch.int32)
     expected = torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
     torch.testing.assert_close(grouped_product(rows, weight, ends), expected)
+
+
+def test_the_inverse_of_erf_is_computed_without_its_operator():
+    """From -1 to 1, where it is infinite; Gemma 3n cuts its activations off with it."""
+
+    class Cut(torch.nn.Module):
+        def forward(self, x):
+            return torch.erfinv(x)
+
+    program = written_out(
+        torch.export.export(Cut(), (torch.zeros(3, 3),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    )
+    assert [node for node in program.graph.nodes if "erfinv" in str(node.target)] == []
+    given = torch.cat([torch.linspace(-1, 1, 21), torch.tensor([0.99, 0.9999, -0.99999, 1e-7, 0.0, -1e-3])]).view(9, 3)
+    torch.testing.assert_close(program.module()(given), torch.erfinv(given), atol=1e-6, rtol=2e-6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,10 +12,11 @@ from ..errors import GenerationError, InvalidArgumentError, describe_class
 from ..runners.runner import Runner
 from .beams import BeamSearch, BeamSettings
 from .image_positions import image_positions
+from .pictures import Pictures, Seen
 from .sampling import Sampling, TokenChooser
 from .score_rules import GenerationCall, ScoreProcessor
 from .settings import GenerationSettings
-from .slots import check_ports, empty_cache
+from .slots import check_ports, empty_cache, typed
 
 __all__ = ["Generator", "Parts"]
 
@@ -54,9 +55,8 @@ class _Sequence:
     new: torch.Tensor
     cache: dict[str, Any]
     context: dict[str, torch.Tensor]
-    # features of the images, in the place of image tokens; and those that layers add, where the decoder takes them
-    images: torch.Tensor | None = None
-    between: torch.Tensor | None = None
+    # features of pictures and videos, until the first call takes them
+    seen: list[Seen] = dataclasses.field(default_factory=list)
     # what the encoder read, where that is tokens
     source: torch.Tensor | None = None
     # of the tokens of the next call in time, height and width, where the decoder takes those
@@ -113,6 +113,9 @@ class Generator:
         input_features: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         image_grid_thw: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        second_per_grid_ts: torch.Tensor | Sequence[float] | None = None,
         decoder_input_ids: torch.Tensor | None = None,
         num_beams: int = 1,
         length_penalty: float = 1.0,
@@ -132,6 +135,10 @@ class Generator:
             pixel_values: images, for the image tokens of the prompt.
             image_grid_thw: patches of each image in time, height and width, integers of shape (images, 3), for models
                 whose ``pixel_values`` are patches.
+            pixel_values_videos: patches of videos, for the video tokens of the prompt.
+            video_grid_thw: patches of each video in time, height and width, integers of shape (videos, 3).
+            second_per_grid_ts: seconds from one frame of each video to the next, for models that count them
+                (Qwen2.5-VL); 1 for all by default.
             decoder_input_ids: first tokens of an encoder-decoder model's output; by default its start token.
             num_beams: continuations of each row that a beam search keeps; 1, the default, for none. What
                 ``generation_config.json`` has of beams is not read.
@@ -150,11 +157,12 @@ class Generator:
             InvalidArgumentError: when the inputs do not fit the model or each other.
             GenerationError: when a file fails while it runs.
         """
-        given = (input_ids, attention_mask, input_features, pixel_values, decoder_input_ids, image_grid_thw)
+        images = self.settings.images(pixel_values, image_grid_thw)
+        videos = self.settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
         beams = BeamSettings(num_beams, length_penalty, early_stopping, num_return_sequences)
         if num_beams > 1 and sampling is not None and sampling.do_sample:
             raise InvalidArgumentError("A beam search draws no tokens: pass num_beams, or Sampling(do_sample=True).")
-        sequence = self._begin(*given)
+        sequence = self._begin(input_ids, attention_mask, input_features, decoder_input_ids, (images, videos))
         first = sequence.tokens
         if num_beams > 1:
             return self._search(sequence, self._limit(max_new_tokens), beams)
@@ -171,6 +179,9 @@ class Generator:
         input_features: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         image_grid_thw: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        second_per_grid_ts: torch.Tensor | Sequence[float] | None = None,
         decoder_input_ids: torch.Tensor | None = None,
     ) -> Iterator[torch.Tensor]:
         """Return the tokens of :meth:`generate` one step at a time.
@@ -186,6 +197,9 @@ class Generator:
             input_features: see :meth:`generate`.
             pixel_values: see :meth:`generate`.
             image_grid_thw: see :meth:`generate`.
+            pixel_values_videos: see :meth:`generate`.
+            video_grid_thw: see :meth:`generate`.
+            second_per_grid_ts: see :meth:`generate`.
             decoder_input_ids: see :meth:`generate`.
 
         Returns:
@@ -195,8 +209,10 @@ class Generator:
             InvalidArgumentError: when the inputs do not fit the model or each other.
             GenerationError: when a file fails while it runs.
         """
-        given = (input_ids, attention_mask, input_features, pixel_values, decoder_input_ids, image_grid_thw)
-        return self._stream(self._begin(*given), max_new_tokens, sampling)
+        images = self.settings.images(pixel_values, image_grid_thw)
+        videos = self.settings.videos(pixel_values_videos, video_grid_thw, second_per_grid_ts)
+        sequence = self._begin(input_ids, attention_mask, input_features, decoder_input_ids, (images, videos))
+        return self._stream(sequence, max_new_tokens, sampling)
 
     # -- before the first token ----------------------------------------------------------------------------------------
 
@@ -205,12 +221,12 @@ class Generator:
         input_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         input_features: torch.Tensor | None,
-        pixel_values: torch.Tensor | None,
         decoder_input_ids: torch.Tensor | None,
-        image_grid_thw: torch.Tensor | None = None,
+        pictures: Sequence[Pictures],
     ) -> _Sequence:
         context: dict[str, torch.Tensor] = {}
-        images = between = positions = types = None
+        seen: list[Seen] = []
+        positions = types = None
         if self.parts.encoder is not None:
             context, batch = self._encode(input_ids, attention_mask, input_features)
             tokens = decoder_input_ids if decoder_input_ids is not None else self._start_tokens(batch)
@@ -221,15 +237,15 @@ class Generator:
             tokens = _integers("input_ids", input_ids)
             mask = torch.ones_like(tokens) if attention_mask is None else _integers("attention_mask", attention_mask)
             _check_mask(mask, tokens)
-            images, between = self._see(tokens, pixel_values, image_grid_thw)
-            positions = self._positions(tokens, mask, image_grid_thw)
+            seen = [s for one in pictures for s in one.seen_by(self.parts.vision, self.parts.decoder, tokens)]
+            positions = self._positions(tokens, mask, pictures)
             if "token_type_ids" in self.parts.decoder.ports:
                 types = self.settings.token_types(tokens)
         reader = self.parts.prefill or self.parts.decoder
         cache = {} if self.parts.prefill is not None else reader.cache(empty_cache(reader.slots, len(tokens)))
         source = input_ids if self.parts.encoder is not None and input_features is None else None
-        typed = (types, self.settings.generated_type)
-        return _Sequence(tokens, mask, tokens, cache, context, images, between, source, positions, *typed)
+        of_types = (types, self.settings.generated_type)
+        return _Sequence(tokens, mask, tokens, cache, context, seen, source, positions, *of_types)
 
     def _start_tokens(self, batch: int) -> torch.Tensor:
         start = self.settings.decoder_start_token_id
@@ -260,50 +276,19 @@ class Generator:
                     f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(source.shape)}. Pass the same."
                 )
             feeds["attention_mask"] = mask
-        outputs, _ = encoder.step(_typed(encoder, feeds), {})
+        outputs, _ = encoder.step(typed(encoder, feeds), {})
         context = {"encoder_hidden_states": outputs["last_hidden_state"]}
         if mask is not None:
             context["encoder_attention_mask"] = mask
         return context, len(source)
 
-    def _positions(self, tokens: torch.Tensor, mask: torch.Tensor, grids: torch.Tensor | None) -> torch.Tensor | None:
+    def _positions(self, tokens: torch.Tensor, mask: torch.Tensor, pictures: Sequence[Pictures]) -> torch.Tensor | None:
         """Positions of the prompt in time, height and width; ``None`` where the decoder takes one per token."""
         port = self.parts.decoder.ports.get("position_ids")
         if port is None or len(port.shape) != 3:
             return None
-        return image_positions(tokens, mask, grids, self.settings.image_token_id, self.settings.spatial_merge_size or 1)
-
-    def _see(
-        self, tokens: torch.Tensor, pixel_values: torch.Tensor | None, grids: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Features of the images, of shape (image tokens, hidden size), and those of layers between."""
-        if pixel_values is None:
-            return None, None
-        if self.parts.vision is None:
-            raise InvalidArgumentError(f"{self.parts.decoder.name} belongs to a model without eyes: no pixel_values.")
-        # the file takes one image at a time
-        vision = self.parts.vision
-        images = [{"pixel_values": image[None]} for image in pixel_values]
-        if "image_grid_thw" in vision.ports:
-            if grids is None or grids.ndim != 2 or int(grids.prod(-1).sum()) != len(pixel_values):
-                raise InvalidArgumentError(
-                    f"{vision.name} takes patches. Pass image_grid_thw of shape (pictures, 3), whose products add up "
-                    f"to the {len(pixel_values)} rows of pixel_values, as the model's processor returns it."
-                )
-            if bool((grids[:, 0] != 1).any()):
-                raise InvalidArgumentError("image_grid_thw states several frames: files see pictures, and no videos.")
-            patches = pixel_values.split(grids.prod(-1).tolist())
-            images = [{"pixel_values": p, "image_grid_thw": g[None]} for p, g in zip(patches, grids, strict=True)]
-        found = [vision.step(_typed(vision, image), {})[0] for image in images]
-        features = torch.cat([outputs["image_features"].flatten(0, -2) for outputs in found])
-        places = int(torch.eq(tokens, self.settings.image_token_id or 0).sum())
-        if places != len(features):
-            raise InvalidArgumentError(
-                f"The prompt has {places} image tokens (id {self.settings.image_token_id}), the images make "
-                f"{len(features)}. Let the model's processor write the prompt."
-            )
-        between = [outputs["deepstack_features"] for outputs in found if "deepstack_features" in outputs]
-        return features, torch.cat(between) if between else None
+        grids = [grid for one in pictures for grid in one.grids]
+        return image_positions(tokens, mask, grids, self.settings.spatial_merge_size or 1)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -388,28 +373,24 @@ class Generator:
         if "deepstack_embeds" in runner.ports:
             of_token: list[Any] = list(runner.ports["deepstack_embeds"].shape[2:])  # layers, hidden size
             made["deepstack_embeds"] = added = torch.zeros(*sequence.new.shape, *of_token)
-            if sequence.between is not None:
-                added[sequence.new == self.settings.image_token_id] = sequence.between.to(added.dtype)
-                sequence.between = None
+            for seen in sequence.seen:
+                if seen.between is not None:
+                    added[sequence.new == seen.token_id] = seen.between.to(added.dtype)
         if "inputs_embeds" in runner.ports:
             made["inputs_embeds"] = self._embed(sequence)
-        return _typed(runner, made)
+        sequence.seen = []
+        return typed(runner, made)
 
     def _embed(self, sequence: _Sequence) -> torch.Tensor:
         if self.parts.embed is None:
             raise GenerationError(f"{self.parts.decoder.name} takes inputs_embeds, and no file makes them.")
-        outputs, _ = self.parts.embed.step(_typed(self.parts.embed, {"input_ids": sequence.new}), {})
+        outputs, _ = self.parts.embed.step(typed(self.parts.embed, {"input_ids": sequence.new}), {})
         embeds = outputs["inputs_embeds"]
-        if sequence.images is not None:
+        if sequence.seen:
             embeds = embeds.clone()
-            embeds[sequence.new == self.settings.image_token_id] = sequence.images.to(embeds.dtype)
-            sequence.images = None
+        for seen in sequence.seen:
+            embeds[sequence.new == seen.token_id] = seen.features.to(embeds.dtype)
         return embeds
-
-
-def _typed(runner: Runner, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a file takes of what there is, with elements of the type that it takes."""
-    return {name: made[name].to(port.dtype) for name, port in runner.ports.items() if name in made}
 
 
 def _integers(name: str, value: Any) -> torch.Tensor:

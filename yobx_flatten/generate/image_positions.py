@@ -1,4 +1,4 @@
-"""Positions of tokens and pictures in time, height and width (M-RoPE), as Qwen2-VL counts them.
+"""Positions of tokens, pictures and videos in time, height and width (M-RoPE), as Qwen2-VL counts them.
 
 .. code-block:: text
 
@@ -10,27 +10,43 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ..errors import InvalidArgumentError
 
-__all__ = ["image_positions"]
+__all__ = ["Grids", "image_positions"]
 
 
-def image_positions(
-    tokens: torch.Tensor, mask: torch.Tensor, grids: torch.Tensor | None, image_token_id: int | None, merge: int
-) -> torch.Tensor:
+@dataclasses.dataclass(frozen=True)
+class Grids:
+    """The sizes of all pictures of a prompt, or of all its videos.
+
+    Attributes:
+        word: ``"image"`` or ``"video"``.
+        token_id: the token that they replace.
+        sizes: patches of each in time, height and width: integers of shape (count, 3), in the order of their tokens.
+        spacing: positions from one frame to the next, a number for each; 1 for all by default.
+    """
+
+    word: str
+    token_id: int | None
+    sizes: torch.Tensor
+    spacing: Sequence[Any] = ()
+
+
+def image_positions(tokens: torch.Tensor, mask: torch.Tensor, given: Sequence[Grids], merge: int) -> torch.Tensor:
     """Return the positions of a prompt.
 
     Args:
         tokens: integers of shape (batch, length).
         mask: integers of the same shape, 0 where a row is padded.
-        grids: patches of each picture in time, height and width, of shape (pictures, 3), in the order of their tokens;
-            ``None`` without pictures.
-        image_token_id: the token that pictures replace.
+        given: pictures and videos; empty without them.
         merge: patches per token, along each side.
 
     Returns:
@@ -40,28 +56,46 @@ def image_positions(
         InvalidArgumentError: when the tokens of a picture are not as many as its grid states.
     """
     positions = torch.zeros(3, *tokens.shape, dtype=torch.int64)
-    left = iter([] if grids is None else grids.tolist())
+    left = {grids.token_id: _Left(grids, merge) for grids in given}
     for row, shown in enumerate(mask.bool()):
-        parts = list(_parts(tokens[row][shown].tolist(), left, image_token_id if grids is not None else None, merge))
-        positions[:, row, shown] = torch.cat(parts, dim=1)
+        positions[:, row, shown] = torch.cat(list(_parts(tokens[row][shown].tolist(), left)), dim=1)
     return positions
 
 
-def _parts(tokens: list[int], grids: Iterator[list[int]], image: int | None, merge: int) -> Iterator[torch.Tensor]:
-    at = 0
-    for is_image, group in itertools.groupby(tokens, lambda token: token == image):
-        count = len(list(group))
-        if not is_image:
-            yield torch.arange(at, at + count).expand(3, -1)
-            at += count
-            continue
-        time, height, width = next(grids, [0, 0, 0])
-        height, width = height // merge, width // merge
+class _Left:
+    """Pictures or videos whose tokens have not been met yet."""
+
+    def __init__(self, grids: Grids, merge: int) -> None:
+        self.word = grids.word
+        spacing = grids.spacing if len(grids.spacing) else [1] * len(grids.sizes)
+        sizes = ([time, height // merge, width // merge] for time, height, width in grids.sizes.tolist())
+        self.sizes = collections.deque(zip(sizes, spacing, strict=True))
+
+    def next(self, count: int) -> tuple[torch.Tensor, int]:
+        """Return the positions of so many tokens from 0 on, and how far the text is moved by them."""
+        (time, height, width), spacing = self.sizes.popleft() if self.sizes else ([0, 0, 0], 1)
+        if self.word == "video" and count == height * width and time > 1:
+            # Qwen3-VL writes the time of each frame as text
+            self.sizes.appendleft(([time - 1, height, width], spacing))
+            time = 1
         if count != time * height * width:
             raise InvalidArgumentError(
-                f"The prompt has {count} image tokens in a row, and image_grid_thw states {time * height * width} for "
-                "that picture. Let the model's processor write the prompt."
+                f"The prompt has {count} {self.word} tokens in a row, and {self.word}_grid_thw states "
+                f"{time * height * width} for that {'picture' if self.word == 'image' else 'video'}. Let the model's "
+                "processor write the prompt."
             )
-        axes = [torch.arange(size) for size in (time, height, width)]
-        yield torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1) + at
-        at += max(height, width)
+        axes = [(torch.arange(time) * spacing).long(), torch.arange(height), torch.arange(width)]
+        return torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1), max(height, width)
+
+
+def _parts(tokens: list[int], left: Mapping[int | None, _Left]) -> Iterator[torch.Tensor]:
+    at = 0
+    for token, group in itertools.groupby(tokens, lambda token: token if token in left else None):
+        count = len(list(group))
+        if token is None:
+            yield torch.arange(at, at + count).expand(3, -1)
+            at += count
+        else:
+            found, moved = left[token].next(count)
+            yield found + at
+            at += moved

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..errors import GenerationError
+from ..errors import GenerationError, InvalidArgumentError
+from .pictures import Pictures
 from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
 
 __all__ = ["GenerationSettings", "ScoreProcessor", "read_settings", "settings_of"]
@@ -30,6 +31,8 @@ class GenerationSettings:
         forced_bos_token_id: the second token, after a single first one: with mBART the language to translate into.
         forced_eos_token_id: the last token, or one of several, where ``max_new_tokens`` ends a row.
         spatial_merge_size: patches of a picture per token along each side, where pictures have positions of their own.
+        video_token_id: token that features of videos replace.
+        tokens_per_second: positions that a second of a video takes, where the model counts seconds.
         sees_prompt: whether all tokens of a prompt see each other, where the decoder takes types of tokens, and not
             those of an image only; ``False`` by default.
     """
@@ -44,6 +47,41 @@ class GenerationSettings:
     forced_eos_token_id: int | tuple[int, ...] | None = None
     spatial_merge_size: int | None = None
     sees_prompt: bool = False
+    video_token_id: int | None = None
+    tokens_per_second: float | None = None
+
+    def images(self, pixel_values: torch.Tensor | None, sizes: torch.Tensor | None) -> Pictures:
+        """Return the pictures of a call.
+
+        Args:
+            pixel_values: their pixels or patches; ``None`` for none.
+            sizes: patches of each in time, height and width; ``None`` where all are of one size.
+        """
+        return Pictures("image", pixel_values, sizes, self.image_token_id)
+
+    def videos(
+        self,
+        pixel_values: torch.Tensor | None,
+        sizes: torch.Tensor | None,
+        seconds: Sequence[Any] | torch.Tensor | None,
+    ) -> Pictures:
+        """Return the videos of a call.
+
+        Args:
+            pixel_values: their patches; ``None`` for none.
+            sizes: patches of each in time, height and width.
+            seconds: from one frame of each to the next; ``None`` for 1.
+        """
+        count = 0 if sizes is None else len(sizes)
+        if pixel_values is not None and seconds is not None and len(seconds) != count:
+            raise InvalidArgumentError(
+                f"second_per_grid_ts has {len(seconds)} numbers, video_grid_thw {count} rows. Pass one for each video."
+            )
+        of_second = self.tokens_per_second
+        spacing = (
+            [] if of_second is None else [of_second * one for one in (seconds if seconds is not None else [1] * count)]
+        )
+        return Pictures("video", pixel_values, sizes, self.video_token_id, spacing)
 
     def token_types(self, prompt: torch.Tensor) -> torch.Tensor:
         """Return the types of the tokens of a prompt: 1 for those of images; 0 for all where they see each other.
@@ -102,9 +140,10 @@ def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Gen
     >>> settings_of({"eos_token_id": 1, "pad_token_id": 0}, {"eos_token_id": [2, 3], "max_new_tokens": 5})
     GenerationSettings(eos_token_ids=(2, 3), pad_token_id=0, decoder_start_token_id=None, image_token_id=None, \
 max_new_tokens=5, processors=(), forced_bos_token_id=None, forced_eos_token_id=None, spatial_merge_size=None, \
-sees_prompt=False)
+sees_prompt=False, video_token_id=None, tokens_per_second=None)
     """
     text = {**config, **(config.get("text_config") or {})}
+    vision = config.get("vision_config") or {}
 
     def first(name: str) -> Any:
         places = (generation, config, text)
@@ -124,8 +163,10 @@ sees_prompt=False)
         score_rules(rules),
         rules.get("forced_bos_token_id"),
         tuple(forced) if isinstance(forced, list) else forced,
-        (config.get("vision_config") or {}).get("spatial_merge_size"),
+        vision.get("spatial_merge_size"),
         config.get("model_type") == "paligemma",
+        next((config[name] for name in ("video_token_id", "video_token_index") if config.get(name) is not None), None),
+        vision.get("tokens_per_second"),
     )
 
 

@@ -8,8 +8,9 @@ import torch
 
 from ..errors import GenerationError
 from ..runners.ports import CacheSlot, Port
+from ..runners.runner import Runner
 
-__all__ = ["check_ports", "empty_cache"]
+__all__ = ["check_ports", "empty_cache", "typed"]
 
 # Leaves of which nothing, or zeros, is what a cache holds before the first token. A convolution sees zeros in front of
 # the first token, and a recurrence starts from zero.
@@ -67,3 +68,13 @@ def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> 
     text = [name for name, port in ports.items() if port.dtype is None]
     if text:
         raise GenerationError(f"{where} takes {', '.join(text)} as something other than numbers: text, or a sequence.")
+
+
+def typed(runner: Runner, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what a file takes of what there is, with elements of the type that it takes.
+
+    Args:
+        runner: the file.
+        made: tensors by name.
+    """
+    return {name: made[name].to(port.dtype) for name, port in runner.ports.items() if name in made}

@@ -23,6 +23,7 @@ _VOCABULARY = {
     "decoder_start_token_id": 0,
     "image_token_id": 3,
     "image_token_index": 3,
+    "video_token_id": 258,  # the last byte, which no text holds
 }
 # Whatever a configuration calls its sizes; each takes those that it has.
 _SIZES: dict[str, Any] = {

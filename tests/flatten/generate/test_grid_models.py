@@ -14,7 +14,7 @@ from yobx_flatten.model_folder.tiny_models import small_model
 
 pytestmark = pytest.mark.slow
 
-PICTURE = 3
+PICTURE, VIDEO = 3, 258
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
@@ -28,7 +28,7 @@ def qwen(request):
 
 def prompts():
     """Rows with two pictures, with padding and a picture, with text only."""
-    ids = torch.randint(4, 259, (3, 20), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(4, 258, (3, 20), generator=torch.Generator().manual_seed(0))
     ids[0, 2:8] = ids[0, 9:13] = ids[1, 9:15] = PICTURE
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
@@ -66,12 +66,41 @@ def test_text_alone_and_a_search_with_beams_are_those_of_the_model(qwen):
     assert found == wanted(model, ids[:1], mask[:1], one, num_beams=2)
 
 
-def test_patches_without_a_grid_and_videos_are_refused(qwen):
+def test_a_video_is_read_as_the_model_does(qwen):
+    """Next to a picture, in a batch with a padded row; Qwen2.5-VL counts seconds, Qwen3-VL has text between frames."""
+    model, generator = qwen
+    ids = torch.randint(4, 258, (2, 20), generator=torch.Generator().manual_seed(1))
+    ids[0, 1:7], ids[1, 9:13], ids[1, 14:18] = PICTURE, VIDEO, VIDEO
+    if model.config.model_type != "qwen3_vl":
+        ids[1, 13:17], ids[1, 17] = VIDEO, 9
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    frames = [grid_image(model, 2, 2)["pixel_values"] * scale for scale in (1, -1)]
+    given = {**grid_image(model, 2, 3), "pixel_values_videos": torch.cat(frames)}
+    given["video_grid_thw"] = torch.tensor([[2, 4, 4]])
+    if model.config.model_type == "qwen2_5_vl":
+        given["second_per_grid_ts"] = [2.6]
+    kinds = torch.eq(ids, PICTURE).long() + 2 * torch.eq(ids, VIDEO).long()
+    options = {"max_new_tokens": 14, "do_sample": False}
+    expected = model.generate(ids, attention_mask=mask, **given, mm_token_type_ids=kinds, **options).tolist()
+    assert generator.generate(ids, mask, **given, max_new_tokens=14).tolist() == expected
+    still = {**given, "pixel_values_videos": torch.cat(frames[:1] * 2)}
+    assert generator.generate(ids, mask, **still, max_new_tokens=14).tolist() != expected
+
+
+def test_patches_without_a_grid_and_frames_among_pictures_are_refused(qwen):
     """With what to pass."""
     _, generator = qwen
     ids, mask, pictures = prompts()
     with pytest.raises(InvalidArgumentError, match=r"Pass image_grid_thw of shape \(pictures, 3\)"):
         generator.generate(ids, mask, pixel_values=pictures["pixel_values"])
+    with pytest.raises(InvalidArgumentError, match=r"Pass video_grid_thw of shape \(videos, 3\)"):
+        generator.generate(ids, mask, pixel_values_videos=pictures["pixel_values"])
     grid = torch.tensor([[2, 4, 8]])
-    with pytest.raises(InvalidArgumentError, match="states several frames"):
+    with pytest.raises(InvalidArgumentError, match="pass videos as pixel_values_videos"):
         generator.generate(ids, mask, pixel_values=pictures["pixel_values"], image_grid_thw=grid)
+    films = {"pixel_values_videos": pictures["pixel_values"], "video_grid_thw": grid}
+    with pytest.raises(InvalidArgumentError, match=r"0 video tokens \(id 258\), the videos make 16"):
+        generator.generate(ids, mask, **films)
+    with pytest.raises(InvalidArgumentError, match="second_per_grid_ts has 2 numbers, video_grid_thw 1 rows"):
+        generator.generate(ids, mask, **films, second_per_grid_ts=[1.0, 1.0])

@@ -6,18 +6,27 @@ import torch
 pytest.importorskip("transformers")
 
 from yobx_flatten import InvalidArgumentError
-from yobx_flatten.generate.image_positions import image_positions
+from yobx_flatten.generate.image_positions import Grids, image_positions
+from yobx_flatten.generate.settings import settings_of
 from yobx_flatten.model_folder.grid_images import GridVisionEncoder, grid_image
 from yobx_flatten.model_folder.tiny_models import small_model
 
-PICTURE = 3
+PICTURE, VIDEO = 3, 258
 GRIDS = torch.tensor([[1, 4, 6], [1, 6, 4], [1, 2, 8]])  # of 2 x 3, 3 x 2 and 1 x 4 tokens
+
+
+PICTURES = Grids("image", PICTURE, GRIDS)
+FILMS = torch.tensor([[2, 4, 4], [3, 2, 4]])  # of 2 x 2 x 2 and 3 x 1 x 2 tokens
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
 def qwen(request):
     """A small model; the layers of the second see windows of 2 x 2 tokens."""
-    model = small_model(request.param)
+    return small(request.param)
+
+
+def small(name):
+    model = small_model(name)
     if not GridVisionEncoder.fits(model):
         pytest.skip("its vision encoder makes the positions of patches by itself")
     return model
@@ -25,22 +34,54 @@ def qwen(request):
 
 def test_positions_are_those_of_the_model(qwen):
     """A row with two pictures, one with padding and a picture, one of text only."""
-    tokens = torch.randint(4, 259, (3, 18), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(4, 258, (3, 18), generator=torch.Generator().manual_seed(0))
     tokens[0, 2:8] = tokens[0, 9:15] = tokens[1, 9:13] = PICTURE
     mask = torch.ones_like(tokens)
     mask[1, :4] = 0
     kinds = torch.eq(tokens, PICTURE).long()
     wanted, _ = qwen.model.get_rope_index(tokens, kinds, image_grid_thw=GRIDS, attention_mask=mask)
-    assert image_positions(tokens, mask, GRIDS, PICTURE, 2).tolist() == wanted.tolist()
-    plain = image_positions(tokens, mask, None, PICTURE, 2)
+    assert image_positions(tokens, mask, [PICTURES], 2).tolist() == wanted.tolist()
+    plain = image_positions(tokens, mask, [], 2)
     assert plain.tolist() == [((mask.cumsum(1) - 1) * mask).tolist()] * 3
+
+
+def test_frames_of_a_video_are_seconds_apart_as_in_the_model(qwen):
+    """A picture and a video, then padding and a longer video; Qwen2.5-VL has positions for each second."""
+    tokens = torch.randint(4, 258, (2, 20), generator=torch.Generator().manual_seed(0))
+    tokens[0, 1:7], tokens[0, 8:16], tokens[1, 6:12] = PICTURE, VIDEO, VIDEO
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    kinds = torch.eq(tokens, PICTURE).long() + 2 * torch.eq(tokens, VIDEO).long()
+    seconds = torch.tensor([0.7, 1.6])
+    wanted, _ = qwen.model.get_rope_index(
+        tokens, kinds, image_grid_thw=GRIDS[:1], video_grid_thw=FILMS, second_per_grid_ts=seconds, attention_mask=mask
+    )
+    settings = settings_of(qwen.config.to_dict(), {})
+    (films,) = settings.videos(torch.ones(1), FILMS, seconds).grids
+    found = image_positions(tokens, mask, [Grids("image", PICTURE, GRIDS[:1]), films], 2)
+    assert found.tolist() == wanted.tolist()
+
+
+def test_frames_with_text_between_them_are_counted_one_by_one():
+    """Qwen3-VL states the time of each frame as text."""
+    model = small("qwen3_vl")
+    tokens = torch.randint(4, 258, (1, 22), generator=torch.Generator().manual_seed(0))
+    for begin, count in ((1, 4), (6, 4), (12, 2), (15, 2), (18, 2)):
+        tokens[0, begin : begin + count] = VIDEO
+    kinds = 2 * torch.eq(tokens, VIDEO).long()
+    wanted, _ = model.model.get_rope_index(tokens, kinds, video_grid_thw=FILMS)
+    found = image_positions(tokens, torch.ones_like(tokens), [Grids("video", VIDEO, FILMS)], 2)
+    assert found.tolist() == wanted.tolist()
 
 
 def test_a_picture_of_another_size_than_its_tokens_is_refused():
     """With both numbers."""
     tokens = torch.tensor([[5, PICTURE, PICTURE, PICTURE, 6]])
     with pytest.raises(InvalidArgumentError, match="3 image tokens in a row, and image_grid_thw states 6"):
-        image_positions(tokens, torch.ones_like(tokens), GRIDS, PICTURE, 2)
+        image_positions(tokens, torch.ones_like(tokens), [PICTURES], 2)
+    tokens = torch.tensor([[5, VIDEO, VIDEO, VIDEO, 6]])
+    with pytest.raises(InvalidArgumentError, match="3 video tokens in a row, and video_grid_thw states 8"):
+        image_positions(tokens, torch.ones_like(tokens), [Grids("video", VIDEO, FILMS)], 2)
 
 
 def test_an_encoder_without_sizes_that_depend_on_values_has_the_features_of_the_model(qwen):

@@ -1,0 +1,109 @@
+"""Pictures and videos of a prompt: what a processor returns of them, and the features that replace their tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import InvalidArgumentError
+from ..runners.runner import Runner
+from .image_positions import Grids
+from .slots import typed
+
+__all__ = ["Pictures", "Seen"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What a vision file made of all pictures, or all videos, of a prompt.
+
+    Attributes:
+        token_id: the token that they replace.
+        features: features of shape (tokens, hidden size).
+        between: features that layers add, of shape (tokens, layers, hidden size); ``None`` without them.
+    """
+
+    token_id: int
+    features: torch.Tensor
+    between: torch.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pictures:
+    """All pictures, or all videos, of a prompt, as the processor of a model returns them.
+
+    Attributes:
+        word: ``"image"`` or ``"video"``.
+        pixels: pictures of shape (count, channels, height, width), or patches of shape (patches, values); ``None`` for
+            none.
+        sizes: patches of each in time, height and width, of shape (count, 3); ``None`` where all are of one size.
+        token_id: the token that they replace; ``None`` for a model without one.
+        spacing: positions from one frame to the next, a number for each; 1 for all by default.
+    """
+
+    word: str
+    pixels: torch.Tensor | None
+    sizes: torch.Tensor | None
+    token_id: int | None
+    spacing: Sequence[Any] = ()
+
+    @property
+    def grids(self) -> list[Grids]:
+        """The sizes, as positions are made of them; empty without pictures."""
+        if self.pixels is None or self.sizes is None:
+            return []
+        return [Grids(self.word, self.token_id, self.sizes, self.spacing)]
+
+    def seen_by(self, vision: Runner | None, decoder: Runner, tokens: torch.Tensor) -> list[Seen]:
+        """Return their features, as many as the prompt has tokens for them; none of no pictures.
+
+        Args:
+            vision: the file from pictures to features; ``None`` for a model without one.
+            decoder: the file that takes them, for messages.
+            tokens: the prompt.
+
+        Raises:
+            InvalidArgumentError: when the pictures do not fit the file, or the prompt.
+        """
+        if self.pixels is None:
+            return []
+        if vision is None:
+            raise InvalidArgumentError(f"{decoder.name} belongs to a model without eyes: no pixel_values.")
+        found = [vision.step(typed(vision, inputs), {})[0] for inputs in self._calls(vision)]
+        features = torch.cat([outputs["image_features"].flatten(0, -2) for outputs in found])
+        token = self.token_id or 0
+        places = int(torch.eq(tokens, token).sum())
+        if places != len(features):
+            raise InvalidArgumentError(
+                f"The prompt has {places} {self.word} tokens (id {self.token_id}), the {self.word}s make "
+                f"{len(features)}. Let the model's processor write the prompt."
+            )
+        between = [outputs["deepstack_features"] for outputs in found if "deepstack_features" in outputs]
+        return [Seen(token, features, torch.cat(between) if between else None)]
+
+    def _calls(self, vision: Runner) -> Iterator[dict[str, torch.Tensor]]:
+        """The inputs of each call of the file, which takes one picture at a time: of a video, a frame."""
+        assert self.pixels is not None
+        if "image_grid_thw" not in vision.ports:
+            if self.word == "video":
+                raise InvalidArgumentError(f"{vision.name} takes pictures of one size, and no videos.")
+            for image in self.pixels:
+                yield {"pixel_values": image[None]}
+            return
+        sizes, name = self.sizes, f"{self.word}_grid_thw"
+        if sizes is None or sizes.ndim != 2 or int(sizes.prod(-1).sum()) != len(self.pixels):
+            pixels, shape = ("pixel_values", "pictures") if self.word == "image" else ("pixel_values_videos", "videos")
+            raise InvalidArgumentError(
+                f"{vision.name} takes patches. Pass {name} of shape ({shape}, 3), whose products add up to the "
+                f"{len(self.pixels)} rows of {pixels}, as the model's processor returns it."
+            )
+        if self.word == "image" and bool((sizes[:, 0] != 1).any()):
+            raise InvalidArgumentError("image_grid_thw states several frames: pass videos as pixel_values_videos.")
+        # the patches of a frame see each other, and none of another frame
+        frames = sizes.repeat_interleave(sizes[:, 0], dim=0)
+        frames[:, 0] = 1
+        for patches, frame in zip(self.pixels.split(frames.prod(-1).tolist()), frames, strict=True):
+            yield {"pixel_values": patches, "image_grid_thw": frame[None]}

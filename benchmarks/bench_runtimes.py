@@ -4,14 +4,16 @@ One export with bounds is written as a file for each runtime that is installed, 
 are compared with the eager model. Then one process runs all of them by turns, next to the eager model and
 ``torch.compile`` with a static cache. Every file takes the cache and returns a longer one: that copy is measured.
 
-    python benchmarks/bench_runtimes.py --compile --output docs/data/bench-runtimes.json
+    python benchmarks/bench_runtimes.py --compile --files build/runtimes --output docs/data/bench-runtimes.json
 
-ExecuTorch brings torchao and needs an environment of its own: ``make executorch``, then its Python for everything.
+``--files`` keeps files and compiled code: a second run, on a quiet machine, only loads and measures. ExecuTorch brings
+torchao and needs an environment of its own: ``make executorch``, then its Python for everything.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -26,15 +28,15 @@ from typing import Any
 
 from bench_export import STEPS, Compiled, Eager, past_of, tokens
 
-# Few layers, since ExecuTorch and AOTInductor compile each of them for minutes on a small machine.
+# The sizes of SmolLM2-135M, with random weights.
 SIZE = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
     "head_dim": 64,
-    "vocab_size": 32000,
+    "vocab_size": 49152,
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
@@ -71,7 +73,7 @@ class Runner:
         import torch
 
         known = {
-            "input_ids": tokens(past, new),
+            "input_ids": tokens(1, past, new),
             "attention_mask": torch.ones(1, past + new, dtype=torch.int64),
             "position_ids": torch.arange(past, past + new)[None],
         }
@@ -84,13 +86,18 @@ class Runner:
             start = time.process_time()
             found, _ = self.runner.step(feeds, dict(held))
             call.seconds = time.process_time() - start
-            return found["logits"][0, -1].numpy()
+            return found["logits"][:, -1].numpy()
 
         return call
 
 
 def write(model: Any, most: int, folder: pathlib.Path, runtimes: list[str]) -> dict[str, dict[str, Any]]:
-    """Export once, and write a file for each runtime; return what each took, or why there is none."""
+    """Export once, and write the files that are not there; return what each took, or why there is none."""
+    known = folder / "made.json"
+    made: dict[str, dict[str, Any]] = json.loads(known.read_text()) if known.is_file() else {}
+    runtimes = [name for name in runtimes if "file" not in made.get(name, {})]
+    if not runtimes:
+        return made
     from yobx_flatten import DecodeSizes, FlattenError, decode_inputs, export_program
 
     start = time.process_time()
@@ -101,7 +108,7 @@ def write(model: Any, most: int, folder: pathlib.Path, runtimes: list[str]) -> d
         bounds={"batch": 2, "length": most + NEW, "new": NEW},
         proof="none",
     )
-    made: dict[str, dict[str, Any]] = {"the program": {"processor seconds": time.process_time() - start}}
+    made["the program"] = {"processor seconds": time.process_time() - start}
     for name in runtimes:
         method, suffix, _ = FILES[name]
         path = folder / f"{name}{suffix}"
@@ -117,6 +124,7 @@ def write(model: Any, most: int, folder: pathlib.Path, runtimes: list[str]) -> d
             made[name] = {"processor seconds": spent, "bytes on disk": report.file_bytes or report.onnx_bytes}
             made[name] |= {} if report.planned_bytes is None else {"planned bytes": report.planned_bytes}
             made[name]["file"] = str(path)
+        known.write_text(json.dumps(made))
         print(f"{name:28} {made[name]}", flush=True)
     return made
 
@@ -139,14 +147,15 @@ def measure(sides: dict[str, Any], past: int, cache: dict[int, tuple[Any, Any]],
 def main() -> None:
     """Measure, print, and store."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--layers", type=int, default=SIZE["num_hidden_layers"], help="8 by default")
-    parser.add_argument("--hidden", type=int, default=SIZE["hidden_size"], help="1024 by default")
+    parser.add_argument("--layers", type=int, default=SIZE["num_hidden_layers"], help="30 by default")
+    parser.add_argument("--hidden", type=int, default=SIZE["hidden_size"], help="576 by default")
     parser.add_argument("--past", default="128,1024,4096", help="tokens in the cache; with commas")
     parser.add_argument("--rounds", type=int, default=3, help="3 by default")
     parser.add_argument(
         "--runtimes", default=",".join(FILES), help="with commas; those that are not installed stay out"
     )
     parser.add_argument("--compile", action="store_true", help="also time torch.compile, which compiles for minutes")
+    parser.add_argument("--files", type=pathlib.Path, help="a folder that keeps the files, of one size of model")
     parser.add_argument("--output", type=pathlib.Path, help="a JSON file to write")
     options = parser.parse_args()
     asked = options.runtimes.split(",")
@@ -155,6 +164,9 @@ def main() -> None:
     pasts = [int(length) for length in options.past.split(",")]
     warnings.simplefilter("ignore")
     os.environ["OMP_NUM_THREADS"] = "1"
+    if options.files is not None:
+        options.files.mkdir(parents=True, exist_ok=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(options.files / "compiled")
     import torch
     import transformers
 
@@ -168,8 +180,9 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     found: dict[str, Any] = {"machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"}
     found |= {"versions": versions, "layers": options.layers, "parameters": parameters}
-    with tempfile.TemporaryDirectory() as folder:
-        made = write(model, max(pasts), pathlib.Path(folder), [name for name in asked if FILES[name][2] in versions])
+    with contextlib.ExitStack() as stack:
+        folder = options.files or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        made = write(model, max(pasts), folder, [name for name in asked if FILES[name][2] in versions])
         if hasattr(os, "sched_setaffinity"):  # OpenVINO starts as many threads as it sees cores
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         sides: dict[str, Any] = {name: Runner(pathlib.Path(m["file"])) for name, m in made.items() if "file" in m}
@@ -179,7 +192,7 @@ def main() -> None:
         found |= {"load": list(os.getloadavg()), "made": made, "calls": []}
         with torch.no_grad():
             for past in pasts:
-                row = measure(sides, past, past_of(model, past), options.rounds)
+                row = measure(sides, past, past_of(model, past, 1), options.rounds)
                 found["calls"].append(row)
                 print(row["work"])
                 for side, took in sorted(row["milliseconds"].items(), key=lambda item: item[1]):

@@ -67,6 +67,8 @@ class RuntimeTrial:
         from yobx_flatten.storage.replay import run_case
 
         folder = self.place / runtime
+        if not folder.exists():  # this column alone was asked for
+            self.exported(runtime)
         manifest, count = read_manifest(folder), 0
         for name in manifest.files:
             runner = open_runner(folder / name, runtime=runtime, trust=True)
@@ -84,13 +86,13 @@ _RUNTIMES = {"OpenVINO folder": "openvino", "AOTInductor folder": "aotinductor",
 
 COLUMNS: dict[str, Callable[[RuntimeTrial], dict[str, Any]]] = {
     **{shown: functools.partial(RuntimeTrial.exported, runtime=name) for shown, name in _RUNTIMES.items()},
-    **{f"{shown}, strided": functools.partial(RuntimeTrial.moved, runtime=name) for shown, name in _RUNTIMES.items()},
+    **{f"{shown} strided": functools.partial(RuntimeTrial.moved, runtime=name) for shown, name in _RUNTIMES.items()},
 }
-NEEDS = {f"{shown}, strided": shown for shown in _RUNTIMES}
+NEEDS = {f"{shown} strided": shown for shown in _RUNTIMES}
 LIBRARIES = {
     column: name.replace("aotinductor", "torch")
     for shown, name in _RUNTIMES.items()
-    for column in (shown, f"{shown}, strided")
+    for column in (shown, f"{shown} strided")
 }
 """By column: the library that runs the files."""
 

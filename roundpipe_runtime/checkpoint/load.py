@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..device.worker import add_note_once
 from ..errors import warn
 from .errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
 from .folder import checkpoints_in, is_checkpoint
@@ -19,6 +22,7 @@ from .rng import restore_random_state
 from .save import finish_writing, training_objects
 from .tensor_files import need_safetensors, open_tensors
 from .training_state import TRAINING, TrainingObjects, read_training, read_weights
+from .undo import undo_of
 
 __all__ = ["load_checkpoint"]
 
@@ -47,7 +51,8 @@ def load_checkpoint(
         The ``data`` that the checkpoint was saved with; ``None``, with nothing changed, if there is no checkpoint yet.
 
     Raises:
-        CheckpointError: the checkpoint does not fit these objects, and nothing was changed.
+        CheckpointError: the checkpoint does not fit these objects, or another process failed to load it; nothing was
+            changed.
         DamagedCheckpointError: there are checkpoints, and none can be used.
         MissingDependencyError: safetensors is not installed.
 
@@ -74,7 +79,7 @@ def load_checkpoint(
             raise DamagedCheckpointError(damage)
     else:
         path = _newest(ranks.on_first(lambda: checkpoints_in(home)), ranks)
-    return None if path is None else _restore(path, model, training_objects(optimizer, scheduler, scaler))
+    return None if path is None else _restore(path, model, training_objects(optimizer, scheduler, scaler), ranks)
 
 
 def _newest(there: list[pathlib.Path], ranks: CheckpointRanks) -> pathlib.Path | None:
@@ -114,28 +119,56 @@ def _check_writer(path: pathlib.Path) -> None:
         )
 
 
-def _restore(path: pathlib.Path, model: nn.Module, parts: TrainingObjects) -> dict[str, Any]:
-    targets = optimizer_targets(model)
-    stored = read_training(path, targets=targets)
-    with open_tensors(path, "model") as files:
-        tensors = read_weights(path, files, dict(model.named_parameters()))
-        check_model(model, stored["model"], tensors, goes_on=bool(parts.optimizers))
-        _check_parts(stored, parts)
-        if parts.optimizers:
-            check_masters(model, stored["progress"])
-        for optimizer, state in zip(parts.optimizers, stored["optimizers"], strict=False):
-            check_optimizer(optimizer, state, targets)
-        restore_parameters(model, stored["model"], tensors)
-    restore_progress(model, stored["progress"])
-    targets = optimizer_targets(model)
-    for optimizer, state in zip(parts.optimizers, stored["optimizers"], strict=False):
-        restore_optimizer(optimizer, state, targets)
-    for scheduler, state in zip(parts.schedulers, stored["schedulers"], strict=False):
-        scheduler.load_state_dict(state)
-    if parts.scaler is not None:
-        parts.scaler.load_state_dict(stored["scaler"])
+def _restore(path: pathlib.Path, model: nn.Module, parts: TrainingObjects, ranks: CheckpointRanks) -> dict[str, Any]:
+    """Read and check everything, then change the parts, then the model; each in all processes or in none."""
+    with contextlib.ExitStack() as stack:
+        undo = stack.enter_context(contextlib.ExitStack())
+        stored, tensors = ranks.together(lambda: _read(path, model, parts, stack))
+        ranks.together(lambda: _restore_parts(stored, model, parts, undo))
+        undo.pop_all()
+        try:
+            ranks.together(lambda: _restore_model(stored, tensors, model))
+        except BaseException as error:
+            add_note_once(error, "The checkpoint may be loaded in part. Start again, and load it once more.")
+            raise
     restore_random_state(stored["random"])
     return dict(stored["data"])
+
+
+def _read(
+    path: pathlib.Path, model: nn.Module, parts: TrainingObjects, stack: contextlib.ExitStack
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    targets = optimizer_targets(model)
+    stored = read_training(path, targets=targets)
+    files = stack.enter_context(open_tensors(path, "model"))
+    tensors = read_weights(path, files, dict(model.named_parameters()))
+    check_model(model, stored["model"], tensors, goes_on=bool(parts.optimizers))
+    _check_parts(stored, parts)
+    if parts.optimizers:
+        check_masters(model, stored["progress"])
+    for optimizer, state in zip(parts.optimizers, stored["optimizers"], strict=False):
+        check_optimizer(optimizer, state, targets)
+    return stored, tensors
+
+
+def _restore_parts(
+    stored: dict[str, Any], model: nn.Module, parts: TrainingObjects, undo: contextlib.ExitStack
+) -> None:
+    targets = optimizer_targets(model)
+    for optimizer, state in zip(parts.optimizers, stored["optimizers"], strict=False):
+        undo.callback(undo_of(optimizer))
+        restore_optimizer(optimizer, state, targets)
+    for scheduler, state in zip(parts.schedulers, stored["schedulers"], strict=False):
+        undo.callback(undo_of(scheduler))
+        scheduler.load_state_dict(state)
+    if parts.scaler is not None:
+        undo.callback(undo_of(parts.scaler))
+        parts.scaler.load_state_dict(stored["scaler"])
+
+
+def _restore_model(stored: dict[str, Any], tensors: dict[str, torch.Tensor], model: nn.Module) -> None:
+    restore_parameters(model, stored["model"], tensors)
+    restore_progress(model, stored["progress"])
 
 
 def _check_parts(stored: dict[str, Any], parts: TrainingObjects) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -11,6 +11,9 @@ from torch import nn
 from ..pipeline import RoundPipe
 from .errors import CheckpointError
 from .shards import is_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["CheckpointRanks", "ranks_of"]
 
@@ -25,6 +28,7 @@ class CheckpointRanks:
 
     Args:
         members: their ranks in the job, in the order of the mesh. Default: this process alone.
+        mesh: mesh that they are in.
 
     Attributes:
         rank: place of this process among them.
@@ -32,17 +36,19 @@ class CheckpointRanks:
         group: their group; ``None`` for one process.
     """
 
-    def __init__(self, members: tuple[int, ...] = ()) -> None:
+    def __init__(self, members: tuple[int, ...] = (), mesh: DeviceMesh | None = None) -> None:
         self.rank, self.size, self.group = 0, 1, None
         if len(members) > 1:
             import torch.distributed as dist
 
-            from ..distributed.ranks import job_timeout
+            from ..distributed.ranks import job_timeout, meet
 
             self.rank, self.size = members.index(dist.get_rank()), len(members)
             world, group = _GROUPS.get(members, (None, None))
             if world is not dist.group.WORLD:  # none yet, or one of a job that has ended
                 # a group of their own: a checkpoint is written next to what the training exchanges
+                if mesh is not None:
+                    meet(mesh)
                 is_part = members != tuple(range(dist.get_world_size()))
                 group = dist.new_group(
                     list(members), timeout=job_timeout(), backend="gloo", use_local_synchronization=is_part
@@ -122,4 +128,4 @@ def ranks_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Checkpoin
             f"Parts of the model are on different ranks, {sorted(members)}, and a checkpoint is written by all ranks "
             "that have the model. Save each part in a folder of its own."
         )
-    return CheckpointRanks(*members)
+    return CheckpointRanks(members.pop(), meshes[0]) if members else CheckpointRanks()

@@ -13,8 +13,9 @@ class is registered: its tensors are sent, and the object is rebuilt.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from ..batch.joining import join
 from ..batch.splitting import Microbatch, split
 from ..errors import ConfigError, LossError, SplitError
 from .boundaries import Boundary, TensorSizes, agree, call_without_data, share
+from .stage_line import StageLine
 from .stage_module import StageModule, arguments
 
 __all__ = ["DistributedPipeline"]
@@ -100,6 +102,7 @@ class DistributedPipeline:
         if loss_reduction not in ("sum", "mean"):
             raise ConfigError(f'loss_reduction must be "sum" or "mean", found {loss_reduction!r}.')
         self._group, self._device = group, torch.device(device)
+        self._line = StageLine(group)
         self._num_microbatch = num_microbatch
         self._loss_fn, self._reduction = loss_fn, loss_reduction
         self._rules = {"split_input": split_input, "split_label": split_label}
@@ -116,12 +119,8 @@ class DistributedPipeline:
         self._modules = {
             stage: StageModule(module, stage, *_around(boundaries, stage)) for stage, module in sorted(stages.items())
         }
-        self.stages = [self._stage(module, count) for module in self._modules.values()]
-        is_single = isinstance(schedule, type) and issubclass(schedule, PipelineScheduleSingle)
-        # gradients are sums: of losses that are parts of a mean where that is asked for
-        self.schedule = schedule(
-            self.stages[0] if is_single else self.stages, num_microbatch, loss_fn=_returned_loss, scale_grads=False
-        )
+        self._make = functools.partial(self._make_schedule, schedule, count)
+        self.stages, self.schedule = self._make()
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -148,11 +147,14 @@ class DistributedPipeline:
             SplitError: arguments or labels cannot be split into microbatches of the agreed size.
             StageError: a stage returned something other than what was agreed.
             LossError: the loss is not a number in a tensor.
+            DistributedError: a stage of another process has failed, or its process is gone. Gradients of this batch may
+                be there in part.
         """
-        args, kwargs = check_call(input_args, input_kwargs)
         losses: list[torch.Tensor] = []
-        last = self._prepare(args, kwargs, label, self._loss, keeps=return_outputs)
-        self._run(self.schedule.step, losses=losses)
+        with self._together():
+            args, kwargs = check_call(input_args, input_kwargs)
+            last = self._prepare(args, kwargs, label, self._loss, keeps=return_outputs)
+            self._run(self.schedule.step, losses=losses)
         if last is None:
             return None
         loss = torch.stack([loss.detach() for loss in losses]).sum()
@@ -168,10 +170,25 @@ class DistributedPipeline:
         Returns:
             In the process of the last stage the outputs, joined; elsewhere ``None``.
         """
-        last = self._prepare(args, kwargs, None, None, keeps=True)
-        with torch.no_grad():
+        with self._together(), torch.no_grad():
+            last = self._prepare(args, kwargs, None, None, keeps=True)
             self._run(self.schedule.eval)
         return None if last is None else self._joined(last)
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Run a call of all processes: when one fails, the others get an error instead of waiting for it."""
+        if not self._line.is_open:  # the last call has failed, in all of them
+            self._line.open()
+            self.stages, self.schedule = self._make()
+        with self._line.watched(self._forget):
+            yield
+
+    def _forget(self) -> None:
+        """Drop the stages of torch, which hold the connections."""
+        for stage in self.stages:
+            stage.group = None
+        self.stages, self.schedule = [], None
 
     def _prepare(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, loss_fn: Any, *, keeps: bool
@@ -259,6 +276,16 @@ class DistributedPipeline:
         mine = {stage: functools.partial(describe, stage) for stage in stages}
         return agree(count, mine, self._group)
 
+    def _make_schedule(self, schedule: Callable[..., Any], count: int) -> tuple[list[PipelineStage], Any]:
+        """The schedule of torch with its stages, which a call that failed leaves in the middle of a batch."""
+        stages = [self._stage(module, count) for module in self._modules.values()]
+        is_single = isinstance(schedule, type) and issubclass(schedule, PipelineScheduleSingle)
+        # gradients are sums: of losses that are parts of a mean where that is asked for
+        made = schedule(
+            stages[0] if is_single else stages, self._num_microbatch, loss_fn=_returned_loss, scale_grads=False
+        )
+        return stages, made
+
     def _stage(self, module: StageModule, count: int) -> PipelineStage:
         def empty(boundary: Boundary) -> tuple[torch.Tensor, ...]:
             return tuple(sizes.empty("meta") for sizes in boundary.tensors)
@@ -271,7 +298,7 @@ class DistributedPipeline:
             self._device,
             input_args=empty(module.received) if module.received else (),
             output_args=empty(module.returned) if module.returned else loss,
-            group=self._group,
+            group=self._line.group,
         )
 
     def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any, *, what: str) -> list[Microbatch]:

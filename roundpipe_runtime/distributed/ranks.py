@@ -27,7 +27,7 @@ from ..errors import ConfigError
 from .alarm import Alarm
 from .errors import rank_failed_in_step, ranks_gone
 
-__all__ = ["Channel", "MeshRanks", "Ranks", "job_timeout", "ranks_of"]
+__all__ = ["Channel", "MeshRanks", "Ranks", "job_timeout", "meet", "ranks_of"]
 
 Channel: TypeAlias = Literal["control", "data", "weights", "step"]
 
@@ -119,6 +119,7 @@ class MeshRanks(Ranks):
         copies, count = (1, mesh.size()) if mesh.ndim == 1 else (mesh.size(0), mesh.size(1))
         super().__init__(self._members.index(dist.get_rank()), count, copies)
         self.mesh = mesh
+        meet(mesh)
         timeout = job_timeout()
         # Names of groups of all processes are never used twice, so no rank reads old addresses in the store.
         is_part = len(self._members) < dist.get_world_size()
@@ -207,6 +208,23 @@ class MeshRanks(Ranks):
         if group is not None:
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(group)
+
+
+def meet(mesh: DeviceMesh) -> None:
+    """Wait until all ranks of a mesh are here, or one is gone: a group that is made waits for its whole timeout.
+
+    Args:
+        mesh: mesh of processes, whose groups are connected.
+
+    Raises:
+        DistributedError: a rank is gone.
+    """
+    try:
+        for group in reversed(mesh.get_all_groups()):
+            if dist.get_world_size(group) > 1:
+                dist.barrier(group)
+    except RuntimeError as error:
+        raise ranks_gone([], error) from None
 
 
 def ranks_of(mesh: DeviceMesh | None) -> Ranks:

@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import time
 import warnings
 
 import torch
@@ -119,6 +120,7 @@ def two(home):
     dist.barrier()  # the last folder is there once all have waited
     found["kept"] = [checkpoint.path.name for checkpoint in list_checkpoints(home / "two")]
     found["failed"] = failing(training, home / "two")
+    found["failed to load"] = failing_to_load(training, home / "one")
     found["groups"] = groups_after(home / "groups")
     return found
 
@@ -142,6 +144,29 @@ def failing(training, folder):
     training_state.write_tensors = write
     dist.barrier()
     return error, sorted(path.name for path in folder.iterdir()) == before
+
+
+def failing_to_load(training, folder):
+    """The scheduler of the second process cannot be loaded, after its optimizer was: all raise, nothing is changed."""
+    before = {name: local(value).clone() for name, value in training.state().items()}
+    rates = training.scheduler.state_dict()
+
+    def refuse(state):
+        raise ValueError("a bad scheduler")
+
+    if dist.get_rank() == 1:
+        training.scheduler.load_state_dict = refuse
+    begin = time.monotonic()
+    error = None
+    try:
+        training.load(folder)
+    except (CheckpointError, ValueError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    seconds = time.monotonic() - begin
+    training.scheduler.__dict__.pop("load_state_dict", None)
+    now = training.state()
+    same = list(now) == list(before) and all(torch.equal(local(now[name]), before[name]) for name in before)
+    return error, seconds < 1, same and training.scheduler.state_dict() == rates
 
 
 def three(home):

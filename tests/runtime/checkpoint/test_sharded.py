@@ -63,6 +63,13 @@ def test_a_process_that_cannot_write_ends_all_of_them(two):
     assert first == ["CheckpointError: Rank 1 of 2 failed: OSError: [Errno 28] No space left on device", True]
 
 
+def test_a_process_that_cannot_load_ends_all_of_them(two):
+    """Within a second, with its own error there and its rank elsewhere; weights, optimizer and rates are as before."""
+    first, second = (rank["failed to load"] for rank in two)
+    assert second == ["ValueError: a bad scheduler", True, True]
+    assert first == ["CheckpointError: Rank 1 of 2 failed: ValueError: a bad scheduler", True, True]
+
+
 def test_the_number_of_groups_is_kept(two):
     """Two ranks, which would cut a batch into two, go on with five."""
     assert [rank["groups"] for rank in two] == [5, 5]

@@ -1,7 +1,11 @@
 """What ranks do when one of them fails, differs or is gone; each function returns plain values to compare."""
 
+import json
+import os
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from roundpipe_runtime import GradScaler, OptimizerCtx, RoundPipe, RoundPipeRunConfig
+from roundpipe_runtime import GradScaler, OptimizerCtx, RoundPipe, RoundPipeRunConfig, load_checkpoint
 from roundpipe_runtime.distributed.replicas import rows_of_rank
 
 CONFIG = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
@@ -301,3 +305,21 @@ def cut_off(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
         training.model[1].register_forward_hook(leave)
     begin = time.monotonic()
     return {"error": raised_by(lambda: training.run(1)), "seconds": time.monotonic() - begin}
+
+
+def gone_early(where: str, folder: str) -> None:
+    """Rank 1 ends before it makes its pipeline, or before it loads; the others would connect to it then."""
+    rank, error = dist.get_rank(), []
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    begin = time.monotonic()
+
+    def work() -> None:
+        pipeline = RoundPipe(layers(1), devices="virtual:1", mesh=mesh)
+        if rank == 1:
+            return
+        load_checkpoint(folder, pipeline)
+
+    if rank == 0 or where == "load":
+        error = raised_by(work)
+    Path(sys.argv[3], f"{rank}.json").write_text(json.dumps([error, time.monotonic() - begin]))
+    os._exit(0)  # without a word to the others

@@ -1,6 +1,7 @@
 """What the processes of `test_pipelining` run; each function returns what its test compares."""
 
 import copy
+import time
 
 import torch
 import torch.distributed as dist
@@ -323,6 +324,49 @@ def errors():
     return found
 
 
+class Fails(nn.Module):
+    """A stage that fails at its third microbatch when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.calls, self.fails = 0, False
+
+    def forward(self, x):
+        self.calls += 1
+        if self.fails and self.calls == 3:
+            raise ArithmeticError("a bad microbatch")
+        return self.line(x)
+
+
+def failing():
+    """A stage of each process in turn fails in the middle of a batch; the next batch is as the one before."""
+    rank, found = dist.get_rank(), {}
+    x, y = torch.ones(4, 4), torch.zeros(4, 4)
+    given = {"input_args": (x,)} if rank == 0 else {"label": y}
+    for name in ("GPipe", "1F1B"):
+        torch.manual_seed(rank)
+        module = Fails()
+        pipeline = DistributedPipeline(
+            {rank: module}, SCHEDULES[name], num_microbatch=4, loss_fn=nn.functional.mse_loss,
+            example_args=(x,) if rank == 0 else (),
+        )  # fmt: skip
+        pipeline.forward_backward(**given)
+        expected, module.line.weight.grad = module.line.weight.grad, None
+        for bad in (0, 1):
+            module.calls, module.fails = 0, rank == bad
+            dist.barrier()
+            begin = time.monotonic()
+            error = error_of(lambda: pipeline.forward_backward(**given))  # noqa: B023 - called at once
+            seconds = time.monotonic() - begin
+            module.calls, module.fails, module.line.weight.grad = 0, False, None
+            pipeline.forward_backward(**given)
+            same = torch.equal(module.line.weight.grad, expected)
+            module.line.weight.grad = None
+            found[f"{name}, rank {bad}"] = [error, seconds < 1, same]
+    return found
+
+
 def alone():
     """What one process shows: errors in the midst of a run, which leave the others waiting."""
     x = torch.ones(8, 8)
@@ -357,7 +401,7 @@ def two():
     """All that two processes show."""
     return {
         one.__name__: one()
-        for one in (plain_stages, roundpipe_stages, with_a_cache, forward_alone, keyword_arguments, errors)
+        for one in (plain_stages, roundpipe_stages, with_a_cache, forward_alone, keyword_arguments, errors, failing)
     }
 
 

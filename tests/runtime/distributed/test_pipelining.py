@@ -99,6 +99,17 @@ def test_positional_arguments_are_those_of_the_first_process(two):
     assert "pipeline.forward_backward(label=labels)" in two[1]["errors"]["arguments elsewhere"]
 
 
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_stage_that_fails_ends_the_batch_in_all_processes(two, schedule, bad):
+    """Within a second: its own error there, its rank elsewhere; the next batch has the gradients of the one before."""
+    found = [rank["failing"][f"{schedule}, rank {bad}"] for rank in two]
+    assert found[bad] == ["ArithmeticError: a bad microbatch", True, True]
+    assert found[1 - bad][0].startswith(f"DistributedError: Rank {bad} failed")
+    assert found[1 - bad][0].endswith("ArithmeticError: a bad microbatch")
+    assert found[1 - bad][1:] == [True, True]
+
+
 def test_a_static_part_that_changes_is_an_error(one):
     """It is agreed on once; the error shows both."""
     assert (

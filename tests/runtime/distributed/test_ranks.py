@@ -141,3 +141,11 @@ def test_a_rank_that_is_gone_is_named(world):
         assert f"Rank {len(world) - 1} is gone" in text
         assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in text
         assert rank["cut off"]["seconds"] < 10
+
+
+@pytest.mark.parametrize("where", ["make", "load"])
+def test_a_rank_that_ends_before_the_others_connect_to_it_is_reported(where, tmp_path):
+    """At once, and not when the timeout of the group is over."""
+    (kind, text), seconds = run_ranks("tests.runtime.distributed.faults:gone_early", 2, where, str(tmp_path))[0]
+    assert (kind, "A rank is gone" in text) == ("DistributedError", True)
+    assert seconds < 20

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -93,6 +93,8 @@ class AcceleratorDevice:
         self._visits: collections.deque[_Visit] = collections.deque()
         self._copying: collections.deque[torch.Event] = collections.deque()
         self._largest = 0
+        # Bytes of the stage that the host gives now.
+        self._entered: list[int] = []
         self._has_new_parameters = False
         self._has_new_activations = False
 
@@ -207,7 +209,7 @@ class AcceleratorDevice:
             yield
 
     @contextlib.contextmanager
-    def visit(self, nbytes: int = 1) -> Iterator[None]:
+    def visit(self, nbytes: int = 1) -> Iterator[Callable[[int], bool]]:
         """Hold the host, which runs ahead of the device, until there is room for a stage.
 
         There is room for two stages of the size of the largest, and for a small one between them, such as a head: the
@@ -216,21 +218,36 @@ class AcceleratorDevice:
 
         Args:
             nbytes: bytes of the parameters and gradients of the stage. Default: those of any other stage.
+
+        Yields:
+            A function that reports whether there is room for so many bytes of the following stage now.
         """
         self._largest = max(self._largest, nbytes)
-        while self._visits and (
-            len(self._visits) == _STAGES_AT_ONCE
-            or nbytes + sum(visit.nbytes for visit in self._visits) > _ROOM * self._largest
-        ):
+        while self._visits and not self._fits(nbytes):
             visit = self._visits.popleft()
             visit.computed.synchronize()
             self._copying.append(visit.copied)
         while len(self._copying) > 1:
             self._copying.popleft().synchronize()
+        self._entered.append(nbytes)
         try:
-            yield
+            yield self._has_room
         finally:
+            self._entered.clear()
             self._visits.append(_Visit(nbytes, _record(self._compute, self.torch_device), self._end()))
+
+    def _fits(self, nbytes: int) -> bool:
+        """Whether there is room for a stage of so many bytes next to those that may be computing."""
+        present = self._entered + [visit.nbytes for visit in self._visits]
+        return len(present) < _STAGES_AT_ONCE and nbytes + sum(present) <= _ROOM * max(self._largest, nbytes)
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether the stage after the one that was entered has room, without a wait."""
+        while self._visits and self._visits[0].computed.query():
+            self._copying.append(self._visits.popleft().copied)
+        while len(self._copying) > 1 and self._copying[0].query():
+            self._copying.popleft()
+        return len(self._copying) <= 1 and self._fits(nbytes)
 
     def _end(self) -> torch.Event:
         """An event after everything that this device was given."""

@@ -27,7 +27,7 @@ from .clock import HOST_CLOCK, Clock
 from .events import NOW, Event
 from .worker import Worker
 
-__all__ = ["AcceleratorDevice", "Device", "DeviceSpec", "VirtualDevice", "parse_devices"]
+__all__ = ["AcceleratorDevice", "Device", "DeviceSpec", "HasRoom", "VirtualDevice", "parse_devices"]
 
 
 @runtime_checkable
@@ -88,11 +88,15 @@ class Device(Protocol):
             after: event that stands for the copies of parameters. Default: all of them.
         """
 
-    def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[None]:
+    def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[HasRoom | None]:
         """Keep a stage on the device, from the copy of its parameters on; wait for room if the host runs ahead.
 
         Args:
             nbytes: bytes of the parameters and gradients of the stage. Default: those of any other stage.
+
+        Returns:
+            The context. It gives a function that reports whether there is room for so many bytes of the following stage
+            now, so that it can be uploaded; or ``None``, where nothing is uploaded ahead.
         """
 
     def synchronize(self) -> None:
@@ -110,6 +114,9 @@ class Device(Protocol):
     def close(self) -> None:
         """End the thread of the device."""
 
+
+# Reports whether there is room for so many bytes now, next to the stages that are on a device.
+HasRoom: TypeAlias = Callable[[int], bool]
 
 DeviceSpec: TypeAlias = "str | torch.device | Sequence[torch.device | str | Device] | None"
 

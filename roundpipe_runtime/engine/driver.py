@@ -368,10 +368,12 @@ class Engine:
                 numbers = self.round_robin.assign(len(stages))
                 work = []
                 try:
-                    for stage, number in zip(stages, numbers, strict=True):
+                    for place, (stage, number) in enumerate(zip(stages, numbers, strict=True)):
                         device = self.devices[number]
                         worker = self.devices[0].worker if run.spec.one_thread else device.worker
-                        work.append(worker.submit(run_stage, run, stage, device))
+                        after = place + len(self.devices)  # stages go round
+                        following = stages[after] if after < len(stages) else None
+                        work.append(worker.submit(run_stage, run, stage, device, following))
                 except BaseException as refusal:  # of a device that was closed
                     run.mailbox.fail(refusal)
             collect(run.mailbox, work)

@@ -13,6 +13,7 @@ is bitwise identical.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Sequence
 from functools import partial
@@ -21,8 +22,9 @@ from typing import Any
 import torch
 
 from ..device.transfer import HostCopies, HostValue, fetch, flatten_value, send, shapes_of
-from ..device.virtual import Device
+from ..device.virtual import Device, HasRoom
 from ..device.worker import StoppedRun, add_note_once
+from ..errors import DeviceMemoryError
 from ..schedule.round_robin import Stage
 from .collected import Copies
 from .layer_call import CallKind, call_layer
@@ -39,18 +41,19 @@ _NO_MODES = contextlib.nullcontext()
 _DOWNLOAD = "the download of its gradients"
 
 
-def run_stage(run: Run, stage: Stage, device: Device) -> None:
+def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None = None) -> None:
     """Run a stage with all microbatches of its run. Results and errors go to the run; nothing is raised.
 
     Args:
         run: run that the stage belongs to.
         stage: layers, and what to do with them.
         device: device to run on, in the thread of its worker or of another one.
+        following: stage that the device runs next, which is uploaded as soon as there is room. Default: none.
     """
-    visit = _Visit(run, stage, device)
+    visit = _Visit(run, stage, device, following)
     try:
-        with device.visit(visit.nbytes()):
-            visit.run_all()
+        with device.visit(_nbytes(run, stage)) as has_room:
+            visit.run_all(has_room)
     except StoppedRun:
         pass
     except BaseException as error:  # it is raised where the user called
@@ -65,7 +68,7 @@ def run_stage(run: Run, stage: Stage, device: Device) -> None:
 class _Visit:
     """A stage on its device, from the copy of its parameters to the copy of its gradients back to the host."""
 
-    def __init__(self, run: Run, stage: Stage, device: Device) -> None:
+    def __init__(self, run: Run, stage: Stage, device: Device, following: Stage | None) -> None:
         self.run, self.spec, self.collected = run, run.spec, run.collected
         self.stage = stage
         self.device = device
@@ -74,11 +77,21 @@ class _Visit:
         self._microbatch: int | None = None
         self._doing = "the upload of its parameters"
         self._tensors: Sequence[torch.Tensor] | None = None
+        self._following = following
+        # Layers of the following stage that are not on the device yet.
+        self._ahead = collections.deque(() if following is None else following.layers)
+        self._has_room: HasRoom | None = None
 
     # -- the whole visit ---------------------------------------------------------------------------------------------
 
-    def run_all(self) -> None:
-        """Run every microbatch, in order."""
+    def run_all(self, has_room: HasRoom | None) -> None:
+        """Run every microbatch, in order.
+
+        Args:
+            has_room: function that reports whether the device has room for so many bytes of another stage now;
+                ``None`` where nothing is uploaded ahead.
+        """
+        self._has_room = has_room
         with torch.set_grad_enabled(self.spec.requires_grad):
             self._run_all()
 
@@ -113,16 +126,37 @@ class _Visit:
             self._upload(layer)
 
     def _upload(self, layer: int) -> None:
-        self._layer = layer
-        contents = self.spec.contents[layer]
         here = self.run.residents.pop((self.device.name, layer), None)
-        if here is not None:
-            self.residents[layer] = here
-            return
+        self.residents[layer] = self._copy(layer, self.stage) if here is None else here
+
+    def _copy(self, layer: int, stage: Stage) -> LayerOnDevice:
+        self._layer = layer
         store = self.run.store
+        measured = self.run.timer.measure("upload", stage.index, self.device, layer=layer)
         # Waits until the publication of an asynchronous step has reached this layer, and not for all layers.
-        with self._measure("upload", layer=layer), self.run.reading(layer):
-            self.residents[layer] = LayerOnDevice(contents, self.device, store.source, store.gradient_dtype)
+        with measured, self.run.reading(layer):
+            return LayerOnDevice(self.spec.contents[layer], self.device, store.source, store.gradient_dtype)
+
+    def _upload_ahead(self) -> None:
+        """Upload what can be read of the following stage, if there is room for it now.
+
+        A host that is never held comes to that stage before the device has ended this one. A layer that asks for a
+        number of the device holds it, and the upload would begin when this stage has ended.
+        """
+        following = self._following
+        if not self._ahead or following is None or self._has_room is None:
+            return
+        if not self._has_room(_nbytes(self.run, following)):
+            return
+        self._doing = "the upload of the following stage"
+        while self._ahead and self.run.table.can_read(self._ahead[0], self.run.version):
+            layer = self._ahead.popleft()
+            if layer in self.residents or (self.device.name, layer) in self.run.residents:
+                continue
+            try:
+                self.run.residents[self.device.name, layer] = self._copy(layer, following)
+            except DeviceMemoryError:  # activations of this stage take the room
+                self._ahead.clear()
 
     def _download(self) -> None:
         self._doing = _DOWNLOAD
@@ -230,6 +264,7 @@ class _Visit:
     # -- one layer ---------------------------------------------------------------------------------------------------
 
     def _call(self, layer: int, microbatch: int, values: Values, kind: CallKind) -> tuple[Values, LayerGraph]:
+        self._upload_ahead()
         if layer not in self.residents:
             self._upload(layer)
             self._upload_ready()
@@ -309,16 +344,6 @@ class _Visit:
         kept: tuple[Any, ...] = on_host.structure.rebuild(fetch(self.device, on_host))
         return kept
 
-    def nbytes(self) -> int:
-        """Bytes of the parameters on the device, and of the gradients where the stage goes backward."""
-        contents = [self.spec.contents[layer] for layer in self.stage.layers]
-        found = sum(layer.nbytes() for layer in contents)
-        if self.stage.kind == "forward":
-            return found
-        return found + sum(
-            parameter.nbytes for layer in contents for parameter in layer.parameters() if parameter.requires_grad
-        )
-
     # -- where we are ------------------------------------------------------------------------------------------------
 
     def _measure(self, kind: str, microbatch: int = -1, layer: int = -1) -> contextlib.AbstractContextManager[None]:
@@ -345,3 +370,14 @@ class _Visit:
             "(ModelExecutePlan, model_memory_limit), cut the batch into more microbatches (num_microbatch), or "
             "recompute layer by layer (recompute_grain='layer')."
         )
+
+
+def _nbytes(run: Run, stage: Stage) -> int:
+    """Bytes of the parameters of a stage on the device, and of the gradients where it goes backward."""
+    contents = [run.spec.contents[layer] for layer in stage.layers]
+    found = sum(layer.nbytes() for layer in contents)
+    if stage.kind == "forward":
+        return found
+    return found + sum(
+        parameter.nbytes for layer in contents for parameter in layer.parameters() if parameter.requires_grad
+    )

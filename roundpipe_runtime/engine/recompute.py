@@ -80,8 +80,13 @@ def run_seeded(
     """
     if device.type == "cpu":
         return _run_on_cpu(call, code, seed, again)
-    with _device_generator(device, seed()):
+    generator = _generator_of(device)
+    outside = generator.get_state()
+    generator.manual_seed(seed())
+    try:
         return _run_on_cpu(call, code, seed, again)
+    finally:
+        generator.set_state(outside)
 
 
 def _run_on_cpu(call: Callable[[], T], code: Any, seed: Callable[[], int], again: Callable[[], T]) -> T:
@@ -134,16 +139,29 @@ def _alone(call: Callable[[], T], code: Any, training: bool, seed: int) -> T:
             torch.set_rng_state(outside)
 
 
-@contextlib.contextmanager
-def _device_generator(device: torch.device, seed: int) -> Iterator[None]:
+def _generator_of(device: torch.device) -> Any:
+    """The default generator of an accelerator, which is asked itself: its module takes several times as long."""
     library = torch.get_device_module(device)
-    outside = library.get_rng_state(device)
-    with torch.accelerator.device_index(device.index):
-        library.manual_seed(seed)
-    try:
-        yield
-    finally:
-        library.set_rng_state(outside, device)
+    generators = getattr(library, "default_generators", None)
+    return _ModuleGenerator(library, device) if generators is None else generators[device.index]
+
+
+class _ModuleGenerator:
+    """The default generator of an accelerator whose module does not hand it out."""
+
+    def __init__(self, library: Any, device: torch.device) -> None:
+        self._library, self._device = library, device
+
+    def get_state(self) -> torch.Tensor:
+        state: torch.Tensor = self._library.get_rng_state(self._device)
+        return state
+
+    def manual_seed(self, seed: int) -> None:
+        with torch.accelerator.device_index(self._device.index):
+            self._library.manual_seed(seed)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self._library.set_rng_state(state, self._device)
 
 
 class CallState(threading.local):

@@ -21,6 +21,7 @@ __all__ = [
     "DEVICES",
     "clock",
     "counts",
+    "host_seconds",
     "lose",
     "pending",
     "set_costs",
@@ -51,6 +52,11 @@ def set_order(order: str, seed: int = 0) -> None:
 def counts() -> dict[str, int]:
     """What was counted since the last call: copies and bytes, pinned and pageable, kernels, and waits of the host."""
     return dict(_backend.counts())
+
+
+def host_seconds() -> float:
+    """The seconds that threads of the host spent in the backend since the last call, and not in torch or Python."""
+    return float(_backend.host_seconds())
 
 
 def pending(device: int) -> int:
@@ -121,8 +127,11 @@ class _DeviceContext:
         _backend.set_device(self.before)
 
 
+_GENERATORS = tuple(_backend.default_generator(number) for number in range(DEVICES))
+
+
 def _generator(device: Any = None) -> torch.Generator:
-    return _backend.default_generator(_index(device))
+    return _GENERATORS[_index(device)]
 
 
 def _seed_all(seed: int) -> None:
@@ -155,6 +164,7 @@ def _register() -> None:
         current_device=_backend.current_device,
         set_device=lambda device: _backend.set_device(_index(device)),
         synchronize=lambda device=None: _backend.synchronize(_index(device)),
+        default_generators=_GENERATORS,
         get_rng_state=lambda device=None: _generator(device).get_state(),
         set_rng_state=lambda state, device=None: _generator(device).set_state(state),
         manual_seed=lambda seed: _generator().manual_seed(int(seed)),

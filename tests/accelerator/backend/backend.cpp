@@ -116,6 +116,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return sum;
   }, NoInterpreter());
   m.def("counts", [] { Lock lock(machine); return std::exchange(counts, {}); }, NoInterpreter());
+  m.def("host_seconds", [] { return host_nanoseconds.exchange(0) / 1e9; });
   m.def("clock", [] {
     Lock lock(machine);
     double latest = latest_host;

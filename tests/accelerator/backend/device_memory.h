@@ -78,6 +78,7 @@ inline void poison(char* address, size_t size) {
 class DeviceMemory final : public c10::DeviceAllocator {
  public:
   at::DataPtr allocate(size_t nbytes) override {
+    InBackend timed;
     const int device = current;
     if (!nbytes) return {nullptr, nullptr, &nothing, Device(KIND, device)};
     check_not_lost(device);
@@ -108,6 +109,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   static void give_back(void* context) {
     auto* block = static_cast<Block*>(context);
     if (!block) return;
+    InBackend timed;
     Lock lock(machine);
     Memory& memory = memories[block->device];
     memory.allocated -= block->size;
@@ -119,6 +121,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   at::DeleterFnPtr raw_deleter() const override { return &give_back; }
 
   void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override {
+    InBackend timed;
     if (pointer.get_deleter() != &give_back || !pointer.get()) return;
     Lock lock(machine);
     auto* block = static_cast<Block*>(pointer.get_context());

@@ -39,7 +39,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override {
     return device < 0 || device >= settings.devices ? getCurrentDevice() : exchangeDevice(device);
   }
-  bool isPinnedPtr(const void* data) const override { return pinned_memory.find(data); }
+  bool isPinnedPtr(const void* data) const override {
+    InBackend timed;
+    return pinned_memory.find(data);
+  }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   Device getDeviceFromPtr(void* data) const override {
     TORCH_CHECK(owner(data) >= 0, "This is no memory of late.");
@@ -85,7 +88,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static c10::Stream theirs(const Stream& stream) {
     return c10::Stream(c10::Stream::UNSAFE, Device(KIND, static_cast<DeviceIndex>(stream.device)), stream.id);
   }
-  c10::Stream getStream(Device device) const override { return theirs(here(index(device))); }
+  c10::Stream getStream(Device device) const override {
+    InBackend timed;
+    return theirs(here(index(device)));
+  }
   c10::Stream getDefaultStream(Device device) const override { return theirs(stream_at(index(device), 0)); }
   c10::Stream getNewStream(Device device, int = 0) const override {
     Lock lock(machine);
@@ -93,6 +99,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getStreamFromGlobalPool(Device device, bool = false) const override { return getNewStream(device); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
+    InBackend timed;
     c10::Stream before = theirs(here(stream.device_index()));
     current_stream[stream.device_index()] = stream.id();
     return before;
@@ -106,16 +113,19 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   // events; one that was not recorded has passed
   static bool is_recorded(void* event) { return event && static_cast<Event*>(event)->moment.stream; }
   void record(void** event, const c10::Stream& stream, DeviceIndex, c10::EventFlag flag) const override {
+    InBackend timed;
     check_not_lost(stream.device_index());
     if (!*event) *event = new Event;
     *static_cast<Event*>(*event) = {mark(ours(stream)), flag == c10::EventFlag::BACKEND_DEFAULT};
   }
   void block(void* event, const c10::Stream& stream) const override {
+    InBackend timed;
     check_not_lost(stream.device_index());
     if (is_recorded(event)) wait_for(ours(stream), static_cast<Event*>(event)->moment);
   }
   bool queryEvent(void* event) const override { return !is_recorded(event) || query(static_cast<Event*>(event)->moment); }
   void synchronizeEvent(void* event) const override {
+    InBackend timed;
     if (is_recorded(event)) host_waits_for(static_cast<Event*>(event)->moment, "event");
   }
   void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }

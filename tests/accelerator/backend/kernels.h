@@ -321,6 +321,7 @@ struct Call {
 };
 
 inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  InBackend timed;
   Call call(op, *stack);
   c10::DeviceGuard guard(Device(KIND, static_cast<DeviceIndex>(call.device)));
   const auto& shapes = call.shapes();

@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <functional>
@@ -51,6 +52,27 @@ inline void count(const std::string& what, int64_t by = 1) {
   Lock lock(machine);
   counts[what] += by;
 }
+
+// Nanoseconds that threads of the host spent in this backend, where a driver would take others; a benchmark leaves them
+// out. Calls within calls count once, and calls in which the system gave the processor away do not count.
+constexpr int64_t INTERRUPTED = 200'000;
+inline std::atomic<int64_t> host_nanoseconds;
+struct InBackend {
+  using Clock = std::chrono::steady_clock;
+  static int& depth() {
+    thread_local int calls = 0;
+    return calls;
+  }
+  Clock::time_point begin;
+  InBackend() {
+    if (!depth()++) begin = Clock::now();
+  }
+  ~InBackend() {
+    if (--depth()) return;
+    const int64_t taken = std::chrono::nanoseconds(Clock::now() - begin).count();
+    if (taken < INTERRUPTED) host_nanoseconds += taken;
+  }
+};
 
 // -- clocks ------------------------------------------------------------------------------------------------------------
 

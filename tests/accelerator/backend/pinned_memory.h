@@ -18,6 +18,7 @@ struct Pinned {
 class PinnedMemory final : public at::HostAllocator {
  public:
   at::DataPtr allocate(size_t nbytes) override {
+    InBackend timed;
     if (!nbytes) return {nullptr, nullptr, &DeviceMemory::nothing, at::kCPU};
     Lock lock(machine);
     settle();
@@ -80,6 +81,7 @@ inline PinnedMemory pinned_memory;
 inline void PinnedMemory::give_back(void* context) {
   auto* block = static_cast<Pinned*>(context);
   if (!block) return;
+  InBackend timed;
   Lock lock(machine);
   pinned_memory.live.erase(block->pointer);
   pinned_memory.pending.push_back(block);

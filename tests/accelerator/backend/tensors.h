@@ -76,6 +76,7 @@ inline void copy_on_devices(const at::Tensor& source, const at::Tensor& target) 
 // driver: a small upload has been read when the call returns, a large one and each download have ended.
 inline at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   if (!target.numel()) return target;
+  InBackend timed;
   const bool up = !is_ours(source), down = !is_ours(target);
   if (!up && !down) {
     copy_on_devices(source, target);

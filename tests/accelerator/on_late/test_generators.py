@@ -49,3 +49,11 @@ def test_the_same_on_any_number_of_devices(on_host, checkpoints, order):
     expected = gradients(1, on_host=on_host, checkpoints=checkpoints)
     for count in (2, 3):
         assert same_bits(gradients(count, on_host=on_host, checkpoints=checkpoints), expected)
+
+
+def test_a_module_that_hands_out_no_generators_is_asked_for_their_states(monkeypatch):
+    """The same draws as those of the generators themselves."""
+    late.set_order("late")
+    expected = gradients(2, on_host=True, checkpoints=False)
+    monkeypatch.delattr(torch.late, "default_generators")
+    assert same_bits(gradients(2, on_host=True, checkpoints=False), expected)

@@ -135,8 +135,7 @@ def _has_axis(entries: Sequence[Entry]) -> bool:
 def _sizes(entries: Sequence[Entry]) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for entry in entries:
-        if entry.shape:
-            found.setdefault(entry.shape[entry.axis or 0], []).append(entry.path)
+        found.setdefault(entry.shape[entry.axis or 0], []).append(entry.path)
     return found
 
 

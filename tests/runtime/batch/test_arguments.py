@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import ConfigError, RoundPipe, RoundPipePackedData
+from roundpipe_runtime.batch.arguments import check_labels
+from roundpipe_runtime.batch.flat import FlatTree
 
 F = nn.functional
 
@@ -53,3 +55,10 @@ def test_labels_that_want_a_gradient_are_refused_by_their_path(pipe):
         pipe.forward_backward((torch.ones(2, 4),), label={"soft": [target]}, loss_fn=loss_fn)
     pipe.forward_backward((torch.ones(2, 4),), label={"soft": [target.detach()]}, loss_fn=loss_fn)
     assert pipe[0].weight.grad is not None
+
+
+def test_packed_labels_that_require_a_gradient_name_the_block_for_a_teacher():
+    """They are outputs of another pipeline, which has no `detach`."""
+    packed = RoundPipePackedData([torch.ones(2, requires_grad=True), torch.ones(1)])
+    with pytest.raises(ConfigError, match=r"with torch.no_grad\(\): label = teacher\(x\)"):
+        check_labels(FlatTree.of(packed, "label"))

@@ -16,7 +16,13 @@ from roundpipe_runtime.batch.splitting import Replicate, TensorChunkSpec, join, 
 from roundpipe_runtime.errors import JoinError
 from tests.flatten.nodes import Dense, TrainState
 from tests.runtime.documents import BatchResult, FlexibleOutput, TransformerOutput
-from yobx_flatten import make_dynamic_cache, make_encoder_decoder_cache, register_flattening_functions
+from yobx_flatten import (
+    make_dynamic_cache,
+    make_encoder_decoder_cache,
+    register_class_flattening,
+    register_flattening_functions,
+    unregister_class_flattening,
+)
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -312,3 +318,40 @@ def test_equal_tensors_of_parts_whose_rows_are_not_known_are_refused():
         join(parts, [None, None])
     assert join(parts, [None, None], merge=TensorChunkSpec(0)).shape == (6,)
     assert join(parts, [None, None], merge=Replicate).shape == (3,)
+
+
+class Steps:
+    """Steps on axis 0 and rows on axis 1, or a table without rows."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+
+@pytest.mark.parametrize(("axes", "shape"), [({0: "length", 1: "batch"}, (3, 4)), ({0: "length"}, (3, 2))])
+def test_a_class_is_joined_along_the_axis_that_it_declares_as_the_batch(axes, shape):
+    """One that declares no batch has to be the same in all microbatches."""
+    register_class_flattening(Steps, lambda s: ([s.steps], None), lambda c, _: Steps(*c), None, axes={"0": axes})
+    try:
+        assert join([Steps(torch.ones(3, 2)), Steps(torch.ones(3, 2))], [2, 2]).steps.shape == shape
+    finally:
+        unregister_class_flattening(Steps)
+
+
+def test_a_count_of_microbatches_is_not_averaged():
+    """An integer without axes has no mean: it has to be the same in all."""
+    assert join([torch.tensor(3), torch.tensor(3)], [2, 1]).item() == 3
+    with pytest.raises(JoinError, match="outputs differs: 3 in microbatch 0, 4 in microbatch 1"):
+        join([torch.tensor(3), torch.tensor(4)], [2, 1])
+
+
+def test_objects_that_cannot_be_compared_are_different():
+    """Their own error would name neither the output nor the microbatch."""
+
+    class Odd:
+        __hash__ = None
+
+        def __eq__(self, other):
+            raise TypeError("not comparable")
+
+    with pytest.raises(JoinError, match="outputs differs"):
+        join([Odd(), Odd()], [1, 1])

@@ -1,9 +1,11 @@
 """How many rows each microbatch has, worked out from packed data and from the parts of a function."""
 
+import pytest
 import torch
 
 from roundpipe_runtime.batch.part_rows import rows_of_parts
 from roundpipe_runtime.batch.splitting import RoundPipePackedData, split
+from roundpipe_runtime.errors import SplitError
 
 TABLE = torch.arange(30.0).reshape(5, 6)
 
@@ -51,3 +53,30 @@ def test_a_split_function_weights_a_mean_by_the_rows_of_its_parts():
         return [(x[:1], table), (x[1:], table)], [kwargs, kwargs]
 
     assert [part.rows for part in split((torch.zeros(4, 2), TABLE), {}, None, 2, split_input=cut)] == [1, 3]
+
+
+def test_packed_data_of_two_pipelines_must_have_the_same_rows():
+    """Entry i goes to microbatch i, which has one number of rows."""
+    one = RoundPipePackedData([torch.zeros(2), torch.zeros(1)], rows=[2, 1])
+    other = RoundPipePackedData([torch.zeros(1), torch.zeros(2)], rows=[1, 2])
+    with pytest.raises(SplitError, match=r"args\[0\], args\[1\]: the rows of the microbatches differ"):
+        split((one, other), {}, None, 2)
+
+
+def test_packed_data_of_one_entry_is_one_microbatch():
+    """Whatever is in it: everything else goes with it."""
+    (part,) = split((RoundPipePackedData(["a"]), torch.zeros(3)), {}, None, 2)
+    assert (part.args[0], part.args[1].shape, part.rows) == ("a", (3,), 3)
+
+
+def test_rows_that_packed_data_states_are_those_of_the_parts_of_a_function():
+    """A function hands the packed data on; what is the same object in all parts states nothing."""
+    packed, table = RoundPipePackedData(["a", "b"], rows=[2, 1]), torch.zeros(5, 6)
+    assert rows_of_parts([{"x": packed, "table": table}] * 2, {}) == [2, 1]
+
+
+def test_rows_of_packed_inputs_are_those_of_labels_that_a_function_cut():
+    """The labels have no axis to count; the inputs know their rows."""
+    packed = RoundPipePackedData([torch.zeros(2), torch.zeros(1)], rows=[2, 1])
+    parts = split((packed,), {}, "ab", 2, split_label=lambda label, count: list(label))
+    assert [(part.rows, part.label) for part in parts] == [(2, "a"), (1, "b")]

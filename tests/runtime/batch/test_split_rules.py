@@ -2,10 +2,11 @@
 
 import re
 
+import numpy
 import pytest
 import torch
 from torch.distributed.pipelining.microbatch import TensorChunkSpec as TorchChunkSpec
-from torch.distributed.pipelining.microbatch import _Replicate
+from torch.distributed.pipelining.microbatch import _Replicate, sum_reducer
 
 from roundpipe_runtime.batch.splitting import Replicate, TensorChunkSpec, split
 from roundpipe_runtime.errors import SplitError
@@ -120,3 +121,25 @@ def test_leaves_that_are_cut_each_for_itself_have_as_many_microbatches_as_the_sh
     assert [part.args[0].tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6]]
     assert [part.args[1].tolist() for part in parts] == [[0], [1]]
     assert [part.rows for part in parts] == [None, None]
+
+
+def test_an_array_that_a_rule_hands_on_whole_is_the_same_object_in_all_parts():
+    """Only an array that would have to be cut is refused."""
+    table = numpy.arange(4)
+    parts = split((torch.zeros(4, 2), table), {}, None, 2, split_input={"args[1]": Replicate})
+    assert [part.args[1] is table for part in parts] == [True, True]
+
+
+def test_a_reducer_is_no_rule_for_inputs():
+    """torch has one class of marks for both sides."""
+    with pytest.raises(SplitError, match="a reducer joins outputs"):
+        split((torch.zeros(4),), {}, None, 2, split_input={"args[0]": sum_reducer})
+
+
+def test_leaves_with_rules_of_their_own_may_have_no_rows_in_common():
+    """Without labels nothing states the rows of the batch; the shortest leaf limits the number of microbatches."""
+    given = {"args[0]": TensorChunkSpec(0), "args[1]": TensorChunkSpec(0)}
+    parts = split((torch.arange(4), torch.arange(6)), {}, None, 5, split_input=given)
+    assert [len(part.args[0]) for part in parts] == [1, 1, 1, 1]
+    assert [part.args[1].tolist() for part in parts] == [[0, 1], [2, 3], [4], [5]]
+    assert [part.rows for part in parts] == [None] * 4

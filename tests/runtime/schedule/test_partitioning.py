@@ -181,3 +181,24 @@ def test_a_plan_in_use_goes_where_its_stages_are_too_large_now(grad_bytes):
     assert {len(stage) for _, backward in found for stage in backward} == {1}
     for forward, _ in found:
         assert all(10 * len(stage) <= limit for stage in forward)
+
+
+def test_a_wrong_kind_of_run_is_named():
+    with pytest.raises(PlanError, match="found 'both'"):
+        partition("both", [[LayerCost(1.0, 3.0)]])
+
+
+@pytest.mark.parametrize(
+    "previous",
+    [
+        [([range(2)], [range(2, 4), range(2)])] * 2,  # of two models
+        [([range(3)], [range(3, 4), range(1, 3), range(1)])],  # parameters of three layers
+        [([range(1), range(1, 2)], [range(2, 4), range(2)])],  # parameters and gradients of two
+    ],
+)
+def test_stages_in_use_that_no_longer_fit_are_replaced(previous):
+    """Another number of models, or stages that are larger than a device has room for by now."""
+    costs = [LayerCost(1.0, 3.0, param_bytes=10, grad_bytes=10)] * 4
+    ((forward, backward),) = partition("fused", [costs], bytes_per_stage=25, previous=previous)
+    assert [list(stage) for stage in backward] == [[3], [2], [1], [0]]
+    assert max(map(len, forward)) <= 2

@@ -178,3 +178,24 @@ def test_a_fused_run_of_one_stage_has_no_forward_stage():
     with pytest.raises(PlanError, match=r"fwd_plan .*, and must be empty; the first stage of bwd_plan runs"):
         ModelExecutePlan(fwd_plan=[range(2)], bwd_plan=[range(2)]).check_valid(2, "fused")
     ModelExecutePlan(fwd_plan=[], bwd_plan=[range(2)]).check_valid(2, "fused")
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "message"),
+    [
+        ((0, "fused"), {}, "A model without layers has no plan"),
+        ((4,), {"num_layers": 4}, "num_layers is given twice"),
+        ((4,), {}, "takes num_layers and run_type, found num_layers"),
+        ((), {}, "found nothing"),
+    ],
+)
+def test_arguments_of_the_check_are_checked(given, named, message):
+    """The two can be told apart by what they are, so they are taken in any order; both are needed, once."""
+    with pytest.raises(PlanError, match=message):
+        ModelExecutePlan([range(3)], BACKWARD).check_valid(*given, **named)
+
+
+def test_a_forward_stage_before_a_fused_stage_of_all_layers_is_refused():
+    """Nothing is left for it."""
+    with pytest.raises(PlanError, match=r"fwd_plan repeats layer 0: it is \[range\(0, 1\)\], and must be empty"):
+        ModelExecutePlan([range(1)], [range(2)]).check_valid(2, "fused")

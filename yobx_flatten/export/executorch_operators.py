@@ -1,4 +1,4 @@
-"""Operators that ExecuTorch has no kernel for, written out with those that it has: products by expert, and `erfinv`."""
+"""Operators that ExecuTorch has no kernel for, or fixes the sizes of, written out with those that it has."""
 
 from __future__ import annotations
 
@@ -87,7 +87,21 @@ def _polynomial(at: Any, coefficients: tuple[float, ...]) -> Any:
     return functools.reduce(lambda value, coefficient: value * at + coefficient, coefficients)
 
 
-_OF_NUMBERS: Mapping[Any, Callable[..., Any]] = {_ATEN.erfinv.default: _erfinv}
+def _empty(size: Any, **options: Any) -> Any:
+    return torch.zeros(size, dtype=options.get("dtype"))
+
+
+def _new_empty(like: Any, size: Any, **options: Any) -> Any:
+    return torch.zeros(size, dtype=options.get("dtype") or like.dtype)
+
+
+# ExecuTorch 1.5 writes memory without values as `dim_order_ops::_empty_dim_order`, whose sizes are ints: each symbol of
+# a size becomes the number of the example, also where it is the size of an input
+_ALWAYS: Mapping[Any, Callable[..., Any]] = {
+    _ATEN.erfinv.default: _erfinv,
+    _ATEN.empty.memory_format: _empty,
+    _ATEN.new_empty.default: _new_empty,
+}
 _OF_EXPERTS: Mapping[Any, Callable[..., Any]] = {
     _ATEN._grouped_mm.default: _grouped_mm,
     _ATEN.histc.default: _histc,
@@ -100,7 +114,7 @@ _OF_EXPERTS: Mapping[Any, Callable[..., Any]] = {
 
 
 def written_out(program: ExportedProgram) -> ExportedProgram:
-    """Return a program without products by expert and `erfinv`; the same one where there are none.
+    """Return a program without products by expert, `erfinv` and memory without values; the same one without them.
 
     Args:
         program: the program; it stays as it is.
@@ -110,7 +124,7 @@ def written_out(program: ExportedProgram) -> ExportedProgram:
     if fallback is not None:
         products[fallback.default] = grouped_product
     found = {node.target for node in program.graph.nodes}
-    table = {operator: function for operator, function in _OF_NUMBERS.items() if operator in found}
+    table = {operator: function for operator, function in _ALWAYS.items() if operator in found}
     if found & products.keys():
         table |= {**_OF_EXPERTS, **products}
     if not table:

@@ -69,3 +69,20 @@ def test_the_inverse_of_erf_is_computed_without_its_operator():
     assert [node for node in program.graph.nodes if "erfinv" in str(node.target)] == []
     given = torch.cat([torch.linspace(-1, 1, 21), torch.tensor([0.99, 0.9999, -0.99999, 1e-7, 0.0, -1e-3])]).view(9, 3)
     torch.testing.assert_close(program.module()(given), torch.erfinv(given), atol=1e-6, rtol=2e-6)
+
+
+def test_memory_is_filled_before_it_is_written_to():
+    """ExecuTorch would take its sizes from the example: A.X K2 puts keys together in it, and fits no longer cache."""
+
+    class Joined(torch.nn.Module):
+        def forward(self, x, y):
+            found = x.new_empty(x.shape[0], 5)
+            found[:, :3], found[:, 3:] = x, y
+            return found + torch.empty(x.shape[0], 5, dtype=x.dtype).zero_()
+
+    rows = {0: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(Joined(), (torch.ones(2, 3), torch.ones(2, 2)), dynamic_shapes=(rows, rows))
+    found = written_out(program)
+    assert [node for node in found.graph.nodes if "empty" in str(node.target)] == []
+    given = torch.randn(7, 3), torch.randn(7, 2)
+    torch.testing.assert_close(found.module()(*given), torch.cat(given, dim=1))

@@ -13,6 +13,7 @@ from yobx_flatten.terminal.output import console, say, say_json
 
 from ..timeline.drawing import draw_on
 from ..timeline.file import merge_timelines
+from ..timeline.page import save_page
 from ..timeline.picture import save_picture
 from ..timeline.totals import DeviceTotals, StageTotals, device_totals, stage_totals
 from .quantities import format_seconds
@@ -29,6 +30,10 @@ def timeline(
     picture: Annotated[
         pathlib.Path | None, typer.Option(metavar="FILE", help="Also draw it into a .png, .svg or .pdf.")
     ] = None,
+    html: Annotated[
+        pathlib.Path | None,
+        typer.Option(metavar="FILE", help="Also write it as one HTML page, with bubbles by cause."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print totals as JSON.")] = False,
 ) -> int:
     """Draw who computed what when, with what each device did and which stages took longest.
@@ -41,6 +46,8 @@ def timeline(
     devices, slowest = device_totals(read.records), stage_totals(read.records)
     if picture is not None:
         save_picture(read.records, picture)
+    if html is not None:
+        save_page(read.records, html, title=", ".join(path.name for path in files))
     if json:
         say_json(
             {
@@ -57,6 +64,8 @@ def timeline(
         say("\n" + "\n".join(_stages(slowest[:stages], len(slowest))))
     if picture is not None:
         say(f"\ndrawn into {picture}")
+    if html is not None:
+        say(f"\na page for a browser is in {html}")
     return 0
 
 

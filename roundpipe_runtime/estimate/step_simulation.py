@@ -47,7 +47,7 @@ class StepSimulation:
     Attributes:
         seconds: time from one step to the next.
         run: forward and backward, with bytes of each link and every stage's times.
-        unhindered: the same, if transfers took no time.
+        unhindered: the same, if transfers and the optimizer took no time.
         optimizer_seconds: time of AdamW on the host.
         exposed_optimizer: seconds of it in which the devices wait.
         device_memory: peak memory of each device.
@@ -89,7 +89,7 @@ class StepSimulation:
         ``"dependency"`` the filling and draining of the pipeline, and stages that wait for longer ones.
         """
         whole = self.seconds or 1.0
-        transfer = max(0.0, self.run.time - self.unhindered.time) / whole
+        transfer = max(0.0, self.seconds - self.exposed_optimizer - self.unhindered.time) / whole
         optimizer = self.exposed_optimizer / whole
         computed = self.run.utilisation * self.run.time / whole
         dependency = max(0.0, 1.0 - transfer - optimizer - computed)
@@ -126,13 +126,12 @@ def simulate(
     stays = stays_on_devices(plan, machine) if stays is None else stays
     loads = stage_loads(plan, machine, stays=stays)
     optimizer = plan.optimizer_bytes / machine.host_rate
-    if is_async == "exact":
-        loads = _with_updates(plan, loads, machine, optimizer)
     devices = len(machine.names)
     overlaps = not machine.is_virtual
-    run = simulate_schedule(
-        loads, Machine(devices, machine.link, down=machine.down, overlaps=overlaps), plan.num_microbatch
-    )
+    linked = Machine(devices, machine.link, down=machine.down, overlaps=overlaps)
+    run = alone = simulate_schedule(loads, linked, plan.num_microbatch)
+    if is_async == "exact":
+        run = simulate_schedule(_with_updates(plan, loads, machine, optimizer), linked, plan.num_microbatch)
     seconds = run.time + optimizer if is_async is False else max(run.time, optimizer)
     stages = plan.stages
     fixed, per_token = _busy(plan, loads, machine, optimizer)
@@ -141,7 +140,7 @@ def simulate(
         run=run,
         unhindered=simulate_schedule(loads, Machine(devices, overlaps=overlaps), plan.num_microbatch),
         optimizer_seconds=optimizer,
-        exposed_optimizer=seconds - run.time,
+        exposed_optimizer=seconds - alone.time,
         device_memory=device_memory(
             stages,
             RoundRobin(devices).assign(len(stages)),

@@ -89,9 +89,15 @@ def test_the_optimizer_waits_for_the_run_or_goes_next_to_it(step):
 
 def test_bubbles_are_all_of_the_time_without_computation(step):
     """Transfers, optimizer and dependencies."""
+    for how in (False, "exact"):
+        found = simulate(step, machine(2), is_async=how)
+        computed = found.run.busy / 2 / found.seconds
+        assert sum(found.bubbles.values()) + computed == pytest.approx(1)
+    # a run that waits for updates inside of it waits for the optimizer
+    quick = simulate(step, machine(2, link=1e12), is_async="exact")
+    alone = simulate(step, machine(2, link=1e12)).run.time
+    assert quick.bubbles["optimizer"] == pytest.approx(1 - alone / quick.seconds)
     found = simulate(step, machine(2))
-    computed = found.run.busy / 2 / found.seconds
-    assert sum(found.bubbles.values()) + computed == pytest.approx(1)
     assert found.bubbles["optimizer"] == pytest.approx(found.optimizer_seconds / found.seconds)
     assert found.bubbles["transfer"] == pytest.approx((found.run.time - found.unhindered.time) / found.seconds)
 

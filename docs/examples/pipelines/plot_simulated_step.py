@@ -1,0 +1,158 @@
+"""
+What a step waits for
+=====================
+
+A training step computes, copies parameters to the devices and gradients back, and runs the optimizer on the host. The
+longest of them is the bottleneck, and which one it is depends on the number of tokens. The first half of this page
+simulates a step on a machine that is not here; the second half trains on virtual devices and draws what each waited for.
+"""
+
+# %%
+# A machine that is not here
+# --------------------------
+#
+# Sixteen layers of 200 million parameters each, on ``meta``, so nothing is allocated; two GPUs with a link of 25 GB/s
+# each.
+
+import html
+import pathlib
+import tempfile
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+from roundpipe_runtime import (
+    ModelExecutePlan,
+    OptimizerCtx,
+    RoundPipe,
+    RoundPipeRunConfig,
+    Timeline,
+)
+from roundpipe_runtime.estimate import Hardware, measure_layers, simulate, step_plan
+from roundpipe_runtime.timeline.page import save_page
+
+WIDTH, MICROBATCHES = 5120, 4
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        options = {"bias": False, "dtype": torch.bfloat16, "device": "meta"}
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, **options)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, **options)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+model = nn.Sequential(*[FeedForward() for _ in range(16)])
+plan = ModelExecutePlan.auto("fused", model, min_stages=2)
+machine = Hardware(
+    names=("cuda:0", "cuda:1"),
+    kind="cuda",
+    flops=150e12,
+    link=25e9,
+    memory=12 * 10**9,
+    host=128 * 10**9,
+    host_rate=100e9,
+    origin={},
+)
+
+
+def simulated(tokens):
+    rows = torch.empty(
+        tokens // MICROBATCHES, WIDTH, dtype=torch.bfloat16, device="meta"
+    )
+    layers = measure_layers(list(model), (rows,))
+    step = step_plan(plan, layers, model, num_microbatch=MICROBATCHES, tokens=tokens)
+    return simulate(step, machine, is_async="exact")
+
+
+counts = [2**power for power in range(10, 18)]
+steps = [simulated(tokens) for tokens in counts]
+for flip in steps[0].flips:
+    print(f"from {flip.tokens:,.0f} tokens on, {flip.before} gives way to {flip.after}")
+
+# %%
+# Seconds of a step, and how long each part of the machine is busy in it. Copies of parameters and the optimizer take the
+# same time for any number of tokens; computation grows with them and takes over.
+
+colours = {
+    "compute": "#4477aa",
+    "link up": "#228833",
+    "link down": "#66ccee",
+    "optimizer": "#aa3377",
+}
+figure, ax = plt.subplots(figsize=(8, 4), layout="constrained")
+for name, colour in colours.items():
+    ax.plot(counts, [step.busy[name] for step in steps], color=colour, label=name)
+ax.plot(counts, [step.seconds for step in steps], "k.--", label="a step")
+for flip in steps[0].flips:
+    ax.axvline(flip.tokens, color="#bbbbbb", linewidth=1)
+ax.set(xscale="log", yscale="log", xlabel="tokens of a step", ylabel="seconds")
+ax.legend()
+plt.show()
+
+# %%
+# What the devices do meanwhile:
+
+shares = {"compute": [1 - sum(step.bubbles.values()) for step in steps]}
+for cause in ("transfer", "optimizer", "dependency"):
+    shares[cause] = [step.bubbles[cause] for step in steps]
+figure, ax = plt.subplots(figsize=(8, 3), layout="constrained")
+ax.stackplot(
+    counts,
+    shares.values(),
+    labels=shares,
+    colors=["#4477aa", "#e0b24c", "#b78ad0", "#c9d0d8"],
+)
+ax.set(xscale="log", xlabel="tokens of a step", ylabel="share of the time", ylim=(0, 1))
+ax.legend(loc="lower right")
+plt.show()
+
+# %%
+# Devices that are here
+# ---------------------
+#
+# Two steps on two virtual devices, recorded, as a page that zooms, and explains what is under the pointer. The page is one
+# file that loads nothing; ``roundpipe timeline run.json --html run.html`` writes it from a stored timeline.
+
+torch.set_num_threads(1)
+layers = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)], nn.Linear(256, 1024))
+config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=4)
+pipe = RoundPipe(layers, devices="virtual:2", model_run_config=config)
+with OptimizerCtx():
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+inputs, labels = torch.randn(256, 256), torch.randn(256, 1024)
+
+
+def train():
+    pipe.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss)
+    pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+
+
+for _ in range(3):
+    train()
+with Timeline() as timeline:
+    train()
+    train()
+pipe.close()
+
+
+class Page:
+    """A page inside of this one."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def _repr_html_(self):
+        style = "width:100%;height:34rem;border:0"
+        return f'<iframe title="timeline" style="{style}" srcdoc="{html.escape(self.text)}"></iframe>'
+
+
+with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder) / "run.html"
+    save_page(timeline.records, path, title="Two steps")
+    page = Page(path.read_text(encoding="utf-8"))
+page

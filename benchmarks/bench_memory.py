@@ -6,12 +6,14 @@ Each row trains in a process of its own: layers of one matrix each, AdamW (fused
 device that has room for a tenth of the model. The number is the highest resident memory of the third step, less that of
 the same process after a training of a tiny model, per parameter. What is on the virtual device is in the memory of the
 host, and counts. Freed blocks of 1 MB and more go back to the system at once (MALLOC_MMAP_THRESHOLD_): glibc
-keeps those of up to 32 MB, which takes up to 1.6 bytes per parameter more.
+keeps those of up to 32 MB, which takes up to 1.6 bytes per parameter more. Moments in 8 bits are those of torchao's
+AdamW8bit, where torchao is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -27,14 +29,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.bench_flatten import machine  # found there only
 from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, VirtualDevice
 
-LAYERS, ROWS, TINY = 48, 32, 16
+LAYERS, ROWS, TINY = 48, 32, 64
 MMAP_THRESHOLD = 2**20
+EIGHT = "float32 copies, bfloat16 gradients, moments in 8 bits"
 WAYS: dict[str, dict[str, Any]] = {
     "float32 copies, float32 gradients": {"optim_dtype": torch.float32},
     "float32 copies, bfloat16 gradients": {"optim_dtype": torch.float32, "gradient_dtype": torch.bfloat16},
+    EIGHT: {"optim_dtype": torch.float32, "gradient_dtype": torch.bfloat16},
     "bfloat16 only": {},
 }
-BARS = {"float32 copies, bfloat16 gradients": 16.5, "bfloat16 only": 12.0}
+BARS = {"float32 copies, bfloat16 gradients": 16.5, EIGHT: 12.0, "bfloat16 only": 12.0}
 
 
 def status(name: str) -> int:
@@ -43,7 +47,16 @@ def status(name: str) -> int:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def train(width: int, options: dict[str, Any]) -> int:
+def optimizer_of(way: str, parameters: Any) -> torch.optim.Optimizer:
+    if way != EIGHT:
+        return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    from torchao.optim import AdamW8bit
+
+    found: torch.optim.Optimizer = AdamW8bit(parameters, lr=1e-4)
+    return found
+
+
+def train(width: int, way: str) -> int:
     """Take three steps; return the highest resident bytes of the last one."""
     layers = [nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(LAYERS)]
     stages = [range(n, n + 1) for n in range(LAYERS)]
@@ -53,8 +66,8 @@ def train(width: int, options: dict[str, Any]) -> int:
         execute_plan=ModelExecutePlan(stages[:-1], [stages[-1], *reversed(stages[:-1])]),
     )
     device = VirtualDevice("virtual:0", memory_limit=max(2 * LAYERS * width**2 // 10, 2**20))
-    pipe = RoundPipe(nn.Sequential(*layers), devices=[device], model_run_config=config, **options)
-    optimizer = torch.optim.AdamW(pipe.optim_parameters(), lr=1e-4, fused=True)
+    pipe = RoundPipe(nn.Sequential(*layers), devices=[device], model_run_config=config, **WAYS[way])
+    optimizer = optimizer_of(way, pipe.optim_parameters())
     inputs = torch.ones(ROWS, width)
     for _ in range(3):
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
@@ -69,30 +82,32 @@ def train(width: int, options: dict[str, Any]) -> int:
 def measure(way: str, millions: int) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.bfloat16)
-    train(TINY, WAYS[way])
+    train(TINY, way)
     before = status("VmRSS")
-    width = round((1e6 * millions / LAYERS) ** 0.5)
+    width = round((1e6 * millions / LAYERS) ** 0.5 / 16) * 16  # blocks of 8-bit moments have 256 numbers
     parameters = LAYERS * width**2
-    return {"parameters": parameters, "bytes per parameter": (train(width, WAYS[way]) - before) / parameters}
+    return {"parameters": parameters, "bytes per parameter": (train(width, way) - before) / parameters}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--millions", type=int, nargs="+", default=[100, 400])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(measure(arguments.one[0], int(arguments.one[1]))))
         return 0
+    ways = [way for way in arguments.ways if way != EIGHT or importlib.util.find_spec("torchao")]
     results: dict[str, dict[str, Any]] = {}
     above = []
-    for way in WAYS:
+    for way in ways:
         for millions in arguments.millions:
             command = [sys.executable, __file__, "--one", way, str(millions)]
             environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD)}
-            done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-            found = json.loads(done.stdout)
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+            found = json.loads(done.stdout.splitlines()[-1])
             results.setdefault(way, {})[str(millions)] = found
             print(f"{way}, {millions} M: {found['bytes per parameter']:.2f} bytes per parameter", flush=True)
             if found["bytes per parameter"] > BARS.get(way, float("inf")):

@@ -71,7 +71,7 @@ def test_its_numbers_are_those_of_the_last_measurements():
     ours, theirs = [tuple(map(int, peer.groups()[at : at + 2])) for at in (0, 2)]
     assert numbers == [(sum(kind[-1] for kind in kinds), sum(kind[0] for kind in kinds)), ours, theirs]
     steps = json.loads((ROOT / "docs" / "data" / "bench-pipeline.json").read_text(encoding="utf-8"))
-    assert f"| **{steps['ratios']['pipeline / 1F1B']:.2f}** |" in README
+    assert f"| **{steps['ratios']['pipeline / 1F1B']:.2f}x** |" in README
 
 
 def test_the_changelog_has_a_section_for_the_version_with_highlights():

@@ -28,18 +28,26 @@ from typing import Any
 
 from bench_export import STEPS, Compiled, Eager, past_of, tokens
 
-# The sizes of SmolLM2-135M, with random weights.
-SIZE = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
+# Random weights. The first has few layers, since ExecuTorch and AOTInductor compile each for minutes.
+SIZES = {
+    "llama-123m": {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+    },
+    "smollm2-135m": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+    },
 }
+COMMON = {"head_dim": 64, "max_position_embeddings": 8192, "tie_word_embeddings": True}
 # The runtime, the method that writes its file, the suffix, and what has to be installed.
 FILES = {
     "onnxruntime": ("to_onnx", ".onnx", "onnxruntime"),
@@ -147,8 +155,8 @@ def measure(sides: dict[str, Any], past: int, cache: dict[int, tuple[Any, Any]],
 def main() -> None:
     """Measure, print, and store."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--layers", type=int, default=SIZE["num_hidden_layers"], help="30 by default")
-    parser.add_argument("--hidden", type=int, default=SIZE["hidden_size"], help="576 by default")
+    parser.add_argument("--size", choices=SIZES, default="llama-123m", help="of the model; llama-123m by default")
+    parser.add_argument("--layers", type=int, help="how many of them; all by default")
     parser.add_argument("--past", default="128,1024,4096", help="tokens in the cache; with commas")
     parser.add_argument("--rounds", type=int, default=3, help="3 by default")
     parser.add_argument(
@@ -175,11 +183,12 @@ def main() -> None:
     versions = {name: version for name, version in versions.items() if version}
     print(", ".join(f"{name} {version}" for name, version in versions.items()), "- float32, one thread")
     torch.manual_seed(0)
-    sizes = {**SIZE, "num_hidden_layers": options.layers, "hidden_size": options.hidden}
+    sizes = {**COMMON, **SIZES[options.size]}
+    sizes["num_hidden_layers"] = options.layers or sizes["num_hidden_layers"]
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     found: dict[str, Any] = {"machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"}
-    found |= {"versions": versions, "layers": options.layers, "parameters": parameters}
+    found |= {"versions": versions, "layers": sizes["num_hidden_layers"], "parameters": parameters}
     with contextlib.ExitStack() as stack:
         folder = options.files or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         made = write(model, max(pasts), folder, [name for name in asked if FILES[name][2] in versions])

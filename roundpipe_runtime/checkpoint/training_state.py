@@ -43,7 +43,8 @@ __all__ = [
     "write_values",
 ]
 
-TRAINING = "training.json"
+_TRAINING = "training"
+TRAINING = f"{_TRAINING}.json"
 
 _WEIGHTS = "weights:"  # of a model that is cut into shards itself
 
@@ -105,7 +106,7 @@ class TrainingState:
             return
         for name, text in self.texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-        write_tensors(folder, "training", self.training, shard_bytes)
+        write_tensors(folder, _TRAINING, self.training, shard_bytes)
 
 
 def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, Any], *, copy: bool) -> TrainingState:
@@ -157,13 +158,7 @@ def read_training(
     Returns:
         The values by key.
     """
-    stored = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
-    wanted = {key: stored[key] for key in (stored if only is None else only)}
-    places = _places(wanted, targets or {})
-    with open_tensors(folder, "training") as tensors:
-        found = {**tensors, **read_shards(folder, set(_references(wanted)).__contains__, places)}
-        found.update({name: cut_like(found[name], target) for name, target in places.items() if name in found})
-        return {key: decode(value, found) for key, value in wanted.items()}
+    return read_values(folder, _TRAINING, only, targets=targets)
 
 
 def read_weights(
@@ -184,7 +179,7 @@ def read_weights(
 
 def _places(stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The parameter that each stored tensor belongs to, by the name of the tensor."""
-    progress = stored.get("progress", {})
+    progress = stored.get("progress", stored)  # the Trainer's values are those of the progress
     tables = [progress.get("masters", {}), progress.get("gradients", {})]
     tables = [{name: {"": value} for name, value in table.items()} for table in tables]
     tables += [optimizer["state"] for optimizer in stored.get("optimizers", [])]
@@ -210,39 +205,66 @@ def _references(stored: Any) -> Iterator[str]:
             yield from _references(value)
 
 
-def write_values(folder: pathlib.Path, stem: str, values: Mapping[str, Any], shard_bytes: int = 5 * 10**9) -> None:
-    """Write nested values to ``{stem}.json`` and their tensors to ``{stem}.safetensors``.
+def write_values(
+    folder: pathlib.Path,
+    stem: str,
+    values: Mapping[str, Any],
+    shard_bytes: int = 5 * 10**9,
+    ranks: CheckpointRanks | None = None,
+) -> None:
+    """Write nested values to ``{stem}.json`` and their tensors to ``{stem}.safetensors``; parts of tensors to shards.
 
     Args:
         folder: folder to write to.
         stem: start of the file names.
         values: nested values by key, as :func:`encode` takes them.
         shard_bytes: largest number of bytes of a file, unless one tensor is larger. Default: 5 GB.
+        ranks: processes that write together; all of them call it. Default: this process alone.
 
     Raises:
-        CheckpointError: a value cannot be stored.
+        CheckpointError: a value cannot be stored, or another process could not write.
         OSError: a file could not be written.
     """
+    ranks = ranks or CheckpointRanks()
     tensors: dict[str, torch.Tensor] = {}
     encoded = {key: encode(value, key, tensors) for key, value in values.items()}
-    (folder / f"{stem}.json").write_text(json.dumps(encoded, allow_nan=False), encoding="utf-8")
-    write_tensors(folder, stem, _on_host(tensors, copy=False), shard_bytes)
+    shards = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
+
+    def write() -> None:
+        whole = {name: tensor for name, tensor in tensors.items() if name not in shards}
+        (folder / f"{stem}.json").write_text(json.dumps(encoded, allow_nan=False), encoding="utf-8")
+        write_tensors(folder, stem, _on_host(whole, copy=False), shard_bytes)
+
+    ranks.on_first(write)
+    if shards:
+        write_shards(folder, own_copies(shards, copy=False), ranks.group, shard_bytes)
 
 
-def read_values(folder: pathlib.Path, stem: str, only: Sequence[str] | None = None) -> dict[str, Any]:
+def read_values(
+    folder: pathlib.Path,
+    stem: str,
+    only: Sequence[str] | None = None,
+    *,
+    targets: Mapping[str, torch.Tensor] | None = None,
+) -> dict[str, Any]:
     """Read what :func:`write_values` wrote, all of it or some keys.
 
     Args:
         folder: folder to read from.
         stem: start of the file names.
         only: keys to read. Default: all.
+        targets: parameters that optimizers work on, by name, as for :func:`read_training`.
 
     Returns:
         The values by key.
     """
     stored = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
+    wanted = {key: stored[key] for key in (stored if only is None else only)}
+    places = _places(wanted, targets or {})
     with open_tensors(folder, stem) as tensors:
-        return {key: decode(stored[key], tensors) for key in (stored if only is None else only)}
+        found = {**tensors, **read_shards(folder, set(_references(wanted)).__contains__, places)}
+        found.update({name: cut_like(found[name], target) for name, target in places.items() if name in found})
+        return {key: decode(value, found) for key, value in wanted.items()}
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:

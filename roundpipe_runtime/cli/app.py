@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -12,9 +14,11 @@ from yobx_flatten import FlattenError
 from yobx_flatten.terminal.output import say
 from yobx_flatten.terminal.running import run_app
 
+from ..distributed.job import is_one_of_many
 from ..errors import RoundPipeError
 from .demo_command import demo
 from .doctor_command import doctor
+from .one_of_many import run_in_job
 from .plan_command import plan
 from .timeline_command import timeline
 from .train_command import train
@@ -61,4 +65,6 @@ def run(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments; by default those of the process.
     """
-    return run_app(app, argv, program="roundpipe", expected=(FlattenError, RoundPipeError))
+    given = list(sys.argv[1:] if argv is None else argv)
+    run_once = functools.partial(run_app, app, given, program="roundpipe", expected=(FlattenError, RoundPipeError))
+    return run_once() if "train" not in given or not is_one_of_many() else run_in_job(run_once)

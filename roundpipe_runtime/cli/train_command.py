@@ -18,6 +18,7 @@ from yobx_flatten.terminal.output import say, say_json
 
 from .. import fine_tune as tuning
 from ..device.virtual import Device, parse_devices
+from ..distributed.job import own_devices
 from ..errors import ConfigError, DeviceError
 from . import train_options as given
 from .models import source_of
@@ -40,6 +41,7 @@ def train(
     devices: given.Devices = "auto",
     batch: given.Batch = 8,
     microbatches: given.Microbatches = None,
+    replicas: given.Replicas = None,
     accumulate: given.Accumulate = 1,
     steps: given.Steps = None,
     epochs: given.Epochs = None,
@@ -68,20 +70,30 @@ def train(
 
     What it learns is what it learns without a pipeline. Ctrl-C ends the step,
     writes a checkpoint and states how to go on; the result is then the same, to
-    the last bit. Exit status: 0 trained, saved and loaded again; 2 it cannot be
+    the last bit. Several processes of torchrun train one model, in groups of
+    rows; those that it starts again go on by themselves. Exit status: 0 trained, saved and loaded again; 2 it cannot be
     done; 130 Ctrl-C; 143 SIGTERM.
     """
     stdout = sys.stdout
-    if json:
+    job = tuning.Job()
+    if json and job.is_first:
         context.with_resource(contextlib.redirect_stdout(sys.stderr))
     named, *more_text = [model, *(words or [])] if model is not None else (words or [])
     checkpoints = checkpoint or output.with_name(f"{output.name}-checkpoints")
-    _check_files(output, checkpoints, [metrics, timeline], resume=resume, overwrite=overwrite)
+    is_restart = job.was_restarted()
+    resume, overwrite = resume or is_restart, overwrite or is_restart  # what is there is this run's own
+    others = [metrics, timeline]
+    job.together(
+        lambda: _check_files(output, checkpoints, others, resume=resume, overwrite=overwrite) if job.is_first else None
+    )
     if steps is not None and epochs is not None:
         raise UserError("--steps and --epochs both state how long. Leave one out")
+    if resume and replicas is None and job.size == 1:
+        replicas = tuning.stored_replicas(checkpoints)
     settings = tuning.Settings(
         batch=batch,
         microbatches=microbatches,
+        replicas=replicas,
         accumulate=accumulate,
         steps=steps,
         epochs=epochs or 1,
@@ -96,29 +108,33 @@ def train(
         eval_every=eval_every,
         check=check,
     )
-    source = source_of(named)
-    adapters = _adapters(lora, source)
-    reader = tuning.load_tokenizer(source, tokenizer)
-    names = [*(text or []), *more_text]
-    blocks = tuning.read_blocks(
-        names,
-        reader,
-        length=_length(length, source),
-        field=field,
-        eval_share=eval_share,
-        seed=seed,
-        vocab_size=source.vocab_size,
-    )
+
+    def read() -> tuple[tuning.ModelSource, tuning.Lora | None, tuning.Tokenizer, tuning.Blocks]:
+        source = source_of(named)
+        adapters = _adapters(lora, source)
+        reader = tuning.load_tokenizer(source, tokenizer)
+        blocks = tuning.read_blocks(
+            [*(text or []), *more_text],
+            reader,
+            length=_length(length, source),
+            field=field,
+            eval_share=eval_share,
+            seed=seed,
+            vocab_size=source.vocab_size,
+        )
+        return source, adapters, reader, blocks
+
+    source, adapters, reader, blocks = job.together(read)
     say(format_text(blocks, reader))
     context.with_resource(_quiet_transformers())
-    learner = _learner(source, adapters, dtype=_dtype(dtype), seed=seed)
+    learner = job.together(lambda: _learner(source, adapters, dtype=_dtype(dtype), seed=seed))
     say(format_model(learner, source))
-    with tuning.Training(learner, blocks, settings) as training:
+    with _naming_rank(job), tuning.Training(learner, blocks, settings) as training:
         if resume:
             is_there = training.restore(checkpoints)
             say(f"going on after step {training.step}" if is_there else f"no checkpoint in {checkpoints} yet")
         say(format_training(training))
-        with Display(training.steps, first=training.step, log_every=log_every) as display:
+        with Display(training.steps, first=training.step, log_every=log_every, is_shown=job.is_first) as display:
             seen: dict[type, tuning.StepRecord | tuning.EvalRecord] = {}
 
             def show(record: tuning.StepRecord | tuning.EvalRecord) -> None:
@@ -137,13 +153,14 @@ def train(
             )
     if outcome.status:
         say(f"stopped after step {training.step} of {training.steps}, saved in {outcome.checkpoint}. To go on:")
-        say(f"    {_to_go_on(context.obj)}")
+        say(f"    {_to_go_on(context.obj, job)}")
     else:
-        _save(learner, reader, output, source, overwrite=overwrite)
+        job.together(lambda: _save(learner, reader, output, source, overwrite=overwrite) if job.is_first else None)
         say(f"saved in {output}, loaded from there and compared")
         if timeline is not None:
-            say(f"step {outcome.recorded}:  roundpipe timeline {shlex.quote(str(timeline))}")
-    if json:
+            files = [str(tuning.timeline_of_rank(timeline, rank)) for rank in range(job.size)]
+            say(f"step {outcome.recorded}:  roundpipe timeline {shlex.join(files)}")
+    if json and job.is_first:
         with contextlib.redirect_stdout(stdout):
             say_json(
                 {
@@ -161,6 +178,17 @@ def train(
 
 
 _RECORDS = {"last_step": tuning.StepRecord, "last_evaluation": tuning.EvalRecord}
+
+
+@contextlib.contextmanager
+def _naming_rank(job: tuning.Job) -> Iterator[None]:
+    """A block whose errors name the rank, the stage and the layer, where there are several processes."""
+    try:
+        yield
+    except Exception as error:
+        if job.size == 1:
+            raise
+        raise tuning.named_error(job.rank, error) from error
 
 
 def _save(
@@ -202,7 +230,7 @@ def _check_files(
 
 
 def _devices(text: str) -> list[Device]:
-    names = None if text == "auto" else text if text.startswith("virtual") else text.split(",")
+    names = own_devices() if text == "auto" else text if text.startswith("virtual") else text.split(",")
     try:
         return parse_devices(names)
     except (ConfigError, DeviceError) as error:
@@ -255,7 +283,9 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _to_go_on(argv: Any) -> str:
+def _to_go_on(argv: Any, job: tuning.Job) -> str:
     """The line that was typed, for another run that goes on with this one."""
     words = [word for word in argv or ["train", "..."] if word != "--resume"]
-    return shlex.join(["roundpipe", *words, "--resume"])
+    if job.size == 1:
+        return shlex.join(["roundpipe", *words, "--resume"])
+    return shlex.join(["torchrun", f"--nproc-per-node={job.size}", "-m", "roundpipe_runtime", *words, "--resume"])

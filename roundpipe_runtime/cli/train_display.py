@@ -23,9 +23,10 @@ class Display:
         steps: how many there are.
         first: steps that are done already.
         log_every: steps between two plain lines; the first and the last one are always shown.
+        is_shown: whether this process shows a bar; of several, one does.
     """
 
-    def __init__(self, steps: int, *, first: int = 0, log_every: int | None = None) -> None:
+    def __init__(self, steps: int, *, first: int = 0, log_every: int | None = None, is_shown: bool = True) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.steps = steps
@@ -38,7 +39,8 @@ class Display:
             TextColumn("{task.description}", markup=False),
         )
         shown_on = console(stderr=True)
-        self._bar: Any = Progress(*columns, console=shown_on, refresh_per_second=4, disable=not shown_on.is_terminal)
+        is_bar = is_shown and shown_on.is_terminal
+        self._bar: Any = Progress(*columns, console=shown_on, refresh_per_second=4, disable=not is_bar)
         self._task = self._bar.add_task("", total=steps, completed=first)
         self._shows_lines = self._bar.disable or not sys.stdout.isatty()
 
@@ -112,8 +114,11 @@ def format_training(training: Training) -> str:
     devices = ", ".join(device.name for device in training.pipeline.devices)
     settings = training.settings
     batches = f"{settings.accumulate} batches of " if settings.accumulate > 1 else ""
+    replicas, size = training.pipeline.replicas, training.job.size
+    groups = f"{replicas} groups of " if replicas > 1 else ""
+    processes = f"{size} processes, each on " if size > 1 else ""
     return (
         f"cut: {len(report.pieces)} pieces{proof}\n"
-        f"steps: {training.steps:,} of {batches}{settings.batch} rows in {training.microbatches} microbatches "
-        f"on {devices}"
+        f"steps: {training.steps:,} of {batches}{settings.batch} rows in {groups}{training.microbatches} microbatches "
+        f"{'in ' if processes else 'on '}{processes}{devices}"
     )

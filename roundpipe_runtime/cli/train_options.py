@@ -71,8 +71,9 @@ Devices = Annotated[
     str,
     typer.Option(metavar="DEVICES", help="auto, virtual:N (made of the CPU), or cuda:0,cuda:1.", rich_help_panel=_STEP),
 ]
-Batch = Annotated[int, _number("Rows of a batch.", _STEP)]
-Microbatches = Annotated[int | None, _number("Parts of a batch; devices + 1 by default.", _STEP)]
+Batch = Annotated[int, _number("Rows of a batch, of all processes.", _STEP)]
+Microbatches = Annotated[int | None, _number("Parts of a batch, or a group; devices + 1 by default.", _STEP)]
+Replicas = Annotated[int | None, _number("Groups of a batch; by default one per process.", _STEP)]
 Accumulate = Annotated[int, _number("Batches of a step.", _STEP)]
 Steps = Annotated[int | None, _number("How many, instead of --epochs.", _STEP)]
 Epochs = Annotated[int | None, _number("How often each row is read; once by default.", _STEP)]

@@ -17,13 +17,14 @@ from .adapters import Lora, add_lora
 from .blocks import Blocks, make_blocks, read_blocks
 from .byte_tokenizer import ByteTokenizer
 from .errors import FineTuneError
+from .job import Job, named_error
 from .models import ModelSource, model_source
 from .records import EvalRecord, StepRecord
-from .run import Outcome, run
+from .run import Outcome, run, timeline_of_rank
 from .saved_model import check_output, save_model
 from .settings import Settings
 from .tokenizer import Tokenizer, load_tokenizer
-from .training import Training
+from .training import Training, stored_replicas
 
 __all__ = [  # noqa: RUF022 # in the order of use
     # a model and its tokenizer
@@ -45,6 +46,11 @@ __all__ = [  # noqa: RUF022 # in the order of use
     "EvalRecord",
     "run",
     "Outcome",
+    "stored_replicas",
+    "timeline_of_rank",
+    # several processes
+    "Job",
+    "named_error",
     # what came of it
     "check_output",
     "save_model",

@@ -25,12 +25,16 @@ class Interruption:
 
     Outside of the main thread, the only one that gets signals, the block does nothing.
 
+    Args:
+        is_silent: whether a first signal is recorded without a message, in one of several processes.
+
     Attributes:
         status: exit status for the process: 0, or 130 after Ctrl-C, or 143 after SIGTERM.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_silent: bool = False) -> None:
         self.status = 0
+        self.is_silent = is_silent
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
@@ -50,5 +54,6 @@ class Interruption:
                 os.write(2, _SHOW_CURSOR)
             os.write(2, b"\nleft at once; nothing more was saved\n")
             os._exit(128 + number)
-        os.write(2, b"\nthis step will be the last; once more leaves at once\n")
+        if not self.is_silent:
+            os.write(2, b"\nthis step will be the last; once more leaves at once\n")
         self.status = 128 + number

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
+import pathlib
 from collections.abc import Callable
 
 from ..timeline.record import Timeline
@@ -12,7 +14,7 @@ from .interruption import Interruption
 from .records import EvalRecord, MetricsFile, StepRecord
 from .training import Training
 
-__all__ = ["Outcome", "run"]
+__all__ = ["Outcome", "run", "timeline_of_rank"]
 
 # The first steps are spent on finding out what a layer costs; the plan is settled after them.
 _RECORDED_STEP = 5
@@ -46,6 +48,8 @@ def run(
 ) -> Outcome:
     """Run all remaining steps of a training.
 
+    Of several processes the first one writes metrics, and each a timeline of its own.
+
     Ctrl-C and SIGTERM let the step end, with its evaluation; then a checkpoint is written, from which the training
     continues bitwise identically. A second signal ends the process at once.
 
@@ -56,8 +60,8 @@ def run(
         keep: number of checkpoints to keep; ``None`` keeps all.
         at_end: whether to write a checkpoint after the last step.
         metrics: file with a line of JSON per step and evaluation; after a restore it is continued.
-        timeline: file for the timeline of one step.
-        show: function that is called with each record.
+        timeline: file for the timeline of one step; that of process 2 is ``step.2.json`` for ``step.json``.
+        show: function that is called with each record, in each process.
 
     Returns:
         How the training ended.
@@ -66,23 +70,45 @@ def run(
         FineTuneError: the training cannot continue.
         OSError: a file could not be written.
     """
+    job = training.job
     recorded = None if timeline is None else min(training.step + _RECORDED_STEP, training.steps)
     saved, saved_at = None, -1
-    with Interruption() as interruption, contextlib.ExitStack() as stack:
-        file = None if metrics is None else stack.enter_context(MetricsFile(metrics, step=training.step))
+    with Interruption(is_silent=job.size > 1) as interruption, contextlib.ExitStack() as stack:
+        file: MetricsFile | None = None
+        if metrics is not None:
+            opened = functools.partial(MetricsFile, metrics, step=training.step)
+            file = job.together(lambda: stack.enter_context(opened()) if job.is_first else None)
+
+        def note(record: StepRecord | EvalRecord) -> None:
+            if file is not None:
+                file.write(record)
+            show(record)
+
         while training.step < training.steps:
-            if interruption.status:
+            if status := max(job.exchange(interruption.status)):  # a signal reaches processes in different steps
                 if saved_at != training.step:
                     saved = training.save(checkpoints, keep=keep)
-                return Outcome(interruption.status, saved, recorded)
+                return Outcome(status, saved, recorded)
             drawn = Timeline() if training.step + 1 == recorded else None
             for record in training.advance(drawn):
-                if file is not None:
-                    file.write(record)
-                show(record)
+                job.together(functools.partial(note, record))
             if drawn is not None and timeline is not None:
-                drawn.save(timeline)
+                job.together(functools.partial(drawn.save, timeline_of_rank(timeline, job.rank)))
             is_last = training.step == training.steps
             if at_end if is_last else every is not None and training.step % every == 0:
                 saved, saved_at = training.save(checkpoints, keep=keep), training.step
     return Outcome(0, saved, recorded)
+
+
+def timeline_of_rank(path: str | os.PathLike[str], rank: int) -> pathlib.Path:
+    """Return the file for the timeline of a process.
+
+    Args:
+        path: file of the first process.
+        rank: rank of the process.
+
+    >>> timeline_of_rank("runs/step.json", 2).as_posix()
+    'runs/step.2.json'
+    """
+    first = pathlib.Path(path)
+    return first.with_name(f"{first.stem}.{rank}{first.suffix}") if rank else first

@@ -19,8 +19,11 @@ class Settings:
     """Settings of a training.
 
     Attributes:
-        batch: number of rows per batch.
-        microbatches: number of microbatches per batch. Default: number of devices + 1, but at most the number of rows.
+        batch: number of rows per batch, of all processes together.
+        microbatches: number of microbatches per batch, or per group of it. Default: number of devices + 1, but at most
+            the number of rows.
+        replicas: number of groups that a batch is cut into; group g is trained by process g modulo their number, and
+            the numbers do not depend on how many there are. Default: number of processes; no groups in one process.
         accumulate: number of batches per step; their gradients are averaged.
         steps: number of steps; ``None`` to use ``epochs``.
         epochs: number of passes over all rows, if ``steps`` is not given.
@@ -41,6 +44,7 @@ class Settings:
 
     batch: int = 8
     microbatches: int | None = None
+    replicas: int | None = None
     accumulate: int = 1
     steps: int | None = None
     epochs: int = 1
@@ -58,7 +62,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("batch", "accumulate", "epochs"):
             self._at_least(name, 1)
-        for name in ("microbatches", "steps", "eval_every"):
+        for name in ("microbatches", "replicas", "steps", "eval_every"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         if self.warmup is not None:
@@ -70,16 +74,32 @@ class Settings:
                 raise ConfigError(f"{name} must be a number from 0 on, found {getattr(self, name)!r}.")
         if self.schedule not in ("cosine", "linear", "constant"):
             raise ConfigError(f'schedule must be "cosine", "linear" or "constant", found {self.schedule!r}.')
-        if self.microbatches is not None and self.microbatches > self.batch:
+        groups = self.replicas or 1
+        if groups > self.batch:
             raise ConfigError(
-                f"A batch of {self.batch} rows cannot be cut into {self.microbatches} microbatches. Make it larger, or "
-                f"cut it less: --batch {self.microbatches}, or --microbatches {self.batch}"
+                f"A batch of {self.batch} rows cannot be cut into {groups} groups. Make it larger, or cut it less: "
+                f"--batch {groups}, or --replicas {self.batch}"
+            )
+        rows = self.rows_of_group(groups)
+        if self.microbatches is not None and self.microbatches > rows:
+            what = f"A batch of {self.batch} rows" if groups == 1 else f"A group of {rows} rows"
+            raise ConfigError(
+                f"{what} cannot be cut into {self.microbatches} microbatches. Make it larger, or cut it less: "
+                f"--batch {groups * self.microbatches}, or --microbatches {rows}"
             )
 
     def _at_least(self, name: str, least: int) -> None:
         found: Any = getattr(self, name)
         if type(found) is not int or found < least:
             raise ConfigError(f"{name} must be a number from {least} on, found {found!r}.")
+
+    def rows_of_group(self, replicas: int) -> int:
+        """Return the rows of the largest group of a batch.
+
+        Args:
+            replicas: number of groups.
+        """
+        return -(-self.batch // replicas)
 
     def total_steps(self, rows: int) -> int:
         """Return the number of steps.

@@ -51,7 +51,6 @@ class TextTrainer(RoundPipeTrainer):
             output_dir=os.curdir,  # a Trainer creates it at once, and the folder of the checkpoints is not known yet
             max_steps=steps,
             per_device_train_batch_size=settings.batch,
-            per_device_eval_batch_size=settings.batch,
             gradient_accumulation_steps=settings.accumulate,
             max_grad_norm=settings.clip or math.inf,
             seed=settings.seed,
@@ -61,7 +60,8 @@ class TextTrainer(RoundPipeTrainer):
             disable_tqdm=True,
             remove_unused_columns=False,
             dataloader_pin_memory=False,
-            use_cpu=not any(isinstance(device, AcceleratorDevice) for device in pipeline.devices),
+            # of several processes the Trainer exchanges a few numbers, which are on the host
+            use_cpu=pipeline.ranks.size > 1 or not any(isinstance(one, AcceleratorDevice) for one in pipeline.devices),
         )
         super().__init__(
             pipeline,
@@ -69,13 +69,12 @@ class TextTrainer(RoundPipeTrainer):
             train_dataset=_Rows(
                 blocks, Order(blocks.training, seed=settings.seed), steps * settings.accumulate * settings.batch
             ),
-            eval_dataset=_Rows(blocks, blocks.held_out, len(blocks.held_out)),
             # each step sets its rate: a scheduler would go on with the one of the checkpoint, whatever `lr` is now
             optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
         )
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = False  # rows have one length: the mean over batches is the mean over tokens
-        self.settings = settings
+        self.blocks, self.settings = blocks, settings
         self.timeline: Timeline | None = None
         self.notes: dict[str, Any] = {}
         self._losses: list[float] = []
@@ -134,6 +133,21 @@ class TextTrainer(RoundPipeTrainer):
             self.timeline.__exit__(None, None, None)
         return math.fsum(self._losses), self._norm
 
+    @torch.no_grad()
+    def loss_of(self, rows: torch.Tensor) -> float:
+        """Return the mean loss of rows of this process; their logits stay on the devices.
+
+        Args:
+            rows: indices of the rows.
+        """
+        ids = self.blocks.tokens[rows].long()
+        options = {CALL_OPTIONS: CallOptions(loss_only=True)}
+        was_training = self.pipeline.training
+        self.pipeline.eval()
+        output = self.pipeline(input_ids=ids, labels=ids, **options, roundpipe_run_config=self._rp_config)
+        self.pipeline.train(was_training)
+        return float(output.loss)
+
     # -- what the Trainer calls --------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
@@ -142,18 +156,16 @@ class TextTrainer(RoundPipeTrainer):
         self._losses.append(self._finite("loss", loss.item()))
         return loss
 
-    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of held-out rows; their logits stay on the devices."""
-        with torch.no_grad():
-            options = {CALL_OPTIONS: CallOptions(loss_only=True)}
-            output = self.pipeline(**inputs, **options, roundpipe_run_config=self._rp_config)
-        return output.loss, None, None
+    def _rp_global_batch(self) -> int:
+        return self.settings.batch
 
     def _get_train_sampler(self, *args: Any) -> torch.utils.data.Sampler[int]:
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
+        if not self.args.should_save:
+            return
         notes = {**self.notes, "microbatches": self.microbatches}
         (pathlib.Path(output_dir) / _NOTES).write_text(json.dumps(notes, indent=1), encoding="utf-8")
 
@@ -195,7 +207,7 @@ class _Pauses(TrainerCallback):  # type: ignore[misc] # transformers counts as u
 class _Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Rows of tokens in an order; all of them are labels."""
 
-    def __init__(self, blocks: Blocks, order: Order | torch.Tensor, count: int) -> None:
+    def __init__(self, blocks: Blocks, order: Order, count: int) -> None:
         self.blocks = blocks
         self.order = order
         self.count = count

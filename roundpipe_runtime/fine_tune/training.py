@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
+import math
+import operator
 import os
 import pathlib
 import time
@@ -18,16 +21,18 @@ from yobx_flatten.errors.dependencies import require
 
 from ..checkpoint import CheckpointError
 from ..device.virtual import parse_devices
+from ..errors import ConfigError
 from ..huggingface.wrap import WrappedModel, wrap_model_to_roundpipe
 from ..timeline.record import Timeline
 from .blocks import Blocks
 from .errors import FineTuneError
+from .job import Job
 from .memory import device_peak, process_memory
 from .records import EvalRecord, StepRecord
 from .settings import Settings
 from .turns import in_turns
 
-__all__ = ["Training"]
+__all__ = ["Training", "stored_replicas"]
 
 
 class Training:
@@ -39,8 +44,9 @@ class Training:
             for record in training:
                 print(record.step, record.loss)
 
-    The same rows, settings and number of microbatches give bitwise identical results, on any number of devices, and
-    across :meth:`save` and :meth:`restore`.
+    The same rows, settings, number of groups and number of microbatches give bitwise identical results, on any number
+    of devices and processes, and across :meth:`save` and :meth:`restore`. Under torchrun each process trains a part of
+    each batch; all of them call the same methods.
 
     Args:
         model: causal language model of transformers, or PEFT's model around one; it is trained in place.
@@ -51,9 +57,11 @@ class Training:
         pipeline: wrapped model.
         optimizer: AdamW, on the host.
         trainer: Trainer that runs the steps.
+        job: processes that train together.
 
     Raises:
-        ConfigError: the devices do not exist.
+        ConfigError: the devices do not exist, or there are fewer groups than processes.
+        DistributedError: the processes have different texts, models or settings.
         FineTuneError: the model is not causal, or rows are longer than it can take.
         MissingDependencyError: transformers or accelerate is not installed.
     """
@@ -65,9 +73,12 @@ class Training:
         self.model = model
         self.blocks = blocks
         self.settings = settings
+        self.job = Job()
+        self.job.check_alike(self._stated())
+        _check_groups(settings, self.job.size)
         devices = parse_devices(settings.devices)
         if settings.check:
-            _check_causal(model)
+            self.job.together(lambda: _check_causal(model))
         torch.manual_seed(settings.seed)
         self.pipeline: WrappedModel = wrap_model_to_roundpipe(
             model,
@@ -76,10 +87,13 @@ class Training:
             check=settings.check,
             devices=devices,
             optim_dtype=settings.optim_dtype,
+            mesh=self.job.mesh(),
+            replicas=settings.replicas,
         )
-        self.optimizer = torch.optim.AdamW(self._groups(), lr=settings.lr, fused=True)
+        self.optimizer = torch.optim.AdamW(self._groups(), lr=settings.lr, fused=self._is_fused())
         self.trainer = TextTrainer(self.pipeline, self.optimizer, blocks, settings)
-        self.trainer.microbatches = settings.microbatches or min(len(devices) + 1, settings.batch)
+        rows = settings.rows_of_group(self.pipeline.replicas)
+        self.trainer.microbatches = self.job.exchange(settings.microbatches or min(len(devices) + 1, rows))[0]
         self._pauses: Generator[tuple[float, float]] | None = None
         torch.manual_seed(settings.seed)  # the seed that dropout counts from, whatever the check has drawn
 
@@ -144,7 +158,11 @@ class Training:
     def evaluate(self) -> EvalRecord:
         """Return the loss of the held-out rows."""
         begin = time.perf_counter()
-        loss = self.trainer.evaluate()["eval_loss"]
+        parts = self.blocks.held_out.split(self.settings.rows_of_group(self.pipeline.replicas))
+        own = self.job.together(lambda: [self.trainer.loss_of(rows) for rows in parts[self.job.rank :: self.job.size]])
+        found = self.job.exchange(own)  # the sum is one of all parts in order, however many processes there are
+        losses = [found[number % self.job.size][number // self.job.size] for number in range(len(parts))]
+        loss = math.fsum(map(operator.mul, losses, map(len, parts))) / len(self.blocks.held_out)
         return EvalRecord(
             self.step, loss, self.blocks.held_out.numel() * self.blocks.length, time.perf_counter() - begin
         )
@@ -173,14 +191,14 @@ class Training:
             CheckpointError: something cannot be stored.
             OSError: the checkpoint could not be written.
         """
-        self.trainer.notes = {"same": self._same()}
+        self.trainer.notes = {"same": self._same(), "replicas": self.pipeline.replicas}
         return self.trainer.save_in(os.path.abspath(folder), keep=keep)
 
     def restore(self, folder: str | os.PathLike[str]) -> bool:
         """Continue where the last checkpoint was saved, and return whether there was one.
 
-        Unless the settings state otherwise, batches are cut into as many microbatches as they were, so that the results
-        are bitwise identical on any number of devices.
+        Unless the settings state otherwise, batches are cut into as many groups and microbatches as they were, so that
+        the results are bitwise identical on any number of devices and processes.
 
         Args:
             folder: folder that :meth:`save` was given.
@@ -192,24 +210,44 @@ class Training:
         from ..huggingface.trainer.checkpoints import newest_whole
         from .trainer import read_notes
 
-        found = newest_whole(pathlib.Path(folder))
+        path = pathlib.Path(folder).absolute()
+        found = self.job.exchange(self.job.together(lambda: newest_whole(path) if self.job.is_first else None))[0]
         if found is None:
             return False
-        notes = read_notes(found)
+        notes = self.job.together(lambda: read_notes(found))
         self._check_same(notes.get("same", {}), os.fspath(folder))
         step = int(found.name.rpartition("-")[2])
         if step > self.steps:
             raise FineTuneError(f"{folder} is at step {step}, and --steps is {self.steps}. Ask for more.")
+        self._keep_groups(notes.get("replicas") or 1, os.fspath(folder))
         if self.settings.microbatches is None:
             self.trainer.microbatches = notes["microbatches"]
         self._start(os.fspath(found))
         return True
+
+    def _keep_groups(self, replicas: int, folder: str) -> None:
+        """Cut batches into as many groups as before, unless the settings state otherwise."""
+        if self.settings.replicas is not None or replicas in (1, self.pipeline.replicas):
+            return
+        if self.job.size == 1:
+            raise FineTuneError(
+                f"{folder} was trained in {replicas} groups, which have sums of their own. Go on with as many: "
+                f"--replicas {replicas}"
+            )
+        self.pipeline._rp_keep_replicas(replicas)
 
     def _start(self, checkpoint: str | None = None) -> Generator[tuple[float, float]]:
         """Let the Trainer come to its first step; what a checkpoint holds is loaded then."""
         self._pauses = in_turns(functools.partial(self.trainer.run, checkpoint=checkpoint))
         next(self._pauses)
         return self._pauses
+
+    def _stated(self) -> dict[str, object]:
+        """What all processes must train alike, by name."""
+        settings = {field.name: getattr(self.settings, field.name) for field in dataclasses.fields(self.settings)}
+        named = {name.replace("_", "-"): str(value) for name, value in settings.items() if name != "devices"}
+        rows = f"{len(self.blocks.tokens):,} rows of {self.blocks.length} tokens, {self.blocks.digest[:8]}"
+        return {**named, "the text": rows, "the model": _names_and_shapes(self.model)[:8]}
 
     def _same(self) -> dict[str, Any]:
         """The settings that must be the same for a place in the data to mean the same."""
@@ -245,6 +283,40 @@ class Training:
         others = [p for p in trainable if p.dim() <= 1]
         groups = [(decaying, self.settings.weight_decay), (others, 0.0)]
         return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+    def _is_fused(self) -> bool:
+        """Whether AdamW is fused: in groups only where the last bits do not depend on where a shard ends."""
+        has_groups = self.settings.replicas is not None or self.job.size > 1
+        cut = [p for p in self.pipeline.optim_parameters() if p.requires_grad and p.dim() > 1]
+        return not has_groups or all(p.shape[1:].numel() % 64 == 0 for p in cut)
+
+
+def stored_replicas(folder: str | os.PathLike[str]) -> int | None:
+    """Return the number of groups in which the newest checkpoint of a folder was trained; ``None`` without groups.
+
+    Args:
+        folder: folder that :meth:`Training.save` was given.
+    """
+    from .trainer import read_notes
+
+    there = sorted(pathlib.Path(folder).glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    replicas = read_notes(there[-1]).get("replicas") if there else None
+    return replicas if replicas and replicas > 1 else None
+
+
+def _check_groups(settings: Settings, size: int) -> None:
+    """Refuse groups that do not fit the processes, of which each needs one."""
+    replicas = settings.replicas or size
+    if replicas < size:
+        raise ConfigError(
+            f"A batch is cut into {replicas} groups, and there are {size} processes, of which some would have nothing "
+            f"to do. Start fewer, or cut it more: --replicas {size}"
+        )
+    if replicas > settings.batch:
+        raise ConfigError(
+            f"A batch of {settings.batch} rows has none for some of {size} processes. Start fewer, or make it larger: "
+            f"--batch {size}"
+        )
 
 
 def _names_and_shapes(model: nn.Module) -> str:

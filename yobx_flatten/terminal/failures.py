@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import sys
 import traceback
+from collections.abc import Callable
 
 from ..errors import FlattenError, ReplayError
 
@@ -32,6 +33,7 @@ def explain_failure(
     debug: bool,
     program: str = "yobx-flatten",
     expected: tuple[type[Exception], ...] = (FlattenError,),
+    tells: Callable[[], bool] = lambda: True,
 ) -> int:
     """Print what went wrong on stderr, and return the exit status.
 
@@ -40,11 +42,13 @@ def explain_failure(
         debug: whether to print the stack trace.
         program: what the command is called.
         expected: errors whose message states all that a user needs; others are shown with their class.
+        tells: whether this process prints the line: of several that do one thing together, one does.
     """
     if debug:
         traceback.print_exception(error)
     status, text = _status_and_text(error, expected)
-    sys.stderr.write(f"{program}: {text}\n")
+    if tells():
+        sys.stderr.write(f"{program}: {text}\n")
     return status
 
 

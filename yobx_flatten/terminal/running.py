@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import FlattenError
@@ -32,6 +32,7 @@ def run_app(
     *,
     program: str,
     expected: tuple[type[Exception], ...] = (FlattenError,),
+    tells: Callable[[], bool] = lambda: True,
 ) -> int:
     """Run one command and return its exit status. What was typed is the command's ``context.obj``.
 
@@ -40,6 +41,7 @@ def run_app(
         argv: the arguments; by default those of the process.
         program: what the command is called.
         expected: errors whose message states all that a user needs; others are shown with their class.
+        tells: whether this process prints an error: of several that do one thing together, one does.
     """
     import typer
 
@@ -66,10 +68,10 @@ def run_app(
         return 0  # `yobx-flatten list | head`: the reader has enough
     except (Exception, KeyboardInterrupt) as error:
         if interruption:
-            return explain_failure(interruption[0], debug=debug, program=program, expected=expected)
+            return explain_failure(interruption[0], debug=debug, program=program, expected=expected, tells=tells)
         if type(error).__name__ == "NoArgsIsHelpError":  # the help is its message, and is printed already
             return 2
-        return explain_failure(error, debug=debug, program=program, expected=expected)
+        return explain_failure(error, debug=debug, program=program, expected=expected, tells=tells)
     if interruption:
-        return explain_failure(interruption[0], debug=debug, program=program, expected=expected)
+        return explain_failure(interruption[0], debug=debug, program=program, expected=expected, tells=tells)
     return status if isinstance(status, int) else 0

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,13 +21,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_pt_utils import LabelSmoother
 
 from yobx_flatten.recipe.aliases import Kwargs, PyTree, TransformersModel
 
-from ...checkpoint.model_state import collect_progress, restore_progress
-from ...checkpoint.training_state import read_values, write_values
 from ...device.virtual import DeviceSpec
+from ...distributed.job import own_devices
 from ...engine.config import RoundPipeRunConfig
 from ...errors import ConfigError
 from ...optim.step import OptimizerCtx
@@ -38,11 +37,21 @@ from ..loss.weights import has_labels, own_loss
 from ..wrap import WrappedModel, wrap_model_to_roundpipe
 from .arguments import check_arguments, check_optimizer, check_precision
 from .checkpoints import CheckpointingTrainer
+from .group_batches import has_rows, loader_of_groups
+from .optimizer_files import (
+    has_shards,
+    is_sharded,
+    load_progress,
+    load_shards,
+    load_whole,
+    save_progress,
+    save_shards,
+)
 
 __all__ = ["RoundPipeSeq2SeqTrainer", "RoundPipeTrainer"]
 
-# Next to the files of the Trainer: the runs that seeds of dropout count, and master weights of ``optim_dtype``.
-_PROGRESS = "roundpipe"
+# Optimizers that step each number by itself, so that a process can step its own rows.
+_ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
 
 class RoundPipeTrainer(CheckpointingTrainer):
@@ -51,17 +60,21 @@ class RoundPipeTrainer(CheckpointingTrainer):
     It takes the arguments of a Trainer and writes the same files: ``from_pretrained`` loads its checkpoints, which
     appear when they are complete. The model stays on the host. ``per_device_train_batch_size`` is the number of rows of
     one batch, which is then cut into microbatches; loss and gradients are those of the whole batch. Under torchrun
-    each process has its own devices and a batch of this size, and loss and gradients are those of all of them.
+    each process has its own devices and a group of this size, and loss and gradients are those of all of them. Each
+    process keeps its part of the optimizer's state, if the Trainer makes an optimizer that works on parts.
 
     Args:
         model: model of transformers, or one that :func:`wrap_model_to_roundpipe` has wrapped.
         args: training arguments, as for a Trainer.
         *positional: further arguments of a Trainer, in its order.
-        devices: devices, as for :class:`RoundPipe`. Default: all accelerators.
+        devices: devices, as for :class:`RoundPipe`. Default: all accelerators, or this process's share of them.
         microbatches: number of microbatches per batch. Default: number of devices + 1.
         optim_dtype: dtype, as for :class:`RoundPipe`: ``torch.float32`` for a model of 16 bits.
         example: example, as for :func:`wrap_model_to_roundpipe`. Default: a few tokens; the first two rows
             of the training data, for a model that reads images or sounds, or that does not run on the tokens.
+        replicas: number of groups of ``per_device_train_batch_size`` rows that a batch has; group g is trained by
+            process g modulo their number, so that the numbers do not depend on how many there are. Default: number of
+            processes.
         **options: keyword arguments of a Trainer.
 
     Raises:
@@ -81,9 +94,10 @@ class RoundPipeTrainer(CheckpointingTrainer):
         microbatches: int | None = None,
         optim_dtype: torch.dtype | None = None,
         example: Mapping[str, Any] | None = None,
+        replicas: int | None = None,
         **options: Any,
     ) -> None:
-        given = {"devices": devices, "optim_dtype": optim_dtype, "example": example}
+        given = {"devices": devices, "optim_dtype": optim_dtype, "example": example, "replicas": replicas}
         self._rp_options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         self._rp_config = RoundPipeRunConfig(num_microbatch=microbatches)
         self._rp_pipeline: WrappedModel | None = None
@@ -116,6 +130,8 @@ class RoundPipeTrainer(CheckpointingTrainer):
         return found
 
     def _rp_wrapped(self) -> WrappedModel:
+        if "devices" not in self._rp_options and self.args.world_size > 1 and (share := own_devices()):
+            self._rp_options["devices"] = share
         wrap = functools.partial(
             wrap_model_to_roundpipe, self.model, model_run_config=self._rp_config, mesh=self._rp_mesh()
         )
@@ -132,9 +148,14 @@ class RoundPipeTrainer(CheckpointingTrainer):
         return wrap(example=self._rp_example(), **self._rp_options)
 
     def _rp_mesh(self) -> DeviceMesh | None:
-        """The mesh of the processes of torchrun: the optimizer's state is whole on each, as it is in its files."""
+        """The mesh of the processes of torchrun, on which the optimizer's state is in shards if it may be."""
         size: int = self.args.world_size
-        return init_device_mesh("cpu", (size, 1)) if size > 1 else None
+        if size == 1:
+            return None
+        makes_it = type(self).create_optimizer is RoundPipeTrainer.create_optimizer and self.optimizer is None
+        kind = str(getattr(self.args.optim, "value", self.args.optim))
+        is_known = getattr(self, "optimizer_cls_and_kwargs", None) is None and kind in _ELEMENTWISE
+        return init_device_mesh("cpu", (size,) if makes_it and is_known else (size, 1))
 
     def _rp_example(self) -> Kwargs | None:
         """The first two rows of the training data, if they can be read without iterating over it."""
@@ -156,6 +177,18 @@ class RoundPipeTrainer(CheckpointingTrainer):
         super().create_accelerator_and_postprocess()
         check_precision(self.accelerator.mixed_precision)
         self.accelerator.device_placement = False
+        self._rp_plain_clip = self.accelerator.clip_grad_norm_
+        self.accelerator.clip_grad_norm_ = self._rp_clip_grad_norm
+
+    def _rp_clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip as accelerate does, or with the same bits for any number of processes."""
+        if not self._rp_has_groups():
+            clipped: torch.Tensor = self._rp_plain_clip(parameters, max_norm, norm_type)
+            return clipped
+        return self.pipeline.clip_grad_norm_(max_norm, norm_type)
+
+    def _rp_has_groups(self) -> bool:
+        return self.pipeline._rp_options.has_groups
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model on the host."""
@@ -174,6 +207,35 @@ class RoundPipeTrainer(CheckpointingTrainer):
         for kind in sorted({"cpu"} | {device.torch_device.type for device in self.pipeline.devices}):
             stack.enter_context(torch.autocast(kind, torch.bfloat16))
         return stack
+
+    # -- the data ----------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """Return the loader of this process's rows; in groups, of which a batch of all processes is made."""
+        if not self._rp_has_groups():
+            return super().get_train_dataloader()
+        prepare = self.accelerator.prepare
+        self.accelerator.prepare = lambda loader: loader
+        try:
+            loader = super().get_train_dataloader()
+        finally:
+            self.accelerator.prepare = prepare
+        if not has_rows(loader):
+            return super().get_train_dataloader()
+        seed = getattr(self.args, "data_seed", None)
+        return loader_of_groups(loader, self.pipeline, self._rp_global_batch(), seed)
+
+    def _rp_global_batch(self) -> int:
+        """The rows of a batch of all processes."""
+        rows: int = self._train_batch_size
+        return rows * self.pipeline.replicas
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the rows of a step of all processes."""
+        if not self._rp_has_groups():
+            total: int = super().get_total_train_batch_size(args)
+            return total
+        return self._rp_global_batch() * int(args.gradient_accumulation_steps)
 
     # -- a batch -----------------------------------------------------------------------------------------------------
 
@@ -285,9 +347,21 @@ class RoundPipeTrainer(CheckpointingTrainer):
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder = pathlib.Path(output_dir)
+        if is_sharded(self.pipeline):
+            save_shards(folder, self.pipeline, self._rp_own_optimizer())
+            if self.args.should_save and self.lr_scheduler is not None:
+                torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+            return
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
-            write_values(pathlib.Path(output_dir), _PROGRESS, collect_progress(self.pipeline))
+            save_progress(folder, self.pipeline)
+
+    def _rp_own_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer without what accelerate puts around it."""
+        found: Any = self.optimizer
+        own: torch.optim.Optimizer = getattr(found, "optimizer", found)
+        return own
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -322,10 +396,20 @@ class RoundPipeTrainer(CheckpointingTrainer):
             self._rp_is_converted = False
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or not os.path.isfile(os.path.join(checkpoint, f"{_PROGRESS}.json")):
-            return  # it is not there in what a plain Trainer saved
-        restore_progress(self.pipeline, read_values(pathlib.Path(checkpoint), _PROGRESS))
+        if checkpoint is None:
+            return
+        folder, pipeline, optimizer = pathlib.Path(checkpoint), self.pipeline, self._rp_own_optimizer()
+        if has_shards(folder):
+            load_shards(folder, pipeline, optimizer)
+        elif is_sharded(pipeline) and (folder / OPTIMIZER_NAME).is_file():
+            load_whole(folder / OPTIMIZER_NAME, pipeline, optimizer)
+            load_progress(folder, pipeline)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            load_progress(folder, pipeline)
+            return
+        if (folder / SCHEDULER_NAME).is_file():
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
 
 class RoundPipeSeq2SeqTrainer(RoundPipeTrainer, Seq2SeqTrainer):  # type: ignore[misc] # as above

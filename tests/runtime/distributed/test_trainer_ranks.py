@@ -1,6 +1,9 @@
 """RoundPipeTrainer in two processes: the losses of a Trainer with DDP, one folder of checkpoints."""
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from tests import fresh_process
 from tests.runtime.distributed.processes import run_ranks
@@ -12,9 +15,10 @@ pytestmark = pytest.mark.slow
 def found(tmp_path_factory):
     pytest.importorskip("accelerate")
     folder = tmp_path_factory.mktemp("trainer")
-    return run_ranks(
+    ranks = run_ranks(
         "tests.runtime.distributed.trainer_ranks:in_ranks", 2, str(folder), imported=fresh_process.TRAINER, timeout=240
     )
+    return [{**rank, "folder": folder} for rank in ranks]
 
 
 @pytest.mark.parametrize("name", ["loss", "eval_loss", "grad_norm"])
@@ -33,3 +37,26 @@ def test_a_training_goes_on_from_its_checkpoint(found):
     """Rank 0 writes it, all resume from it, and the weights are bitwise those of an undisturbed training."""
     assert [rank["resumed"] for rank in found] == [True, True]
     assert {"checkpoint-2", "checkpoint-4"} <= set(found[0]["files"])
+
+
+def test_state_is_in_shards(found):
+    """Each rank writes its rows; no file has all of them."""
+    checkpoint = Path(found[0]["folder"], "ours", "checkpoint-4")
+    assert len(list((checkpoint / "shards").iterdir())) == 2
+    assert not (checkpoint / "optimizer.pt").exists()
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["from the start", "from a checkpoint of two"])
+def test_one_process_with_as_many_groups_has_the_same_bits(found, resumed, tmp_path):
+    """No row counts twice, where the last batch of an epoch has one row, and one of the ranks none."""
+    from roundpipe_runtime import RoundPipeTrainer
+    from tests.runtime.distributed.trainer_ranks import UNEVEN, train
+
+    folder = found[0]["folder"]
+    resume = str(folder / "uneven" / "checkpoint-4") if resumed else False
+    options = {"devices": "virtual:1", "microbatches": 2, "replicas": 2}
+    one = train(RoundPipeTrainer, tmp_path, 6, resume=resume, rows=UNEVEN, **options)
+    assert one["loss"] == found[0]["uneven"] == found[1]["uneven"]
+    for rank in (0, 1):
+        of_rank = torch.load(folder / "uneven" / f"{rank}.pt")
+        assert all(torch.equal(a, b) for a, b in zip(one["weights"], of_rank, strict=True))

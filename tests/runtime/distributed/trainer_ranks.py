@@ -13,6 +13,10 @@ from transformers import Trainer, TrainingArguments
 from tests.runtime.distributed.trainings import LENGTH, VOCABULARY, model
 
 
+# Rows of an epoch of which the last batch has one, so that a rank has none.
+UNEVEN = 37
+
+
 class Rows(Dataset):  # type: ignore[type-arg] # torch's has none at run time
     """Rows with a different number of tokens that count."""
 
@@ -29,14 +33,16 @@ class Rows(Dataset):  # type: ignore[type-arg] # torch's has none at run time
         return {"input_ids": self._tokens[index], "labels": labels}
 
 
-def train(kind: Any, folder: Path, steps: int, resume: bool = False, **options: Any) -> dict[str, Any]:
+def train(
+    kind: Any, folder: Path, steps: int, resume: bool | str = False, rows: int = 40, **options: Any
+) -> dict[str, Any]:
     args = TrainingArguments(
         str(folder), max_steps=steps, per_device_train_batch_size=2, per_device_eval_batch_size=2,
         gradient_accumulation_steps=2, learning_rate=1e-3, max_grad_norm=0.5, logging_steps=1, eval_strategy="steps",
         eval_steps=2, save_strategy="steps", save_steps=2, disable_tqdm=True, report_to=[], use_cpu=True, seed=1,
         lr_scheduler_type="constant",
     )  # fmt: skip
-    trainer = kind(model=model("llama")(), args=args, train_dataset=Rows(40), eval_dataset=Rows(7), **options)
+    trainer = kind(model=model("llama")(), args=args, train_dataset=Rows(rows), eval_dataset=Rows(7), **options)
     trainer.train(resume_from_checkpoint=resume)
     found = {
         name: [entry[name] for entry in trainer.state.log_history if name in entry]
@@ -66,10 +72,13 @@ def in_ranks(folder: str) -> dict[str, Any]:
     ours = train(RoundPipeTrainer, Path(folder, "ours"), 4, **options)
     train(RoundPipeTrainer, Path(folder, "resumed"), 2, **options)
     resumed = train(RoundPipeTrainer, Path(folder, "resumed"), 4, resume=True, **options)
+    uneven = train(RoundPipeTrainer, Path(folder, "uneven"), 6, rows=UNEVEN, **options)
+    torch.save(uneven["weights"], Path(folder, "uneven", f"{dist.get_rank()}.pt"))
     return {
         "plain": {name: plain[name] for name in ("loss", "grad_norm", "eval_loss")},
         "ours": {name: ours[name] for name in ("loss", "grad_norm", "eval_loss")},
         "distance": distance(ours["weights"], plain["weights"]),
         "resumed": all(torch.equal(a, b) for a, b in zip(resumed["weights"], ours["weights"], strict=True)),
+        "uneven": uneven["loss"],
         "files": sorted(path.name for path in Path(folder, "ours").iterdir()),
     }

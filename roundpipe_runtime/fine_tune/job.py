@@ -1,0 +1,142 @@
+"""The processes that run one training together: this one alone, or those that torchrun has started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from yobx_flatten import FlattenError
+
+from ..checkpoint.ranks import CheckpointRanks
+from ..distributed.errors import format_failure, ranks_disagree
+from ..distributed.job import join_job
+from ..errors import DistributedError, RoundPipeError
+from .errors import FineTuneError
+
+__all__ = ["Job", "named_error"]
+
+Result = TypeVar("Result")
+
+
+class Job:
+    """The processes of one training; what torchrun has started is joined here.
+
+    Attributes:
+        rank: rank of this process.
+        size: number of processes.
+    """
+
+    def __init__(self) -> None:
+        self._is_made_here = join_job()
+        count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        self._ranks = CheckpointRanks(tuple(range(count)))
+        self.rank, self.size = self._ranks.rank, self._ranks.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that prints, and writes files."""
+        return self.rank == 0
+
+    def mesh(self) -> DeviceMesh | None:
+        """Return the mesh of the processes; ``None`` for this one alone."""
+        return init_device_mesh("cpu", (self.size,)) if self.size > 1 else None
+
+    def was_restarted(self) -> bool:
+        """Report whether torchrun has started the processes again; all of them call it."""
+        # a machine counts only the restarts that its own processes have caused
+        return any(self.exchange(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
+
+    def exchange(self, value: Result) -> list[Result]:
+        """Return what every process gave, in the order of ranks; all of them call it.
+
+        Args:
+            value: what this process gives.
+        """
+        return self._ranks.exchange(value)
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """Do something in each process, and return its result, or raise in all.
+
+        Args:
+            work: what this process does, without the others.
+
+        Raises:
+            FineTuneError: a request cannot be served in one of the processes.
+            DistributedError: one of the processes failed in another way.
+            Exception: all of them failed alike.
+        """
+        if self.size == 1:
+            return work()
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        said = self.exchange(_described(failure))
+        if failure is not None and all(one == said[0] for one in said):
+            raise failure  # in all of them alike
+        for rank, described in enumerate(said):
+            if described is not None:
+                raise _raised_on(rank, *described) from failure
+        return result
+
+    def claim(self, what: str) -> bool:
+        """Report whether this process is the first of all that claims something, without waiting for the others.
+
+        Args:
+            what: name of what is claimed.
+        """
+        if self.size == 1:
+            return True
+        try:
+            count: int = dist.distributed_c10d._get_default_store().add(f"roundpipe/{what}", 1)
+        except RuntimeError:  # the store is gone, with the process that had it
+            return True
+        return count == 1
+
+    def check_alike(self, stated: Mapping[str, object]) -> None:
+        """Check that all processes state the same; all of them call it.
+
+        Args:
+            stated: what this process is to train, by the name of the thing.
+
+        Raises:
+            DistributedError: one of them states something else.
+        """
+        if error := ranks_disagree(self.exchange(stated)):
+            raise error
+
+    def close(self) -> None:
+        """Leave the other processes, if they were joined here."""
+        if self._is_made_here and dist.is_initialized():
+            self._is_made_here = False
+            dist.destroy_process_group()
+
+
+def named_error(rank: int, error: Exception) -> Exception:
+    """Return an error with the rank that it happened on, and where; one of this package is returned as it is.
+
+    Args:
+        rank: rank of this process.
+        error: error that ended the training.
+    """
+    return error if isinstance(error, RoundPipeError) else _raised_on(rank, False, format_failure(error))
+
+
+def _described(error: Exception | None) -> tuple[bool, str] | None:
+    """Whether a request cannot be served, and the text of an error, for the other processes."""
+    if error is None:
+        return None
+    is_request = isinstance(error, (FlattenError, RoundPipeError, OSError))
+    return is_request, str(error) if is_request else format_failure(error)
+
+
+def _raised_on(rank: int, is_request: bool, text: str) -> RoundPipeError:
+    if is_request:
+        return FineTuneError(f"Rank {rank}: {text}" if rank else text)  # rank 0 often works for all
+    lines = "\n".join(f"    {line}" for line in text.splitlines())
+    return DistributedError(f"Rank {rank} failed. There:\n{lines}")

@@ -1,0 +1,87 @@
+"""The batches of a Trainer in groups of rows, so that the number of processes does not change which rows meet.
+
+::
+
+    the Trainer's own      each process a batch of its own; the last ones are filled up with rows from the beginning
+    in groups              one batch of all processes, cut into groups; a last batch has fewer rows, none of them twice
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
+
+from ...distributed.sampler import ReplicaBatchSampler, collate_with_empty
+from ...pipeline import RoundPipe
+
+__all__ = ["GroupLoader", "has_rows", "loader_of_groups"]
+
+_KEPT = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+class GroupLoader(DataLoader[Any]):
+    """A loader of this process's rows of each batch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of an epoch, alike in all processes.
+
+        Args:
+            epoch: number of the epoch.
+        """
+        self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr] # it is a ReplicaBatchSampler
+
+
+def has_rows(loader: DataLoader[Any]) -> bool:
+    """Report whether a loader draws rows, which groups can be made of; a stream, or batches of its own, are not."""
+    return type(loader.batch_sampler) is BatchSampler
+
+
+def loader_of_groups(
+    loader: DataLoader[Any], pipeline: RoundPipe, batch: int, data_seed: int | None = None
+) -> GroupLoader:
+    """Return a loader of this process's rows of batches that are cut into the pipeline's groups.
+
+    Args:
+        loader: loader of the rows, with batches of any size.
+        pipeline: pipeline with the groups.
+        batch: rows of a batch of all processes.
+        data_seed: seed of the order. Default: torch's.
+    """
+    own: Any = loader.batch_sampler
+    batches = BatchSampler(_seeded(own.sampler, data_seed), batch, own.drop_last)
+    collate = loader.collate_fn
+    tail = len(own.sampler) % batch
+    if 0 < tail < pipeline.replicas and not own.drop_last:  # no row is left for some process
+        collate = collate_with_empty(collate, loader.dataset[0])
+    return GroupLoader(
+        loader.dataset,
+        batch_sampler=ReplicaBatchSampler(batches, pipeline),
+        collate_fn=collate,
+        **{name: getattr(loader, name) for name in _KEPT},
+    )
+
+
+def _seeded(sampler: Sampler[int], data_seed: int | None) -> Sampler[int]:
+    """An order that depends on the epoch and a seed, as accelerate's, and not on how often it was drawn."""
+    if type(sampler) is not RandomSampler:
+        return sampler
+    from accelerate.data_loader import SeedableRandomSampler
+
+    made: Sampler[int] = SeedableRandomSampler(
+        data_source=sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=sampler.generator or torch.Generator(),
+        data_seed=data_seed,
+    )
+    return made

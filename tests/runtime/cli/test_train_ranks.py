@@ -1,0 +1,124 @@
+"""`roundpipe train` in two processes: the bits of one, one log, and one line about what is wrong."""
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
+
+from roundpipe_runtime.__main__ import main
+from roundpipe_runtime.fine_tune import model_source
+from tests import fresh_process
+from tests.runtime import tiny_training as tiny
+from tests.runtime.cli.train_ranks import COMMAND
+from tests.runtime.distributed.processes import run_ranks
+
+pytestmark = pytest.mark.slow
+
+
+def same_bits(one, other):
+    one, other = (model_source(folder).load().state_dict() for folder in (one, other))
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What two processes show, and the folder in which one process has trained the same groups."""
+    folder = tmp_path_factory.mktemp("ranks")
+    tiny.text_folder(folder / "texts")
+    tiny.config_folder(folder / "conf")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        one = [*COMMAND, "texts", "--devices", "virtual:1", "--checkpoint", "of one", "--metrics", "one.jsonl"]
+        assert main([*one, "-o", "one half", "--steps", "2", "--replicas", "2"]) == 0
+    found = run_ranks("tests.runtime.cli.train_ranks:in_ranks", 2, str(folder), imported=fresh_process.TRAINER)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        of_ranks = ["--checkpoint", "c", "--resume", "--metrics", "half.jsonl"]
+        assert main([*COMMAND, "texts", "-o", "one", "--steps", "3", "--devices", "virtual:3", *of_ranks]) == 0
+    return found, folder
+
+
+def test_two_processes_have_the_bits_of_one(ranks):
+    """Steps 1 and 2 in one process and step 3 in two, or the other way round: metrics and weights are the same.
+
+    The groups of the checkpoint are kept, here two of 3 and 2 rows, without `--replicas`.
+    """
+    _, folder = ranks
+    assert same_bits(folder / "half", folder / "one half")
+    assert same_bits(folder / "whole", folder / "one")
+    assert tiny.metrics_of(folder / "half.jsonl")[:2] == tiny.metrics_of(folder / "one.jsonl")[:2]
+    assert tiny.metrics_of(folder / "half.jsonl")[-2:] == tiny.metrics_of(folder / "whole.jsonl")[-2:]
+
+
+def test_there_is_one_log(ranks):
+    """Of rank 0; each rank has a timeline of its own."""
+    found, folder = ranks
+    for name in ("half", "goes on"):
+        assert [rank[name]["status"] for rank in found] == [0, 0]
+        assert [rank[name]["err"] for rank in found] == ["", ""]
+        assert found[1][name]["out"] == ""
+    shown = found[0]["half"]["out"]
+    line = "steps: 2 of 5 rows in 2 groups of 2 microbatches in 2 processes, each on virtual:0, virtual:1"
+    assert line in shown.splitlines()
+    assert "step 2:  roundpipe timeline t.json t.1.json" in shown
+    assert (folder / "t.1.json").exists()
+    assert found[0]["goes on"]["out"].splitlines()[2] == "going on after step 2"
+
+
+def test_state_is_in_shards(ranks):
+    """Each rank writes its rows of masters and moments; there is no file with all of them."""
+    checkpoint = ranks[1] / "c" / "checkpoint-2"
+    assert len(list((checkpoint / "shards").iterdir())) == 2
+    assert not (checkpoint / "optimizer.pt").exists()
+
+
+MISTAKES = {
+    "few groups": "A batch is cut into 1 groups, and there are 2 processes, of which some would have nothing to do. "
+    "Start fewer, or cut it more: --replicas 2",
+    "many groups": "A batch of 5 rows cannot be cut into 6 groups. Make it larger, or cut it less: --batch 6, or "
+    "--replicas 5",
+    "few rows": "A batch of 1 rows has none for some of 2 processes. Start fewer, or make it larger: --batch 2",
+    "other texts": "The ranks do not train the same: the text is '189 rows of 16 tokens, ",
+    "no text": "Rank 1: There is no file gone.txt.",
+    "another option": "The ranks do not train the same: clip is '0.5' on rank 1, and '1.0' on rank 0.",
+    "output": "whole exists. Name another folder, or replace it: --overwrite",
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_of_one_rank(ranks, name):
+    """Whether all ranks see it or one of them."""
+    found = [rank[name] for rank in ranks[0]]
+    assert [one["status"] for one in found] == [2, 2]
+    shown = "".join(one["err"] for one in found)
+    assert shown.startswith(f"roundpipe: {MISTAKES[name]}")
+    assert shown.count("\n") == 1
+
+
+def test_an_exception_in_a_layer_ends_all_ranks_within_a_second(ranks):
+    """One line of one rank names rank, stage and layer."""
+    found = [rank["layer"] for rank in ranks[0]]
+    assert [one["status"] for one in found] == [2, 2]
+    shown = "".join(one["err"] for one in found)
+    assert shown.count("\n") == 1
+    for word in ("Rank 1 failed", "BadRowError: a bad row", "In stage ", "layer 2 "):
+        assert word in shown
+    assert max(one["late"] for one in found) < 1
+
+
+def test_killed_ranks_go_on_by_themselves(ranks):
+    """Under the agent of torchrun: each kill starts both ranks again, from the last checkpoint, to the same bits."""
+    _, folder = ranks
+    done = fresh_process.run(
+        *("-m", "tests.runtime.cli.restarted_ranks", folder, "1:1:2", "0:2:3"), imported=fresh_process.TRAINER
+    )
+    assert [line for line in done.stdout.splitlines() if line.startswith("going on")] == [
+        "going on after step 1",
+        "going on after step 2",
+    ]
+    calm = [row for row in tiny.metrics_of(folder / "half.jsonl") if row[:2] != (2, "eval")]  # it was stopped there
+    assert tiny.metrics_of(folder / "ranks.jsonl") == calm
+    assert same_bits(folder / "ranks", folder / "whole")

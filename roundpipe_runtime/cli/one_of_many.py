@@ -18,7 +18,7 @@ def run_in_job(run: Callable[..., int]) -> int:
     """Run a command that all processes were started with, and return its exit status.
 
     Args:
-        run: function that runs it, whose argument ``tells`` decides which process prints an error.
+        run: function that runs it, whose argument ``is_reporter`` decides which process prints an error.
     """
     try:
         job = Job()
@@ -32,4 +32,4 @@ def run_in_job(run: Callable[..., int]) -> int:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
         start = job.exchange(time.time_ns())[0]  # a job may run several commands
-        return run(tells=lambda: job.claim(f"error of {start}"))
+        return run(is_reporter=lambda: job.claim(f"error of {start}"))

@@ -33,7 +33,7 @@ def explain_failure(
     debug: bool,
     program: str = "yobx-flatten",
     expected: tuple[type[Exception], ...] = (FlattenError,),
-    tells: Callable[[], bool] = lambda: True,
+    is_reporter: Callable[[], bool] = lambda: True,
 ) -> int:
     """Print what went wrong on stderr, and return the exit status.
 
@@ -42,12 +42,12 @@ def explain_failure(
         debug: whether to print the stack trace.
         program: what the command is called.
         expected: errors whose message states all that a user needs; others are shown with their class.
-        tells: whether this process prints the line: of several that do one thing together, one does.
+        is_reporter: whether this process prints the line: of several that do one thing together, one does.
     """
     if debug:
         traceback.print_exception(error)
     status, text = _status_and_text(error, expected)
-    if tells():
+    if is_reporter():
         sys.stderr.write(f"{program}: {text}\n")
     return status
 

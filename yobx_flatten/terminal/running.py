@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ def run_app(
     *,
     program: str,
     expected: tuple[type[Exception], ...] = (FlattenError,),
-    tells: Callable[[], bool] = lambda: True,
+    is_reporter: Callable[[], bool] = lambda: True,
 ) -> int:
     """Run one command and return its exit status. What was typed is the command's ``context.obj``.
 
@@ -41,13 +42,14 @@ def run_app(
         argv: the arguments; by default those of the process.
         program: what the command is called.
         expected: errors whose message states all that a user needs; others are shown with their class.
-        tells: whether this process prints an error: of several that do one thing together, one does.
+        is_reporter: whether this process prints an error: of several that do one thing together, one does.
     """
     import typer
 
     given = list(sys.argv[1:] if argv is None else argv)
     # wherever it stands: who sees an error adds it at the end
     debug = "--debug" in given
+    fail = functools.partial(explain_failure, debug=debug, program=program, expected=expected, is_reporter=is_reporter)
     command: Any = typer.main.get_command(app)
     interruption: list[KeyboardInterrupt] = []
     invoke = command.invoke
@@ -68,10 +70,10 @@ def run_app(
         return 0  # `yobx-flatten list | head`: the reader has enough
     except (Exception, KeyboardInterrupt) as error:
         if interruption:
-            return explain_failure(interruption[0], debug=debug, program=program, expected=expected, tells=tells)
+            return fail(interruption[0])
         if type(error).__name__ == "NoArgsIsHelpError":  # the help is its message, and is printed already
             return 2
-        return explain_failure(error, debug=debug, program=program, expected=expected, tells=tells)
+        return fail(error)
     if interruption:
-        return explain_failure(interruption[0], debug=debug, program=program, expected=expected, tells=tells)
+        return fail(interruption[0])
     return status if isinstance(status, int) else 0

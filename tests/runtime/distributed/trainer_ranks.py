@@ -12,7 +12,6 @@ from transformers import Trainer, TrainingArguments
 
 from tests.runtime.distributed.trainings import LENGTH, VOCABULARY, model
 
-
 # Rows of an epoch of which the last batch has one, so that a rank has none.
 UNEVEN = 37
 

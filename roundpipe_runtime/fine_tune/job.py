@@ -123,6 +123,9 @@ def named_error(rank: int, error: Exception) -> Exception:
     Args:
         rank: rank of this process.
         error: error that ended the training.
+
+    Returns:
+        The error.
     """
     return error if isinstance(error, RoundPipeError) else _raised_on(rank, False, format_failure(error))
 

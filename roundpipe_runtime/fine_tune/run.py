@@ -107,6 +107,9 @@ def timeline_of_rank(path: str | os.PathLike[str], rank: int) -> pathlib.Path:
         path: file of the first process.
         rank: rank of the process.
 
+    Returns:
+        The path.
+
     >>> timeline_of_rank("runs/step.json", 2).as_posix()
     'runs/step.2.json'
     """

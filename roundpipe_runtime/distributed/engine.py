@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -85,7 +86,10 @@ class RankEngine(FusedRankEngine):
             number = self._count_forward()
             own = groups_of(self.ranks.rank, self.ranks.size, self.replicas)
             firsts = [group * (config.num_microbatch or 1) for group in own]
-            self._run_forward(passes, firsts, tag=f"{self.tag}|{number}" if number else self.tag)
+            # No other rank is heard meanwhile: they may do something else.
+            self._run_forward(
+                passes, firsts, lambda run: contextlib.nullcontext(), tag=f"{self.tag}|{number}" if number else self.tag
+            )
             if not passes.runs:
                 passes.empty = self._without_rows(args, kwargs, config)
             outputs = merge_outputs(
@@ -164,7 +168,13 @@ class RankEngine(FusedRankEngine):
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    def _run_forward(self, passes: GroupPasses, firsts: Sequence[int], **of_spec: Any) -> None:
+    def _run_forward(
+        self,
+        passes: GroupPasses,
+        firsts: Sequence[int],
+        stopping: Callable[[Run], contextlib.AbstractContextManager[None]],
+        **of_spec: Any,
+    ) -> None:
         for turn, (part, first) in enumerate(zip(passes.parts, firsts, strict=True)):
             if not part:
                 continue
@@ -172,7 +182,7 @@ class RankEngine(FusedRankEngine):
                 part, passes.config, first_microbatch=first, gradients_landed=partial(passes.land, turn), **of_spec
             )
             passes.runs.append((run, values))
-            with self._news.stopping(run):
+            with stopping(run):
                 self._start(run, values)
                 self.execute(run, [stage for stage in run.spec.stages if stage.kind == "forward"])
             run.remember_versions()
@@ -217,7 +227,7 @@ class RankEngine(FusedRankEngine):
         failure: BaseException | None = None
         try:
             with torch.enable_grad():
-                self._run_forward(passes, call.firsts, base_seed=call.seed)
+                self._run_forward(passes, call.firsts, self._news.stopping, base_seed=call.seed)
             own = [loss.state(group) for group in _by_group(passes, flows=False)[0]]
         except BaseException as error:
             failure = error

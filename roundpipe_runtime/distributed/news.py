@@ -47,6 +47,7 @@ class News:
             yield
         finally:
             self._alarm.listen(None)
+            self._reason = None
 
     @contextlib.contextmanager
     def stopping(self, run: Run) -> Iterator[None]:

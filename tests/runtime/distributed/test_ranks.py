@@ -48,6 +48,15 @@ def test_ranks_have_the_bits_of_one_process(world):
     assert [rank["ranks"] for rank in world] == [one] * len(world)
 
 
+def test_copies_of_shards_have_the_bits_of_one_process():
+    """Four processes on a mesh of two copies of two shards."""
+    pytest.importorskip("transformers")
+    found = run_ranks(
+        "tests.runtime.distributed.trainings:in_copies", 4, "bfloat16 with masters", imported=fresh_process.TRAINER
+    )
+    assert found == [[True]] * 4
+
+
 @pytest.mark.parametrize(("where", "place"), [("layer", "layer 1 (Layer)"), ("loss", "loss"), ("argument", "loss_fn")])
 def test_an_exception_on_one_rank_is_raised_on_all(world, where, place):
     """With its rank, stage and layer, within a second; gradients and weights are unchanged, the next steps right."""

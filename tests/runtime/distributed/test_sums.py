@@ -1,7 +1,6 @@
 """Groups, shards and the order of the sums, without processes: ranks are threads that exchange through a list."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,52 +16,7 @@ from roundpipe_runtime.distributed.reduction import Reduction, ReductionPlan
 from roundpipe_runtime.distributed.replicas import group_sizes, groups_of, num_turns, rows_of_rank
 from roundpipe_runtime.distributed.shards import RankStore
 from roundpipe_runtime.optim.parameters import scan
-
-
-class Wire:
-    """What the ranks of a world have given, collective after collective."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size)
-        self.given = [None] * size
-
-
-class ThreadRanks(Ranks):
-    """A rank in a thread."""
-
-    def __init__(self, wire, rank, num_shards, num_copies=1):
-        super().__init__(rank, num_shards, num_copies)
-        self._wire = wire
-
-    def _all(self, value):
-        self._wire.given[self.rank] = value
-        self._wire.barrier.wait(20)
-        found = list(self._wire.given)
-        self._wire.barrier.wait(20)
-        return found
-
-    def exchange(self, value, channel="control"):
-        return self._all(value)
-
-    def all_to_all(self, out, give, into, take):
-        parts = [list(given.split(sizes)) for given, sizes in self._all((out.clone(), list(give)))]
-        assert [part[self.rank].numel() for part in parts] == list(take)
-        into.copy_(torch.cat([part[self.rank] for part in parts]))
-        self.sent["data"] += (sum(give) - give[self.rank]) * out.element_size()
-
-    def gather(self, parts, members, channel):
-        own = members.index(self.rank)
-        given = self._all([part[own].clone() for part in parts])
-        for number, part in enumerate(parts):
-            for index, member in enumerate(members):
-                part[index].copy_(given[member][number])
-
-
-def in_threads(size, function):
-    """What a function returns on each rank."""
-    wire = Wire(size)
-    with ThreadPoolExecutor(size) as threads:
-        return [future.result(60) for future in [threads.submit(function, wire, rank) for rank in range(size)]]
+from tests.runtime.distributed.thread_ranks import ThreadRanks, in_threads
 
 
 @given(rows=st.integers(0, 40), replicas=st.integers(1, 9), size=st.integers(1, 9))

@@ -214,3 +214,13 @@ def in_ranks(steps: int, names: list[str]) -> dict[str, Any]:
         ranks[name] = digest(train(case, size, steps, copies if case.copies else mesh, rank))
     dist.barrier()
     return {"one": one, "ranks": ranks, **faults.in_ranks()}
+
+
+def in_copies(name: str) -> list[bool]:
+    """Whether each of four processes, two copies of two shards, has the bits of one process with four groups."""
+    warnings.simplefilter("ignore")
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = digest(train(CASES[name], 4, 1, mesh, dist.get_rank()))
+    expected = [digest(train(CASES[name], 4, 1)) if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(expected)
+    return [found == expected[0]]

@@ -1,0 +1,201 @@
+"""Failures in any order, over the whole engine: ranks are threads with an engine each, and nobody may wait for ever.
+
+`ROUNDPIPE_FAILURE_ORDERS=500` tries as many.
+"""
+
+import os
+import threading
+import time
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from roundpipe_runtime import RoundPipeRunConfig
+from roundpipe_runtime.device.virtual import parse_devices
+from roundpipe_runtime.distributed.engine import RankEngine
+from roundpipe_runtime.errors import DistributedError
+from tests.runtime.distributed.thread_ranks import ThreadRanks, in_threads
+from tests.runtime.small import near
+
+EXAMPLES = int(os.environ.get("ROUNDPIPE_FAILURE_ORDERS", "12"))
+ROWS, LAYERS = 12, 3
+CONFIG = RoundPipeRunConfig(num_microbatch=2, loss_reduction="sum").resolved(1)
+
+KINDS = ["one pass", "backward", "whole", "kept", "step"]
+PLACES = ["layer 0", "layer 2", "recompute", "loss", "state", "argument", "gone", "step"]
+
+
+class BadError(Exception):
+    """An error of a user's code."""
+
+
+class Layer(nn.Module):
+    """A layer that takes some time, and fails or leaves when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.wire, self.fault, self.seconds, self.calls = None, None, 0.0, 0
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        if self.fault == "gone":
+            self.wire.cut()
+        self.calls += 1
+        if self.fault == "recompute" and self.calls <= CONFIG.num_microbatch:  # the forward comes before it
+            return torch.tanh(self.line(x))
+        if self.fault is not None:
+            raise BadError(self.fault)
+        return torch.tanh(self.line(x))
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer() for _ in range(LAYERS)))
+
+
+class Whole:
+    """A loss of the whole batch: the square of the sum over all rows."""
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def state(self, group):
+        if self.fault == "state":
+            raise BadError("state")
+        return sum((output.detach().sum() for output in group), torch.zeros(()))
+
+    def compute(self, groups, own, stated):
+        if self.fault == "loss":
+            raise BadError("loss")
+        parts = list(stated)
+        for number, group in zip(own, groups, strict=True):
+            parts[number] = sum((output.sum() for output in group), torch.zeros(()))
+        return torch.stack(parts).sum() ** 2, None
+
+
+def call(engine, model, kind, fault, seconds):
+    """One call of a rank, with or without a fault."""
+    for number, layer in enumerate(model):
+        layer.seconds, layer.calls = seconds, 0
+        is_here = fault in (f"layer {number}", "gone" if number == 1 else "", "recompute" if number == 0 else "")
+        layer.fault = fault if is_here else None
+    own = slice(engine.ranks.rank, None, engine.ranks.size)
+    x, y = rows()[0][own], rows()[1][own]
+
+    def loss_fn(outputs, labels):
+        if fault == "loss":
+            raise BadError("loss")
+        return (outputs - labels).square().sum()
+
+    try:
+        if kind == "step":
+            engine.steps.run(lambda: step(engine, fault))
+            return
+        if kind == "backward":
+            loss_fn(engine.forward((x,), {}, CONFIG), y).backward()
+            return
+        with engine.entering():
+            if fault == "argument":
+                raise BadError("argument")
+            if kind == "whole":
+                engine.forward_backward_whole((x,), {}, Whole(fault), CONFIG)
+                return
+            with engine.no_sync() if kind == "kept" else torch.enable_grad():
+                engine.forward_backward((x,), {}, y, loss_fn, False, CONFIG)
+    finally:
+        for layer in model:
+            layer.fault = None
+
+
+def step(engine, fault):
+    if fault == "step":
+        raise BadError("step")
+    engine.ranks.exchange(None, "step")  # as clipping does
+
+
+def rows():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(ROWS, 4, generator=generator), torch.randn(ROWS, 4, generator=generator)
+
+
+def fails(kind, fault):
+    """Whether a fault is met in a call."""
+    met = {
+        "step": {"step"},
+        "whole": {"layer 0", "layer 2", "recompute", "gone", "argument", "loss", "state"},
+        "backward": {"recompute"},
+    }
+    return fault in met.get(kind, {"layer 0", "layer 2", "loss", "argument", "gone"})
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    size=st.integers(2, 3),
+    calls=st.lists(
+        st.tuples(
+            st.sampled_from(KINDS),
+            st.dictionaries(st.integers(0, 2), st.sampled_from(PLACES), max_size=2),
+            st.lists(st.sampled_from([0.0, 0.0, 0.004]), min_size=3, max_size=3),
+        ),
+        max_size=4,
+    ),
+)
+def test_no_order_of_failures_leaves_a_rank_waiting(size, calls):
+    """Each call fails on all ranks or on none, with its own error where it failed, and then changes no gradient.
+
+    After the last one, unless a rank has left or a step has failed, a call has the gradient of eager PyTorch.
+    """
+
+    def run(wire, rank):
+        model = models[rank]
+        for layer in model:
+            layer.wire = wire
+        ranks = ThreadRanks(wire, rank, 1, size, is_listening=True)
+        engine = RankEngine(model, list(model), parse_devices("virtual:1"), None, "x", None, ranks)
+        outcome, is_over = [], False
+        try:
+            for kind, faults, seconds in calls:
+                faulty = {where: fault for where, fault in faults.items() if where < size and fails(kind, fault)}
+                before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+                begin, raised = time.monotonic(), None
+                try:
+                    call(engine, model, kind, faulty.get(rank), seconds[rank])
+                except (BadError, DistributedError) as error:
+                    raised = error
+                outcome.append((raised, sorted(faulty)))
+                assert time.monotonic() - begin < 8
+                assert (raised is not None) == bool(faulty)
+                if isinstance(raised, BadError):
+                    assert rank in faulty
+                elif faulty and "gone" not in faulty.values():
+                    assert any(
+                        f"ailed on rank {one}" in str(raised) or f"Rank {one} failed" in str(raised) for one in faulty
+                    )
+                is_over = "gone" in faulty.values() or (bool(faulty) and kind == "step")
+                if faulty:
+                    now = [p.grad for p in model.parameters()]
+                    assert all(
+                        a is b if a is None or b is None else torch.equal(a, b)
+                        for a, b in zip(now, before, strict=True)
+                    )
+                if is_over:
+                    return outcome
+            engine.zero_grad(set_to_none=True)
+            call(engine, model, "one pass", None, 0.0)
+            return [p.grad for p in model.parameters()]
+        finally:
+            engine.close()
+
+    models = [layers() for _ in range(size)]
+    before = threading.active_count()
+    found = in_threads(size, run)
+    plain = layers()
+    (plain(rows()[0]) - rows()[1]).square().sum().backward()
+    for gradients in found:
+        if gradients and isinstance(gradients[0], torch.Tensor):
+            for one, parameter in zip(gradients, plain.parameters(), strict=True):
+                assert near(one, parameter.grad)
+    assert threading.active_count() <= before + 4 * size

@@ -1,0 +1,97 @@
+"""Ranks that are threads of one process, and exchange through lists; a wait that does not end is an error."""
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+
+from roundpipe_runtime.distributed.alarm import Alarm
+from roundpipe_runtime.distributed.errors import rank_failed_in_step, ranks_gone
+from roundpipe_runtime.distributed.ranks import Ranks
+
+__all__ = ["ThreadRanks", "Wire", "in_threads"]
+
+SECONDS = 20
+
+
+class _Channel:
+    def __init__(self, size):
+        self.barrier = threading.Barrier(size)
+        self.given = [None] * size
+
+
+class Wire:
+    """What the ranks of a world have given, collective after collective, in each channel."""
+
+    def __init__(self, size):
+        self.size, self.store = size, dist.HashStore()
+        self.channels = {name: _Channel(size) for name in ("control", "data", "weights", "step")}
+        self.step_failure = None
+
+    def cut(self, *names):
+        """Close channels: whoever waits there, or comes later, gets an error."""
+        for name in names or self.channels:
+            self.channels[name].barrier.abort()
+
+
+class ThreadRanks(Ranks):
+    """A rank in a thread."""
+
+    def __init__(self, wire, rank, num_shards, num_copies=1, *, is_listening=False):
+        super().__init__(rank, num_shards, num_copies)
+        self._wire = wire
+        if is_listening:
+            self.alarm = Alarm(wire.store, rank, self.size)
+
+    def _all(self, value, name):
+        channel = self._wire.channels[name]
+        try:
+            channel.given[self.rank] = value
+            channel.barrier.wait(SECONDS)
+            found = list(channel.given)
+            channel.barrier.wait(SECONDS)
+        except threading.BrokenBarrierError:
+            if name == "step" and self._wire.step_failure is not None:
+                raise rank_failed_in_step(*self._wire.step_failure) from None
+            self._wire.cut()
+            raise ranks_gone([], "a thread has left") from None
+        return found
+
+    def exchange(self, value, channel="control"):
+        return self._all(value, channel)
+
+    def fail_step(self, text):
+        self._wire.step_failure = self.rank, text
+        self._wire.cut("step")
+
+    def broadcast(self, tensor):
+        tensor.copy_(self._all(tensor.clone(), "control")[0])
+
+    def all_to_all(self, out, give, into, take):
+        parts = [list(given.split(sizes)) for given, sizes in self._all((out.clone(), list(give)), "data")]
+        assert [part[self.rank].numel() for part in parts] == list(take)
+        into.copy_(torch.cat([part[self.rank] for part in parts]))
+        self.sent["data"] += (sum(give) - give[self.rank]) * out.element_size()
+
+    def gather(self, parts, members, channel):
+        own = members.index(self.rank)
+        given = self._all([part[own].clone() for part in parts], channel)
+        for number, part in enumerate(parts):
+            for index, member in enumerate(members):
+                part[index].copy_(given[member][number])
+
+    def close(self):
+        self.alarm.close()
+
+
+def in_threads(size, function):
+    """What a function of a wire and a rank returns on each rank."""
+    wire = Wire(size)
+    with ThreadPoolExecutor(size) as threads:
+        found = [threads.submit(function, wire, rank) for rank in range(size)]
+        with contextlib.suppress(Exception):
+            return [future.result(3 * SECONDS) for future in found]
+        wire.cut()
+        return [future.result(3 * SECONDS) for future in found]

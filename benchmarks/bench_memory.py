@@ -1,6 +1,6 @@
 """What a training keeps in the memory of the host, in bytes per parameter, for weights in bfloat16.
 
-    python benchmarks/bench_memory.py [--json FILE] [--millions N ...]
+    python benchmarks/bench_memory.py [--json FILE] [--millions N ...] [--losses STEPS]
 
 Each row trains in a process of its own: layers of one matrix each, AdamW (fused), a stage per layer, and one virtual
 device that has room for a tenth of the model. The number is the highest resident memory of the third step, less that of
@@ -8,6 +8,9 @@ the same process after a training of a tiny model, per parameter. What is on the
 host, and counts. Freed blocks of 1 MB and more go back to the system at once (MALLOC_MMAP_THRESHOLD_): glibc
 keeps those of up to 32 MB, which takes up to 1.6 bytes per parameter more. Moments in 8 bits are those of torchao's
 AdamW8bit, where torchao is installed.
+
+With --losses, a small Llama is also trained each way, on bytes of the text that Python ships with, from the same
+weights and with the same batches.
 """
 
 from __future__ import annotations
@@ -27,7 +30,14 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.bench_flatten import machine  # found there only
-from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, VirtualDevice
+from benchmarks.resident import status, tokens_of_text
+from roundpipe_runtime import (
+    ModelExecutePlan,
+    RoundPipe,
+    RoundPipeRunConfig,
+    VirtualDevice,
+    wrap_model_to_roundpipe,
+)
 
 LAYERS, ROWS, TINY = 48, 32, 64
 MMAP_THRESHOLD = 2**20
@@ -39,20 +49,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "bfloat16 only": {},
 }
 BARS = {"float32 copies, bfloat16 gradients": 16.5, EIGHT: 12.0, "bfloat16 only": 12.0}
+# of the losses
+RATE, ROWS_OF_TEXT, LENGTH, AVERAGED = 3e-3, 4, 64, 20
 
 
-def status(name: str) -> int:
-    """Return bytes of this process, as Linux counts them."""
-    with open("/proc/self/status", encoding="ascii") as lines:
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-def optimizer_of(way: str, parameters: Any) -> torch.optim.Optimizer:
+def optimizer_of(way: str, parameters: Any, rate: float) -> torch.optim.Optimizer:
     if way != EIGHT:
-        return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+        return torch.optim.AdamW(parameters, lr=rate, fused=True)
     from torchao.optim import AdamW8bit
 
-    found: torch.optim.Optimizer = AdamW8bit(parameters, lr=1e-4)
+    found: torch.optim.Optimizer = AdamW8bit(parameters, lr=rate)
     return found
 
 
@@ -67,7 +73,7 @@ def train(width: int, way: str) -> int:
     )
     device = VirtualDevice("virtual:0", memory_limit=max(2 * LAYERS * width**2 // 10, 2**20))
     pipe = RoundPipe(nn.Sequential(*layers), devices=[device], model_run_config=config, **WAYS[way])
-    optimizer = optimizer_of(way, pipe.optim_parameters())
+    optimizer = optimizer_of(way, pipe.optim_parameters(), 1e-4)
     inputs = torch.ones(ROWS, width)
     for _ in range(3):
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
@@ -89,32 +95,67 @@ def measure(way: str, millions: int) -> dict[str, float]:
     return {"parameters": parameters, "bytes per parameter": (train(width, way) - before) / parameters}
 
 
+def losses(ways: list[str], steps: int) -> dict[str, list[float]]:
+    """Train a small Llama each way; return the mean of each 20 losses."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(1)
+    torch.compiler.set_stance("force_eager")  # compiling takes longer than these steps
+    learned = {}
+    for way in ways:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=1, vocab_size=256
+        )
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+        run = RoundPipeRunConfig(num_microbatch=1)
+        pipe = wrap_model_to_roundpipe(model, devices="virtual:1", model_run_config=run, check=False, **WAYS[way])
+        optimizer = optimizer_of(way, list(pipe.optim_parameters()), RATE)
+        found = []
+        for number in range(steps):
+            tokens = tokens_of_text(ROWS_OF_TEXT, LENGTH, number)
+            found.append(float(pipe.forward_backward(input_kwargs={"input_ids": tokens, "labels": tokens})))
+            pipe.step(lambda optimizer=optimizer: (optimizer.step(), optimizer.zero_grad()))
+        pipe.close()
+        learned[way] = [sum(found[n : n + AVERAGED]) / AVERAGED for n in range(0, steps, AVERAGED)]
+        print(f"{way}: {[round(loss, 3) for loss in learned[way]]}", flush=True)
+    return learned
+
+
+def of_child(what: str, way: str, number: int) -> Any:
+    """Measure in a process of its own."""
+    command = [sys.executable, __file__, "--one", what, way, str(number)]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD)}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--millions", type=int, nargs="+", default=[100, 400])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--losses", type=int, default=0)
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(measure(arguments.one[0], int(arguments.one[1]))))
+        what, way, number = arguments.one
+        print(json.dumps(measure(way, int(number)) if what == "bytes" else losses(way.split("; "), int(number))))
         return 0
     ways = [way for way in arguments.ways if way != EIGHT or importlib.util.find_spec("torchao")]
     results: dict[str, dict[str, Any]] = {}
+    learned = of_child("losses", "; ".join(ways), arguments.losses) if arguments.losses else {}
     above = []
     for way in ways:
         for millions in arguments.millions:
-            command = [sys.executable, __file__, "--one", way, str(millions)]
-            environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD)}
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-            found = json.loads(done.stdout.splitlines()[-1])
+            found = of_child("bytes", way, millions)
             results.setdefault(way, {})[str(millions)] = found
             print(f"{way}, {millions} M: {found['bytes per parameter']:.2f} bytes per parameter", flush=True)
             if found["bytes per parameter"] > BARS.get(way, float("inf")):
                 above.append(f"{way}, {millions} M")
     print("above the bar:", above or "none")
     if arguments.json:
-        stored = {"torch": torch.__version__, "machine": machine(), "bars": BARS, "ways": results}
+        stored = {"torch": torch.__version__, "machine": machine(), "bars": BARS, "ways": results, "losses": learned}
         arguments.json.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     return bool(above)
 

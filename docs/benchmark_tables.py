@@ -22,6 +22,7 @@ def write_benchmarks(folder: Path) -> None:
         ("ranks", _ranks),
         ("steps", _steps),
         ("memory", _memory),
+        ("lengths", _lengths),
         ("dry", _dry),
         ("layers", _layers),
         ("store", _store),
@@ -189,7 +190,27 @@ def _memory(data: Mapping[str, Any], _: Path) -> list[str]:
     rows = [
         [way, *(f"{found[size]['bytes per parameter']:.2f}" for size in sizes)] for way, found in data["ways"].items()
     ]
-    return ["", *_table(["bytes per parameter", *(f"{size} million" for size in sizes)], rows)]
+    lines = ["", *_table(["bytes per parameter", *(f"{size} million" for size in sizes)], rows)]
+    if data.get("losses"):
+        number = len(next(iter(data["losses"].values())))
+        chosen = sorted({0, number // 4, number // 2, 3 * number // 4, number - 1})
+        heads = [f"steps {20 * place + 1} to {20 * place + 20}" for place in chosen]
+        rows = [[way, *(f"{found[place]:.3f}" for place in chosen)] for way, found in data["losses"].items()]
+        lines += ["", *_table(["mean loss, nats per byte", *heads], rows)]
+    return lines
+
+
+def _lengths(data: Mapping[str, Any], _: Path) -> list[str]:
+    rows = [
+        [
+            f"{int(length):,} tokens",
+            f"{found['bytes'] / 1e6:,.0f}",
+            f"{found['bytes'] / int(length) / 1e3:.1f}",
+            f"{found['seconds']:.0f}",
+        ]
+        for length, found in data["lengths"].items()
+    ]
+    return _table(["one row of", "MB", "kB per token", "seconds"], rows)
 
 
 def _dry(data: Mapping[str, Any], _: Path) -> list[str]:

@@ -4,7 +4,8 @@
 
 The runtime is real; nothing is computed, and no time is measured but that of the host (``simulated.py``). "Busy" is the
 share of the step in which kernels ran, or a link copied up or down; the largest is the bottleneck. The last row is
-processor time of a layer call beyond that of the layer, on the reference accelerator. What is above its bar is named.
+processor time of a layer call beyond that of the layer, in torch and Python: that of the reference accelerator is left
+out. What is above its bar is named.
 """
 
 from __future__ import annotations

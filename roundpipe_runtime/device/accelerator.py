@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import DeviceMemoryError
+from ..errors import DeviceError, DeviceMemoryError
 from .clock import EventClock
 from .events import NOW, Event
 from .worker import Worker, add_note_once
@@ -166,7 +166,16 @@ class AcceleratorDevice:
 
         Returns:
             The copy and the event.
+
+        Raises:
+            DeviceError: the tensor is somewhere else.
         """
+        if tensor.device != self.torch_device:
+            raise DeviceError(
+                f"A tensor of shape {tuple(tensor.shape)} is on {tensor.device}, and the layer that returned it runs on "
+                f"{self.name}. Make it where the input of the layer is:\n"
+                "    torch.zeros(3, device=x.device)"
+            )
         if tensor.layout != torch.strided:  # sparse gradients: there is no pinned memory for them
             with self._compute:
                 return tensor.detach().cpu(), NOW

@@ -328,7 +328,7 @@ class Engine:
             take_gradient=self.take_gradient,
         )
         spec = dataclasses.replace(spec, **of_spec)
-        timer = Timer(self.planner.measured(kind), current_timeline())
+        timer = Timer(self.planner.measured(kind), current_timeline(), with_events=self.planner.wants_events(kind))
         contract = LossContract(config.loss_reduction or "sum", rows) if contract is None else contract
         memory = self.gradient_memory
         if memory is not None and spec.requires_grad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -17,6 +18,9 @@ __all__ = ["FOR_PARAMETERS", "Planner"]
 # Seconds of a forward on the CPU below which two threads are slower than one: torch gives the interpreter's lock away
 # at each operator, so they would take it from each other all the time.
 _BRIEF = 150e-6
+
+# As many runs at the beginning are measured on accelerators.
+_MEASURED_FIRST = 4
 
 # The share of a device's memory for parameters and gradients; activations have the rest.
 FOR_PARAMETERS = 0.6
@@ -42,10 +46,20 @@ class Planner:
         guessed = [analytic_cost(layer, gradient_dtype) for layer in layers]
         self._training, self._inference = MeasuredCosts(guessed), MeasuredCosts(guessed)
         self._plans: dict[RunType, tuple[ModelExecutePlan, int]] = {}
+        self._runs: collections.Counter[RunType] = collections.Counter()
 
     def measured(self, kind: RunType) -> MeasuredCosts:
         """Return the costs that runs of a kind measure."""
         return self._inference if kind == "infer" else self._training
+
+    def wants_events(self, kind: RunType) -> bool:
+        """Count a run of a kind, and return whether it is measured on accelerators, where each time takes two events.
+
+        The first runs are, and the two before a plan is made again.
+        """
+        self._runs[kind] += 1
+        number = self._runs[kind]
+        return number <= _MEASURED_FIRST or _is_power_of_two(number) or _is_power_of_two(number + 1)
 
     def layer_costs(self, kind: RunType = "fused") -> list[LayerCost]:
         """Return the known cost of each layer in runs of a kind; in other runs if there was none of this kind."""
@@ -94,3 +108,7 @@ class Planner:
             return False
         limit = self.memory_limit()
         return limit is None or sum(c.param_bytes + c.grad_bytes for c in self.layer_costs()) <= limit * 1e9
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

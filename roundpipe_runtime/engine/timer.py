@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from ..device.clock import Clock
@@ -12,12 +14,23 @@ from ..timeline.record import Timeline
 __all__ = ["Span", "Timer"]
 
 
-class Timer:
-    """Measures work for the plan, and for a timeline if there is one."""
+_NOT_MEASURED = contextlib.nullcontext()
 
-    def __init__(self, costs: MeasuredCosts, timeline: Timeline | None) -> None:
+
+class Timer:
+    """Measures work for the plan, and for a timeline if there is one.
+
+    Args:
+        costs: costs of the layers, to which times are added.
+        timeline: timeline of the work. Default: none.
+        with_events: whether work is measured by events in the streams of an accelerator where there is no timeline.
+            Default: ``True``.
+    """
+
+    def __init__(self, costs: MeasuredCosts, timeline: Timeline | None, *, with_events: bool = True) -> None:
         self._costs = costs
         self._timeline = timeline
+        self._with_events = with_events or timeline is not None
         # Of layers that wait for their backward: the forward that it will go back through; of microbatches, their loss.
         self._forwards: dict[tuple[int, int], float] = {}
         self._losses: dict[int, float] = {}
@@ -25,7 +38,9 @@ class Timer:
         self._clocks: dict[str, Clock] = {}
         self._late: list[tuple[Span, float | torch.Event]] = []
 
-    def measure(self, kind: str, stage: int, device: Device, microbatch: int = -1, layer: int = -1) -> Span:
+    def measure(
+        self, kind: str, stage: int, device: Device, microbatch: int = -1, layer: int = -1
+    ) -> contextlib.AbstractContextManager[None]:
         """Measure the work in a ``with`` block; an exception leaves no record.
 
         Args:
@@ -41,6 +56,8 @@ class Timer:
         clock = self._clocks.get(device.name)
         if clock is None:
             clock = self._clocks[device.name] = device.clock()
+        if clock.is_late and not self._with_events:
+            return _NOT_MEASURED
         return Span(self, kind, stage, device.name, clock, microbatch, layer)
 
     def add(self, span: Span, end: float | torch.Event) -> None:

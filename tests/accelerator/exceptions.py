@@ -7,6 +7,21 @@ __all__ = ["reason_to_skip"]
 # Part of a test's name, and why it is not run.
 _REASONS = {
     "test_a_sparse_gradient_comes_down": "the reference accelerator has no sparse tensors",
+    "test_sparse_and_dense_gradients_of_one_weight": "the reference accelerator has no sparse tensors",
+    "test_an_rnn_and_its_flat_weights": "torch takes the fused cell of devices, which the CPU does not have",
+    "test_no_grad_and_eval_give_plain_outputs": "torch's meta kernel of a batch norm in eval states other shapes",
+    "test_the_caller_s_autocast_holds_in_the_layers": "it is about autocast of the CPU",
+    "test_the_fused_stage_is_measured": "its layers take the time of the host",
+    "test_one_thread_computes_brief_layers": "one thread computes for virtual devices only",
+    "test_a_run_leaves_no_activation_behind": "it asks virtual devices what they hold",
+    "test_a_fault_leaves_no_thread_and_no_tensor": "it asks virtual devices what they hold",
+    "test_a_fault_in_a_transfer": "it expects the names of virtual devices",
+    "test_a_closed_pipeline_says_so": "it expects the names of virtual devices",
+    "test_a_chain_has_the_loss": "its layers make tensors on the host",
+    "test_a_forward_has_the_outputs": "its layers make tensors on the host",
+    "test_a_layer_that_draws_may_call_another_pipeline": "its layer adds what is on the host",
+    "test_dropout_is_that_of_the_documented_seed": "torch.random.fork_rng warns of several accelerators",
+    "test_a_tensor_that_a_layer_kept_is_no_part_of_the_loss": "the loss runs on another device than that layer",
 }
 
 

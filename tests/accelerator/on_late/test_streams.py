@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
+from roundpipe_runtime import DeviceError, RoundPipe, RoundPipeRunConfig
 from roundpipe_runtime.device.accelerator import AcceleratorDevice
 from roundpipe_runtime.device.virtual import parse_devices
 from tests.accelerator import late
@@ -108,6 +108,19 @@ def test_the_host_runs_ahead_of_a_small_stage(device):
             with device.computing():
                 flag.copy_(torch.ones(1, device=device.torch_device), non_blocking=True)
     assert found == [0, 0, 0, 1, 2]
+
+
+def test_a_tensor_that_a_layer_makes_on_the_host_is_refused(device):
+    """The error states where it is and how to make it; torch's is about record_stream."""
+
+    class Constant(nn.Module):
+        def forward(self, x):
+            return torch.ones(len(x), 1)
+
+    pipe = RoundPipe(nn.Sequential(Constant()), devices=[device])
+    with torch.no_grad(), pytest.raises(DeviceError, match=r"shape \(1, 1\) is on cpu.*late:0") as error:
+        pipe(torch.zeros(2, 1))
+    assert "layer 0 (Constant)" in error.value.__notes__[0]
 
 
 def test_costs_are_what_the_device_computed(device):

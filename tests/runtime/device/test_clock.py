@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
 from roundpipe_runtime import Timeline, VirtualDevice
 from roundpipe_runtime.device.clock import EventClock
+from roundpipe_runtime.engine.planner import Planner
 from roundpipe_runtime.engine.timer import Timer
 from roundpipe_runtime.schedule.costs import LayerCost, MeasuredCosts
 
@@ -65,3 +67,22 @@ def test_what_the_host_computes_is_known_at_once():
     with timer.measure("forward", 0, VirtualDevice(), 0, 0):
         pass
     assert costs.is_measured
+
+
+@pytest.mark.parametrize("timeline", [None, Timeline()], ids=["plan", "timeline"])
+def test_without_events_an_accelerator_is_measured_for_a_timeline_only(timeline):
+    """Two events for each piece of work are given to the streams only where the times are read."""
+    costs = MeasuredCosts([LayerCost(1.0, 3.0)])
+    timer = Timer(costs, timeline, with_events=False)
+    with timer.measure("forward", 0, FakeAccelerator(FakeStream(10.0, 10.0, 11.0), {}), 0, 0):
+        pass
+    timer.finish()
+    assert costs.is_measured == (timeline is not None)
+
+
+def test_plans_are_made_of_what_the_runs_before_them_measured():
+    """The first four runs of a kind, and then the two before the runs 9, 17 ..., which make a plan again."""
+    planner = Planner([nn.Linear(1, 1)], [])
+    measured = [number for number in range(1, 40) if planner.wants_events("fused")]
+    assert measured == [1, 2, 3, 4, 7, 8, 15, 16, 31, 32]
+    assert planner.wants_events("infer")

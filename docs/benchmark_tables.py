@@ -234,8 +234,8 @@ def _dry(data: Mapping[str, Any], _: Path) -> list[str]:
     head = ["model", "devices", "tokens", "ms a step", "tokens/s", *names.values(), "peak, GB"]
     host = data["host"]["overhead"]
     text = (
-        f"A layer call takes {host:.0f} µs of processor time in torch and Python beyond the layer, on a busy machine; what "
-        "the reference accelerator takes for copies, events and waits is left out."
+        f"A layer call takes {host:.0f} µs of processor time in torch and Python beyond the layer, on a busy machine; "
+        "what the reference accelerator takes for copies, events and waits is left out."
     )
     return [*_table(head, rows), "", text]
 

@@ -172,8 +172,8 @@ class AcceleratorDevice:
         """
         if tensor.device != self.torch_device:
             raise DeviceError(
-                f"A tensor of shape {tuple(tensor.shape)} is on {tensor.device}, and the layer that returned it runs on "
-                f"{self.name}. Make it where the input of the layer is:\n"
+                f"A tensor of shape {tuple(tensor.shape)} is on {tensor.device}, and the layer that returned it runs "
+                f"on {self.name}. Make it where the input of the layer is:\n"
                 "    torch.zeros(3, device=x.device)"
             )
         if tensor.layout != torch.strided:  # sparse gradients: there is no pinned memory for them

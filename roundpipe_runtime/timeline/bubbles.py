@@ -89,7 +89,8 @@ def _runs(records: Iterable[Record]) -> Iterator[list[Record]]:
     until, later = float("-inf"), False
     for record in sorted(records, key=lambda record: (record.start, record.stage)):
         key = record.kind, record.microbatch, record.layer
-        begins = record.stage == 0 and record.microbatch <= 0 and record.start >= until
+        # the first stage has downloads when others compute
+        begins = record.stage == 0 and record.microbatch <= 0 and record.start >= until and record.kind != "download"
         if run and begins and (later or key in seen):
             yield run
             run, seen, later = [], set(), False

@@ -42,6 +42,16 @@ def test_between_two_runs_is_the_optimizer():
     assert [cause for _, cause, *_ in causes(early)] == ["interpreter", "transfer", "dependency"]
 
 
+def test_a_download_of_the_first_stage_begins_no_run():
+    """It may come when a later stage has computed, and nothing else is under way."""
+    records = [
+        Record(0, 0, "a", "forward", 0.0, 1.0, 0),
+        Record(1, 0, "b", "loss", 1.0, 2.0),
+        Record(0, -1, "a", "download", 2.5, 3.0, 0),
+    ]
+    assert "optimizer" not in {cause for _, cause, *_ in causes(records)}
+
+
 def test_ranks_have_runs_of_their_own():
     """A rank that begins later waits for nothing of the other one."""
     records = [

@@ -1,8 +1,10 @@
 """Every block of code on the site is run by a test, or compared with what it names: targets, options, arguments."""
 
 import ast
+import dataclasses
 import inspect
 import itertools
+import json
 import re
 import shlex
 import tomllib
@@ -17,6 +19,7 @@ from torch.distributed.run import get_args_parser
 import roundpipe_runtime
 import yobx_flatten
 from roundpipe_runtime.cli.app import app as roundpipe
+from roundpipe_runtime.estimate.machine_file import load_machine
 from tests.test_docs_guide import FENCE
 from yobx_flatten.cli.app import app as flatten
 
@@ -49,7 +52,18 @@ def blocks(*kinds: str) -> list[Block]:
 
 def test_the_kinds_of_blocks_are_those_that_tests_read():
     """A new language needs a test; directives of the site hold pages, pictures and cards."""
-    known = {"python", "console", "bash", "text", "{code-block}", "{toctree}", "{include}", "{image}", "{eval-rst}"}
+    known = {
+        "python",
+        "console",
+        "bash",
+        "text",
+        "json",
+        "{code-block}",
+        "{toctree}",
+        "{include}",
+        "{image}",
+        "{eval-rst}",
+    }
     found = {found[1] for page in PAGES for found in FENCE.finditer(page.read_text(encoding="utf-8"))}
     assert found <= known
     for page in PAGES:
@@ -120,6 +134,17 @@ def test_calls_that_are_shown_fit_the_signatures():
                 wrong += [f"{block.place} {name.name}" for name in node.names if not hasattr(module, name.name)]
     assert wrong == []
     assert checked > 5
+
+
+def test_profiles_of_machines_are_read(tmp_path):
+    """As `roundpipe plan --machine` reads a file with that text."""
+    shown = blocks("json")
+    assert len(shown) == 1
+    for block in shown:
+        (tmp_path / "machine.json").write_text(block.text, encoding="utf-8")
+        typed = json.loads(block.text)
+        read = json.loads(json.dumps(dataclasses.asdict(load_machine(tmp_path / "machine.json"))))
+        assert {name: read[name] for name in typed} == typed
 
 
 # -- typed into a shell ------------------------------------------------------------------------------------------------

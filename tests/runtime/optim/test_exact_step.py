@@ -223,12 +223,12 @@ def test_hooks_of_an_optimizer_run_once_and_around_the_whole_step(wrap):
 
 
 class Waits(torch.optim.SGD):
-    """Updates a parameter that is `late` once it may."""
+    """Updates a parameter that is `awaited` once it may."""
 
     go = None
 
     def step(self, closure=None):
-        if self.go is not None and any(hasattr(p, "late") for group in self.param_groups for p in group["params"]):
+        if self.go is not None and any(hasattr(p, "awaited") for group in self.param_groups for p in group["params"]):
             assert self.go.wait(10)
         return super().step(closure)
 
@@ -241,7 +241,7 @@ def test_the_next_run_begins_before_the_last_layer_is_updated(wrap):
     go = threading.Event()
     trained.model[0].register_forward_hook(lambda *_: go.set())
     for parameter in trained.model[-1].parameters():
-        parameter.late = True
+        parameter.awaited = True
     trained.run()
     go.clear()
     trained.optimizers[0].go = go
@@ -264,7 +264,7 @@ def test_what_saves_waits_for_the_step(wrap, of):
     bias = trained.model[-1].bias
     momentum = 0.9 * optimizer.state[bias]["momentum_buffer"] + bias.grad
     expected = {"model": bias.detach() - 0.1 * momentum, "optimizer": momentum}[of]
-    bias.late = True
+    bias.awaited = True
     go = optimizer.go = threading.Event()
     trained.step()
     threading.Timer(0.1, go.set).start()
@@ -283,7 +283,7 @@ def test_a_run_of_another_thread_waits_for_each_layer(wrap):
         trained.run()
         trained.step()
     trained.run()
-    trained.model[-1].bias.late = True
+    trained.model[-1].bias.awaited = True
     go = trained.optimizers[0].go = threading.Event()
     inputs, found = batch(6)[0], []
     trained.step()
@@ -310,7 +310,7 @@ def test_a_pipeline_that_shares_parameters_waits(wrap):
         trained.run()
         trained.step()
     trained.run()
-    trained.model[-1].bias.late = True
+    trained.model[-1].bias.awaited = True
     go = trained.optimizers[0].go = threading.Event()
     trained.step()
     threading.Timer(0.1, go.set).start()
@@ -391,7 +391,7 @@ def test_gradients_zeroed_in_place_outside_are_an_error(wrap):
         trained.step()
         trained.pipe.zero_grad()
     trained.run()
-    trained.model[0].bias.late = True
+    trained.model[0].bias.awaited = True
     go = trained.optimizers[0].go = threading.Event()
     trained.step()
     trained.optimizers[0].zero_grad(set_to_none=False)

@@ -87,7 +87,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!yobx_flatten\b|roundpipe_runtime\b).*"),
     ("py:mod", r"yobx_flatten\..*"),
-    ("py:class", r"yobx_flatten(\.\w+)+\.[A-Z]"),  # type variables
+    ("py:class", r"(yobx_flatten|roundpipe_runtime)(\.\w+)+\.[A-Z]"),  # type variables
     ("py:class", r"yobx_flatten\.(declare\.scopes\.Block|generate\.score_rules\.GenerationCall)"),  # internal
     ("py:class", r"yobx_flatten\.record\.snapshot\.Fact"),
     ("py:class", r"roundpipe_runtime\.batch\.loss\.LossValue"),

@@ -19,7 +19,7 @@ from .errors import FineTuneError
 
 __all__ = ["Job", "named_error"]
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 class Job:
@@ -50,7 +50,7 @@ class Job:
         # a machine counts only the restarts that its own processes have caused
         return any(self.exchange(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
 
-    def exchange(self, value: Result) -> list[Result]:
+    def exchange(self, value: T) -> list[T]:
         """Return what every process gave, in the order of ranks; all of them call it.
 
         Args:
@@ -58,7 +58,7 @@ class Job:
         """
         return self._ranks.exchange(value)
 
-    def together(self, work: Callable[[], Result]) -> Result:
+    def together(self, work: Callable[[], T]) -> T:
         """Do something in each process, and return its result, or raise in all.
 
         Args:

@@ -261,9 +261,7 @@ def _time(report: PlanReport) -> list[str]:
 
 def _exact(report: PlanReport) -> float:
     """Seconds of a step whose optimizer runs next to the run that follows."""
-    optimizer = report.optimizer_seconds  # a shard, of several machines
-    rates = dataclasses.replace(report.hardware, host_rate=report.step.optimizer_bytes / optimizer)
-    return simulate(report.step, rates, is_async="exact", stays=report.stays).seconds
+    return simulate(report.step, report.hardware, is_async="exact", stays=report.stays).seconds
 
 
 def _flips(step: StepSimulation) -> str:

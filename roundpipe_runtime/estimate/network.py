@@ -50,6 +50,7 @@ from torch import nn
 from ..errors import ConfigError
 from .memory_estimate import HostMemory
 from .report import PlanReport
+from .step_simulation import simulate
 
 __all__ = [
     "LINE_SHARE",
@@ -255,16 +256,9 @@ def of_node(report: PlanReport, nodes: int) -> PlanReport:
     Returns:
         The plan, with the host memory and the optimizer's time of a shard.
     """
-    step = report.simulated
-    seconds = step.optimizer_seconds / nodes
-    return dataclasses.replace(
-        report,
-        simulated=dataclasses.replace(
-            step,
-            host_memory=host_of_node(report.host_memory, nodes),
-            optimizer_seconds=seconds,
-            exposed_optimizer=seconds,
-            seconds=step.run.time + seconds,
-            busy={**step.busy, "optimizer": seconds},
-        ),
+    step = dataclasses.replace(
+        report.step,
+        host_memory=host_of_node(report.host_memory, nodes),
+        optimizer_bytes=report.step.optimizer_bytes // nodes,
     )
+    return dataclasses.replace(report, step=step, simulated=simulate(step, report.hardware, stays=report.stays))

@@ -240,6 +240,10 @@ def test_several_machines(folder, capsys, monkeypatch):
     assert told[4, 25e9] == pytest.approx(max(several["gradient_tokens"], several["weight_tokens"]))
     assert told[2, 25e9] == pytest.approx(told[4, 25e9] * (1 / 2) / (3 / 4))
     assert told[4, 100e9] == pytest.approx(told[4, 25e9] / 4)
+    # a node's optimizer steps a part in four: as long as the kernels of so many tokens
+    step = found["step"]
+    (flip,) = step["flips"]
+    assert flip["tokens"] / 24_576 == pytest.approx(step["optimizer_seconds"] / step["busy"]["compute"])
 
 
 def test_machines_that_get_no_row_are_refused(folder, capsys):

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..device.forking import free_after_fork
-from ..device.interrupts import Uninterrupted, wait_for
+from ..device.interrupts import Uninterrupted, is_done, wait_for
 from ..device.worker import Worker, add_note_once
 from ..errors import ConfigError
 from .folder import appearing, checkpoints_in, make_folder, next_path, remove_leftovers, remove_old, writing_path
@@ -65,7 +65,7 @@ class Checkpoint:
     @property
     def done(self) -> bool:
         """Whether nothing is being written any more."""
-        return self._writing is None or self._writing.done()
+        return self._writing is None or is_done(self._writing)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -250,5 +250,5 @@ def _finish(folder: pathlib.Path, writing: Future[None]) -> None:
     try:
         wait_for(writing)
     finally:
-        if writing.done() and _PENDING.get(folder) is writing:  # an interruption ends the wait, and not the writing
+        if is_done(writing) and _PENDING.get(folder) is writing:  # an interruption ends the wait, and not the writing
             _PENDING.pop(folder, None)

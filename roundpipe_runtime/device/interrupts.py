@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-__all__ = ["Uninterrupted", "wait_for"]
+__all__ = ["Uninterrupted", "error_of", "is_done", "wait_for"]
 
 T = TypeVar("T")
 
@@ -90,3 +90,25 @@ def wait_for(future: Future[T]) -> T:
         if news.get() is future:
             return future.result()
     raise KeyboardInterrupt  # the block has raised what the handler did
+
+
+def is_done(future: Future[Any]) -> bool:
+    """Report whether a future is done; the main thread asks here, as it waits in :func:`wait_for`.
+
+    ``Future.done`` takes the lock that ``set_result`` needs: an interruption in between leaves it taken for ever.
+
+    Args:
+        future: future of another thread.
+    """
+    with Uninterrupted():
+        return future.done()
+
+
+def error_of(future: Future[Any]) -> BaseException | None:
+    """Return the error of a future that has failed; ``None`` while it is not done, and if it has a result.
+
+    Args:
+        future: future of another thread.
+    """
+    with Uninterrupted():
+        return future.exception() if future.done() else None

@@ -73,7 +73,8 @@ class News:
         Args:
             summed: sums that are under way.
         """
-        summed.add_done_callback(self._when_summed)
+        with Uninterrupted():
+            summed.add_done_callback(self._when_summed)
         return summed
 
     def wait(self, summed: Future[None]) -> None:
@@ -87,9 +88,9 @@ class News:
         """
         with Uninterrupted(stop=self._arrived.put):
             found = self._arrived.get()
-        if isinstance(found, BaseException):
-            raise found
-        summed.result()
+            if isinstance(found, BaseException):
+                raise found
+            summed.result()
 
     def _when_summed(self, summed: Future[None]) -> None:
         if error := summed.exception():

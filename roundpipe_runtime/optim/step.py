@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ..device.forking import free_after_fork
-from ..device.interrupts import Uninterrupted, wait_for
+from ..device.interrupts import Uninterrupted, error_of, is_done, wait_for
 from ..device.worker import Worker, add_note_once
 from ..errors import RoundPipeWarning, StageError, warn
 from .layer_steps import LayerSteps
@@ -224,7 +224,7 @@ class StepRunner:
             add_note_once(error, f"While waiting for the function given to {call}.")
             raise
         finally:
-            if update.done():  # an interruption ends the wait, and not the step
+            if is_done(update):  # an interruption ends the wait, and not the step
                 self._update = None
                 self._end_exact()
 
@@ -247,17 +247,17 @@ class StepRunner:
         if self._ahead is not None and update is not None and not self.is_here():
             with contextlib.suppress(BaseException):
                 wait_for(update)
-            if update.done() and update.exception() is error:
+            if error_of(update) is error:
                 self._update = None
                 self._end_exact()
 
     def resume(self) -> None:
         """Resume publishing after a failure: layers that already have the version are left alone."""
         update = self._update
-        if self.is_exact and update is not None and update.done() and update.exception() is None:
+        if self.is_exact and update is not None and is_done(update) and error_of(update) is None:
             self.wait_update()
         failed = self._publication
-        if failed is not None and failed.done() and failed.exception() and not self._worker.is_closed:
+        if failed is not None and error_of(failed) is not None and not self._worker.is_closed:
             with Uninterrupted():
                 self._table.fail(None)
                 self._publication = self._worker.submit(self._publish, self._table.latest)
@@ -319,7 +319,7 @@ def _report_failures() -> None:
     """Report an error at the end of the process that no call raised: a failed last step must not look like success."""
     for runner in list(_RUNNERS):
         for what, future in (("function given to", runner._update), ("publication of", runner._publication)):
-            error = future.exception() if future is not None and future.done() else None
+            error = None if future is None else error_of(future)
             if error is not None:
                 _LOG.error("The %s the last %s failed.", what, runner._call(), exc_info=error)
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from roundpipe_runtime.device.interrupts import Uninterrupted, wait_for
+from roundpipe_runtime.device.interrupts import Uninterrupted, error_of, is_done, wait_for
 from tests.ctrl_c import interrupt_at_line, press
 
 pytestmark = pytest.mark.usefixtures("python_handles_ctrl_c")
@@ -153,3 +153,30 @@ def test_the_error_that_is_waited_for_is_raised():
         wait_for(future)
     with concurrent.futures.ThreadPoolExecutor(1) as threads, pytest.raises(OSError, match="full"):
         threads.submit(wait_for, future).result()
+
+
+class InterruptedLock:
+    """A lock in which Ctrl-C comes when it has just been taken: before the block that gives it back begins."""
+
+    def __init__(self, lock):
+        self.lock = lock
+
+    def __enter__(self):
+        self.lock.__enter__()
+        press()
+
+    def __exit__(self, *error):
+        self.lock.__exit__(*error)
+
+
+@pytest.mark.parametrize("asked", [is_done, error_of])
+def test_a_question_that_is_interrupted_leaves_no_lock(asked):
+    """The other thread can end its work; `Future.done` itself keeps the lock."""
+    future = concurrent.futures.Future()
+    lock = future._condition
+    future._condition = InterruptedLock(lock)
+    with pytest.raises(KeyboardInterrupt):
+        asked(future)
+    future._condition = lock
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        assert threads.submit(lock.acquire, timeout=5).result()

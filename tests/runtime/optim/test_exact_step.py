@@ -45,10 +45,12 @@ def clipped(pipe, optimizer):
 class Trained:
     """A small model that is trained, and everything that a training leaves behind."""
 
-    def __init__(self, wrap, mode, make, *, dtype=None, model=None, runs=1, step=None, after=None, schedule=None):
+    def __init__(
+        self, wrap, mode, make, *, dtype=None, model=None, runs=1, step=None, after=None, schedule=None, clears=True
+    ):
         self.model = model() if model else small_model(tied=True, dropout=0.1)
         self.pipe = wrap(self.model, dtype, model_run_config=MEAN, name="exact")
-        self.mode, self.runs = mode, runs
+        self.mode, self.runs, self.clears = mode, runs, clears
         with OptimizerCtx():
             made = make(self.pipe.parameters())
         self.optimizers = made if isinstance(made, tuple) else (made,)
@@ -77,7 +79,8 @@ class Trained:
     def whole_step(self):
         for optimizer in self.optimizers:
             self.step_one(self.pipe, optimizer)
-            optimizer.zero_grad()
+            if self.clears:
+                optimizer.zero_grad()
 
     def results(self):
         self.pipe.synchronize()
@@ -121,7 +124,7 @@ CASES = {
         "after": lambda trained: [scheduler.step() for scheduler in trained.schedulers],
     },
     "cleared outside": {
-        "step": lambda pipe, optimizer: optimizer.step(),
+        "clears": False,  # two threads that clear the same gradients at once crash in torch
         "after": lambda trained: [optimizer.zero_grad() for optimizer in trained.optimizers],
     },
 }

@@ -62,6 +62,7 @@ class FusedRankEngine(Engine):
         ranks: ranks of the model.
         replicas: number of groups that a batch is cut into. Default: number of ranks.
         reduce_dtype: dtype in which gradients travel. Default: that of their sums.
+        gradient_dtype: dtype of the gradients of master weights between a run and the step. Default: that of the sums.
 
     Raises:
         ConfigError: there are fewer groups than ranks.
@@ -82,6 +83,7 @@ class FusedRankEngine(Engine):
         ranks: Ranks,
         replicas: int | None = None,
         reduce_dtype: torch.dtype | None = None,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         self.ranks, self.reduce_dtype = ranks, reduce_dtype
         self.replicas = ranks.size if replicas is None else replicas
@@ -91,7 +93,9 @@ class FusedRankEngine(Engine):
                 f"do. Start fewer processes, or give RoundPipe(..., replicas={ranks.size})."
             )
         super().__init__(model, layers, devices, optim_dtype, tag, pinned)
+        self.store.kept_dtype = gradient_dtype
         options = {"replicas": self.replicas, "optim_dtype": optim_dtype, "reduce_dtype": reduce_dtype}
+        options["gradient_dtype"] = gradient_dtype
         stated = describe_model(model, **options, layers=len(layers), name=tag)
         if error := ranks_disagree(ranks.exchange(stated)):
             raise error
@@ -377,7 +381,7 @@ class FusedRankEngine(Engine):
                 self.store.add_gradients(self._kept.send(call.plan, self.ranks))
         else:
             had = set().union(*(one.had for one in verdicts))
-            self.store.add_gradients(list(reduction.results(scale, had)))
+            self.store.add_gradients(reduction.results(scale, had))
         contents = call.runs[0][0].spec.contents if call.runs else scan(self.layers)
         for (layer, number), value in verdicts[call.first_rank].buffers.items():
             contents[layer].buffers[number].store(value)

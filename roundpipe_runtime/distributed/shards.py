@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..optim.parameters import ParameterStore, is_watched
+from ..optim.torch_steps import dtype_of_gradient
 from .cuts import is_cut, shards
 from .ranks import Ranks
 
@@ -45,6 +46,10 @@ class RankStore(ParameterStore):
     def rows_of(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
         """Return the rows that the target of a parameter has, of a tensor that is shaped like the parameter."""
         return whole
+
+    def landing_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype in which the gradient of a group comes out of its run: that of the sum over the groups."""
+        return self.gradient_dtype(parameter)
 
     def all_targets(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizer gets, each once."""
@@ -89,7 +94,7 @@ class ShardedStore(RankStore):
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def add_gradients(self, gradients: Sequence[Mapping[nn.Parameter, torch.Tensor]]) -> None:
+    def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
         """Add gradients to those of the targets, in the order of the list.
 
         Args:
@@ -100,7 +105,7 @@ class ShardedStore(RankStore):
         for layer in gradients:
             for parameter, gradient in layer.items():
                 target = self._target(names[id(parameter)], parameter)
-                rows = gradient.to(target.dtype).view(local_of(target).shape)
+                rows = gradient.to(dtype_of_gradient(target)).view(local_of(target).shape)
                 if is_watched(target):
                     watched.append((target, self.as_dtensor(parameter, rows)))
                 elif target.grad is None:
@@ -217,6 +222,8 @@ class _Shard:
         if self._dtype != parameter.dtype:
             rows = torch.full((), float("nan"), dtype=self._dtype).expand(rows.shape)
         self.tensor = nn.Parameter(store.as_dtensor(parameter, rows), requires_grad=parameter.requires_grad)
+        if (kept := store.dtype_between(parameter)) != self._dtype:
+            self.tensor.grad_dtype = kept
         self.wake(parameter)
         self.note(parameter)
 

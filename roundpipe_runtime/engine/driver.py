@@ -332,7 +332,7 @@ class Engine:
         contract = LossContract(config.loss_reduction or "sum", rows) if contract is None else contract
         memory = self.gradient_memory
         if memory is not None and spec.requires_grad:
-            memory.prepare(spec.contents, self.store.dtype_between)
+            memory.prepare(spec.contents, self.store.landing_dtype)
         return Run(spec, self.store, self.table, self.version(), timer, contract, memory, self.steps.wait_cleared)
 
     def step_exact(self, step: Callable[[], Any]) -> None:

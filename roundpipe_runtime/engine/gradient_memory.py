@@ -36,7 +36,7 @@ class GradientMemory:
 
         Args:
             contents: layers on the host.
-            dtype: function that returns the dtype of the gradient of a parameter between a run and the step.
+            dtype: function that returns the dtype in which the gradient of a parameter comes out of a run.
         """
         sizes: dict[Hashable, int] = {
             (layer.index, id(parameter)): parameter.numel() * dtype(parameter).itemsize

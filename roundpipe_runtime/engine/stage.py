@@ -171,7 +171,7 @@ class _Visit:
     def _download_gradients(self, resident: LayerOnDevice) -> None:
         self.run.wait_cleared()
         gradients = resident.download_gradients(
-            self.run.gradient_scale(), self.run.gradient_memory, self.run.store.dtype_between
+            self.run.gradient_scale(), self.run.gradient_memory, self.run.store.landing_dtype
         )
         self.collected.gradients[resident.contents.index] = gradients
         if self.spec.gradients_landed is not None:

@@ -13,7 +13,7 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -165,7 +165,7 @@ class ParameterStore:
             if names[id(parameter)] == name or not remove_duplicate:
                 yield f"{prefix}.{name}" if prefix else name, self._target(names[id(parameter)], parameter)
 
-    def add_gradients(self, gradients: Sequence[Mapping[nn.Parameter, torch.Tensor]]) -> None:
+    def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
         """Add gradients to the buffers, in the order of the list.
 
         Args:
@@ -192,6 +192,10 @@ class ParameterStore:
         """Return the dtype of the gradient of a parameter between a run and the step."""
         summed = self._dtype(parameter)
         return summed if summed == parameter.dtype else self.kept_dtype or summed
+
+    def landing_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype in which the gradient of a parameter comes out of a run."""
+        return self.dtype_between(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of parameters and of master weights."""

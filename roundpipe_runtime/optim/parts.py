@@ -233,8 +233,8 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
         chosen = _chosen([p for p in group["params"] if p.requires_grad])
         parameters = []
         for parameter in chosen:
-            small = parameter.detach()[_corner(parameter)]
-            values = torch.randn(small.shape, dtype=torch.float64, generator=generator).to(parameter.dtype)
+            shape = [min(size, _WIDEST) for size in parameter.shape]  # to cut a DTensor is a call of all ranks
+            values = torch.randn(shape, dtype=torch.float64, generator=generator).to(parameter.dtype)
             stand_in = nn.Parameter(values, requires_grad=True)
             stand_in.__dict__.update(parameter.__dict__)
             own = optimizer.state.get(parameter, {})

@@ -55,12 +55,6 @@ class PipelineOptions:
             raise ConfigError(f"gradient_dtype needs torch 2.10 or newer, found {torch.__version__}.")
         if not isinstance(config, RoundPipeRunConfig):
             raise ConfigError(f"model_run_config must be a RoundPipeRunConfig, found {type(config).__qualname__}.")
-        if narrow is not None and self.has_groups:
-            raise ConfigError(
-                "gradient_dtype is not there with mesh= or replicas=, whose sums go to the ranks as they are. Leave it "
-                "out; reduce_dtype is what gradients travel in:\n"
-                "    RoundPipe(model, optim_dtype=torch.float32, mesh=mesh, reduce_dtype=torch.bfloat16)"
-            )
         wire: Any = self.reduce_dtype
         if wire is not None and not (isinstance(wire, torch.dtype) and wire.is_floating_point):
             raise ConfigError(f"reduce_dtype must be a floating dtype, like torch.bfloat16, found {wire!r}.")

@@ -117,18 +117,27 @@ class RoundPipe(ModelProxy):
         tag = f"{options.name or ''}|{len(layers)}|{sum(p.numel() for p in model.parameters())}"
         self._rp_stand_for(model, original)
         self._rp_options = options
+        if options.gradient_dtype is not None:
+            take_over_always(widened)
         if not options.has_groups:
             self._rp_engine = Engine(model, layers, found, options.optim_dtype, tag, pinned)
             self._rp_engine.store.kept_dtype = options.gradient_dtype
-            if options.gradient_dtype is not None:
-                take_over_always(widened)
             return
         from ..distributed.engine import RankEngine  # torch's DTensor takes a while to load
         from ..distributed.ranks import ranks_of
 
         ranks = ranks_of(options.mesh)
         self._rp_engine = RankEngine(
-            model, layers, found, options.optim_dtype, tag, pinned, ranks, options.replicas, options.reduce_dtype
+            model,
+            layers,
+            found,
+            options.optim_dtype,
+            tag,
+            pinned,
+            ranks,
+            options.replicas,
+            options.reduce_dtype,
+            options.gradient_dtype,
         )
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:

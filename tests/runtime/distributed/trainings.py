@@ -104,6 +104,9 @@ CASES = {
     "more groups than ranks": Case(model("llama"), groups=lambda size: 2 * size + 1),
     "one row": Case(model("llama"), rows=1),
     "bfloat16 with masters": Case(bfloat16, options={"optim_dtype": torch.float32}),
+    "gradients kept as bfloat16": Case(
+        bfloat16, options={"optim_dtype": torch.float32, "gradient_dtype": torch.bfloat16}, accumulated=2
+    ),
     "gradients travel as bfloat16": Case(model("llama"), options={"reduce_dtype": torch.bfloat16}),
     "accumulated": Case(model("llama"), accumulated=2),
     "accumulated on the rank": Case(model("llama"), accumulated=2, no_sync=True, groups=lambda size: size + 1),

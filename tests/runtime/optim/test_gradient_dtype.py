@@ -42,9 +42,9 @@ def run(pipe):
     )
 
 
-def rounded(steps, make, wrap):
+def rounded(steps, make, wrap, **options):
     """The same training with gradients in float32 that are rounded by hand before each step."""
-    pipe = wrap(half_model(), torch.float32, model_run_config=MEAN, name="same")
+    pipe = wrap(half_model(), torch.float32, model_run_config=MEAN, name="same", **options)
     optimizer = make(list(pipe.optim_parameters()))
     for _ in range(steps):
         run(pipe)
@@ -54,12 +54,13 @@ def rounded(steps, make, wrap):
     return [p.detach().clone() for p in pipe.optim_parameters()]
 
 
-@pytest.mark.parametrize("how", [False, True, "exact", "outside"])
+@pytest.mark.parametrize("how", [False, True, "exact", "outside", "groups"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_reads_the_rounded_sum(wrap, name, how):
     """Each master weight is that of a training whose sums in float32 are rounded once, whichever way the step runs."""
     make = OPTIMIZERS[name]
-    pipe = wrap(half_model(), **HALF, model_run_config=MEAN, name="same")
+    groups, how = ({"replicas": 2}, False) if how == "groups" else ({}, how)
+    pipe = wrap(half_model(), **HALF, model_run_config=MEAN, name="same", **groups)
     with OptimizerCtx():
         optimizer = make(list(pipe.parameters()))
     steps = 1 if how is True else 4  # weights one step old lead elsewhere
@@ -69,7 +70,7 @@ def test_a_step_reads_the_rounded_sum(wrap, name, how):
     with word:
         take_steps(pipe, optimizer, steps, how)
     pipe.synchronize()
-    assert same_bits([p.detach() for p in pipe.optim_parameters()], rounded(steps, make, wrap))
+    assert same_bits([p.detach() for p in pipe.optim_parameters()], rounded(steps, make, wrap, **groups))
 
 
 def take_steps(pipe, optimizer, steps, how):

@@ -10,7 +10,7 @@ from typing import Any
 
 # Of a message alone little can be stated: these have entries above the index.
 NEEDS_THE_CALL = (
-    "The page has these above. With what was exported or called, "
+    "These have entries in the FAQ. With what was exported or called, "
     "`explain_error(error, module, args, kwargs, dynamic_shapes)` names the place and the line to type."
 )
 

@@ -1,4 +1,4 @@
-"""The page of error messages has an entry for each message that `explain_error` knows."""
+"""The pages of error messages have an entry for each message that `explain_error` knows."""
 
 import html
 import importlib.util
@@ -9,8 +9,11 @@ import pytest
 
 from yobx_flatten.diagnose.export_errors import _TABLE
 
-PAGE = Path(__file__).parent.parent / "docs" / "guide" / "errors.md"
-TEXT = " ".join(html.unescape(PAGE.read_text(encoding="utf-8")).replace("`", "").split()).lower()
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = [DOCS / "guide" / name for name in ("errors.md", "errors_after_export.md")]
+TEXT = " ".join(
+    word for page in PAGES for word in html.unescape(page.read_text(encoding="utf-8")).replace("`", "").split()
+).lower()
 
 
 def longest_words(pattern: str) -> list[str]:
@@ -29,7 +32,7 @@ def test_a_message_that_is_explained_is_on_the_page(pattern):
 @pytest.mark.parametrize("pattern", [pattern for pattern, _ in _TABLE])
 def test_a_message_of_the_index_is_one_that_is_found(pattern):
     """What the index shows of a pattern matches it, with a name where it shows dots, in one line."""
-    spec = importlib.util.spec_from_file_location("error_index", PAGE.parent.parent / "error_index.py")
+    spec = importlib.util.spec_from_file_location("error_index", DOCS / "error_index.py")
     error_index = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(error_index)
     messages = error_index.messages_of(pattern)

@@ -1,6 +1,6 @@
 """Whether a model learns through the pipeline what it learns without: bytes of real text, step by step.
 
-    python benchmarks/bench_convergence.py [--steps N] [--json FILE] [--picture FILE]
+    python benchmarks/bench_convergence.py [--steps N] [--json FILE]
 
 A small Llama with random weights reads the help pages of Python. Once in a loop as a script for plain transformers has
 it; then through the loop of `roundpipe train`, on one, two and three virtual devices. All of them start from the same
@@ -176,40 +176,16 @@ def print_table(found: dict[str, Any]) -> None:
     print("; ".join(f"{name}: {run['seconds']:.0f} s" for name, run in found["runs"].items()) + f". {found['machine']}")
 
 
-def draw(found: dict[str, Any], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 4.5), height_ratios=[2, 1])
-    plain, pipe = (found["runs"][name]["losses"] for name in ("plain", "virtual:2"))
-    numbers = range(1, len(plain) + 1)
-    above.plot(numbers, plain, linewidth=3, color="0.75", label="plain transformers")
-    above.plot(numbers, pipe, linewidth=0.8, color="C0", label="roundpipe train, 2 devices")
-    above.set_ylabel("loss")
-    above.legend()
-    below.semilogy(numbers, [max(abs(a - b) / a, 1e-8) for a, b in zip(plain, pipe, strict=True)], linewidth=0.8)
-    below.axhline(BAR, color="C3", linestyle="--", linewidth=0.8)
-    below.set_ylabel("difference")
-    below.set_xlabel("step")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="What a pipeline learns next to what the reference model learns.")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--json", metavar="FILE", help="also write all numbers to this file")
-    parser.add_argument("--picture", metavar="FILE", help="also draw both losses, with matplotlib")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = measure(options.steps)
     print_table(found)
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if options.picture:
-        draw(found, options.picture)
     if max(found["relative difference at the end"], found["relative difference held out"]) > BAR:
         print(f"above its bar: the losses differ by more than {BAR:.1%}")
         return 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def write_benchmarks(folder: Path) -> None:
         ("memory", _memory),
         ("lengths", _lengths),
         ("dry", _dry),
+        ("convergence", _convergence),
         ("layers", _layers),
         ("store", _store),
     ):
@@ -109,15 +111,9 @@ def _largest_difference(calls: Iterable[Mapping[str, Any]], side: str) -> str:
 
 
 def _draw_tokens(calls: Sequence[Mapping[str, Any]], sides: Sequence[str], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
     decode = [call for call in calls if call["work"].startswith("decode") and not call["work"].endswith("rows")]
     lengths = [int(call["work"].split()[1]) for call in decode]
-    with pyplot.rc_context({"svg.hashsalt": path.name, "text.color": GREY, "font.size": 9}):  # the same bytes each time
-        figure, axes = pyplot.subplots(figsize=(7, 3.2))
+    with _plot(path) as (axes,):
         for side, colour in zip(sides, COLOURS, strict=False):
             points = [(length, call["milliseconds"].get(side)) for length, call in zip(lengths, decode, strict=True)]
             axes.plot(*zip(*[point for point in points if point[1]], strict=True), "o-", color=colour, label=side)
@@ -126,10 +122,25 @@ def _draw_tokens(calls: Sequence[Mapping[str, Any]], sides: Sequence[str], path:
         axes.set_xlabel("tokens in the cache", color=GREY)
         axes.set_ylabel("ms per token, one thread", color=GREY)
         axes.set_ylim(bottom=0)
-        axes.tick_params(colors=GREY)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(GREY)
         axes.legend(frameon=False, labelcolor=GREY)
+
+
+@contextmanager
+def _plot(path: Path, heights: Sequence[int] = (1,)) -> Iterator[Sequence[Any]]:
+    """Axes above each other, with these shares of the height, which are written to ``path``."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"svg.hashsalt": path.name, "text.color": GREY, "font.size": 9}):  # the same bytes each time
+        size = (7, 3.2 + 0.8 * (len(heights) - 1))
+        figure, rows = pyplot.subplots(len(heights), 1, sharex=True, squeeze=False, figsize=size, height_ratios=heights)
+        for axes in rows[:, 0]:
+            axes.tick_params(colors=GREY, which="both")
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.spines[["left", "bottom"]].set_color(GREY)
+        yield rows[:, 0]
         figure.tight_layout()
         figure.savefig(path, transparent=True, metadata={"Date": None})
         pyplot.close(figure)
@@ -238,6 +249,39 @@ def _dry(data: Mapping[str, Any], _: Path) -> list[str]:
         "what the reference accelerator takes for copies, events and waits is left out."
     )
     return [*_table(head, rows), "", text]
+
+
+def _convergence(data: Mapping[str, Any], folder: Path) -> list[str]:
+    plain, pipe = (data["runs"][name] for name in ("plain", "virtual:2"))
+    steps, last = data["steps"], max(1, data["steps"] // 10)
+    pairs = list(zip(plain["losses"], pipe["losses"], strict=True))
+    shown = [(f"step {step}", *pairs[step - 1]) for step in (1, steps // 4, steps // 2, 3 * steps // 4, steps)]
+    ends = (sum(run["losses"][-last:]) / last for run in (plain, pipe))
+    shown += [(f"mean of the last {last} steps", *ends), ("held-out text", plain["held_out"], pipe["held_out"])]
+    picture = folder / "bench_convergence.svg"
+    with _plot(picture, heights=(2, 1)) as (above, below):
+        numbers = range(1, steps + 1)
+        above.plot(numbers, plain["losses"], linewidth=3, color=COLOURS[1], label="plain transformers")
+        above.plot(numbers, pipe["losses"], linewidth=0.9, color=COLOURS[2], label="roundpipe train, 2 devices")
+        above.set_ylabel("loss, nats per byte", color=GREY)
+        above.legend(frameon=False, labelcolor=GREY)
+        below.semilogy(numbers, [max(abs(a - b) / a, 1e-8) for a, b in pairs], linewidth=0.8, color=COLOURS[0])
+        below.set_ylabel("difference", color=GREY)
+        below.set_xlabel("step", color=GREY)
+    is_equal = data["bit-equal on 1, 2 and 3 devices"]
+    return [
+        f"```{{image}} _generated/{picture.name}",
+        ":alt: losses of both over the steps, which lie on each other, and their difference",
+        "```",
+        "",
+        *_table(
+            ["loss", "plain", "pipeline", "relative difference"],
+            [[name, f"{one:.6f}", f"{other:.6f}", f"{abs(one - other) / one:.4%}"] for name, one, other in shown],
+        ),
+        "",
+        f"On one, two and three devices, losses and weights of the pipeline are {'' if is_equal else 'not '}bitwise "
+        f"identical. The largest difference of a step is {data['largest relative difference of a step']:.3%}.",
+    ]
 
 
 def _layers(data: Mapping[str, Any], _: Path) -> list[str]:

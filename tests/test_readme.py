@@ -3,11 +3,11 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import fresh_process
 
 pytestmark = pytest.mark.slow
 
@@ -26,18 +26,11 @@ def without_numbers(report):
 
 @pytest.fixture(scope="module")
 def pasted(tmp_path_factory):
-    """All Python blocks in order, pasted into one fresh Python in an empty folder."""
+    """All Python blocks in order, pasted into a process of its own in an empty folder."""
     folder = tmp_path_factory.mktemp("pasted")
     (folder / "pasted.py").write_text("\n".join(blocks("python")), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "pasted.py"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = fresh_process.run("-m", "pasted", cwd=folder, env=environment, imported=fresh_process.TRAINER)
     return folder, done.stdout
 
 

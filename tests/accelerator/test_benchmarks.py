@@ -2,33 +2,44 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from benchmarks import bench_gpu
 from benchmarks.bench_gpu import CONTESTANTS, agree, copied_bytes
+from tests import fresh_process
 from tests.accelerator.build import reason_not_to_build
-
-_ROOT = Path(__file__).parents[2]
 
 needs_backend = pytest.mark.skipif(reason_not_to_build() is not None, reason=str(reason_not_to_build()))
 
 
 def run(*arguments, **environment):
+    """A program in a fork of a process that has imported transformers: most of its time would be that import."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run([sys.executable, *arguments], cwd=_ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return fresh_process.run(*arguments, env=environment, imported=fresh_process.TRAINER)
+
+
+# the benchmark, with what the programs found, each in a process of its own, by their names
+_MEASURE = """
+import json, sys
+from benchmarks import bench_gpu
+found = json.loads(sys.argv.pop(1))
+bench_gpu.apart = lambda name, *_: found[name]
+sys.exit(bench_gpu.main())
+"""
 
 
 @needs_backend
-@pytest.mark.slow  # five programs, each in a process that imports torch and transformers
-def test_every_program_trains_the_same_model(tmp_path):
+@pytest.mark.slow  # five programs, each in a process of its own
+def test_every_program_trains_the_same_model(tmp_path, monkeypatch):
     """Losses agree; one that is not installed states so; the bytes of a step are counted."""
+    program = ("-m", "benchmarks.bench_gpu")
+    monkeypatch.setattr(bench_gpu.subprocess, "run", lambda command, **_: run(*program, *command[2:]))
+    found = {name: bench_gpu.apart(name, "tiny", "late:0", 0) for name in CONTESTANTS}
+    monkeypatch.undo()
     file = tmp_path / "found.json"
-    run("benchmarks/bench_gpu.py", "--device", "late:0", "--shapes", "tiny", "--seconds", "0", "--json", str(file))
+    options = ("--device", "late:0", "--shapes", "tiny", "--seconds", "0", "--json", file)
+    run("-c", _MEASURE, json.dumps(found), *options)
     found = json.loads(file.read_text())["shapes"]["tiny"]
     assert found.keys() == CONTESTANTS.keys()
     assert found.pop("RoundPipe") == {"error": "roundpipe is not installed"}
@@ -39,11 +50,11 @@ def test_every_program_trains_the_same_model(tmp_path):
 
 
 @needs_backend
-@pytest.mark.slow  # a process that imports torch and transformers
+@pytest.mark.slow
 def test_a_model_is_simulated():
     """A step of a small Llama on two devices: some time, in which kernels ran and links were used."""
     arguments = ("--model", "tiny", "--microbatches", "2", "--tokens", "64", "--steps", "2")
-    found = json.loads(run("-m", "benchmarks.simulated", *arguments, LATE_DRY="1", LATE_DEVICES="2"))
+    found = json.loads(run("-m", "benchmarks.simulated", *arguments, LATE_DRY="1", LATE_DEVICES="2").stdout)
     assert 0 < found["milliseconds"] < 1000
     assert all(0 < share < 1 for share in found["busy"].values())
 

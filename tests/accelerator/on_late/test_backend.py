@@ -1,13 +1,10 @@
 """The reference accelerator finds what it is there to find, and computes what the CPU does."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
+from tests import fresh_process
 from tests.accelerator import late
 
 F = nn.functional
@@ -143,9 +140,7 @@ def test_the_host_cannot_read_memory_of_a_device():
         "there = torch.ones(4, device='late')\n"
         "print(ctypes.cast(there.data_ptr(), ctypes.POINTER(ctypes.c_float))[0])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[3]
-    )
+    done = fresh_process.run("-c", program, check=False)
     assert done.returncode == -11
     assert done.stderr == "late: the host read or wrote memory of a device. Copy the tensor with .cpu() first.\n"
 

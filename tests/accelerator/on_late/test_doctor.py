@@ -3,15 +3,13 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from roundpipe_runtime.cli import device_checks, doctor
 from roundpipe_runtime.estimate.device_rates import DeviceRates, measure_device
+from tests import fresh_process
 from tests.accelerator import late
 
 _PROGRAM = """
@@ -26,11 +24,7 @@ os._exit(0)
 
 def test_rates_are_those_of_the_device():
     """25 GB/s each way at the same time, 6 GB/s pageable, 120 TFLOP/s, and copies next to kernels."""
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, cwd=root, env={**os.environ, "LATE_DRY": "1"}
-    )
-    assert done.returncode == 0, done.stderr
+    done = fresh_process.run("-c", _PROGRAM, env={**os.environ, "LATE_DRY": "1"})
     found = json.loads(done.stdout)
     expected = {"up": 25e9, "down": 25e9, "both": 50e9, "pageable_up": 6e9, "pageable_down": 6e9, "flops": 120e12}
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=0.02)

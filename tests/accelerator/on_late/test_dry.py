@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests import fresh_process
 
 # Uploads of 500 MB on one stream; products of matrices on another, which wait for the first upload; all times in ms.
 _PROGRAM = """
@@ -49,14 +48,7 @@ os._exit(0)
 
 def test_the_clock_is_that_of_links_and_kernels():
     """50 GB/s from pinned and 8 GB/s from pageable memory, 500 TFLOP/s, 5 us a launch."""
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "LATE_DRY": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    done = fresh_process.run("-c", _PROGRAM, env={**os.environ, "LATE_DRY": "1"})
     found = json.loads(done.stdout)
     product = 2 * 8192**3 / 500e12 * 1e3
     assert found == {

@@ -315,7 +315,8 @@ def test_generate_prints_the_text_that_the_model_writes(folder, capsys):
     tokenizer = ByT5Tokenizer(extra_ids=0)
     given = tokenizer("Hello", return_tensors="pt")
     tokens = model.generate(**given, max_new_tokens=12, do_sample=False)[0, given["input_ids"].shape[1] :]
-    shown = fresh_process.run("-m", "yobx_flatten", "generate", folder, "--prompt", "Hello", "--tokens", "12")
+    command = ("-m", "yobx_flatten", "generate", folder, "--prompt", "Hello", "--tokens", "12")
+    shown = fresh_process.run(*command, imported=fresh_process.TRAINER)
     assert shown.stdout == "Hello" + tokenizer.decode(tokens, skip_special_tokens=True) + "\n"
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+from tests import fresh_process
 from tests.flatten.export.trained_model import text_of, trained_model
 from yobx_flatten import (
     Case,
@@ -212,15 +213,12 @@ def test_an_onnxruntime_without_the_operator_is_named(monkeypatch):
 
 def test_the_quantizer_leaves_logging_as_it_is():
     """Its module calls basicConfig when it is imported; an application's own handlers stay alone."""
-    import subprocess
-    import sys
-
     code = (
         "import logging; from yobx_flatten.export.quantization import Quantization; import numpy;"
         "Quantization().quantize(numpy.ones((32, 32), numpy.float32));"
         "assert logging.getLogger().handlers == [] and logging.getLogger().level == logging.WARNING"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh_process.run("-c", code)
     assert logging.getLogger("onnxruntime.quantization").level in (logging.NOTSET, logging.WARNING)
 
 

@@ -185,18 +185,30 @@ def test_arguments_that_mean_nothing_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("room", "message"), [(-4096, "The disk is too small"), (8192, "the disk is full")])
-def test_a_disk_that_is_full_leaves_nothing(tmp_path, room, message):
-    """A file system in which the weights do not fit, or the weights and nothing else."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = f"mount -t tmpfs -o size={weight_bytes(small_model('llama')) + room} tmpfs {place}"
-    if sys.platform != "linux" or subprocess.run(["unshare", "-rm", "sh", "-c", mount], check=False).returncode:
+EXPORTS = """
+import os, sys
+from yobx_flatten.__main__ import main
+for place in sys.argv[1:]:
+    print(main(["export", "llama", "-o", f"{place}/out"]), os.listdir(place))
+"""
+
+
+def test_a_disk_that_is_full_leaves_nothing(tmp_path):
+    """A file system in which the weights do not fit, and one for the weights and nothing else."""
+    mounts = []
+    for name, room in (("small", -4096), ("full", 8192)):
+        (tmp_path / name).mkdir()
+        size = weight_bytes(small_model("llama")) + room
+        mounts.append(f"mount -t tmpfs -o size={size} tmpfs {tmp_path / name}")
+    mount = ["unshare", "-rm", "sh", "-c", f'{" && ".join(mounts)} && exec "$@"', "sh"]
+    if sys.platform != "linux" or subprocess.run([*mount, "true"], check=False).returncode:
         pytest.skip("no file system can be mounted here")
-    command = f"{mount} && {sys.executable} -m yobx_flatten export llama -o {place}/out; echo $?; ls -A {place}"
-    shown = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, check=False)
-    assert shown.stdout == "2\n"
-    assert shown.stderr.splitlines()[-1].startswith(f"yobx-flatten: {message}")
+    command = [*mount, sys.executable, "-c", EXPORTS, str(tmp_path / "small"), str(tmp_path / "full")]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert shown.stdout == "2 []\n2 []\n", shown.stderr
+    small, full = (line for line in shown.stderr.splitlines() if line.startswith("yobx-flatten: "))
+    assert small.startswith("yobx-flatten: The disk is too small")
+    assert full.startswith("yobx-flatten: the disk is full")
 
 
 # -- how much is proven ------------------------------------------------------------------------------------------------

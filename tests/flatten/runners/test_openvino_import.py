@@ -1,10 +1,10 @@
 """OpenVINO is imported without its reports of use."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+
+from tests import fresh_process
 
 pytest.importorskip("openvino")
 
@@ -24,7 +24,5 @@ print(forks, "openvino_telemetry" in sys.modules)
 
 def test_the_import_forks_nothing():
     """In a fresh process: nothing is sent, and the name of what sends is as it was."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env={**os.environ, "CI": ""}
-    )
+    done = fresh_process.run("-c", PROGRAM, env={**os.environ, "CI": ""})
     assert done.stdout.split() == ["[]", "False"]

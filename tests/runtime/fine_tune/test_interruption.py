@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
 from roundpipe_runtime.fine_tune.interruption import Interruption
+from tests import fresh_process
 
 pytestmark = pytest.mark.slow
 
@@ -61,14 +60,12 @@ with Interruption() as interruption:
             print("noted", flush=True)
             time.sleep(60)
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout.readline() == "ready\n"
+    with fresh_process.start("-c", program) as process:
+        process.wait_for(lambda: process.stdout == "ready\n")
         process.send_signal(number)
-        assert process.stdout.readline() == "noted\n"
+        process.wait_for(lambda: process.stdout == "ready\nnoted\n")
         begin = time.monotonic()
         process.send_signal(number)
         assert process.wait() == status
         assert time.monotonic() - begin < 30
-        assert "left at once" in process.stderr.read()
+        assert "left at once" in process.stderr

@@ -210,7 +210,7 @@ def test_a_saved_program_runs_in_a_fresh_process(tmp_path: pathlib.Path):
             assert torch.equal(outputs.logits, expected[0]), name
             print(name, type(outputs.past_key_values).__name__)
     """
-    ran = fresh_process.run("-c", textwrap.dedent(script), tmp_path)
+    ran = fresh_process.run("-c", textwrap.dedent(script), tmp_path, imported=fresh_process.TRAINER)
     assert ran.stdout.splitlines() == ["gemma3 DynamicCache", "mistral DynamicCache"]
 
 

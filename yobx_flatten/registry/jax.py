@@ -63,17 +63,16 @@ class Jax:
         self.waiting.put(recipe)
 
     def restore(self, recipe: Recipe, found: Any) -> None:
-        """Bring back the recipe that was found; where there was none, JAX continues with the last one."""
+        """Take the recipe out of force; JAX continues with the last one.
+
+        A class is only claimed where nothing of ours was found, and what others registered cannot be replaced.
+        """
         with self.waiting.lock:
             if not self.waiting.library_is_there():
                 self.waiting.drop(recipe)
                 return
             node = self._nodes.get(recipe.cls)
-            if node is None or node.in_force is not recipe:
-                return
-            if isinstance(found, Recipe):
-                node.put(found)
-            else:
+            if node is not None and node.in_force is recipe:
                 node.in_force = None
 
     def _put(self, recipe: Recipe) -> None:

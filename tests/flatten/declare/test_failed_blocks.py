@@ -12,6 +12,7 @@ from tests.flatten import other_libraries
 from tests.flatten.pair import Pair
 from tests.registry_snapshot import changes_since
 from yobx_flatten import unregister_class_flattening
+from yobx_flatten.declare import scopes
 from yobx_flatten.errors import NotRegisteredError
 from yobx_flatten.registry.torch_cpp import TorchCpp
 from yobx_flatten.registry.torch_fx import TorchFx
@@ -63,6 +64,43 @@ def test_a_failure_while_entering_brings_theirs_back(cache_of_others, left_as_fo
         with pytest.raises(SomethingWrongError):
             enter()
     assert in_force() is other_libraries.their_flatten
+
+
+def test_a_with_statement_that_fails_to_enter_leaves_nothing(left_as_found, monkeypatch):
+    """Its body does not run, so there is no exit that could undo it."""
+    with monkeypatch.context() as patched:
+        patched.setattr(TorchFx, "write", lambda self, recipe: 1 / 0)
+        with pytest.raises(ZeroDivisionError), block():
+            pytest.fail("the block was entered")
+    assert in_force() is None
+
+
+def test_an_interrupt_where_leaving_begins_still_leaves_the_block(left_as_found, monkeypatch):
+    """A handler of a signal raises before anything was undone."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), block():
+        monkeypatch.setattr(scopes, "unregister_cache_flattening", interrupted)
+    assert in_force() is None
+
+
+def test_leaving_a_block_that_was_not_entered_changes_nothing(left_as_found):
+    """As an `ExitStack` does whose entering was interrupted."""
+    block().__exit__(None, None, None)
+    assert in_force() is None
+
+
+def test_a_decorated_function_has_a_block_of_its_own_at_each_call(left_as_found):
+    """Also a call within a call: the inner one leaves the outer one registered."""
+
+    @block()
+    def registered(depth):
+        return [in_force(), *(registered(depth - 1) if depth else []), in_force()]
+
+    assert registered(1) == [flatten_dynamic_cache] * 4
+    assert in_force() is None
 
 
 def test_the_next_block_works_after_a_failure(left_as_found, monkeypatch):

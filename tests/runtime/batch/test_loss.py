@@ -190,6 +190,7 @@ def test_what_a_loss_function_may_return(value, kind):
         (None, "loss_fn must return a tensor, a sequence of tensors or a pair (sum, weight), found NoneType."),
         ({"loss": 1}, "found dict."),
         ([], "found list of []."),
+        (("a", 2), "found tuple of ['str', 'int']."),
         ([1.0, 2.0], "found list of ['float', 'float']."),
         ((torch.tensor(1.0), torch.tensor(2.0)), "It could be two losses or a sum with its weight."),
         (torch.zeros(3), "the loss has shape (3,); it must be one number."),

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from roundpipe_runtime.batch.part_rows import rows_of_parts
-from roundpipe_runtime.batch.splitting import RoundPipePackedData, split
+from roundpipe_runtime.batch.splitting import Replicate, RoundPipePackedData, TensorChunkSpec, split
 from roundpipe_runtime.errors import SplitError
+from yobx_flatten import make_dynamic_cache, register_flattening_functions
 
 TABLE = torch.arange(30.0).reshape(5, 6)
 
@@ -80,3 +81,42 @@ def test_rows_of_packed_inputs_are_those_of_labels_that_a_function_cut():
     packed = RoundPipePackedData([torch.zeros(2), torch.zeros(1)], rows=[2, 1])
     parts = split((packed,), {}, "ab", 2, split_label=lambda label, count: list(label))
     assert [(part.rows, part.label) for part in parts] == [(2, "a"), (1, "b")]
+
+
+def test_rows_that_are_counted_in_packed_data_are_those_of_the_parts_of_a_function():
+    """Made by hand, without stating its rows."""
+    packed = RoundPipePackedData([torch.zeros(2, 3), torch.zeros(1, 3)])
+    assert rows_of_parts([{"x": packed}] * 2, {}) == [2, 1]
+
+
+def test_a_class_that_declares_its_batch_axis_decides_over_copies_of_a_table():
+    """Each part has a copy of a table of its own size, and a cache, whose axis is known."""
+    pytest.importorskip("transformers")
+    parts = [{"past": cache_of(rows), "table": torch.zeros(length, 6)} for rows, length in ((2, 5), (1, 7))]
+    with register_flattening_functions(patch_transformers=True):
+        assert rows_of_parts(parts, {}) == [2, 1]
+
+
+def cache_of(rows):
+    return make_dynamic_cache([(torch.zeros(rows, 2, 3, 4), torch.zeros(rows, 2, 3, 4))])
+
+
+CUT_APART = {"args[0]": Replicate, "args[1]": TensorChunkSpec(0), "args[2]": TensorChunkSpec(0)}
+
+
+def test_labels_state_the_rows_of_packed_data_where_rules_cut_each_leaf_separately():
+    """Leaves of four and of nine rows, and six labels: the batch is that of the labels."""
+    inputs = (RoundPipePackedData(["a", "b"]), torch.zeros(4), torch.zeros(9))
+    rules = {**CUT_APART, "label": TensorChunkSpec(0)}
+    parts = split(inputs, {}, torch.zeros(6), 2, split_input=rules)
+    assert [(part.rows, part.args[0], len(part.args[1]), len(part.args[2])) for part in parts] == [
+        (3, "a", 2, 5),
+        (3, "b", 2, 4),
+    ]
+
+
+def test_a_leaf_with_fewer_rows_than_packed_microbatches_is_refused():
+    """A microbatch without a row of it would have nothing to compute."""
+    inputs = (RoundPipePackedData(["a", "b", "c"]), torch.zeros(2), torch.zeros(9))
+    with pytest.raises(SplitError, match=r"args\[1\] has only 2 rows for the 3 microbatches that are given packed"):
+        split(inputs, {}, None, 3, split_input=CUT_APART)

@@ -1,7 +1,8 @@
 """How a rank that fails notifies the others, while they compute or wait for gradients: through the store of the job.
 
 A collective would not do: the others call it when they have something to send, which may be minutes later. So a thread
-looks into the store a few times a second.
+looks into the store a few times a second, and whether the processes of its machine are there: one that was killed
+cannot notify the others.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from .machine import Process
+
 __all__ = ["Alarm"]
 
 # Seconds between two looks: an exception on one rank is to be raised on all within a second.
 _PERIOD = 0.1
 
-# Seconds in which a rank that is alive answers.
+# Seconds in which a rank of another machine answers if it is alive.
 _PATIENCE = 3.0
 
 
@@ -41,7 +44,10 @@ class Alarm:
         self._step_failure: tuple[int, str] | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._here = Process.here()
+        self._processes: dict[int, Process] = {}
         if store is not None and size > 1:
+            store.set(f"{self._prefix}/process/{rank}", json.dumps(self._here))
             self._thread = threading.Thread(
                 target=_listen, args=(weakref.ref(self),), name="roundpipe alarm", daemon=True
             )
@@ -99,8 +105,45 @@ class Alarm:
         deadline = time.monotonic() + _PATIENCE
         while missing and self._gone is None and time.monotonic() < deadline:
             missing -= {rank for rank in missing if self._store.check([f"{self._prefix}/here/{question}/{rank}"])}
+            if ended := self._ended():
+                return ended
             time.sleep(_PERIOD / 4)
         return sorted(missing) if self._gone is None else self._gone
+
+    def _ended(self) -> list[int]:
+        """The ranks whose processes are on this machine and have ended."""
+        known = list(self._processes.items())
+        return sorted(rank for rank, one in known if one.machine == self._here.machine and one.has_ended())
+
+    def _meet(self) -> None:
+        """Ask for the processes of the other ranks, as far as they are here by now."""
+        for rank in range(self._size):
+            key = f"{self._prefix}/process/{rank}"
+            if rank not in self._processes and self._store.check([key]):
+                self._processes[rank] = Process(*json.loads(self._store.get(key)))
+
+    def _look(self) -> None:
+        """End a call that waits for a process that has ended."""
+        self._meet()
+        if self._listener is not None and self._gone is None and (ended := self._ended()):
+            self._gone = ended
+            self._send({"gone": ended})
+            self._hear(None)
+
+    def _lose_store(self) -> None:
+        """End a call if the store is gone because the process that had it has ended; the kernel takes a moment."""
+        deadline = time.monotonic() + 10 * _PERIOD
+        while self._listener is not None and self._gone is None and time.monotonic() < deadline:
+            if ended := self._ended():
+                self._gone = ended
+                self._hear(None)
+            time.sleep(_PERIOD / 4)
+
+    def _hear(self, call: int | None) -> None:
+        with self._lock:
+            listener = self._listener
+        if listener is not None:
+            listener(call)
 
     def close(self) -> None:
         """End the thread."""
@@ -127,10 +170,7 @@ class Alarm:
             return True
         if "gone" in news and self._gone is None:
             self._gone = news["gone"]
-        with self._lock:
-            listener = self._listener
-        if listener is not None:
-            listener(news.get("call"))
+        self._hear(news.get("call"))
         return True
 
 
@@ -152,7 +192,9 @@ def _listen(alarm: weakref.ref[Alarm]) -> None:
         try:
             while found._take(number):
                 number += 1
-        except (RuntimeError, ValueError):  # the store is gone; the next collective fails, and is reported
+            found._look()
+        except (RuntimeError, ValueError):  # the next collective fails, and is reported
+            found._lose_store()
             return
         del found
         if closed.wait(_PERIOD):

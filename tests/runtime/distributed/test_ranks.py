@@ -152,6 +152,13 @@ def test_a_rank_that_is_gone_is_named(world):
         assert rank["cut off"]["seconds"] < 10
 
 
+def test_a_process_that_ends_in_a_call_ends_it_for_the_others():
+    """Within a second, although they compute for longer; it is named."""
+    for (kind, text), seconds in run_ranks("tests.runtime.distributed.faults:killed", 3)[:2]:
+        assert (kind, "Rank 2 is gone" in text) == ("DistributedError", True)
+        assert seconds < 1
+
+
 @pytest.mark.parametrize("where", ["make", "load"])
 def test_a_rank_that_ends_before_the_others_connect_to_it_is_reported(where, tmp_path):
     """At once, and not when the timeout of the group is over."""

@@ -45,6 +45,7 @@ from .ranks import Ranks
 from .reduction import Reduction, ReductionPlan
 from .replicas import groups_of
 from .shards import RankStore, ShardedStore
+from .shared_store import SharedStore
 
 __all__ = ["FusedRankEngine", "raise_first"]
 
@@ -63,9 +64,10 @@ class FusedRankEngine(Engine):
         replicas: number of groups that a batch is cut into. Default: number of ranks.
         reduce_dtype: dtype in which gradients travel. Default: that of their sums.
         gradient_dtype: dtype of the gradients of master weights between a run and the step. Default: that of the sums.
+        host_weights: ``"shared"`` if the ranks of a machine have one copy of the weights.
 
     Raises:
-        ConfigError: there are fewer groups than ranks.
+        ConfigError: there are fewer groups than ranks, or weights that cannot be shared.
         DistributedError: the ranks have different models or options.
     """
 
@@ -84,6 +86,7 @@ class FusedRankEngine(Engine):
         replicas: int | None = None,
         reduce_dtype: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
+        host_weights: str = "own",
     ) -> None:
         self.ranks, self.reduce_dtype = ranks, reduce_dtype
         self.replicas = ranks.size if replicas is None else replicas
@@ -92,14 +95,23 @@ class FusedRankEngine(Engine):
                 f"replicas={self.replicas} is less than the number of ranks, {ranks.size}: some would have nothing to "
                 f"do. Start fewer processes, or give RoundPipe(..., replicas={ranks.size})."
             )
+        self._shares = host_weights == "shared" and ranks.size > 1
+        if self._shares and ranks.num_shards == 1:
+            raise ConfigError(
+                'host_weights="shared" needs shards, each with one process that steps it, and with this mesh every '
+                "process steps everything:\n"
+                f'    mesh = init_device_mesh("cpu", ({ranks.size},))'
+            )
         super().__init__(model, layers, devices, optim_dtype, tag, pinned)
         self.store.kept_dtype = gradient_dtype
-        options = {"replicas": self.replicas, "optim_dtype": optim_dtype, "reduce_dtype": reduce_dtype}
-        options["gradient_dtype"] = gradient_dtype
+        dtypes = {"optim_dtype": optim_dtype, "reduce_dtype": reduce_dtype, "gradient_dtype": gradient_dtype}
+        options = {"replicas": self.replicas, "host_weights": host_weights, **dtypes}
         stated = describe_model(model, **options, layers=len(layers), name=tag)
         if error := ranks_disagree(ranks.exchange(stated)):
             raise error
         share_weights(model, ranks)
+        if isinstance(self.store, SharedStore):
+            self.store.share()
         self._worker = Worker("reduction")
         self._is_deferred = False
         self._kept = KeptSums()
@@ -109,7 +121,7 @@ class FusedRankEngine(Engine):
 
     def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> RankStore:
         """Return the store of the model's parameters."""
-        kind = ShardedStore if self.ranks.num_shards > 1 else RankStore
+        kind = SharedStore if self._shares else ShardedStore if self.ranks.num_shards > 1 else RankStore
         return kind(model, optim_dtype, self.ranks)
 
     def make_steps(self) -> StepRunner:
@@ -224,6 +236,7 @@ class FusedRankEngine(Engine):
         try:
             if not config.requires_grad:
                 raise ConfigError("forward_backward computes gradients, but they are switched off. Use forward.")
+            self.store.check()
             parts = cut()
             stated = describe_call(contents, config, call=name, step=self.step, is_deferred=self._is_deferred)
         except BaseException as error:

@@ -91,6 +91,20 @@ class Ranks:
             channel: channel to use.
         """
 
+    def send(
+        self, out: Sequence[tuple[torch.Tensor, int]], into: Sequence[tuple[torch.Tensor, int]], channel: Channel
+    ) -> None:
+        """Send tensors to ranks and receive others; between two ranks, both name them in the same order.
+
+        Args:
+            out: contiguous tensors to send, each with the rank that gets it.
+            into: contiguous tensors to fill, each with the rank that sends it.
+            channel: channel to use.
+        """
+
+    def barrier(self, channel: Channel) -> None:
+        """Wait until all ranks are here."""
+
     def shard_members(self) -> list[int]:
         """Return the ranks that hold the other shards of this rank's copy, in the order of the shards."""
         first = self.rank - self.rank % self.num_shards
@@ -159,20 +173,33 @@ class MeshRanks(Ranks):
 
     def gather(self, parts: Sequence[Sequence[torch.Tensor]], members: Sequence[int], channel: Channel) -> None:
         """Fill tensors in place with what other ranks have in the same places."""
-        group, count, own = self._group(channel), len(members), members.index(self.rank)
-        ops: list[dist.P2POp] = []
+        count, own = len(members), members.index(self.rank)
+        out, into = [], []
         for distance in range(1, count):
             to, source = (own + distance) % count, (own - distance) % count
-            for part in parts:
-                if part[own].numel():
-                    ops.append(dist.P2POp(dist.isend, part[own], self._members[members[to]], group))
-                    self.sent[channel] += part[own].nbytes
-                if part[source].numel():
-                    ops.append(dist.P2POp(dist.irecv, part[source], self._members[members[source]], group))
+            out += [(part[own], members[to]) for part in parts]
+            into += [(part[source], members[source]) for part in parts]
+        self.send(out, into, channel)
+
+    def send(
+        self, out: Sequence[tuple[torch.Tensor, int]], into: Sequence[tuple[torch.Tensor, int]], channel: Channel
+    ) -> None:
+        """Send tensors to ranks and receive others; between two ranks, both name them in the same order."""
+        group = self._group(channel)
+        ways = [(dist.isend, tensor, rank) for tensor, rank in out] + [
+            (dist.irecv, tensor, rank) for tensor, rank in into
+        ]
+        ops = [dist.P2POp(way, tensor, self._members[rank], group) for way, tensor, rank in ways if tensor.numel()]
+        self.sent[channel] += sum(tensor.nbytes for tensor, _ in out)
         if ops:
             with self._watched(channel):
                 for work in dist.batch_isend_irecv(ops):
                     work.wait()
+
+    def barrier(self, channel: Channel) -> None:
+        """Wait until all ranks are here."""
+        with self._watched(channel):
+            dist.barrier(group=self._group(channel))
 
     def close(self) -> None:
         """Stop listening to the other ranks."""

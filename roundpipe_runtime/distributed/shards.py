@@ -22,7 +22,7 @@ from ..optim.torch_steps import dtype_of_gradient
 from .cuts import is_cut, shards
 from .ranks import Ranks
 
-__all__ = ["RankStore", "ShardedStore", "local_of"]
+__all__ = ["RankStore", "ShardedStore", "Target", "local_of"]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,6 +51,9 @@ class RankStore(ParameterStore):
         """Return the dtype in which the gradient of a group comes out of its run: that of the sum over the groups."""
         return self.gradient_dtype(parameter)
 
+    def check(self) -> None:
+        """Check that all ranks see what is written to the parameters."""
+
     def all_targets(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizer gets, each once."""
         return [target for _, target in self.named()]
@@ -67,7 +70,7 @@ class ShardedStore(RankStore):
         assert ranks.mesh is not None
         self._mesh: DeviceMesh = ranks.mesh
         self._number = ranks.rank % ranks.num_shards
-        self._shards: dict[str, _Shard] = {}
+        self._shards: dict[str, Target] = {}
         self._published: set[int] = set()
 
     def rows_of(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
@@ -76,9 +79,13 @@ class ShardedStore(RankStore):
             return whole.reshape(1) if whole.dim() == 0 else whole
         return shards(whole, self.ranks.num_shards)[self._number]
 
+    def has_own_rows(self, parameter: nn.Parameter) -> bool:
+        """Report whether the optimizer gets numbers of its own, and not those of the parameter."""
+        return self.gradient_dtype(parameter) != parameter.dtype
+
     def _target(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         if name not in self._shards:
-            self._shards[name] = _Shard(self, parameter)
+            self._shards[name] = Target(self, parameter)
         self._shards[name].wake(parameter)
         return self._shards[name].tensor
 
@@ -136,7 +143,9 @@ class ShardedStore(RankStore):
 
     def masters(self) -> dict[str, torch.Tensor]:
         """Return the master weights by name, as DTensors; those of frozen parameters hold nothing."""
-        return {name: shard.tensor.detach() for name, shard in self._shards.items() if shard.is_master}
+        dtypes = {name: parameter.dtype for name, parameter in self._listed()}
+        found = {name: shard.tensor.detach() for name, shard in self._shards.items() if shard.is_master}
+        return {name: tensor for name, tensor in found.items() if tensor.dtype != dtypes.get(name)}
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
         """Load what :meth:`masters` returned, or whole tensors."""
@@ -179,21 +188,20 @@ class ShardedStore(RankStore):
         """Update parameters of a layer from the targets of all ranks, and the copies of them that stages read."""
         names = self._names()
         fresh = [p for p in parameters if p.requires_grad and names.get(id(p)) and id(p) not in self._published]
-        parts = []
+        held = {p: self._shards[names[id(p)]] for p in fresh if names[id(p)] in self._shards}  # others no optimizer has
+        self._update(held)
         for parameter in fresh:
-            target = self._shards.get(names[id(parameter)])
-            if target is None:  # no optimizer has it
-                continue
-            target.write(parameter)
-            if is_cut(parameter):
-                parts.append(shards(parameter.detach(), self.ranks.num_shards))
-        self._gather(parts)
-        for parameter in fresh:
-            if shard := self._shards.get(names[id(parameter)]):
+            if shard := held.get(parameter):
                 shard.note(parameter)
             if id(parameter) in self._shadows:
                 self._shadows[id(parameter)].copy_(parameter)
             self._published.add(id(parameter))
+
+    def _update(self, held: Mapping[nn.Parameter, Target]) -> None:
+        """Write what all ranks have stepped into the parameters of a layer."""
+        for parameter, shard in held.items():
+            shard.write(parameter)
+        self._gather([shards(p.detach(), self.ranks.num_shards) for p in held if is_cut(p)])
 
     def _gather(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
         flat = [[part if part.is_contiguous() else part.contiguous() for part in parts_of] for parts_of in parts]
@@ -207,19 +215,25 @@ class ShardedStore(RankStore):
         return name not in self._shards or not self._shards[name].is_master
 
 
-class _Shard:
+class Target:
     """The target of a parameter, and what the parameter looked like when both last agreed.
 
-    Where the optimizer works in the dtype of the parameter, the target is a view of its rows. Otherwise it is a master
-    weight; that of a frozen parameter is a view of one NaN, which takes no memory.
+    Where the optimizer works in the dtype of the parameter, the target is a view of its rows, unless other processes
+    read the parameter. Otherwise it is a master weight; that of a frozen parameter is a view of one NaN, which takes no
+    memory.
+
+    Args:
+        store: parameters of the ranks.
+        parameter: parameter on the host.
     """
 
     def __init__(self, store: ShardedStore, parameter: nn.Parameter) -> None:
         self._store = store
         self._dtype = store.gradient_dtype(parameter)
+        self._has_own_rows = store.has_own_rows(parameter)
         self.is_master = False
         rows = self._rows(parameter)
-        if self._dtype != parameter.dtype:
+        if self._has_own_rows:
             rows = torch.full((), float("nan"), dtype=self._dtype).expand(rows.shape)
         self.tensor = nn.Parameter(store.as_dtensor(parameter, rows), requires_grad=parameter.requires_grad)
         if (kept := store.dtype_between(parameter)) != self._dtype:
@@ -229,7 +243,7 @@ class _Shard:
 
     def wake(self, parameter: nn.Parameter) -> None:
         """Take over whether the parameter is trainable, and its values when it first is."""
-        if parameter.requires_grad and not self.is_master and self._dtype != parameter.dtype:
+        if parameter.requires_grad and not self.is_master and self._has_own_rows:
             self._replace(self._rows(parameter).to(self._dtype, copy=True))
             self.is_master = True
             self.note(parameter)
@@ -241,7 +255,7 @@ class _Shard:
         if self._state(parameter) != self._agreed:
             if self.is_master:
                 self.set(parameter, self._rows(parameter))
-            elif self._dtype == parameter.dtype:
+            elif not self._has_own_rows:
                 self._replace(self._rows(parameter))  # a view; another tensor may be the parameter now
             self.note(parameter)
 

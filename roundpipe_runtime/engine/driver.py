@@ -97,7 +97,7 @@ class Engine:
         self.gradient_memory = GradientMemory() if is_accelerated else None
         self.lock = threading.RLock()
         self.take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
-        self._pinned = pinned
+        self.pin(pinned)
         self._closed = False
         with _DISPATCH:
             for device in self.devices:
@@ -112,6 +112,10 @@ class Engine:
         """Return what runs the optimizer's steps."""
         layers = self.layers
         return StepRunner(self.store, self.table, lambda: scan(layers))
+
+    def pin(self, pinned: PinnedModel | None) -> None:
+        """Set the pinned memory of the model, which later runs keep up to date."""
+        self._pinned = pinned
 
     def entering(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of a call that ends in :meth:`forward_backward`, where other ranks may wait."""

@@ -38,6 +38,7 @@ class PipelineOptions:
     replicas: int | None = None
     reduce_dtype: torch.dtype | None = None
     gradient_dtype: torch.dtype | None = None
+    host_weights: Literal["own", "shared"] = "own"
 
     def __post_init__(self) -> None:
         dtype: Any = self.optim_dtype
@@ -58,8 +59,15 @@ class PipelineOptions:
         wire: Any = self.reduce_dtype
         if wire is not None and not (isinstance(wire, torch.dtype) and wire.is_floating_point):
             raise ConfigError(f"reduce_dtype must be a floating dtype, like torch.bfloat16, found {wire!r}.")
+        if self.host_weights not in ("own", "shared"):
+            raise ConfigError(f'host_weights must be "own" or "shared", found {self.host_weights!r}.')
         if self.replicas is not None and not (type(self.replicas) is int and self.replicas >= 1):
             raise ConfigError(f"replicas must be a number from 1 on, found {self.replicas!r}.")
+
+    @property
+    def shares_host_weights(self) -> bool:
+        """Whether processes share the parameters, which then stay where they are."""
+        return self.host_weights == "shared" and isinstance(self.mesh, DeviceMesh) and self.mesh.size() > 1
 
     @property
     def has_groups(self) -> bool:

@@ -62,6 +62,8 @@ class RoundPipe(ModelProxy):
         reduce_dtype: dtype in which gradients travel between ranks. Default: that of their sums.
         gradient_dtype: dtype of the gradients of ``optim_dtype``'s copies between a run and the step; a run sums them
             in ``optim_dtype`` all the same. Default: ``optim_dtype``.
+        host_weights: ``"own"``: each process of a mesh has a copy of the weights; ``"shared"``: those of a machine have
+            one together, with the same numbers.
 
     Raises:
         ConfigError: when an argument has a value that it cannot have.
@@ -92,6 +94,7 @@ class RoundPipe(ModelProxy):
         replicas: int | None = None,
         reduce_dtype: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
+        host_weights: Literal["own", "shared"] = "own",
     ) -> None:
         super().__init__()
         config = RoundPipeRunConfig() if model_run_config is None else model_run_config
@@ -106,6 +109,7 @@ class RoundPipe(ModelProxy):
             replicas,
             reduce_dtype,
             gradient_dtype,
+            host_weights,
         )
         self._rp_build(as_module(model), options, None)
 
@@ -113,7 +117,8 @@ class RoundPipe(ModelProxy):
         found = parse_devices(options.devices)
         layers = self._rp_layers(model)
         scan(layers)  # refuses what cannot travel
-        pinned = PinnedModel(model, options.pin_model, found)
+        shares = options.shares_host_weights
+        pinned = PinnedModel(model, "off" if shares else options.pin_model, found)
         tag = f"{options.name or ''}|{len(layers)}|{sum(p.numel() for p in model.parameters())}"
         self._rp_stand_for(model, original)
         self._rp_options = options
@@ -138,7 +143,10 @@ class RoundPipe(ModelProxy):
             options.replicas,
             options.reduce_dtype,
             options.gradient_dtype,
+            options.host_weights,
         )
+        if shares and options.pin_model != "off" and torch.cuda.is_available():  # they are where they stay now
+            self._rp_engine.pin(PinnedModel(model, "register", found))
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
         """The layers that the engine runs."""

@@ -44,6 +44,7 @@ def run_ranks(function: str, size: int, *arguments: Any, timeout: float = 120, i
 
 def _start(function: str, size: int, folder: str, arguments: list[Any]) -> None:
     """Fork the ranks and wait for all; when one has failed, the others are not waited for."""
+    importlib.import_module(function.partition(":")[0])  # once, and not in every rank
     children = {}
     for rank in range(size):
         child = os.fork()

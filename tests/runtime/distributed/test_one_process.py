@@ -59,6 +59,7 @@ def test_clipping_needs_no_ranks(wrap):
     [
         ({"replicas": 0}, "replicas must be a number from 1 on, found 0"),
         ({"reduce_dtype": torch.int8}, "reduce_dtype must be a floating dtype"),
+        ({"host_weights": "mine"}, 'host_weights must be "own" or "shared", found \'mine\''),
         ({"mesh": "cpu"}, r'init_device_mesh\("cpu", \(torch.distributed.get_world_size\(\),\)\)'),
     ],
 )

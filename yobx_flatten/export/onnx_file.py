@@ -26,7 +26,9 @@ from .onnx_graph import repair_graph
 from .onnx_heads import put_tokens_first
 from .onnx_optimize import optimize_graph
 from .onnx_projections import join_projections
+from .onnx_rotary import rotate_together
 from .onnx_shared_cache import share_cache
+from .onnx_skip_norm import fuse_skip_norms
 from .onnx_weights import read_lazily, write_weights
 from .onnx_windows import slice_windows
 from .untranslated import decompose_untranslated
@@ -125,6 +127,8 @@ def convert(
     if share:
         share_cache(converted.model)
         join_projections(converted.model)
+        rotate_together(converted.model)
+        fuse_skip_norms(converted.model)
     if fuse:
         put_tokens_first(converted.model)
     name_axes(converted.model, axes)

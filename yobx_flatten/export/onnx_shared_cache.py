@@ -21,6 +21,7 @@ from typing import Any
 from ..runners.onnx_buffers import SHARED_CACHE
 from .onnx_graph import attribute
 from .onnx_heads import SWAP, heads_first, heads_of, tokens_first
+from .onnx_masks import simplify_masks
 from .onnx_sinks import fuse_sinks
 
 __all__ = ["share_cache", "shared_inputs"]
@@ -62,6 +63,8 @@ def share_cache(model: Any) -> bool:
             if _axes(reader) == (2, 3):
                 reader.outputs[0].replace_all_uses_with(lengths.past)
     graph.sort()
+    passes.CommonSubexpressionEliminationPass()(model)
+    simplify_masks(graph, mask, lengths.past)
     passes.RemoveUnusedNodesPass()(model)
     model.opset_imports["com.microsoft"] = 1
     model.metadata_props[SHARED_CACHE] = ",".join(past.name for past in pasts)

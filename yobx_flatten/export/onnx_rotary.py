@@ -1,0 +1,111 @@
+"""Rotation of queries and keys in one operator, next to the values of their product.
+
+.. code-block:: text
+
+    MatMul ── Split ──┬── RotaryEmbedding ──┬── GroupQueryAttention
+                      ├── RotaryEmbedding ──┤
+                      └─────────────────────┘
+
+    MatMul ── RotaryEmbedding (each head a token, those of values by an angle of 0) ── GroupQueryAttention
+
+``GroupQueryAttention`` takes all three in one piece. It could rotate them itself, but in a first call it gives every
+row of the batch the positions of the first one (onnxruntime 1.31, CPU), which is wrong where rows are padded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .onnx_graph import attribute
+
+__all__ = ["rotate_together"]
+
+
+def rotate_together(model: Any) -> None:
+    """Rotate what one product made for a ``GroupQueryAttention`` in one piece, in place.
+
+    Args:
+        model: an ``onnx_ir.Model`` of opset 23.
+    """
+    import onnx_ir.passes.common as passes
+
+    tables = _Tables(model.graph)
+    changed = [_rotate(node, tables) for node in list(model.graph) if node.op_type == "GroupQueryAttention"]
+    if any(changed):
+        model.graph.sort()
+        passes.RemoveUnusedNodesPass()(model)
+
+
+def _rotate(node: Any, tables: _Tables) -> bool:
+    queries, keys = (_rotation(value) for value in node.inputs[:2])
+    if queries is None or keys is None:
+        return False
+    interleaved = attribute(queries, "interleaved", 0)
+    if list(queries.inputs[1:]) != list(keys.inputs[1:]) or interleaved != attribute(keys, "interleaved", 0):
+        return False
+    heads, kv_heads = attribute(node, "num_heads", 0), attribute(node, "kv_num_heads", 0)
+    split = queries.inputs[0].producer()
+    if split is None or list(split.outputs) != [queries.inputs[0], keys.inputs[0], node.inputs[2]]:
+        return False
+    widths = [value.shape[2] for value in split.outputs if value.shape is not None and len(value.shape) == 3]
+    size = widths[0] // heads if widths and isinstance(widths[0], int) else 0
+    if split.op_type != "Split" or not size or widths != [heads * size, kv_heads * size, kv_heads * size]:
+        return False
+    make = tables.make
+    apart = make("Reshape", split.inputs[0], make("Constant", value_ints=[0, -1, size]))
+    given = tables.of(queries.inputs[1], queries.inputs[2], heads + kv_heads, kv_heads, size)
+    turned = make("RotaryEmbedding", apart, *given, num_heads=1, interleaved=interleaved)
+    joined = make("Reshape", turned, make("Constant", value_ints=[0, -1, sum(widths)]))
+    for place, value in enumerate((joined, None, None)):
+        node.replace_input_with(place, value)
+    return True
+
+
+def _rotation(value: Any) -> Any | None:
+    """The ``RotaryEmbedding`` of all elements of each head that makes a value."""
+    node = None if value is None else value.producer()
+    if node is None or node.op_type != "RotaryEmbedding" or node.domain != "" or node.inputs[3:]:
+        return None
+    return None if attribute(node, "rotary_embedding_dim", 0) else node
+
+
+class _Tables:
+    """Cosines and sines for each head of each token, made once for all layers."""
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+        self._known: dict[Any, list[Any]] = {}
+
+    def of(self, cosines: Any, sines: Any, turned: int, kept: int, size: int) -> list[Any]:
+        """Return both, of shape (batch, tokens * heads, size / 2).
+
+        Args:
+            cosines: (batch, tokens, size / 2).
+            sines: a value of the same shape.
+            turned: number of heads that are rotated.
+            kept: number of heads after them that stay as they are.
+            size: number of elements of a head.
+        """
+        key = cosines, sines, turned, kept
+        if key not in self._known:
+            import numpy
+            import onnx_ir as ir
+
+            stays = ir.tensor(numpy.arange(turned + kept)[:, None] >= turned)
+            axis, shape = self.make("Constant", value_ints=[2]), self.make("Constant", value_ints=[0, -1, size // 2])
+            made = []
+            for table, number in ((cosines, 1), (sines, 0)):
+                constant = self.make("Constant", value_float=float(number))
+                each = self.make("Unsqueeze", table, axis)
+                like = self.make("CastLike", constant, table)
+                chosen = self.make("Where", self.make("Constant", value=stays), like, each)
+                made.append(self.make("Reshape", chosen, shape))
+            self._known[key] = made
+        return self._known[key]
+
+    def make(self, op_type: str, *inputs: Any, **attributes: Any) -> Any:
+        """Add an operator; return its output."""
+        import onnx_ir as ir
+
+        self._graph.append(ir.node(op_type, inputs, attributes))
+        return self._graph[-1].outputs[0]

@@ -26,8 +26,8 @@ from ..engine.outputs import merge_outputs
 from ..engine.run import Run
 from ..errors import DistributedError
 from .call import Call, Halfway
-from .errors import StoppedByRankError, format_failure
-from .fused import FusedRankEngine, raise_first
+from .errors import StoppedByRankError, format_failure, raise_first
+from .fused import FusedRankEngine
 from .passes import GroupPasses, as_outputs, join_graph
 from .reduction import Reduction
 from .replicas import groups_of

@@ -11,6 +11,7 @@ __all__ = [
     "RankStepError",
     "StoppedByRankError",
     "format_failure",
+    "raise_first",
     "rank_failed",
     "rank_failed_in_step",
     "ranks_disagree",
@@ -43,6 +44,20 @@ def rank_failed(rank: int, failure: str) -> DistributedError:
         f"Rank {rank} failed, and no gradient, buffer or weight was changed on any rank. There:\n"
         + "\n".join(f"    {line}" for line in failure.splitlines())
     )
+
+
+def raise_first(own: BaseException | None, said: Sequence[str | None]) -> None:
+    """Raise the error of this rank, or else the first one of another rank.
+
+    Args:
+        own: error of this rank; ``None`` if it is well.
+        said: what :func:`format_failure` returned on each rank; ``None`` for one that is well.
+    """
+    if own is not None:
+        raise own
+    for rank, failure in enumerate(said):
+        if failure is not None:
+            raise rank_failed(rank, failure)
 
 
 def rank_failed_in_step(rank: int, failure: str) -> RankStepError:

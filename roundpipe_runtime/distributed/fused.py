@@ -36,7 +36,7 @@ from ..optim.parameters import scan
 from ..optim.step import StepRunner
 from .agreement import describe_call, describe_model, share_weights
 from .call import Call, Opening, Verdict
-from .errors import StoppedByRankError, format_failure, rank_failed, ranks_disagree
+from .errors import StoppedByRankError, format_failure, raise_first, ranks_disagree
 from .kept import KeptSums
 from .losses import GroupLosses, report_losses, total_contract
 from .news import News
@@ -47,7 +47,7 @@ from .replicas import groups_of
 from .shards import RankStore, ShardedStore
 from .shared_store import SharedStore
 
-__all__ = ["FusedRankEngine", "raise_first"]
+__all__ = ["FusedRankEngine"]
 
 
 class FusedRankEngine(Engine):
@@ -438,12 +438,3 @@ class FusedRankEngine(Engine):
         finally:
             self._worker.close()
             self.ranks.close()
-
-
-def raise_first(own: BaseException | None, said: Sequence[str | None]) -> None:
-    """Raise the error of this rank, or else the first one of another rank."""
-    if own is not None:
-        raise own
-    for rank, failure in enumerate(said):
-        if failure is not None:
-            raise rank_failed(rank, failure)

@@ -37,7 +37,7 @@ from ..loss.weights import has_labels, own_loss
 from ..wrap import WrappedModel, wrap_model_to_roundpipe
 from .arguments import check_arguments, check_optimizer, check_precision
 from .checkpoints import CheckpointingTrainer
-from .group_batches import has_rows, loader_of_groups
+from .group_batches import CheckedLoader, has_rows, loader_of_groups, take_together
 from .optimizer_files import (
     has_shards,
     is_sharded,
@@ -240,6 +240,17 @@ class RoundPipeTrainer(CheckpointingTrainer):
             return total
         return self._rp_global_batch() * int(args.gradient_accumulation_steps)
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:
+        """Return the batches of a step; an error in one process is raised in all.
+
+        Args:
+            epoch_iterator: iterator over the batches of an epoch.
+            num_batches: number of batches of a step.
+            *args: further arguments of a Trainer.
+        """
+        taken = take_together(epoch_iterator, num_batches, self.pipeline.ranks)
+        return super().get_batch_samples(iter(taken), num_batches, *args)
+
     # -- a batch -----------------------------------------------------------------------------------------------------
 
     def training_step(
@@ -337,10 +348,13 @@ class RoundPipeTrainer(CheckpointingTrainer):
         self.pipeline.synchronize()
         return result
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, as the Trainer does. The model has the weights of the last step before: generation runs on it."""
         self.pipeline.synchronize()
-        return super().evaluation_loop(*args, **kwargs)
+        ranks = self.pipeline.ranks
+        return super().evaluation_loop(
+            CheckedLoader(dataloader, ranks) if ranks.size > 1 else dataloader, *args, **kwargs
+        )
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -8,15 +8,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
+from ...distributed.errors import format_failure, raise_first
+from ...distributed.ranks import Ranks
 from ...distributed.sampler import ReplicaBatchSampler, collate_with_empty
 from ...pipeline import RoundPipe
 
-__all__ = ["GroupLoader", "has_rows", "loader_of_groups"]
+__all__ = ["CheckedLoader", "GroupLoader", "has_rows", "loader_of_groups", "take_together"]
 
 _KEPT = (
     "num_workers",
@@ -39,6 +43,50 @@ class GroupLoader(DataLoader[Any]):
             epoch: number of the epoch.
         """
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr] # it is a ReplicaBatchSampler
+
+
+def take_together(batches: Iterator[Any], count: int, ranks: Ranks) -> list[Any]:
+    """Take batches of this process; an error of one process is raised in all, which would wait for it otherwise.
+
+    Args:
+        batches: batches of this process.
+        count: number to take; fewer are taken where there are no more.
+        ranks: processes that all call this.
+
+    Raises:
+        DistributedError: another process failed. An error of this one is raised as it is.
+    """
+    found: list[Any] = []
+    failure: BaseException | None = None
+    try:
+        found = list(itertools.islice(batches, count))
+    except BaseException as error:
+        failure = error
+    raise_first(failure, ranks.exchange(None if failure is None else format_failure(failure)))
+    return found
+
+
+class CheckedLoader:
+    """A loader whose errors in one process are raised in all.
+
+    Args:
+        loader: loader of this process, with as many batches as those of the others.
+        ranks: processes that read theirs at the same time.
+    """
+
+    def __init__(self, loader: Any, ranks: Ranks) -> None:
+        self._loader, self._ranks = loader, ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        while taken := take_together(batches, 1, self._ranks):
+            yield from taken
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 def has_rows(loader: DataLoader[Any]) -> bool:

@@ -46,6 +46,44 @@ def test_state_is_in_shards(found):
     assert not (checkpoint / "optimizer.pt").exists()
 
 
+@pytest.mark.parametrize("where", ["train", "eval"])
+def test_a_row_that_one_process_cannot_read_is_an_error_of_all(found, where):
+    """With its rank and cause, while the others would wait for its batch."""
+    (other, text, _), (own, cause, _) = (rank["bad rows"][where] for rank in found)
+    assert (own, "cannot be read" in cause) == ("OSError", True)
+    assert other == "DistributedError"
+    assert "Rank 1 failed" in text
+    assert "OSError: row" in text
+    assert max(rank["bad rows"][where][2] for rank in found) < 20
+
+
+def test_accelerate_starts_the_same_training(found, tmp_path):
+    """Each process ends with the bits of those that were started in another way."""
+    launch = (
+        "accelerate",
+        "launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--main_process_port",
+        "0",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "-m",
+        "tests.runtime.distributed.launched",
+    )
+    program = "from accelerate.commands.accelerate_cli import main; import sys; sys.argv = sys.argv[1:]; main()"
+    done = fresh_process.run("-c", program, *launch, str(tmp_path), timeout=240)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        expected = torch.load(found[0]["folder"] / "ours" / f"{rank}.pt")
+        assert all(torch.equal(a, b) for a, b in zip(torch.load(tmp_path / f"{rank}.pt"), expected, strict=True))
+
+
 @pytest.mark.parametrize("resumed", [False, True], ids=["from the start", "from a checkpoint of two"])
 def test_one_process_with_as_many_groups_has_the_same_bits(found, resumed, tmp_path):
     """No row counts twice, where the last batch of an epoch has one row, and one of the ranks none."""

@@ -1,6 +1,7 @@
 """The Trainer in several processes, next to transformers' with DDP."""
 
 import os
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
+from tests.runtime.distributed.faults import raised_by
 from tests.runtime.distributed.trainings import LENGTH, VOCABULARY, model
 
 # Rows of an epoch of which the last batch has one, so that a rank has none.
@@ -57,6 +59,40 @@ def distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(one, other, strict=True))
 
 
+class BadRows(Rows):
+    """Rows of which some cannot be read in one of the processes."""
+
+    def __init__(self, count: int, first_bad: int) -> None:
+        super().__init__(count)
+        self._first_bad = first_bad
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if dist.get_rank() == 1 and index >= self._first_bad:
+            raise OSError(f"row {index} cannot be read")
+        return super().__getitem__(index)
+
+
+def bad_rows(kind: Any, folder: Path) -> dict[str, Any]:
+    """What is raised where a loader fails in one process, in training and in evaluation, and after how many seconds."""
+    found = {}
+    for name in ("train", "eval"):
+        args = TrainingArguments(
+            str(folder), max_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=2, disable_tqdm=True,
+            report_to=[], use_cpu=True, save_strategy="no",
+        )  # fmt: skip
+        data, others = BadRows(12, 6), Rows(12)
+        trainer = kind(
+            model=model("llama")(), args=args, train_dataset=data if name == "train" else others, eval_dataset=data,
+            devices="virtual:1",
+        )  # fmt: skip
+        trainer.pipeline  # noqa: B018 # which takes a while to make
+        begin = time.monotonic()
+        error = raised_by(trainer.train if name == "train" else trainer.evaluate)
+        found[name] = [*error, time.monotonic() - begin]
+        trainer.pipeline.close()
+    return found
+
+
 def in_ranks(folder: str) -> dict[str, Any]:
     """Both Trainers on the same rows, and a training that goes on from a checkpoint."""
     from roundpipe_runtime import RoundPipeTrainer
@@ -73,11 +109,13 @@ def in_ranks(folder: str) -> dict[str, Any]:
     resumed = train(RoundPipeTrainer, Path(folder, "resumed"), 4, resume=True, **options)
     uneven = train(RoundPipeTrainer, Path(folder, "uneven"), 6, rows=UNEVEN, **options)
     torch.save(uneven["weights"], Path(folder, "uneven", f"{dist.get_rank()}.pt"))
+    torch.save(ours["weights"], Path(folder, "ours", f"{dist.get_rank()}.pt"))
     return {
         "plain": {name: plain[name] for name in ("loss", "grad_norm", "eval_loss")},
         "ours": {name: ours[name] for name in ("loss", "grad_norm", "eval_loss")},
         "distance": distance(ours["weights"], plain["weights"]),
         "resumed": all(torch.equal(a, b) for a, b in zip(resumed["weights"], ours["weights"], strict=True)),
         "uneven": uneven["loss"],
+        "bad rows": bad_rows(RoundPipeTrainer, Path(folder, "bad")),
         "files": sorted(path.name for path in Path(folder, "ours").iterdir()),
     }

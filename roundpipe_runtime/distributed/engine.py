@@ -256,22 +256,13 @@ class RankEngine(FusedRankEngine):
         self, call: Call, passes: GroupPasses, gradients: Callable[[], Sequence[torch.Tensor | None]]
     ) -> Any:
         """Go backward through all groups, and commit when all ranks have succeeded; return the loss."""
-        is_late = self._is_deferred or bool(self._kept)
-        reduction = Reduction(call.plan, self.ranks)
-        passes.reduction = None if is_late else reduction
         call.runs += passes.runs
-        summed = None if is_late else self._news.watch(self._worker.submit(reduction.run))
-        failure: BaseException | None = None
-        try:
+
+        def work(reduction: Reduction | None) -> None:
+            passes.reduction = reduction
             passes.go_back(self, gradients(), self._news.stopping)
-            self.steps.wait_update()
-            if summed is not None:
-                self._news.wait(summed)
-        except BaseException as error:
-            failure = error
-        with Uninterrupted():
-            verdicts = self._judge(call, reduction, summed, failure)
-            return self._commit(call, reduction, verdicts, is_late=is_late)
+
+        return self._summed(call, work)
 
 
 def _by_group(passes: GroupPasses, *, flows: bool) -> tuple[list[list[Any]], list[torch.Tensor]]:

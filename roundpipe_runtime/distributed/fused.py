@@ -193,25 +193,40 @@ class FusedRankEngine(Engine):
         self._check_can_run()
         with self.lock, self._calling():
             call = self._open("forward_backward", partial(self._cut, args, kwargs, label, config), config)
-            is_late = self._is_deferred or bool(self._kept)
-            reduction = Reduction(call.plan, self.ranks)
-            summed = None if is_late else self._news.watch(self._worker.submit(reduction.run))
-            outputs, failure = None, None
-            try:
-                self._run_groups(call, None if is_late else reduction, loss_fn, return_outputs, config)
+            outputs = None
+
+            def work(reduction: Reduction | None) -> None:
+                nonlocal outputs
+                self._run_groups(call, reduction, loss_fn, return_outputs, config)
                 if return_outputs and call.runs:
                     outputs = self._outputs(call, config)
-                self.steps.wait_update()
-                if summed is not None:
-                    self._news.wait(summed)
-            except BaseException as error:
-                failure = error
-            with Uninterrupted():
-                verdicts = self._judge(call, reduction, summed, failure)
-                total = self._commit(call, reduction, verdicts, is_late=is_late)
+
+            total = self._summed(call, work)
             if self.ranks.rank == 0:
                 self._warn_of_rows(call, config)
             return (total, outputs) if return_outputs else total
+
+    def _summed(self, call: Call, work: Callable[[Reduction | None], None]) -> Any:
+        """Do the work of this rank, and commit when all ranks have succeeded; return the loss.
+
+        Args:
+            call: call that all ranks have agreed on.
+            work: function that is given the sums to which gradients go as they land; ``None`` where they stay here.
+        """
+        is_late = self._is_deferred or bool(self._kept)
+        reduction = Reduction(call.plan, self.ranks)
+        summed = None if is_late else self._news.watch(self._worker.submit(reduction.run))
+        failure: BaseException | None = None
+        try:
+            work(None if is_late else reduction)
+            self.steps.wait_update()
+            if summed is not None:
+                self._news.wait(summed)
+        except BaseException as error:
+            failure = error
+        with Uninterrupted():
+            verdicts = self._judge(call, reduction, summed, failure)
+            return self._commit(call, reduction, verdicts, is_late=is_late)
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ import torch
 from ..batch.flat import FlatMicrobatch
 from ..device.events import NOW
 from ..device.transfer import HostValue
+from ..engine.autograd import arrived, return_outputs
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
 from ..engine.resident import Gradients
@@ -86,7 +87,7 @@ class GroupPasses:
                 copies = run.collected.input_gradients[number]
                 for flag, copy in zip(on_host.needs_grad, copies, strict=True):
                     if flag:
-                        found.append(None if copy is None else _arrived(copy))
+                        found.append(None if copy is None else arrived(copy))
         return found
 
     def go_back(
@@ -153,13 +154,7 @@ class _Groups(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, back: Any, passes: GroupPasses, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.back, ctx.passes = back, passes
-        ctx.set_materialize_grads(False)
-        tensors, fixed = [], []
-        for on_host in passes.outputs():
-            tensors += on_host.tensors
-            fixed += [t for t, flag in zip(on_host.tensors, on_host.needs_grad, strict=True) if not flag]
-        ctx.mark_non_differentiable(*fixed)
-        return tuple(tensors)
+        return return_outputs(ctx, passes.outputs())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
@@ -172,12 +167,6 @@ class _Groups(torch.autograd.Function):
             )
         ctx.back(gradients)
         return (None, None, None, *passes.input_gradients())
-
-
-def _arrived(copy: tuple[torch.Tensor, Any]) -> torch.Tensor:
-    gradient, ready = copy
-    ready.result()
-    return gradient
 
 
 _apply = cast(Callable[..., tuple[torch.Tensor, ...]], _Groups.apply)

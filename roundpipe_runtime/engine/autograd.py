@@ -19,7 +19,7 @@ from ..errors import StageError
 from ..schedule.round_robin import Stage
 from .run import Run
 
-__all__ = ["Executor", "call"]
+__all__ = ["Executor", "arrived", "call", "return_outputs"]
 
 
 class Executor(Protocol):
@@ -70,6 +70,19 @@ def call(engine: Executor, run: Run, host_values: Sequence[HostValue]) -> list[A
     return outputs
 
 
+def return_outputs(ctx: Any, values: Sequence[HostValue]) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of a node's outputs, of which those that need no gradient are marked.
+
+    Args:
+        ctx: context of the node.
+        values: output of each microbatch on the host.
+    """
+    ctx.set_materialize_grads(False)
+    pairs = [pair for on_host in values for pair in zip(on_host.tensors, on_host.needs_grad, strict=True)]
+    ctx.mark_non_differentiable(*(tensor for tensor, needs_grad in pairs if not needs_grad))
+    return tuple(tensor for tensor, _ in pairs)
+
+
 class _Pipeline(torch.autograd.Function):
     """The graph node."""
 
@@ -89,16 +102,9 @@ class _Pipeline(torch.autograd.Function):
         ctx.backward_stages = [stage for stage in run.spec.stages if stage.kind == "backward"]
         ctx.flags = [on_host.needs_grad for on_host in host_values]
         ctx.sizes = [len(run.collected.outputs[number].tensors) for number in range(run.spec.num_microbatch)]
-        ctx.set_materialize_grads(False)
         run.remember_versions()
         engine.commit_forward(run)
-        tensors, fixed = [], []
-        for number in range(run.spec.num_microbatch):
-            on_host = run.collected.outputs[number]
-            tensors += on_host.tensors
-            fixed += [t for t, flag in zip(on_host.tensors, on_host.needs_grad, strict=True) if not flag]
-        ctx.mark_non_differentiable(*fixed)
-        return tuple(tensors)
+        return return_outputs(ctx, [run.collected.outputs[number] for number in range(run.spec.num_microbatch)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
@@ -129,7 +135,7 @@ class _Pipeline(torch.autograd.Function):
             found = run.collected.input_gradients[number]
             for flag, copy in zip(flags, found, strict=True):
                 if flag:
-                    results.append(None if copy is None else _arrived(copy))
+                    results.append(None if copy is None else arrived(copy))
         return (None, None, None, None, None, *results, *found_here)
 
 
@@ -145,7 +151,7 @@ def _take_gradients(run: Run, learned: Sequence[torch.Tensor]) -> list[torch.Ten
     totals: dict[int, torch.Tensor | None] = dict.fromkeys(map(id, learned))
     for layer in sorted(run.collected.gradients, reverse=True):
         for parameter in [parameter for parameter in run.collected.gradients[layer] if id(parameter) in totals]:
-            gradient = _arrived(run.collected.gradients[layer].pop(parameter))
+            gradient = arrived(run.collected.gradients[layer].pop(parameter))
             before = totals[id(parameter)]
             totals[id(parameter)] = gradient if before is None else _sum(before, gradient)
     return [totals[id(parameter)] for parameter in learned]
@@ -157,7 +163,8 @@ def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return one.add_(other)
 
 
-def _arrived(copy: tuple[torch.Tensor, Any]) -> torch.Tensor:
+def arrived(copy: tuple[torch.Tensor, Any]) -> torch.Tensor:
+    """Return a gradient when its copy to the host is complete."""
     gradient, ready = copy
     ready.result()
     return gradient

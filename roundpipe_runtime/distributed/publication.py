@@ -31,6 +31,9 @@ __all__ = ["RankSteps"]
 # They take sums over a whole matrix, or over all parameters.
 _NOT_ELEMENTWISE = {"adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap", "sparseadam"}
 
+# They keep moments in fewer bits, with a scale for each block of numbers.
+_IN_BLOCKS = ("4bit", "8bit", "fp8")
+
 
 class RankSteps(StepRunner):
     """Runs the steps of one rank, and publishes what all ranks have stepped."""
@@ -124,16 +127,25 @@ class RankSteps(StepRunner):
                 "    with OptimizerCtx():\n"
                 f"        optimizer = {type(optimizer).__name__}(model.parameters(), ...)"
             )
-        if own and any(kind.__name__.lower() in _NOT_ELEMENTWISE for kind in type(optimizer).__mro__):
-            raise DistributedError(
-                f"{type(optimizer).__name__} takes sums over whole matrices, and this rank has {self.ranks.num_shards} "
-                "shards of each: the result would be that of another optimizer. Keep everything whole on each host, "
-                "with the same numbers for any number of ranks:\n"
-                f'    mesh = init_device_mesh("cpu", ({self.ranks.size}, 1))\n'
-                "    model = RoundPipe(model, mesh=mesh)"
-            )
+        if own:
+            self._check_elementwise(optimizer)
         self._checked.add(optimizer)
         return bool(own)
+
+    def _check_elementwise(self, optimizer: torch.optim.Optimizer) -> None:
+        names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+        if any(name in _NOT_ELEMENTWISE for name in names):
+            problem = "takes sums over whole matrices: the result would be that of another optimizer"
+        elif any(name.endswith(_IN_BLOCKS) for name in names):
+            problem = "has a scale per block of numbers, which a shard cuts: the numbers would be those of other blocks"
+        else:
+            return
+        raise DistributedError(
+            f"{type(optimizer).__name__} {problem}. This rank has one shard in {self.ranks.num_shards} of each matrix. "
+            "Keep everything whole on each host, with the same numbers for any number of ranks:\n"
+            f'    mesh = init_device_mesh("cpu", ({self.ranks.size}, 1))\n'
+            "    model = RoundPipe(model, mesh=mesh)"
+        )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Wait for weights that are still under way before an optimizer changes them; refuse one that cannot."""

@@ -163,6 +163,7 @@ def refused(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
         "Muon": lambda targets: torch.optim.Muon([t for t in targets if t.dim() == 2], lr=1e-3),
+        "AdamW8bit": lambda targets: type("AdamW8bit", (torch.optim.AdamW,), {})(targets),
         "Adafactor": lambda targets: torch.optim.Adafactor(targets, lr=1e-3),
     }
     training = Training(size, rank, mesh)

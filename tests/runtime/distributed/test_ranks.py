@@ -85,9 +85,9 @@ def test_an_infinity_in_one_shard_skips_the_step_on_all_ranks(world):
     assert [(rank["infinity"]["skipped"], rank["infinity"]["scale"]) for rank in world] == [(True, 2.0)] * len(world)
 
 
-@pytest.mark.parametrize("optimizer", ["Muon", "Adafactor"])
+@pytest.mark.parametrize("optimizer", ["Muon", "Adafactor", "AdamW8bit"])
 def test_an_optimizer_of_whole_matrices_is_refused(world, optimizer):
-    """With the mesh to type, before a weight has changed."""
+    """Also one of blocks in them, by the name of torchao's; with the mesh to type, before a weight has changed."""
     for rank in world:
         kind, text = rank["refused"][optimizer]
         assert kind == "DistributedError"

@@ -97,15 +97,15 @@ def share_memory(model: nn.Module, ranks: Ranks, machines: Sequence[int]) -> lis
             memory, offered = _make(places[-1])
     except BaseException as error:
         failure = error
-    offers = _agreed(ranks, offered, failure)
     try:
-        if memory is None:
-            offer = offers[first]
-            assert offer is not None  # of a rank that did not fail
-            memory = _open(places[-1], *offer)
-    except BaseException as error:
-        failure = error
-    try:
+        offers = _agreed(ranks, offered, failure)
+        try:
+            if memory is None:
+                offer = offers[first]
+                assert offer is not None  # of a rank that did not fail
+                memory = _open(places[-1], *offer)
+        except BaseException as error:
+            failure = error
         _agreed(ranks, None, failure)
     finally:
         if offered is not None:

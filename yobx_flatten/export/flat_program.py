@@ -103,21 +103,22 @@ def _write_to_copies(module: torch.fx.GraphModule, inputs: Collection[str]) -> N
 
 
 @contextlib.contextmanager
-def quietly(library: str) -> Iterator[None]:
+def quietly(library: str, level: int = logging.ERROR) -> Iterator[None]:
     """Keep messages of a library about its own insides, and those of torch that it calls, off the terminal.
 
     Args:
         library: name of its logger.
+        level: the least level that is shown, errors by default.
     """
     logger = logging.getLogger(library)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    before = logger.level
+    logger.setLevel(level)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        logger.setLevel(before)
 
 
 def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:

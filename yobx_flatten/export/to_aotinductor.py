@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import shutil
 
 import torch
+from torch.export import ExportedProgram
 
 from ..errors import MissingDependencyError
-from ..runners.signature import KEY
+from ..runners.signature import KEY, Signature
+from .empty_sizes import refused_when_empty
 from .flat_program import flat_program, quietly, signature_of
 from .scan_sizes import lift_sizes
 from .traced import Traced
@@ -41,7 +44,23 @@ def write_package(traced: Traced, path: pathlib.Path) -> None:
         path: the file to write, with the suffix ``.pt2``.
     """
     signature, program = signature_of(traced), flat_program(traced.program)
+    # compiled code does not look at sizes: what an operator of torch refuses is refused before the call
+    smallest = {**dict.fromkeys(refused_when_empty(program, signature), 1), **signature.smallest}
+    signature = dataclasses.replace(signature, smallest=smallest)
     lift_sizes(program.graph_module)
+    try:
+        _compile(program, signature, path)
+    except ValueError as error:
+        if "Cannot view a tensor" not in str(error):
+            raise
+        # torch 2.13 gives a `cat` of transposed tensors other strides than eager does (GPT-NeoX Japanese)
+        for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+            node.target = torch.ops.aten.reshape.default
+        program.graph_module.recompile()
+        _compile(program, signature, path)
+
+
+def _compile(program: ExportedProgram, signature: Signature, path: pathlib.Path) -> None:
     with quietly("torch._inductor"):
         torch._inductor.aoti_compile_and_package(
             program,

@@ -41,7 +41,7 @@ class Signature:
         inputs: name, type of the elements and sizes of every input, in order.
         outputs: names of the outputs, in order.
         largest: the largest value of each size that varies, where it has one.
-        smallest: its smallest value, where that is more than 2.
+        smallest: its smallest value, where that is more than 2, or 1 where the program refuses 0.
         versions: versions of the libraries that made the file, by name.
         rows: for an input that is looked up in a table, tokens among them: the number of rows of the table. OpenVINO
             returns numbers for rows that are not there.
@@ -118,9 +118,9 @@ class Signature:
                 least, most = self.smallest.get(alone, given), self.largest.get(alone, given)
                 if not least <= given <= most:
                     bound_by = f"at most {most}" if given > most else f"{least} or more"
+                    remedy = " Export it with another bound." if (given, least) != (0, 1) else ""
                     raise failure(
-                        f"{name} has size {given} in axis {axis}, and {where} was made for {bound_by}. Export it with "
-                        "another bound."
+                        f"{name} has size {given} in axis {axis}, and {where} was made for {bound_by}.{remedy}"
                     )
         for name, axis, size, given in places:
             expected = _value(size, bound)

@@ -18,6 +18,13 @@ RUNTIME_CAUSES: dict[tuple[str, str, tuple[str, ...]], str] = {
     ("OpenVINO", "Can't create dummy inputs", ("longcat_flash",)): (
         'OpenVINO 2026.4 cannot compile the file: "Can\'t create dummy inputs if argument shapes ranks are not equal"'
     ),
+    ("ExecuTorch", "aten::polar.out", ("deepseek_v2", "llama4", "llama4_text")): (
+        "its positions are complex numbers (`torch.polar`), for which ExecuTorch 1.5 has no kernels"
+    ),
+    ("ExecuTorch", "finite upper bound", ("jetmoe",)): (
+        "splits rows by expert into sizes that are read from values (`expert_size.tolist()`, modeling_jetmoe.py, "
+        "5.23): torch knows no largest one, and ExecuTorch plans memory for it"
+    ),
     ("program", "", ("nemotron_h",)): (
         "one token is computed without `dt_limit`, and several with it (modeling_nemotron_h.py, 5.23): the model "
         "itself differs by 9e-5 between three tokens at once and one after the other"

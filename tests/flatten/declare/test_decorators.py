@@ -371,6 +371,31 @@ def test_a_class_is_told_to_the_chosen_libraries_only():
     assert (pytree.tree_leaves(pair), optree.tree_leaves(pair, namespace="yobx_flatten")) == ([pair], [pair])
 
 
+@pytest.mark.parametrize("decorator", [register_pytree_node_class, register_pytree_with_keys_class])
+def test_a_decorator_tells_a_class_to_the_chosen_libraries_only(decorator, local):
+    """`@decorator(backends="optree")`: torch sees a leaf."""
+    optree = pytest.importorskip("optree", reason="optree is not installed")
+
+    @local
+    @decorator(backends="optree")
+    class Cell:
+        def __init__(self, weight):
+            self.weight = weight
+
+        def tree_flatten(self):
+            return (self.weight,), None
+
+        def tree_flatten_with_keys(self):
+            return [(pytree.GetAttrKey("weight"), self.weight)], None
+
+        @classmethod
+        def tree_unflatten(cls, static, children):
+            return cls(*children)
+
+    cell = Cell(3)
+    assert (pytree.tree_leaves(cell), optree.tree_leaves(cell, namespace="yobx_flatten")) == ([cell], [3])
+
+
 @pytest.mark.parametrize(
     ("register_it", "message"),
     [

@@ -377,6 +377,31 @@ def test_a_class_of_optree_is_a_node_of_torch_and_jax(mirrored):
         optree.unregister_pytree_node(cls, namespace="test_mirror")
 
 
+@pytest.mark.parametrize(
+    ("kind", "entries", "shown"),
+    [
+        ("SequenceEntry", (0, 1), ["[0]", "[1]"]),
+        ("MappingEntry", ("a", "b"), ["['a']", "['b']"]),
+    ],
+)
+def test_each_kind_of_entries_of_optree_becomes_its_kind_of_keys(mirrored, kind, entries, shown):
+    """Indices of a sequence, and keys of a mapping."""
+    optree = pytest.importorskip("optree", reason="mirrors optree")
+    cls = pair_class()
+    optree.register_pytree_node(
+        cls,
+        lambda p: ((p.a, p.b), p.name, entries),
+        lambda name, children: cls(*children, name),
+        path_entry_type=getattr(optree, kind),
+        namespace="test_mirror",
+    )
+    try:
+        assert mirrored(cls, source="optree", to="torch", namespace="test_mirror") is True
+        assert [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(cls(1, 2))[0]] == shown
+    finally:
+        optree.unregister_pytree_node(cls, namespace="test_mirror")
+
+
 def test_what_is_registered_here_is_mirrored_as_it_is(mirrored):
     """Our own recipe serves the other library, and one removal takes both back."""
     cls = dataclasses.make_dataclass("Made", ["x"])

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from yobx_flatten.registry.patches import AttributePatch, ImportHook, TracePatch, tracing_here
+from yobx_flatten.registry.patches import AttributePatch, ImportedPatch, ImportHook, TracePatch, tracing_here
 
 
 class Base:
@@ -77,6 +77,19 @@ def test_an_attribute_of_a_module_is_put_back():
     inside = module.function
     patch.release()
     assert inside is replacement
+    assert module.function is original
+
+
+def test_an_import_in_another_thread_meanwhile_patches_a_module_once(monkeypatch):
+    """The hook has acted when the one who waited for the import comes to it: one release is enough."""
+    module = types.ModuleType("imported_meanwhile")
+    module.function = original = lambda: "original"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    patch = ImportedPatch(module.__name__, lambda found: AttributePatch(found, "function", replacement))
+    patch.acquire()
+    patch._on_import(module)
+    assert module.function is replacement
+    patch.release()
     assert module.function is original
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -137,7 +137,9 @@ class AcceleratorDevice:
             stream.wait_event(ready.event)
         elif ready is not None:
             ready.result()
-        with stream, torch.no_grad():
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        with stream:
             copy = self.allocate(tensor)
             if parameter:
                 self._has_new_parameters = True
@@ -186,7 +188,7 @@ class AcceleratorDevice:
             stream.wait_event(self._activations.record_event())
         stream.wait_event(self._compute.record_event())
         host = torch.empty_like(tensor, device="cpu", pin_memory=True) if target is None else target
-        with stream, torch.no_grad():
+        with stream:
             if parameter:
                 copy_in_pieces(host, tensor, PIECE)
             else:
@@ -197,12 +199,14 @@ class AcceleratorDevice:
             self._compute.wait_event(event)
         return host, _StreamEvent(event)
 
-    @contextlib.contextmanager
-    def computing(self, after: Event | None = None) -> Iterator[None]:
+    def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
         """Run the block on the compute stream, after the host-to-device copies given so far.
 
         Args:
             after: event that stands for the copies of parameters. Default: all of them.
+
+        Returns:
+            The compute stream, which is a context manager.
         """
         if isinstance(after, _StreamEvent):
             if not after.computed_after:
@@ -214,8 +218,7 @@ class AcceleratorDevice:
         if self._has_new_activations:
             self._has_new_activations = False
             self._compute.wait_event(self._activations.record_event())
-        with self._compute:
-            yield
+        return self._compute
 
     @contextlib.contextmanager
     def visit(self, nbytes: int = 1) -> Iterator[Callable[[int], bool]]:

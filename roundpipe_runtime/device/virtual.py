@@ -81,7 +81,7 @@ class Device(Protocol):
             The copy and the event.
         """
 
-    def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[None]:
+    def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
         """Make this device current for the code of a layer, after the copies given so far.
 
         Args:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
-from ..device.transfer import TreeStructure
 from ..device.virtual import Device
 from ..errors import StageError
 from .layer_graph import Values, enter, is_refused_write
 from .layer_traits import traits_of
 from .nested_checkpoint import watch_forward
-from .recompute import CALL, run_seeded
+from .recompute import CALL, VisitGenerator, run_seeded
 from .resident import LayerOnDevice
 from .run import Run
 
@@ -47,6 +43,7 @@ def call_layer(
     microbatch: int,
     values: Values,
     kind: CallKind,
+    generator: VisitGenerator,
     data: tuple[Any, ...] | None = None,
 ) -> CallResult:
     """Call a layer with a microbatch, once more if the first attempt showed how it has to be called.
@@ -61,6 +58,7 @@ def call_layer(
         microbatch: index of the microbatch.
         values: inputs, on the device.
         kind: ``"forward"`` (a backward stage will call the layer again), ``"fused"`` or ``"recompute"``.
+        generator: generator of the device.
         data: data that the first forward saved, for a recomputation.
 
     Returns:
@@ -69,23 +67,22 @@ def call_layer(
     Raises:
         StageError: when the layer would have to be called again, and has written an input or a buffer already.
     """
-    call = _Call(run, device, resident, microbatch, values, kind, data)
-    module = resident.contents.module
-    mutates_inputs = traits_of(module).mutates_inputs
+    call = _Call(run, device, resident, microbatch, values, kind, generator, data)
     # By mode: a layer with in-place dropout writes its inputs in training only.
-    as_leaves = mutates_inputs.get(module.training) is False
+    mutates_inputs, training = call.traits.mutates_inputs, call.module.training
+    as_leaves = mutates_inputs.get(training) is False
     try:
         return call.attempt(as_leaves=as_leaves)
     except RuntimeError as error:
         if not as_leaves or not is_refused_write(error):
             raise
         call.check_repeatable("write its input in place")
-        mutates_inputs[module.training] = True
+        mutates_inputs[training] = True
         return call.attempt(as_leaves=False)
 
 
 class _Call:
-    """The attempts to make one call."""
+    """The attempts to make one call. There are several per layer and microbatch, so nothing is bound to arguments."""
 
     def __init__(
         self,
@@ -95,11 +92,15 @@ class _Call:
         microbatch: int,
         values: Values,
         kind: CallKind,
+        generator: VisitGenerator,
         data: tuple[Any, ...] | None,
     ) -> None:
-        self.run, self.device, self.resident = run, device, resident
+        self.spec, self.device, self.resident, self.generator = run.spec, device, resident, generator
         self.microbatch, self.values, self.kind, self.data = microbatch, values, kind, data
         self.contents = resident.contents
+        self.module = resident.contents.module
+        self.traits = traits_of(self.module)
+        self.entered: list[torch.Tensor] = []
         # From before the first attempt: only an attempt that wrote nothing can be repeated with the same result.
         self.versions = self._versions()
 
@@ -115,41 +116,40 @@ class _Call:
             )
 
     def attempt(self, *, as_leaves: bool) -> CallResult:
-        entries, entered = enter(self.values, as_leaves=as_leaves)
-        versions = [tensor._version for tensor in entered]
+        entries, self.entered = enter(self.values, as_leaves=as_leaves)
+        # Leaves show nothing new: torch refuses to write them.
+        versions = None if as_leaves else [tensor._version for tensor in self.entered]
         before = CALL.enter(self.kind, self.data)
         try:
-            output = self.resident.call(partial(self._seeded, entered))
+            output = self.resident.call(self._seeded if self.spec.preserve_rng_state else self._watched)
             # A fused stage goes back through this very call, so what the layer saved is not needed again.
             kept = CALL.data if self.kind == "forward" else None
         finally:
             # The layer may have been called by another layer of this thread, whose own call goes on.
             CALL.enter(*before)
-        # Leaves show nothing new: torch refuses to write them.
-        if not as_leaves:
-            module = self.contents.module
-            written = versions != [tensor._version for tensor in entered]
-            traits_of(module).mutates_inputs[module.training] = written
+        if versions is not None:
+            written = versions != [tensor._version for tensor in self.entered]
+            self.traits.mutates_inputs[self.module.training] = written
         return CallResult(entries, output, kept)
 
-    def _seeded(self, entered: list[torch.Tensor]) -> Any:
-        module = self.contents.module
-        invoke = partial(_invoke, module, self.contents.index, self.values.structure, entered)
-        call = partial(watch_forward, invoke, module, self.device.torch_device)
-        if not self.run.spec.preserve_rng_state:
-            return call()
+    def _seeded(self) -> Any:
+        return run_seeded(self._watched, self.module, self._seed, self.generator, self._again)
 
-        def again() -> Any:
-            self.check_repeatable("draw random numbers")
-            return call()
+    def _seed(self) -> int:
+        return self.spec.seed(self.contents.index, self.microbatch)
 
-        seed = partial(self.run.spec.seed, self.contents.index, self.microbatch)
-        return run_seeded(call, module, seed, self.device.torch_device, again)
+    def _again(self) -> Any:
+        self.check_repeatable("draw random numbers")
+        return self._watched()
 
+    def _watched(self) -> Any:
+        if self.module.training in self.traits.reenters:
+            return self._invoke()
+        return watch_forward(self._invoke, self.module, self.device.torch_device)
 
-def _invoke(module: nn.Module, index: int, structure: TreeStructure, tensors: Sequence[torch.Tensor]) -> Any:
-    value = structure.rebuild(tensors)
-    if index == 0:  # the first layer has the arguments of the model, the others what the layer before returned
-        args, kwargs = value
-        return module(*args, **kwargs)
-    return module(value)
+    def _invoke(self) -> Any:
+        value = self.values.structure.rebuild(self.entered)
+        if self.contents.index == 0:  # the first layer has the arguments of the model, the others what came before
+            args, kwargs = value
+            return self.module(*args, **kwargs)
+        return self.module(value)

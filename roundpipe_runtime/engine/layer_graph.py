@@ -50,14 +50,25 @@ class LayerGraph:
         Returns:
             The gradients of the inputs, ``None`` where none flows.
         """
-        starts = [
-            (exit_, gradient)
-            for exit_, gradient in zip(self.exits, gradients, strict=True)
-            if gradient is not None and exit_.requires_grad
-        ]
+        starts, seeds = [], []
+        for exit_, gradient in zip(self.exits, gradients, strict=True):
+            if gradient is not None and exit_.requires_grad:
+                starts.append(exit_)
+                seeds.append(gradient)
         if starts:
-            run(partial(torch.autograd.backward, [s for s, _ in starts], [g for _, g in starts]))
+            run(partial(_go_back, starts, seeds))
         return [None if entry is None else entry.grad for entry in self.entries]
+
+
+# What `torch.autograd.backward` calls, without its checks of the arguments; the engine checks shapes itself.
+_run_engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+
+def _go_back(starts: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
+    if _run_engine is None or any(type(start) is not torch.Tensor for start in starts):
+        torch.autograd.backward(starts, seeds)
+    else:
+        _run_engine(tuple(starts), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _Enter(torch.autograd.Function):
@@ -140,14 +151,14 @@ def is_refused_write(error: RuntimeError) -> bool:
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Detach; a layout that a copy would not keep is changed here, so that the next layer never sees another one."""
     tensor = tensor.detach()
-    if tensor.layout == torch.strided and (tensor.storage_offset() or not _is_dense(tensor)):
+    if tensor.layout == torch.strided and (
+        tensor.storage_offset() or not (tensor.is_contiguous() or _is_dense(tensor))
+    ):
         return tensor.clone()
     return tensor
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    if tensor.is_contiguous():
-        return True
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size != 1 and stride != expected:

@@ -14,7 +14,7 @@ from ..device.events import NOW
 from ..device.virtual import Device
 from .layer_graph import Values, enter, other_leaves
 from .nested_checkpoint import run_backward, watch_forward
-from .recompute import run_seeded
+from .recompute import VisitGenerator, run_seeded
 from .resident import check_not_kept
 from .run import Run
 
@@ -29,10 +29,11 @@ class MicrobatchLoss:
         device: device of the outputs of the last layer.
         microbatch: index of the microbatch.
         outputs: outputs of the last layer.
+        generator: generator of the device.
     """
 
-    def __init__(self, run: Run, device: Device, microbatch: int, outputs: Values) -> None:
-        self._run, self._device, self._microbatch = run, device, microbatch
+    def __init__(self, run: Run, device: Device, microbatch: int, outputs: Values, generator: VisitGenerator) -> None:
+        self._run, self._device, self._microbatch, self._generator = run, device, microbatch, generator
         self._entries, entered = enter(outputs, as_leaves=False)
         self._outputs = outputs.structure.rebuild(entered)
         self._terms: Sequence[BackwardTerm] = ()
@@ -44,7 +45,7 @@ class MicrobatchLoss:
         call = partial(watch_forward, invoke, spec.loss_fn, self._device.torch_device)
         if spec.preserve_rng_state:
             seed = partial(spec.seed, len(spec.contents), self._microbatch)
-            result = run_seeded(call, spec.loss_fn, seed, self._device.torch_device, call)
+            result = run_seeded(call, spec.loss_fn, seed, self._generator, call)
         else:
             result = call()
         self._terms = run.contract.add(self._microbatch, result)

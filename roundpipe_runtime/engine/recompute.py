@@ -22,6 +22,7 @@ from .layer_traits import traits_of
 
 __all__ = [
     "CallState",
+    "VisitGenerator",
     "call_seed",
     "doing_recompute",
     "generator_alone",
@@ -64,7 +65,7 @@ _INSIDE: contextvars.ContextVar[Any] = contextvars.ContextVar("roundpipe_generat
 
 
 def run_seeded(
-    call: Callable[[], T], code: Any, seed: Callable[[], int], device: torch.device, again: Callable[[], T]
+    call: Callable[[], T], code: Any, seed: Callable[[], int], generator: VisitGenerator, again: Callable[[], T]
 ) -> T:
     """Return ``call()``, run with this seed; the generators are left as they were found.
 
@@ -72,35 +73,26 @@ def run_seeded(
         call: function that calls the layer or the loss function.
         code: layer or loss function.
         seed: function that returns the seed of this call, called only if needed.
-        device: device of the call; an accelerator has a generator of its own.
+        generator: generator of the device of the call; an accelerator has one of its own.
         again: function that calls it a second time, after a first call that turned out to draw without its seed.
 
     Returns:
         The result of the call.
     """
-    if device.type == "cpu":
-        return _run_on_cpu(call, code, seed, again)
-    generator = _generator_of(device)
-    outside = generator.get_state()
-    generator.manual_seed(seed())
-    try:
-        return _run_on_cpu(call, code, seed, again)
-    finally:
-        generator.set_state(outside)
-
-
-def _run_on_cpu(call: Callable[[], T], code: Any, seed: Callable[[], int], again: Callable[[], T]) -> T:
+    generator.seed(seed)
     training = bool(getattr(code, "training", True))
-    if traits_of(code).draws.get(training) is not False:
-        return _alone(call, code, training, seed())
+    draws = traits_of(code).draws
+    if draws.get(training) is not False:
+        return _alone(call, draws, training, seed())
     with _generator():
         before = _cpu_state()
     result = call()
     with _generator():
-        quiet = before.equal(_cpu_state())
-        if not quiet:
-            torch.set_rng_state(before.view(torch.uint8))
-    return result if quiet else _alone(again, code, training, seed())
+        if before.equal(_cpu_state()):
+            return result
+        torch.set_rng_state(before.view(torch.uint8))
+    generator.seed(seed)
+    return _alone(again, draws, training, seed())
 
 
 def _generator() -> Any:
@@ -124,7 +116,7 @@ def generator_alone() -> Iterator[None]:
             _INSIDE.reset(inside)
 
 
-def _alone(call: Callable[[], T], code: Any, training: bool, seed: int) -> T:
+def _alone(call: Callable[[], T], draws: dict[bool, bool], training: bool, seed: int) -> T:
     with generator_alone():
         outside = torch.get_rng_state()
         torch.default_generator.manual_seed(seed)
@@ -132,11 +124,44 @@ def _alone(call: Callable[[], T], code: Any, training: bool, seed: int) -> T:
         try:
             result = call()
             drew = not seeded.equal(_cpu_state())
-            draws = traits_of(code).draws
             draws[training] = draws.get(training, False) or drew
             return result
         finally:
             torch.set_rng_state(outside)
+
+
+class VisitGenerator:
+    """The generator of an accelerator while a stage is there: each call seeds it, and in the end it is as it was.
+
+    It is not read and written again around each call: the host gives the work of the next one meanwhile.
+
+    Args:
+        device: device of the stage; of the CPU there is nothing to do.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._generator: Any = None
+        self._outside: torch.Tensor | None = None
+
+    def seed(self, seed: Callable[[], int]) -> None:
+        """Seed it for one call.
+
+        Args:
+            seed: function that returns the seed, called only if there is such a generator.
+        """
+        if self._outside is None:
+            if self._device.type == "cpu":
+                return
+            self._generator = _generator_of(self._device)
+            self._outside = self._generator.get_state()
+        self._generator.manual_seed(seed())
+
+    def restore(self) -> None:
+        """Put it into the state from before the first call."""
+        if self._outside is not None:
+            self._generator.set_state(self._outside)
+            self._outside = None
 
 
 def _generator_of(device: torch.device) -> Any:

@@ -54,6 +54,7 @@ class LayerOnDevice:
 
     Attributes:
         ready: event after which the copies are complete.
+        title: description of the layer for errors.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class LayerOnDevice:
     ) -> None:
         self.contents = contents
         self.device = device
+        self.title = contents.title
         self._memory: list[torch.Tensor] = []
         self._parameters: dict[int, nn.Parameter] = {}
         self._wide: list[tuple[int, torch.dtype]] = []
@@ -92,7 +94,7 @@ class LayerOnDevice:
         if isinstance(parameter, nn.Parameter):
             copy.__class__ = type(parameter)  # a class of the user's
         copy.__dict__.update(parameter.__dict__)  # attributes that users hang on parameters
-        copy.__dict__[_LAYER] = self.contents.title
+        copy.__dict__[_LAYER] = self.title
         return copy
 
     def call(self, function: Callable[[], T]) -> T:

@@ -31,6 +31,7 @@ from .layer_call import CallKind, call_layer
 from .layer_graph import LayerGraph, Values, plain
 from .loss_call import MicrobatchLoss
 from .nested_checkpoint import run_backward
+from .recompute import VisitGenerator
 from .resident import LayerOnDevice
 from .run import Run
 
@@ -72,6 +73,8 @@ class _Visit:
         self.run, self.spec, self.collected = run, run.spec, run.collected
         self.stage = stage
         self.device = device
+        self.generator = VisitGenerator(device.torch_device)
+        self._is_measured = True
         self.residents: dict[int, LayerOnDevice] = {}
         self._layer: int | None = None
         self._microbatch: int | None = None
@@ -80,6 +83,7 @@ class _Visit:
         self._following = following
         # Layers of the following stage that are not on the device yet.
         self._ahead = collections.deque(() if following is None else following.layers)
+        self._nbytes_ahead = 0 if following is None else _nbytes(run, following)
         self._has_room: HasRoom | None = None
 
     # -- the whole visit ---------------------------------------------------------------------------------------------
@@ -92,8 +96,12 @@ class _Visit:
                 ``None`` where nothing is uploaded ahead.
         """
         self._has_room = has_room
-        with torch.set_grad_enabled(self.spec.requires_grad):
-            self._run_all()
+        self._is_measured = self.run.timer.measures(self.device)
+        try:
+            with torch.set_grad_enabled(self.spec.requires_grad):
+                self._run_all()
+        finally:
+            self.generator.restore()
 
     def _run_all(self) -> None:
         self.run.mailbox.check()
@@ -144,9 +152,7 @@ class _Visit:
         number of the device holds it, and the upload would begin when this stage has ended.
         """
         following = self._following
-        if not self._ahead or following is None or self._has_room is None:
-            return
-        if not self._has_room(_nbytes(self.run, following)):
+        if following is None or self._has_room is None or not self._has_room(self._nbytes_ahead):
             return
         self._doing = "the upload of the following stage"
         while self._ahead and self.run.table.can_read(self._ahead[0], self.run.version):
@@ -256,7 +262,7 @@ class _Visit:
         on_host = self.spec.labels[microbatch]
         labels = on_host.structure.rebuild(fetch(self.device, on_host))
         with self.device.computing(), self._measure("loss", microbatch), self._modes():
-            loss = MicrobatchLoss(self.run, self.device, microbatch, values)
+            loss = MicrobatchLoss(self.run, self.device, microbatch, values, self.generator)
             loss.compute(labels)
         with self.device.computing(), self._measure("backward", microbatch):
             return loss.back()
@@ -264,11 +270,12 @@ class _Visit:
     # -- one layer ---------------------------------------------------------------------------------------------------
 
     def _call(self, layer: int, microbatch: int, values: Values, kind: CallKind) -> tuple[Values, LayerGraph]:
-        self._upload_ahead()
+        if self._ahead:
+            self._upload_ahead()
         if layer not in self.residents:
             self._upload(layer)
             self._upload_ready()
-        resident, title = self.residents[layer], self.spec.contents[layer].title
+        resident = self.residents[layer]
         self._layer, self._doing, self._tensors = layer, kind, values.tensors
         data = None
         if kind == "recompute":
@@ -277,13 +284,13 @@ class _Visit:
         measured = self._measure("recompute" if kind == "recompute" else "forward", microbatch, layer)
         with self.device.computing(resident.ready), measured, self._modes():
             self.device.use(values.tensors)
-            result = call_layer(self.run, self.device, resident, microbatch, values, kind, data)
-            structure, exits = flatten_value(result.output, what=f"the output of {title}")
+            result = call_layer(self.run, self.device, resident, microbatch, values, kind, self.generator, data)
+            structure, exits = flatten_value(result.output, what=f"the output of {resident.title}")
             # What passes the layer stays the same tensor: the host has it, or gets it once.
             same = {id(tensor) for tensor in values.tensors}
             results = [t if id(t) in same and not t.requires_grad else plain(t) for t in exits]
         if result.kept is not None:
-            structure_kept, tensors = flatten_value(result.kept, what=f"save_for_recompute in {title}")
+            structure_kept, tensors = flatten_value(result.kept, what=f"save_for_recompute in {resident.title}")
             self.collected.kept[layer, microbatch] = send(self.device, structure_kept, tensors, [False] * len(tensors))
         if kind == "forward" and self.spec.has_backward:
             self.collected.buffers.follow(layer, resident.changed_buffers())
@@ -347,6 +354,8 @@ class _Visit:
     # -- where we are ------------------------------------------------------------------------------------------------
 
     def _measure(self, kind: str, microbatch: int = -1, layer: int = -1) -> contextlib.AbstractContextManager[None]:
+        if not self._is_measured:
+            return _NO_MODES
         return self.run.timer.measure(kind, self.stage.index, self.device, microbatch, layer)
 
     def describe(self) -> str:

@@ -38,6 +38,16 @@ class Timer:
         self._clocks: dict[str, Clock] = {}
         self._late: list[tuple[Span, float | torch.Event]] = []
 
+    def measures(self, device: Device) -> bool:
+        """Report whether the work of a device is measured in this run."""
+        return self._with_events or not self._clock(device).is_late
+
+    def _clock(self, device: Device) -> Clock:
+        clock = self._clocks.get(device.name)
+        if clock is None:
+            clock = self._clocks[device.name] = device.clock()
+        return clock
+
     def measure(
         self, kind: str, stage: int, device: Device, microbatch: int = -1, layer: int = -1
     ) -> contextlib.AbstractContextManager[None]:
@@ -53,12 +63,9 @@ class Timer:
         Returns:
             The context manager.
         """
-        clock = self._clocks.get(device.name)
-        if clock is None:
-            clock = self._clocks[device.name] = device.clock()
-        if clock.is_late and not self._with_events:
+        if not self.measures(device):
             return _NOT_MEASURED
-        return Span(self, kind, stage, device.name, clock, microbatch, layer)
+        return Span(self, kind, stage, device.name, self._clock(device), microbatch, layer)
 
     def add(self, span: Span, end: float | torch.Event) -> None:
         """Take the time of a block that has ended.

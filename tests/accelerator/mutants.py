@@ -4,7 +4,7 @@ What is removed, in the files of ``roundpipe_runtime/device``:
 
 - a call that waits, records or notifies, as a statement: what it was called on is still evaluated
 - ``pin_memory=True`` and ``.pin_memory()``
-- a stream in a ``with``, so that its block runs on the stream of the caller
+- a stream in a ``with``, or returned for one, so that its block runs on the stream of the caller
 """
 
 import argparse
@@ -119,8 +119,14 @@ def _change(node: ast.AST) -> tuple[ast.AST, str, object] | None:
         case ast.Call(func=ast.Attribute(attr="pin_memory") as method):
             return method, "attr", "clone"
         case ast.withitem(context_expr=ast.Name(id=name) | ast.Attribute(attr=name)) if name in _STREAMS:
-            return node, "context_expr", ast.parse("__import__('contextlib').nullcontext()", mode="eval").body
+            return node, "context_expr", _no_context()
+        case ast.Return(value=ast.Attribute(attr=name)) if name in _STREAMS:  # for a `with` of the caller
+            return node, "value", _no_context()
     return None
+
+
+def _no_context() -> ast.expr:
+    return ast.parse("__import__('contextlib').nullcontext()", mode="eval").body
 
 
 def mutants() -> list[Mutant]:

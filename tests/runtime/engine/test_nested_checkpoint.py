@@ -12,7 +12,7 @@ from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
 from roundpipe_runtime.engine import planner
 from roundpipe_runtime.engine.layer_traits import traits_of
 from roundpipe_runtime.engine.nested_checkpoint import run_backward, watch_forward
-from roundpipe_runtime.engine.recompute import run_seeded
+from roundpipe_runtime.engine.recompute import VisitGenerator, run_seeded
 
 CPU = torch.device("cpu")
 F = nn.functional
@@ -55,7 +55,7 @@ def drawn_meanwhile(function, repeats, device=CPU):
         @staticmethod
         def backward(ctx, gradient):
             draws = Draws()
-            thread = threading.Thread(target=lambda: run_seeded(draws, draws, lambda: 1, CPU, draws))
+            thread = threading.Thread(target=lambda: run_seeded(draws, draws, lambda: 1, VisitGenerator(CPU), draws))
             threads.append(thread)
             thread.start()
             found.append(draws.has_drawn.wait(0.2))

@@ -15,7 +15,7 @@ from roundpipe_runtime import (
     get_recompute_data,
     save_for_recompute,
 )
-from roundpipe_runtime.engine.recompute import call_seed, run_seeded
+from roundpipe_runtime.engine.recompute import VisitGenerator, call_seed, run_seeded
 from tests.runtime.small import batch, relative_error
 
 F = nn.functional
@@ -107,12 +107,12 @@ def test_a_layer_that_begins_to_draw_is_noticed():
             return torch.rand(3) if self.draws else torch.zeros(3)
 
     layer = Sometimes()
-    run_seeded(layer, layer, lambda: 1, CPU, layer)
+    run_seeded(layer, layer, lambda: 1, VisitGenerator(CPU), layer)
     layer.draws = True
     before = torch.get_rng_state()
-    found = run_seeded(layer, layer, lambda: 2, CPU, layer)
+    found = run_seeded(layer, layer, lambda: 2, VisitGenerator(CPU), layer)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(found, run_seeded(layer, layer, lambda: 2, CPU, layer))
+    assert torch.equal(found, run_seeded(layer, layer, lambda: 2, VisitGenerator(CPU), layer))
 
 
 def test_a_random_loss_is_seeded_too(pipe):

@@ -84,11 +84,15 @@ def run_seeded(
     draws = traits_of(code).draws
     if draws.get(training) is not False:
         return _alone(call, draws, training, seed())
-    with _generator():
-        before = _cpu_state()
+    before = generator.cpu_state
+    if before is None:
+        with _generator():
+            before = _cpu_state()
+    generator.cpu_state = None
     result = call()
     with _generator():
         if before.equal(_cpu_state()):
+            generator.cpu_state = before
             return result
         torch.set_rng_state(before.view(torch.uint8))
     generator.seed(seed)
@@ -133,16 +137,21 @@ def _alone(call: Callable[[], T], draws: dict[bool, bool], training: bool, seed:
 class VisitGenerator:
     """The generator of an accelerator while a stage is there: each call seeds it, and in the end it is as it was.
 
-    It is not read and written again around each call: the host gives the work of the next one meanwhile.
+    It is not read and written again around each call: the device waits for the host meanwhile.
 
     Args:
         device: device of the stage; of the CPU there is nothing to do.
+
+    Attributes:
+        cpu_state: State of the CPU's generator after the last call, if the next one follows at once. Whoever calls
+            other code of the user's in between sets it to ``None``.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._generator: Any = None
         self._outside: torch.Tensor | None = None
+        self.cpu_state: torch.Tensor | None = None
 
     def seed(self, seed: Callable[[], int]) -> None:
         """Seed it for one call.

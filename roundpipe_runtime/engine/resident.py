@@ -73,8 +73,9 @@ class LayerOnDevice:
         self._sums: dict[int, torch.Tensor] = {}
         for parameter in contents.parameters():
             self._parameters[id(parameter)] = self._copy_parameter(parameter, source(parameter))
-            if gradient_dtype(parameter) != parameter.dtype:
-                self._wide.append((id(parameter), gradient_dtype(parameter)))
+            dtype = gradient_dtype(parameter)
+            if dtype != parameter.dtype:
+                self._wide.append((id(parameter), dtype))
         self._places = [
             (slot.owner._parameters, slot.name, self._parameters[id(slot.parameter)], slot.parameter)
             for slot in contents.slots

@@ -83,6 +83,14 @@ class RunSpec:
             return {layer for layers in backward for layer in layers}
         return {layers[0] for layers in backward}
 
+    @functools.cached_property
+    def nbytes(self) -> list[tuple[int, int]]:
+        """Bytes of each layer on a device, and of its gradients."""
+        return [
+            (layer.nbytes(), sum(parameter.nbytes for parameter in layer.parameters() if parameter.requires_grad))
+            for layer in self.contents
+        ]
+
     def seed(self, layer: int, microbatch: int) -> int:
         """Return the seed of a layer call.
 

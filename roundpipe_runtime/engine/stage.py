@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from ..device.transfer import HostCopies, HostValue, fetch, flatten_value, send, shapes_of
+from ..device.transfer import HostCopies, HostValue, TreeStructure, fetch, flatten_value, send, shapes_of
 from ..device.virtual import Device, HasRoom
 from ..device.worker import StoppedRun, add_note_once
 from ..errors import DeviceMemoryError
 from ..schedule.round_robin import Stage
 from .collected import Copies
-from .layer_call import CallKind, call_layer
+from .layer_call import CallKind, CallResult, call_layer
 from .layer_graph import LayerGraph, Values, plain
 from .loss_call import MicrobatchLoss
 from .nested_checkpoint import run_backward
@@ -75,6 +75,8 @@ class _Visit:
         self.device = device
         self.generator = VisitGenerator(device.torch_device)
         self._is_measured = True
+        # Whether nothing is to be done around a call: a context costs the host something also where it is empty.
+        self._is_bare = False
         self.residents: dict[int, LayerOnDevice] = {}
         self._layer: int | None = None
         self._microbatch: int | None = None
@@ -83,7 +85,7 @@ class _Visit:
         self._following = following
         # Layers of the following stage that are not on the device yet.
         self._ahead = collections.deque(() if following is None else following.layers)
-        self._nbytes_ahead = 0 if following is None else _nbytes(run, following)
+        self._nbytes_ahead = 0
         self._has_room: HasRoom | None = None
 
     # -- the whole visit ---------------------------------------------------------------------------------------------
@@ -96,7 +98,9 @@ class _Visit:
                 ``None`` where nothing is uploaded ahead.
         """
         self._has_room = has_room
+        self._nbytes_ahead = 0 if self._following is None else _nbytes(self.run, self._following)
         self._is_measured = self.run.timer.measures(self.device)
+        self._is_bare = not (self._is_measured or self.spec.autocast)
         try:
             with torch.set_grad_enabled(self.spec.requires_grad):
                 self._run_all()
@@ -239,10 +243,11 @@ class _Visit:
         self, microbatch: int, graph: LayerGraph, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         self._layer, self._doing, self._tensors = graph.layer, "backward", graph.exits
+        self.generator.cpu_state = None
         resident = self.residents[graph.layer]
+        # with its copies in place: checkpoints inside of the layer call parts of it again
+        back = partial(run_backward, code=resident.contents.module, device=self.device.torch_device)
         with self.device.computing(resident.ready), self._measure("backward", microbatch, graph.layer):
-            # with its copies in place: checkpoints inside of the layer call parts of it again
-            back = partial(run_backward, code=resident.contents.module, device=self.device.torch_device)
             results = resident.call(partial(graph.backward, gradients, back))
             resident.take_gradients()
             if self.spec.take_gradient is not None:
@@ -264,6 +269,7 @@ class _Visit:
         with self.device.computing(), self._measure("loss", microbatch), self._modes():
             loss = MicrobatchLoss(self.run, self.device, microbatch, values, self.generator)
             loss.compute(labels)
+        self.generator.cpu_state = None
         with self.device.computing(), self._measure("backward", microbatch):
             return loss.back()
 
@@ -281,14 +287,13 @@ class _Visit:
         if kind == "recompute":
             resident.set_buffers(self.collected.buffers.before(layer, microbatch))
             data = self._kept(layer, microbatch)
-        measured = self._measure("recompute" if kind == "recompute" else "forward", microbatch, layer)
-        with self.device.computing(resident.ready), measured, self._modes():
-            self.device.use(values.tensors)
-            result = call_layer(self.run, self.device, resident, microbatch, values, kind, self.generator, data)
-            structure, exits = flatten_value(result.output, what=f"the output of {resident.title}")
-            # What passes the layer stays the same tensor: the host has it, or gets it once.
-            same = {id(tensor) for tensor in values.tensors}
-            results = [t if id(t) in same and not t.requires_grad else plain(t) for t in exits]
+        with self.device.computing(resident.ready):
+            if self._is_bare:
+                result, structure, exits, results = self._call_here(resident, microbatch, values, kind, data)
+            else:
+                measured = self._measure("recompute" if kind == "recompute" else "forward", microbatch, layer)
+                with measured, self._modes():
+                    result, structure, exits, results = self._call_here(resident, microbatch, values, kind, data)
         if result.kept is not None:
             structure_kept, tensors = flatten_value(result.kept, what=f"save_for_recompute in {resident.title}")
             self.collected.kept[layer, microbatch] = send(self.device, structure_kept, tensors, [False] * len(tensors))
@@ -296,6 +301,22 @@ class _Visit:
             self.collected.buffers.follow(layer, resident.changed_buffers())
         flags = [tensor.requires_grad for tensor in exits]
         return Values(structure, results, flags), LayerGraph(layer, result.entries, exits)
+
+    def _call_here(
+        self,
+        resident: LayerOnDevice,
+        microbatch: int,
+        values: Values,
+        kind: CallKind,
+        data: tuple[Any, ...] | None,
+    ) -> tuple[CallResult, TreeStructure, list[torch.Tensor], list[torch.Tensor]]:
+        self.device.use(values.tensors)
+        result = call_layer(self.run, self.device, resident, microbatch, values, kind, self.generator, data)
+        structure, exits = flatten_value(result.output, what=f"the output of {resident.title}")
+        # What passes the layer stays the same tensor: the host has it, or gets it once.
+        same = {id(tensor) for tensor in values.tensors}
+        results = [t if id(t) in same and not t.requires_grad else plain(t) for t in exits]
+        return result, structure, exits, results
 
     def _modes(self) -> contextlib.AbstractContextManager[Any]:
         """The caller's autocast modes, in this thread."""
@@ -311,6 +332,7 @@ class _Visit:
 
     def _take_input(self, microbatch: int) -> HostValue:
         self._doing = "the upload of its input"
+        self.generator.cpu_state = None
         on_host: HostValue = self.run.mailbox.take(("activation", self.stage.layers[0], microbatch))
         return on_host
 
@@ -332,6 +354,7 @@ class _Visit:
 
     def _take_gradients(self, microbatch: int) -> list[torch.Tensor | None]:
         self._doing = "the upload of gradients"
+        self.generator.cpu_state = None
         found: Copies = self.run.mailbox.take(("gradient", self.stage.layers[-1] + 1, microbatch))
         return [None if pair is None else self.device.copy_in(*pair) for pair in found]
 
@@ -383,10 +406,5 @@ class _Visit:
 
 def _nbytes(run: Run, stage: Stage) -> int:
     """Bytes of the parameters of a stage on the device, and of the gradients where it goes backward."""
-    contents = [run.spec.contents[layer] for layer in stage.layers]
-    found = sum(layer.nbytes() for layer in contents)
-    if stage.kind == "forward":
-        return found
-    return found + sum(
-        parameter.nbytes for layer in contents for parameter in layer.parameters() if parameter.requires_grad
-    )
+    found = [run.spec.nbytes[layer] for layer in stage.layers]
+    return sum(held if stage.kind == "forward" else held + gradients for held, gradients in found)

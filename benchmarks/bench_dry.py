@@ -3,9 +3,10 @@
     python benchmarks/bench_dry.py [--json FILE] [--only TEXT]
 
 The runtime is real; nothing is computed, and no time is measured but that of the host (``simulated.py``). "Busy" is the
-share of the step in which kernels ran, or a link copied up or down; the largest is the bottleneck. The last row is
-processor time of a layer call beyond that of the layer, in torch and Python: that of the reference accelerator is left
-out. What is above its bar is named.
+share of the step in which kernels ran, or a link copied up or down; the largest is the bottleneck. The last rows are
+processor time of a layer call beyond that of the layer, in torch and Python, where that of the reference accelerator is
+left out; and steps of layers of one millisecond with a host that takes time and one that takes none. What is above its
+bar is named.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ OVERHEAD_BAR = 150.0
 
 LAYERS, MICROBATCHES, WIDTH = 32, 4, 8
 
+# Milliseconds of the forward of a layer that the host must not delay, and microseconds that a host takes for a layer
+# and microbatch in forward, forward again and backward, about twice those of the pipeline with torch.
+LAYER_MS, HOST_US = 1.0, 1000.0
+
 
 def simulated(model: str, kind: str, devices: int, microbatches: int) -> dict[str, Any]:
     """One case, in a process of its own."""
@@ -65,21 +70,16 @@ def _in_process(devices: int, *arguments: str) -> Any:
 
 def overhead(repeat: int) -> dict[str, float]:
     """Microseconds of processor time per layer and microbatch; the least of some steps."""
-    from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+    from torch.utils.checkpoint import checkpoint
+
     from tests.accelerator import late
 
     device = torch.device("late", 0)
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     there = [torch.nn.Linear(WIDTH, WIDTH).to(device) for _ in range(LAYERS)]
     inputs, labels = (torch.randn(2 * MICROBATCHES, WIDTH).pin_memory() for _ in range(2))
     last = LAYERS - 4
-    plan = ModelExecutePlan(
-        [range(first, min(first + 10, last)) for first in range(0, last, 10)],
-        [range(first, first + 4) for first in range(last, -1, -4)],
-    )
-    config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=MICROBATCHES, execute_plan=plan)
-    pipe = RoundPipe(torch.nn.Sequential(*layers), devices=[device], model_run_config=config)
+    pipe = _pipeline(device)
     mse_loss = torch.nn.functional.mse_loss
 
     def alone() -> None:
@@ -106,29 +106,82 @@ def overhead(repeat: int) -> dict[str, float]:
                 layer(hidden).backward(gradient)
                 gradient = hidden.grad
 
+    def checkpointed() -> None:
+        """The same layers with torch's checkpoints, as most programs go backward through layers again."""
+        for hidden, label in zip(inputs.chunk(MICROBATCHES), labels.chunk(MICROBATCHES), strict=True):
+            hidden = hidden.to(device)
+            for layer in there[:last]:
+                hidden = checkpoint(layer, hidden, use_reentrant=False)
+            for layer in there[last:]:
+                hidden = layer(hidden)
+            mse_loss(hidden, label.to(device)).backward()
+
     def pipeline() -> None:
         pipe.forward_backward((inputs,), label=labels, loss_fn=mse_loss)
         pipe.zero_grad()
 
-    def least(step: Callable[[], None]) -> tuple[float, float]:
-        """Of the quickest step: what torch and Python take, and what the reference accelerator takes in it."""
-        found = []
-        for _ in range(repeat):
-            late.set_order("eager")
-            late.host_seconds()
-            start = time.process_time()
-            step()
-            taken = time.process_time() - start
-            found.append((taken, late.host_seconds()))
-        taken, inside = min(found)
+    def taken(step: Callable[[], None]) -> tuple[float, float]:
+        """What torch and Python take of a step, and what the reference accelerator takes in it."""
+        late.set_order("eager")
+        late.host_seconds()
+        start = time.process_time()
+        step()
+        seconds = time.process_time() - start
+        inside = late.host_seconds()
         calls = LAYERS * MICROBATCHES
-        return 1e6 * (taken - inside) / calls, 1e6 * inside / calls
+        return 1e6 * (seconds - inside) / calls, 1e6 * inside / calls
 
-    (plain, plain_inside), (ours, ours_inside) = least(alone), least(pipeline)
+    # By turns, so that what else runs on the machine meets all of them; the least of each.
+    steps = (alone, checkpointed, pipeline)
+    rounds = [[taken(step) for step in steps] for _ in range(repeat)]
+    (plain, plain_inside), (again, _), (ours, ours_inside) = map(min, zip(*rounds, strict=True))
     return {
-        "layers alone": plain, "pipeline": ours, "overhead": ours - plain,
+        "layers alone": plain, "with torch's checkpoints": again, "pipeline": ours, "overhead": ours - plain,
         "accelerator, layers alone": plain_inside, "accelerator, pipeline": ours_inside,
     }  # fmt: skip
+
+
+def _pipeline(device: torch.device) -> Any:
+    from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+
+    last = LAYERS - 4
+    plan = ModelExecutePlan(
+        [range(first, min(first + 10, last)) for first in range(0, last, 10)],
+        [range(first, first + 4) for first in range(last, -1, -4)],
+    )
+    config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=MICROBATCHES, execute_plan=plan)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    return RoundPipe(torch.nn.Sequential(*layers), devices=[device], model_run_config=config)
+
+
+# -- whether the device waits for the host, on the dry clock -----------------------------------------------------------
+
+
+def delay() -> dict[str, float]:
+    """Milliseconds of a step of layers of one millisecond, where the host takes no time, and where it takes much."""
+    from tests.accelerator import late
+
+    pipe = _pipeline(torch.device("late", 0))
+    rows = 2 * MICROBATCHES
+    inputs, labels = (torch.randn(rows, WIDTH).pin_memory() for _ in range(2))
+
+    def step(launch: float) -> float:
+        flops = 2 * rows / MICROBATCHES * WIDTH**2 / (LAYER_MS / 1e3)
+        late.set_costs(flops=flops, memory=4e12, link=50e9, launch=launch)
+        late.set_order("eager")
+        late.counts()
+        pipe.forward_backward((inputs,), label=labels, loss_fn=torch.nn.functional.mse_loss)
+        milliseconds = late.clock() * 1e3
+        pipe.zero_grad()
+        return milliseconds
+
+    for _ in range(3):
+        alone = step(0.0)
+    late.trace()
+    step(0.0)
+    launches = len(late.trace())
+    launch = HOST_US / 1e6 * LAYERS * MICROBATCHES / launches
+    return {"the host takes nothing, ms": alone, f"the host takes {HOST_US:.0f} µs, ms": step(launch)}
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -154,9 +207,10 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="also write all numbers to this file")
     parser.add_argument("--only", default="", help="run the cases with this text in their model")
     parser.add_argument("--overhead", type=int, metavar="REPEAT", help=argparse.SUPPRESS)
+    parser.add_argument("--delay", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.overhead:
-        print(json.dumps(overhead(options.overhead)), flush=True)
+    if options.overhead or options.delay:
+        print(json.dumps(delay() if options.delay else overhead(options.overhead)), flush=True)
         os._exit(0)  # a thread of autograd for a device may abort a process that ends after a backward
     missed, cases = [], []
     for devices, microbatches, bar in BARS if options.only in _LAYERS else ():
@@ -171,12 +225,14 @@ def main() -> int:
             print(row(cases[-1]), flush=True)
     costs = _in_process(1, __file__, "--overhead", "30")
     print(", ".join(f"{name} {value:.0f} µs" for name, value in costs.items()), "per layer and microbatch")
+    delayed = _in_process(1, __file__, "--delay")
+    print(f"layers of {LAYER_MS} ms:", ", ".join(f"{name}: {value:.1f}" for name, value in delayed.items()))
     if costs["overhead"] > OVERHEAD_BAR:
         missed.append(f"overhead {costs['overhead']:.0f} µs")
     for line in missed:
         print("above its bar:", line)
     if options.json:
-        content = {"machine": machine(), "versions": versions(), "cases": cases, "host": costs}
+        content = {"machine": machine(), "versions": versions(), "cases": cases, "host": costs, "delay": delayed}
         Path(options.json).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return 0
 

@@ -143,8 +143,8 @@ class VisitGenerator:
         device: device of the stage; of the CPU there is nothing to do.
 
     Attributes:
-        cpu_state: State of the CPU's generator after the last call, if the next one follows at once. Whoever calls
-            other code of the user's in between sets it to ``None``.
+        cpu_state: State of the CPU's generator after the last call, if the next one follows at once. The stage sets it
+            to ``None`` where other code of the user's runs in between.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -101,7 +101,16 @@ class RunSpec:
         Returns:
             The seed, the same on any device and for any plan.
         """
-        return call_seed(self.base_seed, self.tag, self.step, layer, self.first_microbatch + microbatch)
+        found = self._seeds.get((layer, microbatch))
+        if found is None:
+            found = call_seed(self.base_seed, self.tag, self.step, layer, self.first_microbatch + microbatch)
+            self._seeds[layer, microbatch] = found
+        return found
+
+    @functools.cached_property
+    def _seeds(self) -> dict[tuple[int, int], int]:
+        """Seeds of the calls so far: a recomputation has the one of its forward."""
+        return {}
 
 
 def captured_autocast(device_types: Sequence[str]) -> list[dict[str, Any]]:

@@ -183,34 +183,35 @@ def test_a_program_exported_from_a_built_cache_takes_a_real_one():
 
 
 def test_a_saved_program_runs_in_a_fresh_process(tmp_path: pathlib.Path):
-    """`torch.export.save`, then load and run in another process inside the block: the same result.
-
-    Of a model with full and with sliding layers.
-    """
-    kwargs = decode_inputs(make_model("gemma3"), SIZES["past the window, a padded row, a chunk"])
-    cache = kwargs.pop("past_key_values")
-    # no_grad: elsewhere torch 2.13 cannot load a `torch.no_grad()` region whose results nobody uses, and gemma3 in
-    # transformers 5.0 has one ("Node.meta wrap_with_set_grad_enabled_1 is missing val field")
-    with register_flattening_functions(patch_transformers=True), torch.no_grad():
-        program = _program("gemma3")
-        torch.export.save(program, tmp_path / "program.pt2")
-        leaves, spec = torch.utils._pytree.tree_flatten(cache)
-        outputs = program.module()(**kwargs, past_key_values=copy.deepcopy(cache))
-    torch.save((kwargs, leaves, spec.context, outputs.logits), tmp_path / "call.pt")
+    """`torch.export.save`, then load and run in another process inside the block: the same result."""
+    for name in ("gemma3", "mistral"):
+        kwargs = decode_inputs(make_model(name), SIZES["past the window, a padded row, a chunk"])
+        cache = kwargs.pop("past_key_values")
+        # no_grad: elsewhere torch 2.13 cannot load a `torch.no_grad()` region whose results nobody uses, and gemma3 in
+        # transformers 5.0 has one ("Node.meta wrap_with_set_grad_enabled_1 is missing val field")
+        with register_flattening_functions(patch_transformers=True), torch.no_grad():
+            program = _program(name)
+            torch.export.save(program, tmp_path / f"{name}.pt2")
+            leaves, spec = torch.utils._pytree.tree_flatten(cache)
+            with torch.no_grad():
+                outputs = program.module()(**kwargs, past_key_values=copy.deepcopy(cache))
+        expected = torch.utils._pytree.tree_leaves(tuple(outputs.values())[:1])
+        torch.save((kwargs, leaves, spec.context, expected), tmp_path / f"{name}.pt")
     script = """
         import sys, torch
         from yobx_flatten import register_flattening_functions, unflatten_dynamic_cache
-        kwargs, leaves, context, expected = torch.load(f"{sys.argv[1]}/call.pt")
-        with register_flattening_functions(patch_transformers=True):
-            program = torch.export.load(f"{sys.argv[1]}/program.pt2")
-            cache = unflatten_dynamic_cache(leaves, context)
-            with torch.no_grad():
-                outputs = program.module()(**kwargs, past_key_values=cache)
-        assert torch.equal(outputs.logits, expected)
-        print(type(outputs.past_key_values).__name__)
+        for name in ("gemma3", "mistral"):
+            kwargs, leaves, context, expected = torch.load(f"{sys.argv[1]}/{name}.pt")
+            with register_flattening_functions(patch_transformers=True):
+                program = torch.export.load(f"{sys.argv[1]}/{name}.pt2")
+                cache = unflatten_dynamic_cache(leaves, context)
+                with torch.no_grad():
+                    outputs = program.module()(**kwargs, past_key_values=cache)
+            assert torch.equal(outputs.logits, expected[0]), name
+            print(name, type(outputs.past_key_values).__name__)
     """
     ran = fresh_process.run("-c", textwrap.dedent(script), tmp_path)
-    assert ran.stdout == "DynamicCache\n"
+    assert ran.stdout.splitlines() == ["gemma3 DynamicCache", "mistral DynamicCache"]
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # in torch.export.unflatten

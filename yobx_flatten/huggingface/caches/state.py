@@ -128,8 +128,13 @@ def _read(value: Any, name: str, leaves: list[Any]) -> list[Any]:
 
 
 def _is_part(value: Any) -> bool:
-    """Whether a value is an object of a model library that holds tensors, or will: a layer of a padding cache."""
+    """Whether a value is an object of a model library that holds tensors, or will: a layer of a padding cache.
+
+    So is what Quanto quantises with: an object without attributes.
+    """
     cls = type(value)
+    if cls.__module__.startswith("optimum.quanto.") and "Optimizer" in cls.__qualname__:
+        return True
     return cls.__module__.startswith("transformers.") and "Cache" in cls.__qualname__ and hasattr(value, "__dict__")
 
 

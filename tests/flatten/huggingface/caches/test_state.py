@@ -2,6 +2,8 @@
 
 import copy
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -145,6 +147,17 @@ def test_a_quantised_cache_comes_back():
     expected = copy.deepcopy(cache).update(*states(1), 0)
     assert all(map(torch.equal, rebuilt.update(*states(1), 0), expected))
     assert rebuilt.get_seq_length() == 6
+
+
+def test_what_quanto_quantises_with_comes_back(monkeypatch):
+    """Its layers hold an object without attributes, which no other static data is."""
+    module = types.ModuleType("optimum.quanto.tensor.optimizers")
+    module.MaxOptimizer = type("MaxOptimizer", (), {"__module__": module.__name__})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    template, leaves = read_state({"optimizer": module.MaxOptimizer(), "scale": torch.ones(2)})
+    held, _, _ = build_state(json.loads(json.dumps(template)), iter(leaves), 0)
+    assert type(held["optimizer"]) is module.MaxOptimizer
+    assert [leaf is held["scale"] for leaf in leaves] == [True]
 
 
 def test_one_tensor_under_two_names_is_one_leaf():

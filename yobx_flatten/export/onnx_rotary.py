@@ -52,10 +52,10 @@ def _rotate(node: Any, tables: _Tables) -> bool:
     if split.op_type != "Split" or not size or widths != [heads * size, kv_heads * size, kv_heads * size]:
         return False
     make = tables.make
-    apart = make("Reshape", split.inputs[0], make("Constant", value_ints=[0, -1, size]))
+    apart = make("Reshape", split.inputs[0], tables.shape(size))
     given = tables.of(queries.inputs[1], queries.inputs[2], heads + kv_heads, kv_heads, size)
     turned = make("RotaryEmbedding", apart, *given, num_heads=1, interleaved=interleaved)
-    joined = make("Reshape", turned, make("Constant", value_ints=[0, -1, sum(widths)]))
+    joined = make("Reshape", turned, tables.shape(sum(widths)))
     for place, value in enumerate((joined, None, None)):
         node.replace_input_with(place, value)
     return True
@@ -75,6 +75,7 @@ class _Tables:
     def __init__(self, graph: Any) -> None:
         self._graph = graph
         self._known: dict[Any, list[Any]] = {}
+        self._shapes: dict[int, Any] = {}
 
     def of(self, cosines: Any, sines: Any, turned: int, kept: int, size: int) -> list[Any]:
         """Return both, of shape (batch, tokens * heads, size / 2).
@@ -92,16 +93,22 @@ class _Tables:
             import onnx_ir as ir
 
             stays = ir.tensor(numpy.arange(turned + kept)[:, None] >= turned)
-            axis, shape = self.make("Constant", value_ints=[2]), self.make("Constant", value_ints=[0, -1, size // 2])
+            axis = self.make("Constant", value_ints=[2])
             made = []
             for table, number in ((cosines, 1), (sines, 0)):
                 constant = self.make("Constant", value_float=float(number))
                 each = self.make("Unsqueeze", table, axis)
                 like = self.make("CastLike", constant, table)
                 chosen = self.make("Where", self.make("Constant", value=stays), like, each)
-                made.append(self.make("Reshape", chosen, shape))
+                made.append(self.make("Reshape", chosen, self.shape(size // 2)))
             self._known[key] = made
         return self._known[key]
+
+    def shape(self, width: int) -> Any:
+        """Return (batch, as many as there are, width) for a ``Reshape``."""
+        if width not in self._shapes:
+            self._shapes[width] = self.make("Constant", value_ints=[0, -1, width])
+        return self._shapes[width]
 
     def make(self, op_type: str, *inputs: Any, **attributes: Any) -> Any:
         """Add an operator; return its output."""

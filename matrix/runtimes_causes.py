@@ -18,6 +18,10 @@ RUNTIME_CAUSES: dict[tuple[str, str, tuple[str, ...]], str] = {
     ("OpenVINO", "Can't create dummy inputs", ("longcat_flash",)): (
         'OpenVINO 2026.4 cannot compile the file: "Can\'t create dummy inputs if argument shapes ranks are not equal"'
     ),
+    ("OpenVINO", "Can not clone with new dims", ("dbrx",)): (
+        "OpenVINO 2026.4 fails in the product of tokens with the matrices of the experts (`FullyConnected` of the CPU "
+        'plugin: "Can not clone with new dims. Descriptor\'s shape: {4, 0 - ?, 96} ... provided: {1, 6, 96}")'
+    ),
     ("ExecuTorch", "aten::polar.out", ("deepseek_v2", "llama4", "llama4_text")): (
         "its positions are complex numbers (`torch.polar`), for which ExecuTorch 1.5 has no kernels"
     ),

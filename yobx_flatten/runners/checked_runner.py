@@ -40,7 +40,7 @@ class CheckedRunner:
         try:
             return dict(zip(self.outputs, self._call(tensors), strict=True))
         except Exception as error:  # the libraries have no base classes for their errors
-            raise ReplayError(f"{self.runtime} fails on the inputs of the case: {first_line(error)}") from error
+            raise ReplayError(f"{self.runtime} fails on the inputs of the case: {self._reason(error)}") from error
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return a cache for :meth:`step`: the tensors themselves."""
@@ -54,12 +54,16 @@ class CheckedRunner:
         try:
             found = dict(zip(self.outputs, self._call(tensors), strict=True))
         except Exception as error:  # the libraries have no base classes for their errors
-            raise GenerationError(f"{self.name} stopped: {first_line(error)}") from error
+            raise GenerationError(f"{self.name} stopped: {self._reason(error)}") from error
         return split_cache(found, self.slots, cache)
 
     def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
         """Return a cache with other rows; see :meth:`.runner.Runner.select_rows`."""
         return {name: with_rows(value, rows) for name, value in cache.items()}
+
+    def _reason(self, error: BaseException) -> str:
+        """Return what a user reads of an error of the library."""
+        return first_line(error)
 
     def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run the file on contiguous tensors in order; the outputs are memory of their own."""

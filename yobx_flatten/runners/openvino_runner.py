@@ -74,6 +74,9 @@ class OpenVINORunner(CheckedRunner):
         found = self._request.infer([tensor.numpy() for tensor in tensors], share_inputs=True, share_outputs=False)
         return [torch.from_numpy(found[index]) for index in range(len(self.outputs))]
 
+    def _reason(self, error: BaseException) -> str:
+        return _last_line(error)
+
 
 def read_model(path: pathlib.Path) -> Any:
     """Read a model of OpenVINO, or an ONNX file.

@@ -12,9 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ..errors import FlattenError, ReplayError
 from ..runners.signature import Signature, Size
@@ -79,6 +77,10 @@ def _value(size: Size, sizes: Mapping[str, int], example: int) -> int:
 
 def _runs(program: ExportedProgram, shapes: _Shapes) -> bool:
     """Whether torch computes the shapes of all values, from those of the inputs."""
+    # half a second: sympy
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     values = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")]
     weights = [tuple(value.shape) for value in values[: len(values) - len(shapes)]]
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)

@@ -40,13 +40,12 @@ def flat_program(program: ExportedProgram) -> ExportedProgram:
         A program with positional arguments, which shares the weights.
     """
     module, signature = copy.deepcopy(program.graph_module), program.graph_signature
-    placeholders = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
     inputs, outputs = [], []
-    for entry in signature.input_specs:
+    for entry, node in zip(signature.input_specs, module.graph.find_nodes(op="placeholder"), strict=True):
         if entry.kind is InputKind.USER_INPUT and isinstance(entry.arg, ConstantArgument):
-            module.graph.erase_node(placeholders[entry.arg.name])
-        else:
-            inputs.append(entry)
+            module.graph.erase_node(node)
+        else:  # a copy gives nodes that are called as a function of Python (`input`) another name
+            inputs.append(replace(entry, arg=replace(entry.arg, name=node.name)))
     _write_to_copies(module, {entry.arg.name for entry in inputs if entry.kind is InputKind.USER_INPUT})
     last = module.graph.output_node()
     kept = []

@@ -173,3 +173,18 @@ def test_a_program_of_a_file_does_not_write_to_its_inputs():
     assert torch.equal(state, torch.full((4, 2), 5.0))
     assert torch.equal(after, torch.full((4, 2), 11.0))
     assert torch.equal(doubled, torch.full((4, 2), 22.0))
+
+
+class Builtins(torch.nn.Module):
+    """Its arguments are called as functions of Python are, like those of torchvision's models."""
+
+    def forward(self, input, max):
+        return input * max
+
+
+def test_arguments_may_have_the_names_of_functions_of_python():
+    """Their nodes get other names in a copy of the graph, and what lowers the program verifies that all agree."""
+    given = {"input": torch.arange(6.0).reshape(2, 3), "max": torch.full((2, 3), 2.0)}
+    program = flat_program(torch.export.export(Builtins(), (), given)).run_decompositions()
+    (found,) = program.module()(*given.values())
+    torch.testing.assert_close(found, given["input"] * 2)

@@ -21,6 +21,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def of_child(what: str, way: str, number: int) -> Any:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--millions", type=int, nargs="+", default=[100, 400])
+    parser.add_argument("--millions", type=int, nargs="+", default=[100, 400, 1000])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--losses", type=int, default=0)
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
@@ -145,7 +146,8 @@ def main() -> int:
     ways = [way for way in arguments.ways if way != EIGHT or importlib.util.find_spec("torchao")]
     results: dict[str, dict[str, Any]] = {}
     learned = of_child("losses", "; ".join(ways), arguments.losses) if arguments.losses else {}
-    above = []
+    above, here = [], machine()
+    used = {name: version(name) for name in ("torch", "torchao") if importlib.util.find_spec(name)}
     for way in ways:
         for millions in arguments.millions:
             found = of_child("bytes", way, millions)
@@ -153,10 +155,10 @@ def main() -> int:
             print(f"{way}, {millions} M: {found['bytes per parameter']:.2f} bytes per parameter", flush=True)
             if found["bytes per parameter"] > BARS.get(way, float("inf")):
                 above.append(f"{way}, {millions} M")
+            if arguments.json:  # each time: the largest may not fit into the memory of a machine
+                stored = {"versions": used, "machine": here, "bars": BARS, "ways": results, "losses": learned}
+                arguments.json.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     print("above the bar:", above or "none")
-    if arguments.json:
-        stored = {"torch": torch.__version__, "machine": machine(), "bars": BARS, "ways": results, "losses": learned}
-        arguments.json.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     return bool(above)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -221,7 +222,17 @@ def _lengths(data: Mapping[str, Any], _: Path) -> list[str]:
         ]
         for length, found in data["lengths"].items()
     ]
-    return _table(["one row of", "MB", "kB per token", "seconds"], rows)
+    sizes = sorted(map(int, data["lengths"]))
+    further = [
+        (data["lengths"][str(more)]["bytes"] - data["lengths"][str(fewer)]["bytes"]) / (more - fewer) / 1e3
+        for fewer, more in itertools.pairwise(sizes)
+    ]
+    text = (
+        f"Memory grows linearly: each further token takes {further[-2]:.1f} kB between {sizes[-3]:,} and {sizes[-2]:,} "
+        f"tokens, and {further[-1]:.1f} kB between {sizes[-2]:,} and {sizes[-1]:,}. Time does not, as each token "
+        "attends to all before it."
+    )
+    return [*_table(["one row of", "MB", "kB per token", "seconds"], rows), "", text]
 
 
 def _dry(data: Mapping[str, Any], _: Path) -> list[str]:

@@ -19,6 +19,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .meta_results import MetaResults
+
 __all__ = ["device_kernels"]
 
 _ATEN = torch.ops.aten
@@ -39,7 +41,7 @@ def device_kernels(kind: str = "cuda") -> Iterator[None]:
     >>> max(kept) == 4096 * 64
     True
     """
-    with _Attention(drops=kind != "cpu"), _Operations():  # type: ignore[no-untyped-call] # torch does not annotate it
+    with _Attention(drops=kind != "cpu"), _Operations():
         yield
 
 
@@ -85,12 +87,16 @@ def _fused(
 
 
 class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch does not annotate it
+        self._results = MetaResults()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _ATEN._grouped_mm.default and args[0].is_meta:
             return _grouped(*args, **(kwargs or {}))
         if func is _ATEN._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             return True
-        return func(*args, **(kwargs or {}))
+        return self._results.call(func, args, kwargs or {}, func)
 
 
 def _grouped(

@@ -53,6 +53,7 @@ def test_compiled_code_takes_a_cache_apart_in_one_graph(layers):
     assert [type(layer).__name__ for layer in found.layers] == [name for name, _ in layers]
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="dynamo of torch 2.11 does not follow what rebuilds a cache")
 @pytest.mark.parametrize(
     "names",
     [

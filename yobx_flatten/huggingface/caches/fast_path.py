@@ -248,7 +248,7 @@ class Builders:
         if len(values) != self._leaf_count or type(length) is not int:
             return None
         try:
-            layers = list(map(_new, self._classes))
+            layers = [object.__new__(cls) for cls in self._classes]  # dynamo of torch 2.11 follows no other name of it
             for fill, pick, columns in self._parts:
                 fill(pick(layers), length, *[column(values) for column in columns])
             for index, make in self._empty:
@@ -256,9 +256,6 @@ class Builders:
         except _UNEXPECTED:
             return None
         return layers
-
-
-_new: Callable[[type], Any] = object.__new__
 
 
 def _part(layers: list[LayerBuild], indices: list[int]) -> tuple[Callable[..., None], Pick, list[Pick]]:

@@ -21,7 +21,7 @@ from typing import Any
 from torch.utils._pytree import MappingKey
 
 from ...errors import CacheStructureError, describe_class
-from .layers import kind_of, kind_of_code, letter_of
+from .layers import kind_of, letter_of
 from .layouts import flatten_layers, holds_full_only, is_leaf_name, unflatten_layers
 
 __all__ = [
@@ -302,9 +302,16 @@ def new_cache(cls: Any, layers: list[Any], *, grows: bool) -> Any:
             the same kind of cache to a program.
     """
     cache = cls.__new__(cls)
-    replicated = kind_of_code("D")[0].cls if grows else None
+    replicated = _full_layer() if grows else None
     cache.__dict__ = {"layers": layers, "layer_class_to_replicate": replicated, "offloading": False}
     return cache
+
+
+@functools.cache
+def _full_layer() -> Any:
+    from transformers.cache_utils import DynamicLayer
+
+    return DynamicLayer
 
 
 def _shown_updates(cross: Any) -> dict[int, bool]:

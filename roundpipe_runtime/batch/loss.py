@@ -121,8 +121,8 @@ def read_loss(value: Any) -> LossValue:
 class LossContract:
     """Collects the losses of one batch, and returns the backward terms and the total loss.
 
-    The thread that runs the fused stage calls :meth:`add` for each microbatch, in their order; afterwards any
-    thread may read the rest. One instance per call of ``forward_backward``.
+    The threads that run the fused stage call :meth:`add` for each microbatch; afterwards any thread may read the rest.
+    One instance per call of ``forward_backward``.
 
     Args:
         reduction: ``"sum"`` or ``"mean"``, of losses that are not pairs.
@@ -200,7 +200,7 @@ class LossContract:
     @property
     def kind(self) -> str | None:
         """What the loss function returns; ``None`` before the first loss."""
-        return next((value.kind for value in self._values.values()), None)
+        return next((value.kind for value in self.values().values()), None)
 
     @property
     def weights(self) -> list[float]:

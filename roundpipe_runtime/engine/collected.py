@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from ..device.events import NOW, Event
 from ..device.transfer import HostValue
@@ -31,6 +32,7 @@ class Collected:
         input_gradients: Gradients of the inputs of the model, by microbatch.
         gradients: Gradients of the parameters, by layer; those of a loss function after the last layer.
         buffers: Buffers that layers wrote.
+        loss_gradients: Gradients of a loss function's own parameters, by microbatch, until all are there.
     """
 
     buffers: WrittenBuffers
@@ -39,12 +41,25 @@ class Collected:
     kept: dict[tuple[int, int], HostValue] = dataclasses.field(default_factory=dict)
     input_gradients: dict[int, Copies] = dataclasses.field(default_factory=dict)
     gradients: dict[int, Gradients] = dataclasses.field(default_factory=dict)
+    loss_gradients: dict[int, dict[nn.Parameter, torch.Tensor]] = dataclasses.field(default_factory=dict)
+
+    def add_loss_gradients(self, layer: int) -> None:
+        """Add the gradients of the loss function's parameters to those of a layer, in the order of microbatches.
+
+        Args:
+            layer: index after the last layer.
+        """
+        while self.loss_gradients:
+            sums = self.gradients.setdefault(layer, {})
+            for parameter, gradient in self.loss_gradients.pop(min(self.loss_gradients)).items():
+                before = sums.get(parameter)
+                sums[parameter] = (gradient if before is None else before[0] + gradient, NOW)
 
     def clear(self) -> None:
         """Release everything."""
         self.buffers.clear()
         values: list[dict[Any, Any]] = [self.outputs, self.saved, self.kept, self.input_gradients, self.gradients]
-        for one in values:
+        for one in [*values, self.loss_gradients]:
             one.clear()
 
 

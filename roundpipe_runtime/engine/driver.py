@@ -36,6 +36,7 @@ from ..schedule.round_robin import RoundRobin, Stage
 from ..timeline.record import current_timeline
 from .autograd import call
 from .config import RoundPipeRunConfig
+from .copied_stage import CopyVisit
 from .gradient_memory import GradientMemory
 from .inputs import PinnedCopies, feed_inputs, host_value
 from .outputs import merge_outputs, outputs_of
@@ -43,7 +44,7 @@ from .planner import Planner
 from .progress import PipelineProgress
 from .run import Run
 from .run_spec import RunSpec, captured_autocast
-from .stage import run_stage
+from .stage import Visit, run_stage
 from .timer import Timer
 
 __all__ = ["Engine"]
@@ -298,7 +299,10 @@ class Engine:
             PlanError: the plan of the configuration is not one for these layers.
             StageError: a layer has parameters without a shape.
         """
-        plan = config.execute_plan or self.planner.plan(kind, self.step)
+        copies = config.last_stage_copies or 1
+        plan = config.execute_plan or self.planner.plan(kind, self.step, copies=copies, num_microbatch=len(rows))
+        # Who is offered gradients gets them from one device, microbatch after microbatch.
+        most_copies = 1 if self.take_gradient is not None else max(1, min(len(self.devices), len(rows)))
         # A publication that failed, for want of memory for example, is tried again before each run: the run would get
         # its error otherwise, also after the cause is gone.
         self.steps.resume()
@@ -316,7 +320,7 @@ class Engine:
         kinds = sorted({"cpu"} | {device.torch_device.type for device in self.devices})
         spec = RunSpec(
             kind=kind,
-            stages=plan.stages(kind, len(self.layers)),
+            stages=plan.stages(kind, len(self.layers), most_copies=most_copies),
             contents=contents,
             num_microbatch=len(rows),
             requires_grad=bool(config.requires_grad),
@@ -377,7 +381,8 @@ class Engine:
                         worker = self.devices[0].worker if run.spec.one_thread else device.worker
                         after = place + len(self.devices)  # stages go round
                         following = stages[after] if after < len(stages) else None
-                        work.append(worker.submit(run_stage, run, stage, device, following))
+                        visit = Visit if stage.copies == 1 else CopyVisit
+                        work.append(worker.submit(run_stage, run, stage, device, following, visit))
                 except BaseException as refusal:  # of a device that was closed
                     run.mailbox.fail(refusal)
             collect(run.mailbox, work)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ..batch.loss import BackwardTerm
-from ..device.events import NOW
 from ..device.virtual import Device
 from .layer_graph import Values, enter, other_leaves
 from .nested_checkpoint import run_backward, watch_forward
@@ -45,15 +44,16 @@ class MicrobatchLoss:
         call = partial(watch_forward, invoke, spec.loss_fn, self._device.torch_device)
         if spec.preserve_rng_state:
             seed = partial(spec.seed, len(spec.contents), self._microbatch)
-            result = run_seeded(call, spec.loss_fn, seed, self._generator, call)
-        else:
+            call = partial(run_seeded, call, spec.loss_fn, seed, self._generator, call)
+        with run.loss_lock:
             result = call()
         self._terms = run.contract.add(self._microbatch, result)
 
     def back(self) -> list[torch.Tensor | None]:
         """Go back; return the gradients of the last layer's outputs, ``None`` where none flows."""
         if self._terms:
-            run_backward(self._back, self._run.spec.loss_fn, self._device.torch_device)
+            with self._run.loss_lock:
+                run_backward(self._back, self._run.spec.loss_fn, self._device.torch_device)
         return [None if entry is None else entry.grad for entry in self._entries]
 
     def _back(self) -> None:
@@ -69,8 +69,11 @@ class MicrobatchLoss:
         for entry, gradient in zip(wanted, found, strict=False):
             entry.grad = gradient
         # what the loss itself trains is collected like the gradients of a layer after the last
-        sums = self._run.collected.gradients.setdefault(len(self._run.spec.contents), {})
-        for leaf, gradient in zip(cast(list[nn.Parameter], outside), found[len(wanted) :], strict=True):
+        pairs = zip(cast(list[nn.Parameter], outside), found[len(wanted) :], strict=True)
+        collected = self._run.collected
+        own = collected.loss_gradients[self._microbatch] = {}
+        for leaf, gradient in pairs:
             if gradient is not None:
-                before = sums.get(leaf)
-                sums[leaf] = (gradient if before is None else before[0] + gradient, NOW)
+                own[leaf] = gradient
+        if not self._run.spec.has_copies:
+            collected.add_loss_gradients(len(self._run.spec.contents))

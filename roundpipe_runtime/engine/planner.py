@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -45,7 +45,8 @@ class Planner:
         # apart, as a forward alone may be of another batch, and is not to be compared with a backward
         guessed = [analytic_cost(layer, gradient_dtype) for layer in layers]
         self._training, self._inference = MeasuredCosts(guessed), MeasuredCosts(guessed)
-        self._plans: dict[RunType, tuple[ModelExecutePlan, int]] = {}
+        # By kind, wanted number of copies, and the number of microbatches where that counts.
+        self._plans: dict[tuple[RunType, int | str, int | None], tuple[ModelExecutePlan, int]] = {}
         self._runs: collections.Counter[RunType] = collections.Counter()
 
     def measured(self, kind: RunType) -> MeasuredCosts:
@@ -71,17 +72,22 @@ class Planner:
         known = [device.memory for device in self._devices if device.memory is not None]
         return FOR_PARAMETERS * min(known) / 1e9 if known else None
 
-    def plan(self, kind: RunType, step: int) -> ModelExecutePlan:
+    def plan(
+        self, kind: RunType, step: int, *, copies: int | Literal["auto"] = 1, num_microbatch: int | None = None
+    ) -> ModelExecutePlan:
         """Return the plan in use, which is made again after 1, 2, 4, 8 ... runs, as more was measured.
 
         Args:
             kind: kind of the run.
             step: number of runs before it.
+            copies: number of copies of the fused stage, or ``"auto"``. Default: 1.
+            num_microbatch: number of microbatches, which counts for copies. Default: one more than devices.
 
         Raises:
             PlanError: a layer is too large for the devices.
         """
-        plan, due = self._plans.get(kind, (None, 0))
+        key = kind, copies, None if copies == 1 else num_microbatch
+        plan, due = self._plans.get(key, (None, 0))
         if plan is None or step >= due:
             found = ModelExecutePlan.auto(
                 kind,
@@ -89,9 +95,11 @@ class Planner:
                 min_stages=len(self._devices),
                 model_memory_limit=self.memory_limit(),
                 previous=plan,
+                last_stage_copies=copies,
+                num_microbatch=key[2],
             )
             plan = cast(ModelExecutePlan, found)
-            self._plans[kind] = plan, max(1, 2 * step)
+            self._plans[key] = plan, max(1, 2 * step)
         return plan
 
     def prefers_one_thread(self, kind: RunType) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -71,6 +72,8 @@ class LayerOnDevice:
         self._parameters: dict[int, nn.Parameter] = {}
         self._wide: list[tuple[int, torch.dtype]] = []
         self._sums: dict[int, torch.Tensor] = {}
+        # What a backward left for each parameter, where it is kept apart from the sums.
+        self._apart: dict[int, list[torch.Tensor]] | None = None
         for parameter in contents.parameters():
             self._parameters[id(parameter)] = self._copy_parameter(parameter, source(parameter))
             dtype = gradient_dtype(parameter)
@@ -124,12 +127,54 @@ class LayerOnDevice:
 
         Autograd sums in ``grad`` of the copy, in the same order. Only what is summed in another dtype is taken away.
         """
+        if self._apart is not None:
+            return
         for key, dtype in self._wide:
             copy = self._parameters[key]
             gradient, copy.grad = copy.grad, None
             if gradient is not None:
                 total = self._sums.get(key)
                 self._sums[key] = gradient.to(dtype) if total is None else total.add_(_addend(gradient, dtype))
+
+    def keep_apart(self) -> None:
+        """Leave the gradients of each backward for :meth:`pop_gradients`, instead of summing them here."""
+        if self._apart is None:
+            self._apart = {key: [] for key, copy in self._parameters.items() if copy.requires_grad}
+            wide = dict(self._wide)
+            for key, found in self._apart.items():
+                if key not in wide:  # of these, autograd adds each part to the sum if a backward has several
+                    self._parameters[key].register_post_accumulate_grad_hook(partial(_move_gradient, found))
+
+    def pop_gradients(self) -> list[list[torch.Tensor]]:
+        """Return what the last backward left for each parameter, in the order in which it is added to the sums."""
+        assert self._apart is not None
+        popped = []
+        for parameter in self.contents.parameters():
+            copy, found = self._parameters[id(parameter)], self._apart.get(id(parameter), [])
+            if copy.grad is not None:
+                _move_gradient(found, copy)
+            popped.append(found.copy())
+            found.clear()
+        return popped
+
+    def add_gradients(self, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Add to the sums what a backward left, here or on another device, just as autograd adds.
+
+        Args:
+            gradients: result of :meth:`pop_gradients`, on this device. Its tensors may be written.
+        """
+        wide = dict(self._wide)
+        with torch.no_grad():
+            for parameter, found in zip(self.contents.parameters(), gradients, strict=True):
+                key = id(parameter)
+                for gradient in found:
+                    total, dtype = self._sums.get(key), wide.get(key, gradient.dtype)
+                    if total is None:
+                        self._sums[key] = gradient.to(dtype)
+                    elif total.layout != torch.strided and gradient.layout == torch.strided:
+                        self._sums[key] = gradient.to(dtype) + total
+                    else:
+                        total.add_(_addend(gradient, dtype))
 
     def hand_over(self, take: Callable[[nn.Parameter, torch.Tensor], bool]) -> None:
         """Offer each gradient to a function; what it takes is forgotten.
@@ -219,8 +264,16 @@ class LayerOnDevice:
         self._parameters.clear()
         self._places.clear()
         self._sums.clear()
+        self._apart = None
         self._buffers.clear()
         self._marks.clear()
+
+
+def _move_gradient(found: list[torch.Tensor], copy: torch.Tensor) -> None:
+    """Move the gradient of a copy to a list."""
+    if copy.grad is not None:
+        found.append(copy.grad)
+        copy.grad = None
 
 
 def _addend(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 
 import torch
@@ -40,6 +41,7 @@ class Run:
         mailbox: Activations and gradients between stages, and the first error of any.
         collected: Results of the stages.
         residents: Layers that stay on a device between two stages, by device and layer.
+        loss_lock: Lock that is held while the loss function is called, which copies of the last stage share.
     """
 
     spec: RunSpec
@@ -53,6 +55,7 @@ class Run:
     mailbox: Mailbox = dataclasses.field(default_factory=Mailbox)
     collected: Collected = dataclasses.field(init=False)
     residents: dict[tuple[str, int], LayerOnDevice] = dataclasses.field(default_factory=dict)
+    loss_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     _versions: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -76,6 +76,11 @@ class RunSpec:
         return self.kind != "infer"
 
     @functools.cached_property
+    def has_copies(self) -> bool:
+        """Whether several devices run the last stage."""
+        return any(stage.copies > 1 for stage in self.stages)
+
+    @functools.cached_property
     def restarts(self) -> set[int]:
         """Layers from which a backward stage calls the forward again, so that their input is kept."""
         backward = [stage.layers for stage in self.stages if stage.kind == "backward"]

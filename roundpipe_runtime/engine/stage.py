@@ -35,14 +35,16 @@ from .recompute import VisitGenerator
 from .resident import LayerOnDevice
 from .run import Run
 
-__all__ = ["run_stage"]
+__all__ = ["Visit", "run_stage"]
 
 _NO_MODES = contextlib.nullcontext()
 
 _DOWNLOAD = "the download of its gradients"
 
 
-def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None = None) -> None:
+def run_stage(
+    run: Run, stage: Stage, device: Device, following: Stage | None = None, kind: type[Visit] | None = None
+) -> None:
     """Run a stage with all microbatches of its run. Results and errors go to the run; nothing is raised.
 
     Args:
@@ -50,8 +52,9 @@ def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None = 
         stage: layers, and what to do with them.
         device: device to run on, in the thread of its worker or of another one.
         following: stage that the device runs next, which is uploaded as soon as there is room. Default: none.
+        kind: class that runs the stage. Default: :class:`Visit`.
     """
-    visit = _Visit(run, stage, device, following)
+    visit = (kind or Visit)(run, stage, device, following)
     try:
         with device.visit(_nbytes(run, stage)) as has_room:
             visit.run_all(has_room)
@@ -66,8 +69,15 @@ def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None = 
         visit.leave()
 
 
-class _Visit:
-    """A stage on its device, from the copy of its parameters to the copy of its gradients back to the host."""
+class Visit:
+    """A stage on its device, from the copy of its parameters to the copy of its gradients back to the host.
+
+    Args:
+        run: run that the stage belongs to.
+        stage: layers, and what to do with them.
+        device: device to run on.
+        following: stage that the device runs next.
+    """
 
     def __init__(self, run: Run, stage: Stage, device: Device, following: Stage | None) -> None:
         self.run, self.spec, self.collected = run, run.spec, run.collected
@@ -87,6 +97,8 @@ class _Visit:
         self._ahead = collections.deque(() if following is None else following.layers)
         self._nbytes_ahead = 0
         self._has_room: HasRoom | None = None
+        # The microbatch in which gradients are complete, layer by layer, so that they can go down.
+        self._completes: int | None = self.spec.num_microbatch - 1
 
     # -- the whole visit ---------------------------------------------------------------------------------------------
 
@@ -111,7 +123,7 @@ class _Visit:
         self.run.mailbox.check()
         self._upload_ready()
         work = {"forward": self._forward, "fused": self._fused, "backward": self._backward}[self.stage.kind]
-        for microbatch in range(self.spec.num_microbatch):
+        for microbatch in self.stage.microbatches(self.spec.num_microbatch):
             self.run.mailbox.check()
             self._layer, self._microbatch, self._tensors = None, microbatch, None
             work(microbatch)
@@ -254,7 +266,7 @@ class _Visit:
                 resident.hand_over(self.spec.take_gradient)
         # Gradients go down while the layers before this one go backward. Those of the first layer go down last: the
         # next stage waits for what this one hands back, which is not to queue after them.
-        if microbatch == self.spec.num_microbatch - 1 and graph.layer != self.stage.layers[0]:
+        if microbatch == self._completes and graph.layer != self.stage.layers[0]:
             self._layer, self._microbatch, self._doing, self._tensors = graph.layer, None, _DOWNLOAD, None
             with self._measure("download", layer=graph.layer):
                 self._download_gradients(resident)
@@ -407,4 +419,5 @@ class _Visit:
 def _nbytes(run: Run, stage: Stage) -> int:
     """Bytes of the parameters of a stage on the device, and of the gradients where it goes backward."""
     found = [run.spec.nbytes[layer] for layer in stage.layers]
-    return sum(held if stage.kind == "forward" else held + gradients for held, gradients in found)
+    sets = 0 if stage.kind == "forward" else stage.gradient_sets
+    return sum(held + sets * gradients for held, gradients in found)

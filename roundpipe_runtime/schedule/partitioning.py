@@ -16,16 +16,17 @@ execution plans of RoundPipe (Luo et al., 2026, arXiv 2604.27085).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from yobx_flatten.errors.messages import format_bytes
 
 from ..errors import PlanError
 from .costs import LayerCost
-from .simulation import makespan
+from .simulation import makespan, makespan_of_copies
 
-__all__ = ["partition"]
+__all__ = ["partition", "partition_and_copy"]
 
 # forward stages and backward stages, as in a plan
 Stages: TypeAlias = tuple[list[range], list[range]]
@@ -71,6 +72,53 @@ def partition(
     >>> partition("fused", [layers])
     [([range(0, 2), range(2, 5)], [range(5, 6), range(4, 5), range(3, 4), range(2, 3), range(1, 2), range(0, 1)])]
     """
+    return partition_and_copy(
+        run_type,
+        models,
+        min_stages=min_stages,
+        upper_threshold=upper_threshold,
+        bytes_per_stage=bytes_per_stage,
+        previous=previous,
+    )[0]
+
+
+def partition_and_copy(
+    run_type: str,
+    models: Sequence[Sequence[LayerCost]],
+    *,
+    min_stages: int = 1,
+    upper_threshold: float = 1.1,
+    bytes_per_stage: float | None = None,
+    previous: Sequence[Stages] | None = None,
+    copies_before: int = 1,
+    copies: int | Literal["auto"] = 1,
+    num_microbatch: int | None = None,
+) -> tuple[list[Stages], int]:
+    """Partition layers as :func:`partition` does, and choose how many devices run the fused stage.
+
+    Args:
+        run_type: as for :func:`partition`, like all that is not named here.
+        models: the costs of the layers of each model.
+        min_stages: least number of stages, and the number of devices.
+        upper_threshold: largest ratio of the time of a stage to that of the slowest layer, of which a copy counts by
+            its share.
+        bytes_per_stage: largest number of bytes in a stage.
+        previous: stages in use.
+        copies_before: number of copies of the fused stage in use. Default: 1.
+        copies: number of devices that run the fused stage, which then is the last layer alone; ``"auto"``, as many as
+            make the simulated run clearly faster. Default: 1.
+        num_microbatch: number of microbatches that plans are compared for. Default: ``min_stages`` + 1.
+
+    Returns:
+        Forward and backward stages of each model, and the number of copies.
+
+    Raises:
+        PlanError: as of :func:`partition`.
+
+    >>> layers = [*[LayerCost(1.0, 3.0)] * 3, LayerCost(3.0, 9.0)]
+    >>> partition_and_copy("fused", [layers], min_stages=3, copies="auto", num_microbatch=6)
+    ([([range(0, 3)], [range(3, 4), range(2, 3), range(1, 2), range(0, 1)])], 3)
+    """
     if run_type not in ("infer", "train", "fused"):
         raise PlanError(f'run_type must be "infer", "train" or "fused", found {run_type!r}.')
     if not upper_threshold >= 1:
@@ -79,22 +127,49 @@ def partition(
         raise PlanError(f"min_stages must be at least 1, found {min_stages!r}.")
     limit = float("inf") if bytes_per_stage is None else bytes_per_stage
     _check_layer_sizes(run_type, models, limit)
+    microbatches = num_microbatch or min_stages + 1
+    most = min(min_stages, microbatches) if run_type == "fused" else 1
+    numbers = range(1, most + 1) if copies == "auto" else [min(copies, most)]
     types = ["train" if run_type == "fused" else run_type] * (len(models) - 1) + [run_type]
+    fastest = [_fastest(types, models, n, upper_threshold, limit, min_stages, microbatches) for n in numbers]
+    # Each copy takes transfers of its own, which `_time` leaves out: of about the same time, the fewest.
+    least = min(time for time, _ in fastest)
+    close = [number for number, (time, _) in enumerate(fastest) if time * (1 - _CLEAR_GAIN) <= least]
+    (time, best), number = fastest[close[0]], numbers[close[0]]
+    if previous is not None and _fits(types, models, previous, limit) and copies in ("auto", copies_before):
+        before = _time(types, models, previous, min_stages, microbatches, min(copies_before, most))
+        if time > before * (1 - _CLEAR_GAIN):
+            return list(previous), copies_before
+    return best, number
+
+
+def _fastest(
+    types: Sequence[str],
+    models: Sequence[Sequence[LayerCost]],
+    copies: int,
+    upper_threshold: float,
+    limit: float,
+    devices: int,
+    microbatches: int,
+) -> tuple[float, list[Stages]]:
+    """The fastest plan with so many copies of the fused stage, and its time."""
+    shared = list(models)
+    if copies > 1:  # a copy has a share of the microbatches, so the others may be as long as that share
+        head = shared[-1][-1]
+        shares = dataclasses.replace(head, forward=head.forward / copies, backward=head.backward / copies)
+        shared[-1] = [*shared[-1][:-1], shares]
     found = [
-        [_stages(kind, costs, cap, limit) for kind, costs in zip(types, models, strict=True)]
-        for cap in _caps(run_type, models, upper_threshold)
+        [_stages(kind, costs, cap, limit, alone=copies > 1) for kind, costs in zip(types, shared, strict=True)]
+        for cap in _caps(types[-1], shared, upper_threshold)
     ]
     # With fewer stages than devices some devices would have nothing to do; a short model has no more.
-    enough = [plan for plan in found if _count(plan) >= min_stages] or [max(found, key=_count)]
-    times = [_time(types, models, plan, min_stages) for plan in enough]
+    enough = [plan for plan in found if _count(plan) >= devices] or [max(found, key=_count)]
+    times = [_time(types, models, plan, devices, microbatches, copies) for plan in enough]
     # Of plans that take about the same time, the one of fewest stages has the fewest copies, which `_time` leaves out.
-    close = [plan for plan, time in zip(enough, times, strict=True) if time <= min(times) * (1 + _WORTH_A_STAGE)]
-    best = min(close, key=_count)
-    if previous is not None and _fits(types, models, previous, limit):
-        before = _time(types, models, previous, min_stages)
-        if _time(types, models, best, min_stages) > before * (1 - _CLEAR_GAIN):
-            return list(previous)
-    return best
+    close = [
+        (time, plan) for plan, time in zip(enough, times, strict=True) if time <= min(times) * (1 + _WORTH_A_STAGE)
+    ]
+    return min(close, key=lambda one: _count(one[1]))
 
 
 # -- caps ------------------------------------------------------------------------------------------------------------
@@ -137,7 +212,8 @@ def _thin_out(sums: list[float]) -> list[float]:
 # -- stages under a cap ----------------------------------------------------------------------------------------------
 
 
-def _stages(run_type: str, costs: Sequence[LayerCost], cap: float, limit: float) -> Stages:
+def _stages(run_type: str, costs: Sequence[LayerCost], cap: float, limit: float, *, alone: bool) -> Stages:
+    """Stages under a cap; ``alone``: the fused stage has one layer."""
     forward = [(cost.forward, float(cost.param_bytes)) for cost in costs]
     backward = [(cost.backward, float(cost.param_bytes + cost.grad_bytes)) for cost in costs]
     if run_type == "infer":
@@ -145,7 +221,7 @@ def _stages(run_type: str, costs: Sequence[LayerCost], cap: float, limit: float)
     if run_type == "train":
         return _pack_from_the_end(forward, cap, limit), _pack(backward, cap, limit)[::-1]
     # the fused stage does the forward that others recompute, so it costs what a backward stage costs
-    fused = _pack_from_the_end(backward, cap, limit)[-1]
+    fused = range(len(costs) - 1, len(costs)) if alone else _pack_from_the_end(backward, cap, limit)[-1]
     before = _pack(backward[: fused.start], cap, limit)[::-1]
     return _pack_from_the_end(forward[: fused.start], cap, limit), [fused, *before]
 
@@ -178,7 +254,14 @@ def _count(plan: Sequence[Stages]) -> int:
     return sum(len(forward) + len(backward) for forward, backward in plan)
 
 
-def _time(types: Sequence[str], models: Sequence[Sequence[LayerCost]], plan: Sequence[Stages], devices: int) -> float:
+def _time(
+    types: Sequence[str],
+    models: Sequence[Sequence[LayerCost]],
+    plan: Sequence[Stages],
+    devices: int,
+    microbatches: int,
+    copies: int = 1,
+) -> float:
     forward = [
         [sum(costs[i].forward for i in s) for s in stages[0]] for costs, stages in zip(models, plan, strict=True)
     ]
@@ -189,8 +272,10 @@ def _time(types: Sequence[str], models: Sequence[Sequence[LayerCost]], plan: Seq
     back = [time for times in reversed(backward) for time in times]
     if types[-1] == "train":
         # the loss stands between the two, outside of the pipeline
-        return makespan(there, devices, devices + 1) + makespan(back, devices, devices + 1)
-    return makespan([*there, *back], devices, devices + 1)
+        return makespan(there, devices, microbatches) + makespan(back, devices, microbatches)
+    stages = [(time, 1) for time in there]
+    stages += [(time, 1 if number else copies) for number, time in enumerate(back)]
+    return makespan_of_copies(stages, devices, microbatches)
 
 
 def _fits(types: Sequence[str], models: Sequence[Sequence[LayerCost]], plan: Sequence[Stages], limit: float) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from ..errors import PlanError
 from .costs import layer_costs
-from .partitioning import partition
+from .partitioning import partition_and_copy
 from .round_robin import Stage, stages_of
 
 __all__ = ["ModelExecutePlan", "RunType"]
@@ -37,6 +37,8 @@ class ModelExecutePlan:
     Attributes:
         fwd_plan: layers of each forward stage, as ranges or lists of ascending indices.
         bwd_plan: layers of each backward stage.
+        last_stage_copies: number of devices that run the fused stage of a fused run, each with every n-th microbatch;
+            at most the number of devices and of microbatches. Default: 1.
 
     >>> from torch import nn
     >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
@@ -47,6 +49,7 @@ class ModelExecutePlan:
 
     fwd_plan: Sequence[Sequence[int]] = dataclasses.field(default_factory=list)
     bwd_plan: Sequence[Sequence[int]] = dataclasses.field(default_factory=list)
+    last_stage_copies: int = 1
 
     def check_valid(self, *given: int | str, **named: Any) -> None:
         """Check that every layer is run once in each direction, in order: ``check_valid(num_layers, run_type)``.
@@ -66,6 +69,7 @@ class ModelExecutePlan:
             raise PlanError(f'run_type must be "infer", "train" or "fused", found {run_type!r}.')
         if num_layers < 1:
             raise PlanError("A model without layers has no plan.")
+        _check_copies(self.last_stage_copies)
         forward = _check_stages("fwd_plan", self.fwd_plan)
         if run_type == "infer":
             _check_order("fwd_plan", forward, range(num_layers))
@@ -79,12 +83,14 @@ class ModelExecutePlan:
         _check_order("bwd_plan", backward[::-1], range(num_layers))
         _check_order("fwd_plan", forward, range(after_fused), fused=run_type == "fused")
 
-    def stages(self, run_type: RunType, num_layers: int) -> list[Stage]:
+    def stages(self, run_type: RunType, num_layers: int, *, most_copies: int | None = None) -> list[Stage]:
         """Return the stages in the order in which they are dispatched, after :meth:`check_valid`.
 
         Args:
             run_type: ``"infer"``, ``"train"`` or ``"fused"``.
             num_layers: number of layers of the model.
+            most_copies: largest number of copies of the fused stage that a run can use, as there are no more devices or
+                microbatches. Default: no limit.
 
         Returns:
             The stages, in the order of dispatch.
@@ -93,7 +99,8 @@ class ModelExecutePlan:
             PlanError: when the plan does not fit the model, see :meth:`check_valid`.
         """
         self.check_valid(num_layers, run_type)
-        return stages_of(run_type, _check_stages("", self.fwd_plan), _check_stages("", self.bwd_plan))
+        copies = self.last_stage_copies if most_copies is None else min(self.last_stage_copies, most_copies)
+        return stages_of(run_type, _check_stages("", self.fwd_plan), _check_stages("", self.bwd_plan), copies)
 
     @classmethod
     def auto(
@@ -104,6 +111,8 @@ class ModelExecutePlan:
         upper_threshold: float = 1.1,
         model_memory_limit: float | None = None,
         previous: ModelExecutePlan | Sequence[ModelExecutePlan] | None = None,
+        last_stage_copies: int | Literal["auto"] = 1,
+        num_microbatch: int | None = None,
     ) -> ModelExecutePlan | list[ModelExecutePlan]:
         """Compute a plan from the cost of each layer: analytic at first, measured once the model has run.
 
@@ -116,6 +125,10 @@ class ModelExecutePlan:
             model_memory_limit: GB (1e9 bytes) for parameters and gradients on a device. A stage gets half of it, as the
                 next one is loaded meanwhile. Default: what the devices of the model report, else no limit.
             previous: the plan in use. It is kept unless the new one is clearly faster.
+            last_stage_copies: number of devices that run the last layer, forward and backward, each with every n-th
+                microbatch of a fused run. With more than one, the fused stage holds that layer alone. ``"auto"``: as
+                many as make the simulated run clearly faster, transfers not counted. Default: 1.
+            num_microbatch: number of microbatches that plans are compared for. Default: ``min_stages`` + 1.
 
         Returns:
             One plan, or a list of plans for several models.
@@ -138,16 +151,22 @@ class ModelExecutePlan:
             _check_number("model_memory_limit", model_memory_limit)
             if not model_memory_limit > 0:
                 raise PlanError(f"model_memory_limit is in GB and must be above 0, found {model_memory_limit!r}.")
+        if last_stage_copies != "auto":
+            _check_copies(last_stage_copies)
         before = [previous] if isinstance(previous, ModelExecutePlan) else list(previous or [])
-        found = partition(
+        found, copies = partition_and_copy(
             run_type,
             costs,
             min_stages=min_stages,
             upper_threshold=upper_threshold,
             bytes_per_stage=None if model_memory_limit is None else model_memory_limit * 1e9 / 2,
             previous=[(list(map(_range, p.fwd_plan)), list(map(_range, p.bwd_plan))) for p in before] or None,
+            copies_before=before[-1].last_stage_copies if before else 1,
+            copies=last_stage_copies,
+            num_microbatch=num_microbatch,
         )
         plans = [cls(forward, backward) for forward, backward in found]
+        plans[-1].last_stage_copies = copies
         return plans[0] if len(models) == 1 else plans
 
 
@@ -170,6 +189,11 @@ def _checked_arguments(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[i
 def _check_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise PlanError(f"{name} must be a number, found {value!r}.")
+
+
+def _check_copies(value: Any) -> None:
+    if type(value) is not int or value < 1:
+        raise PlanError(f"last_stage_copies must be a number of devices, from 1 on, found {value!r}.")
 
 
 def _range(stage: Sequence[int]) -> range:

@@ -41,11 +41,39 @@ class Stage:
         kind: ``"forward"``, ``"fused"`` (forward, loss and backward in one visit, nothing recomputed) or
             ``"backward"`` (recomputes the forward, then goes back).
         layers: indices of the layers, ascending.
+        copy: which of the copies of the stage this is, from 0. Default: 0.
+        copies: number of copies, on as many devices; each takes every ``copies``-th microbatch. Default: 1.
     """
 
     index: int
     kind: Kind
     layers: range
+    copy: int = 0
+    copies: int = 1
+
+    @property
+    def is_last_copy(self) -> bool:
+        """Whether no copy of the stage comes after this one: it adds up the gradients of all of them."""
+        return self.copy + 1 == self.copies
+
+    @property
+    def gradient_sets(self) -> int:
+        """Gradients that are on the device at a time, in sets of those of all parameters of the stage.
+
+        The sums; of copies instead those of two microbatches, and where they are added up, the sums in addition.
+        """
+        return 1 if self.copies == 1 else 2 + self.is_last_copy
+
+    def microbatches(self, num_microbatch: int) -> range:
+        """Return the microbatches that go through the stage here.
+
+        Args:
+            num_microbatch: number of microbatches of the run.
+
+        >>> list(Stage(3, "fused", range(6, 7), copy=1, copies=2).microbatches(5))
+        [1, 3]
+        """
+        return range(self.copy, num_microbatch, self.copies)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,16 +85,19 @@ class Step:
     device: int
 
 
-def stages_of(run_type: str, fwd_plan: Sequence[range], bwd_plan: Sequence[range]) -> list[Stage]:
+def stages_of(
+    run_type: str, fwd_plan: Sequence[range], bwd_plan: Sequence[range], last_stage_copies: int = 1
+) -> list[Stage]:
     """List the stages of one run in the order in which they are dispatched.
 
     Args:
         run_type: ``"infer"``, ``"train"`` or ``"fused"``.
         fwd_plan: layers of the forward stages.
         bwd_plan: layers of the backward stages, last layers first. In a fused run the first one is the fused stage.
+        last_stage_copies: number of devices that run the fused stage; other runs have none. Default: 1.
 
     Returns:
-        The stages, in the order of dispatch.
+        The stages, in the order of dispatch; the copies of the fused stage are stages of their own.
 
     >>> [(s.kind, list(s.layers)) for s in stages_of("fused", [range(0, 2)], [range(2, 4), range(0, 2)])]
     [('forward', [0, 1]), ('fused', [2, 3]), ('backward', [0, 1])]
@@ -74,9 +105,11 @@ def stages_of(run_type: str, fwd_plan: Sequence[range], bwd_plan: Sequence[range
     kinds: list[tuple[Kind, range]] = [("forward", layers) for layers in fwd_plan]
     if run_type != "infer":
         kinds += [("backward", layers) for layers in bwd_plan]
+    stages = [(kind, layers, 0, 1) for kind, layers in kinds]
     if run_type == "fused":
-        kinds[len(fwd_plan)] = ("fused", bwd_plan[0])
-    return [Stage(index, kind, layers) for index, (kind, layers) in enumerate(kinds)]
+        copies = last_stage_copies
+        stages[len(fwd_plan) : len(fwd_plan) + 1] = [("fused", bwd_plan[0], copy, copies) for copy in range(copies)]
+    return [Stage(index, *stage) for index, stage in enumerate(stages)]
 
 
 @dataclasses.dataclass(slots=True)
@@ -107,7 +140,9 @@ class RoundRobin:
         return devices
 
 
-def steps_in_order(devices: Sequence[int], num_microbatch: int) -> Iterator[Step]:
+def steps_in_order(
+    devices: Sequence[int], num_microbatch: int, stages: Sequence[Stage] | None = None
+) -> Iterator[Step]:
     """Yield every step in the order in which one thread can hand them to the devices.
 
     Stage by stage, each with all its microbatches: every step comes after the steps that it waits for, and each device
@@ -116,16 +151,19 @@ def steps_in_order(devices: Sequence[int], num_microbatch: int) -> Iterator[Step
     Args:
         devices: the device of each stage, from :meth:`RoundRobin.assign`.
         num_microbatch: number of microbatches.
+        stages: the stages, of which copies take a share of the microbatches. Default: each takes all of them.
 
     Returns:
         An iterator over the steps.
     """
     for stage, device in enumerate(devices):
-        for microbatch in range(num_microbatch):
+        for microbatch in range(num_microbatch) if stages is None else stages[stage].microbatches(num_microbatch):
             yield Step(stage, microbatch, device)
 
 
-def clock_cycles(devices: Sequence[int], num_microbatch: int) -> Iterator[list[Step]]:
+def clock_cycles(
+    devices: Sequence[int], num_microbatch: int, stages: Sequence[Stage] | None = None
+) -> Iterator[list[Step]]:
     """Yield, tick by tick, the steps that run at the same time if every step takes one tick.
 
     A step waits for the same microbatch in the stage before it, and for its device: the microbatch before it, and the
@@ -134,6 +172,7 @@ def clock_cycles(devices: Sequence[int], num_microbatch: int) -> Iterator[list[S
     Args:
         devices: the device of each stage, from :meth:`RoundRobin.assign`.
         num_microbatch: number of microbatches.
+        stages: the stages, of which copies take a share of the microbatches. Default: each takes all of them.
 
     Returns:
         An iterator over the clock cycles: the steps of each.
@@ -147,7 +186,7 @@ def clock_cycles(devices: Sequence[int], num_microbatch: int) -> Iterator[list[S
     ticks: dict[int, list[Step]] = {}
     free: dict[int, int] = {}
     done = [0] * num_microbatch
-    for step in steps_in_order(devices, num_microbatch):
+    for step in steps_in_order(devices, num_microbatch, stages):
         tick = max(free.get(step.device, 0), done[step.microbatch])
         ticks.setdefault(tick, []).append(step)
         free[step.device] = done[step.microbatch] = tick + 1
@@ -183,7 +222,7 @@ def draw(stages: Sequence[Stage], devices: Sequence[int], num_microbatch: int) -
     names = _names(stages)
     columns = range(max(devices, default=-1) + 1)
     lines = ["clock  " + "  ".join(f"device {device}" for device in columns)]
-    for tick, steps in enumerate(clock_cycles(devices, num_microbatch)):
+    for tick, steps in enumerate(clock_cycles(devices, num_microbatch, stages)):
         cells = {step.device: f"{names[step.stage]:<2} m{step.microbatch}" for step in steps}
         row = "  ".join(f"{cells.get(device, '.'):<8}" for device in columns)
         lines.append(f"{tick:>3}    {row}".rstrip())

@@ -48,7 +48,10 @@ class StageLoad:
         working: bytes that exist on the device while it computes one microbatch.
         updates: for each layer that an optimizer updates meanwhile, the second of the iteration from which on it can be
             read, and the second of the first microbatch's computation at which it is needed. Default: none.
-        copies: number of devices that run the stage, each on a share of the microbatches. Default: 1.
+        copies: number of devices that run the stage, each on every ``copies``-th microbatch. Default: 1.
+        copy: the only one of the copies that this load stands for. Default: all of them, on one device after the other.
+        share: bytes of the gradients of one microbatch, which copies send to the last one of them; it adds them up and
+            copies the sum back. Default: 0, each copy sends back what it has.
     """
 
     compute: float
@@ -59,6 +62,8 @@ class StageLoad:
     working: int = 0
     updates: Sequence[tuple[float, float]] = ()
     copies: int = 1
+    copy: int | None = None
+    share: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,8 +150,9 @@ def simulate(
     for _ in range(iterations):
         state.begin(0.0 if staleness else state.time)
         for index, load in enumerate(stages):
-            for copy, device in enumerate(deal.assign(load.copies)):
-                state.run(index, load, device, range(copy, num_microbatch, load.copies))
+            copies = range(load.copies) if load.copy is None else [load.copy]
+            for copy, device in zip(copies, deal.assign(len(copies)), strict=True):
+                state.run(index, _of_copy(load, copy), device, range(copy, num_microbatch, load.copies))
         ends.append(max(state.done, default=0.0))
     peak = state.peak_memory()
     if peak > machine.memory:
@@ -183,15 +189,41 @@ def makespan(times: Sequence[float], num_devices: int, num_microbatch: int) -> f
     >>> makespan([1.0, 1.0, 1.0, 1.0], 2, 2)
     5.0
     """
+    return makespan_of_copies([(time, 1) for time in times], num_devices, num_microbatch)
+
+
+def makespan_of_copies(stages: Sequence[tuple[float, int]], num_devices: int, num_microbatch: int) -> float:
+    """Return the time of one iteration when copies cost nothing, of stages of which several devices may run copies.
+
+    Args:
+        stages: time of each stage on one microbatch and the number of its copies, in the order of dispatch.
+        num_devices: number of devices.
+        num_microbatch: number of microbatches.
+
+    Returns:
+        The time, in the unit of the stages' times.
+
+    >>> makespan_of_copies([(1.0, 1), (2.0, 2)], 3, 4)
+    6.0
+    """
     free = [0.0] * num_devices
     done = [0.0] * num_microbatch
-    for index, time in enumerate(times):
-        now = free[index % num_devices]
-        for microbatch in range(num_microbatch):
-            now = max(now, done[microbatch]) + time
-            done[microbatch] = now
-        free[index % num_devices] = now
+    device = 0
+    for time, copies in stages:
+        for copy in range(copies):
+            now = free[device]
+            for microbatch in range(copy, num_microbatch, copies):
+                now = max(now, done[microbatch]) + time
+                done[microbatch] = now
+            free[device] = now
+            device = (device + 1) % num_devices
     return max(free)
+
+
+def _of_copy(load: StageLoad, copy: int) -> StageLoad:
+    """What one copy of a stage does: only the last one copies sums back where they are added up."""
+    is_sum = not load.share or copy + 1 == load.copies
+    return dataclasses.replace(load, copy=copy, download=load.download if is_sum else 0)
 
 
 class _State:
@@ -209,7 +241,8 @@ class _State:
         self.room = [[0.0, 0.0] for _ in range(machine.num_devices)]
         self.loads: list[list[StageLoad]] = [[] for _ in range(machine.num_devices)]
         self.steps: list[TimedStep] = []
-        self.busy = self.began = 0.0
+        # when the last of the gradients that copies of the last stage send each other is on the host
+        self.busy = self.began = self.sent = 0.0
 
     @property
     def time(self) -> float:
@@ -222,35 +255,58 @@ class _State:
 
     def run(self, index: int, load: StageLoad, device: int, microbatches: Sequence[int]) -> None:
         self.busy += load.compute * len(microbatches)
-        self.bytes_up[device] += load.upload + len(microbatches) * load.inputs
-        self.bytes_down[device] += load.download + len(microbatches) * load.outputs
+        up, down = self._shares(load, microbatches)
+        self.bytes_up[device] += load.upload + len(microbatches) * load.inputs + up
+        self.bytes_down[device] += load.download + len(microbatches) * load.outputs + down
         self.loads[device].append(load)
         if self.machine.overlaps:
             self._run_overlapping(index, load, device, microbatches)
         else:
             self._run_alone(index, load, device, microbatches)
 
+    def _shares(self, load: StageLoad, microbatches: Sequence[int]) -> tuple[int, int]:
+        """Bytes of gradients that come from other copies, and that go to the last one."""
+        if load.copy is None or not load.share:
+            return 0, 0
+        if load.copy + 1 < load.copies:
+            return 0, len(microbatches) * load.share
+        return (len(self.done) - len(microbatches)) * load.share, 0
+
     def _run_overlapping(self, index: int, load: StageLoad, device: int, microbatches: Sequence[int]) -> None:
         link, down = self.machine.link, self.machine.down or self.machine.link
+        gathered, sends = self._shares(load, microbatches)
         arrived = max(self.up[device], self.room[device][0]) + load.upload / link
         now = max(self.computed[device], arrived)
         for microbatch in microbatches:
             start = max(now, self.done[microbatch] + load.inputs / link)
             now = self._compute(index, load, device, microbatch, start, microbatches)
             self.done[microbatch] = now + load.outputs / down
+            if sends:  # after what the next stage waits for
+                self.down[device] = max(self.down[device], self.done[microbatch]) + load.share / down
         self.computed[device] = now
         self.up[device] = arrived + len(microbatches) * load.inputs / link
+        if sends:
+            self.sent = max(self.sent, self.down[device])
+        if gathered:
+            self.up[device] = max(self.up[device] + gathered / link, self.sent + load.share / link)
+            now = max(now, self.up[device])
         if load.download:
             self.down[device] = max(self.down[device], now) + load.download / down
         self.room[device] = [self.room[device][1], max(now, self.down[device] if load.download else now)]
 
     def _run_alone(self, index: int, load: StageLoad, device: int, microbatches: Sequence[int]) -> None:
         link, down = self.machine.link, self.machine.down or self.machine.link
+        gathered, sends = self._shares(load, microbatches)
         now = max(self.computed[device], self.up[device]) + load.upload / link
         for microbatch in microbatches:
             start = max(now, self.done[microbatch]) + load.inputs / link
             now = self._compute(index, load, device, microbatch, start, microbatches) + load.outputs / down
             self.done[microbatch] = now
+            if sends:
+                now += load.share / down
+                self.sent = max(self.sent, now)
+        if gathered:
+            now = max(now + gathered / link, self.sent + load.share / link)
         self.computed[device] = self.up[device] = now + load.download / down
 
     def _compute(
@@ -268,5 +324,7 @@ class _State:
             for load, following in itertools.zip_longest(loads, loads[1:], fillvalue=StageLoad(0.0)):
                 # activations: one microbatch in work, the next one arriving, the last one leaving
                 held = load.upload + load.download + load.working + 2 * (load.inputs + load.outputs)
+                # gradients of two microbatches, and of another copy's where they are added up
+                held += (3 if load.download else 2) * load.share
                 peaks.append(held + following.upload)
         return max(peaks)

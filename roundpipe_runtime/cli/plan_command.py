@@ -65,6 +65,10 @@ Bandwidth = Annotated[float | None, typer.Option(metavar="GB/S", help="From host
 Flops = Annotated[
     float | None, typer.Option(metavar="TFLOP/S", help="Of a device, in practice; measured, if it is here.")
 ]
+Copies = Annotated[
+    str,
+    typer.Option(metavar="N", help="Devices that run the head, or auto: as many as pay off.", rich_help_panel="A step"),
+]
 _NODES = "Several machines"
 Nodes = Annotated[
     int,
@@ -93,6 +97,7 @@ def plan(
     dtype: given.Dtype = "auto",
     optim_dtype: given.OptimDtype = "float32",
     lora: Lora = None,
+    last_stage_copies: Copies = "1",
     nodes: Nodes = 1,
     network: Network = "100G",
     reduce_dtype: ReduceDtype = "same",
@@ -110,6 +115,7 @@ def plan(
         "flops": _rate("--flops", flops, 1e12),
     }
     line = parse_bits(network, "--network")
+    copies = _copies(last_stage_copies)
     if batch < nodes:
         raise UserError(f"{batch} rows cannot be cut among {nodes} machines: --batch {nodes}, or --nodes {batch}")
     rows = -(-batch // nodes)
@@ -130,7 +136,7 @@ def plan(
             )
         size = {"batch": rows, "length": length or min(512, longest or 512), "num_microbatch": count}
         show("measuring the layers")
-        report = training.report(**size)
+        report = training.report(**size, last_stage_copies=copies)
         change = None
         if report.fits_devices is False and not report.too_large:
             show("looking for what fits")
@@ -147,6 +153,14 @@ def plan(
         if nodes > 1:
             say("\n" + write_nodes(found, several, rows=batch, tokens=report.tokens))
     return CHECK_FAILED if False in (report.fits_devices, report.fits_host) else 0
+
+
+def _copies(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f'--last-stage-copies is a number of devices or "auto", found {text!r}')
+    return int(text)
 
 
 class _Where(NamedTuple):

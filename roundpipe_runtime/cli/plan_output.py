@@ -16,6 +16,7 @@ from .quantities import format_count, format_seconds
 
 if TYPE_CHECKING:
     from ..huggingface.plan_training import PlannedTraining, SettingsChange
+    from ..schedule.round_robin import Stage
 
 __all__ = ["as_dict", "write_plan"]
 
@@ -36,6 +37,7 @@ def as_dict(training: PlannedTraining, report: PlanReport, change: SettingsChang
         "plan": {
             "fwd_plan": [[stage[0], stage[-1] + 1] for stage in report.plan.fwd_plan],
             "bwd_plan": [[stage[0], stage[-1] + 1] for stage in report.plan.bwd_plan],
+            "last_stage_copies": report.plan.last_stage_copies,
         },
         "stages": [
             {"kind": stage.kind, "layers": list(stage.layers), "device": device, "seconds": seconds}
@@ -163,25 +165,36 @@ def _operations(flops: float) -> str:
 
 
 def _stages(report: PlanReport) -> list[str]:
-    total = sum(report.seconds) or 1.0
+    parts = [len(stage.microbatches(report.num_microbatch)) for stage in report.stages]  # of a copy, a share
+    total = sum(part * seconds for part, seconds in zip(parts, report.seconds, strict=True)) or 1.0
     sizes = [
         (
             stage.kind,
             len(stage.layers),
             sum(report.layers[i].param_bytes for i in stage.layers),
-            sum(report.layers[i].grad_bytes for i in stage.layers) if stage.kind != "forward" else 0,
-            seconds,
+            _copied_back(report, stage),
+            part * seconds,
         )
-        for stage, seconds in zip(report.stages, report.seconds, strict=True)
+        for stage, part, seconds in zip(report.stages, parts, report.seconds, strict=True)
     ]
     rows = [("", "layers", "copied in", "copied back", "time", "share")]
     for _, same in _runs(sizes, lambda size: size):
         kind, layers, up, down, seconds = same[0]
-        times = report.num_microbatch * seconds
         count = f"{len(same)} {kind}" if len(same) > 1 else kind
         share = f"{100 * len(same) * seconds / total:.1f} %"
-        rows.append((count, str(layers), format_bytes(up), _size(down), format_seconds(times) if times else "-", share))
+        rows.append(
+            (count, str(layers), format_bytes(up), _size(down), format_seconds(seconds) if seconds else "-", share)
+        )
     return table(rows, align="<>>>>>", width=_COLUMNS)
+
+
+def _copied_back(report: PlanReport, stage: Stage) -> int:
+    """Gradients of the stage; of a copy, those of each microbatch, unless it is the one that adds them up."""
+    if stage.kind == "forward":
+        return 0
+    if stage.is_last_copy:
+        return sum(report.layers[i].grad_bytes for i in stage.layers)
+    return len(stage.microbatches(report.num_microbatch)) * report.step.share_bytes(stage)
 
 
 def _memory(report: PlanReport) -> list[str]:

@@ -34,7 +34,7 @@ class RoundPipeRunConfig:
             over its rows, and the total is the mean over all rows. Default: ``"sum"``.
         last_stage_copies: number of devices that compute the last layer, its loss and their backward in
             ``forward_backward``, each for every n-th microbatch, where ``execute_plan`` is computed. ``"auto"``: as
-            many as make the simulated run clearly faster. Results stay the same to the bit. Default: 1.
+            many as make the simulated run clearly faster. Results are bitwise identical. Default: 1.
 
     Raises:
         ConfigError: when a field has a value that it cannot have.

@@ -25,7 +25,7 @@ from torch import nn
 from ..schedule.round_robin import Stage
 from .layer_footprint import LayerFootprint
 
-__all__ = ["DeviceMemory", "HostMemory", "device_memory", "host_memory", "visit_bytes"]
+__all__ = ["DeviceMemory", "HostMemory", "device_memory", "host_memory", "share_bytes", "visit_bytes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class DeviceMemory:
     Attributes:
         stage: index of the stage in which the peak is reached.
         parameters: parameters of the stage.
-        gradients: sums of the gradients of the stage.
+        gradients: sums of the gradients of the stage; of copies of the last stage, also gradients of microbatches.
         activations: activations of the microbatch that is computed.
         staying: layers of earlier stages, which stay on the device for their backward.
         arriving: parameters of the next stage.
@@ -65,7 +65,8 @@ class HostMemory:
         gradients: gradients of the trainable parameters.
         masters: master weights in the dtype of the optimizer, if that is another one.
         optimizer: state of Adam, two numbers per parameter.
-        activations: inputs of backward stages, and tensors that are being copied.
+        activations: inputs of backward stages, and tensors that are being copied, with the gradients that copies of
+            the last stage send each other.
     """
 
     parameters: int
@@ -78,6 +79,20 @@ class HostMemory:
     def total(self) -> int:
         """All of it."""
         return self.parameters + self.gradients + self.masters + self.optimizer + self.activations
+
+
+def share_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
+    """Return the bytes of the gradients of one microbatch that copies of a stage send each other; 0 without copies.
+
+    They have the dtype of the parameters, which may be narrower than that of the sums.
+
+    Args:
+        stage: the stage.
+        layers: all layers of the model.
+    """
+    if stage.copies == 1:
+        return 0
+    return sum(min(layers[index].grad_bytes, layers[index].param_bytes) for index in stage.layers)
 
 
 def visit_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
@@ -163,12 +178,23 @@ def _moment(
     return DeviceMemory(
         stage=stage.index,
         parameters=sum(layers[i].param_bytes for i in stage.layers),
-        gradients=sum(layers[i].grad_bytes for i in stage.layers) if goes_back else 0,
+        gradients=_gradients(stage, layers, prefetches) if goes_back else 0,
         activations=visit_bytes(stage, layers),
         staying=sum(layers[i].param_bytes for i in staying.difference(stage.layers)),
         arriving=arriving,
         copies=copies,
     )
+
+
+def _gradients(stage: Stage, layers: Sequence[LayerFootprint], prefetches: bool) -> int:
+    """Sums, where they are; of copies, also gradients of single microbatches that are still to be sent or added.
+
+    The last copy has those of its own last microbatch and what another one sent. Those of the microbatch that is
+    computed are part of its backward, but for the layers after the one that goes back.
+    """
+    sums = sum(layers[i].grad_bytes for i in stage.layers) if stage.is_last_copy else 0
+    waiting = 2 if stage.is_last_copy else int(prefetches)
+    return sums + (waiting + (len(stage.layers) > 1)) * share_bytes(stage, layers)
 
 
 def host_memory(
@@ -197,11 +223,13 @@ def host_memory(
     trained = [p for p in params if p.requires_grad]
     wide = [(p, optim_dtype or p.dtype) for p in trained]
     restarts = [stage.layers[0] for stage in stages if stage.kind == "backward"]
+    # of copies of the last stage, all but the last may be done before it adds up what they sent
+    sent = sum(len(s.microbatches(num_microbatch)) * share_bytes(s, layers) for s in stages if not s.is_last_copy)
     between = max((layers[stage.layers[-1]].outputs for stage in stages if stage.kind == "forward"), default=0)
     return HostMemory(
         parameters=sum(t.numel() * t.element_size() for t in [*params, *buffers]),
         gradients=sum(p.numel() * dtype.itemsize for p, dtype in wide),
         masters=sum(p.numel() * dtype.itemsize for p, dtype in wide if dtype != p.dtype),
         optimizer=sum(2 * p.numel() * dtype.itemsize for p, dtype in wide),
-        activations=num_microbatch * (sum(layers[index].inputs for index in restarts) + between),
+        activations=num_microbatch * (sum(layers[index].inputs for index in restarts) + between) + sent,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from ..engine.planner import FOR_PARAMETERS
 from ..errors import PlanError
 from ..schedule.costs import LayerCost, analytic_cost
+from ..schedule.partitioning import CLEAR_GAIN
 from ..schedule.plan import ModelExecutePlan
 from ..schedule.round_robin import RoundRobin, Stage
 from ..schedule.simulation import Simulation, StageLoad
@@ -131,6 +132,7 @@ def plan_report(
     num_microbatch: int,
     tokens: int,
     optim_dtype: torch.dtype | None = None,
+    last_stage_copies: int | Literal["auto"] = 1,
 ) -> PlanReport:
     """Plan a training and estimate its memory and times.
 
@@ -142,6 +144,8 @@ def plan_report(
         num_microbatch: number of microbatches.
         tokens: the number of tokens of a step, all microbatches together.
         optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
+        last_stage_copies: number of devices that run the last layer, each with a share of the microbatches. ``"auto"``:
+            the number with which the simulated step, with its transfers, is clearly faster. Default: 1.
 
     Returns:
         The plan, with its memory and times.
@@ -150,16 +154,25 @@ def plan_report(
     limit = None if hardware.memory is None else FOR_PARAMETERS * hardware.memory
     too_large = ""
     try:
-        plan = _plan(costs, hardware, limit)
+        _plan(costs, hardware, limit, 1, num_microbatch)
     except PlanError as error:
-        too_large, plan = str(error), _plan(costs, hardware, None)
-    step = step_plan(plan, layers, model, num_microbatch=num_microbatch, tokens=tokens, optim_dtype=optim_dtype)
+        too_large = str(error)
+    most = min(len(hardware.names), num_microbatch)
+    numbers = range(1, most + 1) if last_stage_copies == "auto" else [last_stage_copies]
+    plans = [_plan(costs, hardware, None if too_large else limit, number, num_microbatch) for number in numbers]
+    steps = [
+        step_plan(plan, layers, model, num_microbatch=num_microbatch, tokens=tokens, optim_dtype=optim_dtype)
+        for plan in plans
+    ]
     stays = limit is None or sum(cost.param_bytes + cost.grad_bytes for cost in costs) <= limit
+    simulated = [simulate(step, hardware, stays=stays) for step in steps]
+    best = _fewest_copies(simulated, hardware.memory)
+    step = steps[best]
     loads = stage_loads(step, hardware, stays=stays)
     forward = [load for stage, load in zip(step.stages, loads, strict=True) if stage.kind == "forward"]
     return PlanReport(
         step=step,
-        simulated=simulate(step, hardware, stays=stays),
+        simulated=simulated[best],
         hardware=hardware,
         devices=RoundRobin(len(hardware.names)).assign(len(loads)),
         seconds=[load.compute for load in loads],
@@ -171,11 +184,27 @@ def plan_report(
     )
 
 
-def _plan(costs: list[LayerCost], hardware: Hardware, limit: float | None) -> ModelExecutePlan:
+def _plan(
+    costs: list[LayerCost], hardware: Hardware, limit: float | None, copies: int, num_microbatch: int
+) -> ModelExecutePlan:
     """The plan that the runtime makes, once it has measured these times."""
-    gigabytes = None if limit is None else limit / 1e9
-    found = ModelExecutePlan.auto("fused", costs, min_stages=len(hardware.names), model_memory_limit=gigabytes)
+    found = ModelExecutePlan.auto(
+        "fused",
+        costs,
+        min_stages=len(hardware.names),
+        model_memory_limit=None if limit is None else limit / 1e9,
+        last_stage_copies=copies,
+        num_microbatch=None if copies == 1 else num_microbatch,
+    )
     return cast(ModelExecutePlan, found)
+
+
+def _fewest_copies(simulated: Sequence[StepSimulation], memory: int | None) -> int:
+    """The first of the steps that takes about as long as the fastest one whose devices have the memory."""
+    peaks = [max(device.total for device in one.device_memory) for one in simulated]
+    fitting = [number for number, peak in enumerate(peaks) if memory is None or peak <= memory] or [0]
+    least = min(simulated[number].seconds for number in fitting)
+    return next(number for number in fitting if simulated[number].seconds * (1 - CLEAR_GAIN) <= least)
 
 
 def _cost(piece: nn.Module, layer: LayerFootprint, flops: float) -> LayerCost:

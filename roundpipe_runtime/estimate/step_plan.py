@@ -14,7 +14,7 @@ from ..schedule.round_robin import Kind, RoundRobin, Stage
 from ..schedule.simulation import StageLoad
 from .hardware import Hardware
 from .layer_footprint import LayerFootprint
-from .memory_estimate import HostMemory, host_memory
+from .memory_estimate import HostMemory, host_memory, share_bytes
 
 __all__ = ["StepPlan", "stage_loads", "step_plan"]
 
@@ -48,7 +48,25 @@ class StepPlan:
     @property
     def stages(self) -> list[Stage]:
         """The stages in the order of dispatch."""
-        return self.plan.stages("fused", len(self.layers))
+        return self.plan.stages("fused", len(self.layers), most_copies=self.num_microbatch)
+
+    def on(self, num_devices: int) -> StepPlan:
+        """Return this step as so many devices run it: there are no more copies of the last stage.
+
+        Args:
+            num_devices: number of devices.
+        """
+        if self.plan.last_stage_copies <= num_devices:
+            return self
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, last_stage_copies=num_devices))
+
+    def share_bytes(self, stage: Stage) -> int:
+        """Return the bytes of the gradients of one microbatch, which a copy of the stage sends to the last one.
+
+        Args:
+            stage: stage of this plan.
+        """
+        return share_bytes(stage, self.layers)
 
     def seconds(self, stage: Stage, machine: Hardware) -> float:
         """Return the seconds of a stage on one microbatch.
@@ -100,7 +118,7 @@ def step_plan(
         PlanError: the plan is not one for these layers.
     """
     parameters = list({id(p): p for p in model.parameters()}.values())
-    stages = plan.stages("fused", len(layers))
+    stages = plan.stages("fused", len(layers), most_copies=num_microbatch)
     host = host_memory(parameters, model.buffers(), stages, layers, num_microbatch, optim_dtype=optim_dtype)
     return StepPlan(plan, layers, num_microbatch, tokens, host, _bytes_of_adam(host, parameters), measured)
 
@@ -124,6 +142,7 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool) -> list[Stage
     """
     there: set[tuple[int, int]] = set()
     loads = []
+    plan = plan.on(len(machine.names))
     stages = plan.stages
     restarts = {stage.layers[0] for stage in stages if stage.kind == "backward"}
     for stage, device in zip(stages, RoundRobin(len(machine.names)).assign(len(stages)), strict=True):
@@ -141,6 +160,9 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool) -> list[Stage
                 download=sum(layer.grad_bytes for layer in mine) if goes_back else 0,
                 inputs=mine[0].inputs + (mine[-1].grads_out if stage.kind == "backward" else 0),
                 outputs=mine[0].grads_in if goes_back else mine[-1].outputs + sum(saved),
+                copies=stage.copies,
+                copy=stage.copy,
+                share=plan.share_bytes(stage),
             )
         )
     return loads

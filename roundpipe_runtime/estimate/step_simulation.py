@@ -123,6 +123,7 @@ def simulate(
     >>> found.bottleneck, [f"{flip.before} until {flip.tokens:,.0f}" for flip in found.flips]
     ('optimizer', ['optimizer until 2,100'])
     """
+    plan = plan.on(len(machine.names))
     stays = stays_on_devices(plan, machine) if stays is None else stays
     loads = stage_loads(plan, machine, stays=stays)
     optimizer = plan.optimizer_bytes / machine.host_rate
@@ -191,18 +192,36 @@ def _busy(
     devices, tokens, microbatches = len(machine.names), plan.tokens or 1, plan.num_microbatch
     down = machine.down or machine.link
     without_calls = dataclasses.replace(machine, call=0.0)
-    computed = sum(plan.seconds(stage, without_calls) for stage in plan.stages)
+    # a copy of the last stage has a share of the microbatches
+    parts = [len(stage.microbatches(microbatches)) / microbatches for stage in plan.stages]
+    computed = sum(plan.seconds(stage, without_calls) * part for stage, part in zip(plan.stages, parts, strict=True))
+    # gradients of single microbatches, down from all copies but the last, and up to that one
+    shares = sum(
+        len(stage.microbatches(microbatches)) * load.share
+        for stage, load in zip(plan.stages, loads, strict=True)
+        if not stage.is_last_copy
+    )
     fixed = {
         "compute": 0.0,
-        "link up": sum(load.upload for load in loads) / machine.link / devices,
-        "link down": sum(load.download for load in loads) / down / devices,
+        "link up": (sum(load.upload for load in loads) + shares) / machine.link / devices,
+        "link down": (sum(load.download for load in loads if load.copy in (None, load.copies - 1)) + shares)
+        / down
+        / devices,
         "interpreter": len(plan.layers) * microbatches * machine.call,  # one for all devices
         "optimizer": optimizer,
     }
     per_token = {
         "compute": microbatches * computed / devices / tokens,
-        "link up": microbatches * sum(load.inputs for load in loads) / machine.link / devices / tokens,
-        "link down": microbatches * sum(load.outputs for load in loads) / down / devices / tokens,
+        "link up": microbatches
+        * sum(load.inputs * part for load, part in zip(loads, parts, strict=True))
+        / machine.link
+        / devices
+        / tokens,
+        "link down": microbatches
+        * sum(load.outputs * part for load, part in zip(loads, parts, strict=True))
+        / down
+        / devices
+        / tokens,
         "interpreter": 0.0,
         "optimizer": 0.0,
     }

@@ -26,7 +26,7 @@ from ..errors import PlanError
 from .costs import LayerCost
 from .simulation import makespan, makespan_of_copies
 
-__all__ = ["partition", "partition_and_copy"]
+__all__ = ["CLEAR_GAIN", "partition", "partition_and_copy"]
 
 # forward stages and backward stages, as in a plan
 Stages: TypeAlias = tuple[list[range], list[range]]
@@ -38,7 +38,7 @@ _MOST_CAPS = 64
 _WORTH_A_STAGE = 0.02
 
 # A plan is replaced when the new one is faster by more than measured times wander.
-_CLEAR_GAIN = 0.03
+CLEAR_GAIN = 0.03
 
 
 def partition(
@@ -134,11 +134,11 @@ def partition_and_copy(
     fastest = [_fastest(types, models, n, upper_threshold, limit, min_stages, microbatches) for n in numbers]
     # Each copy takes transfers of its own, which `_time` leaves out: of about the same time, the fewest.
     least = min(time for time, _ in fastest)
-    close = [number for number, (time, _) in enumerate(fastest) if time * (1 - _CLEAR_GAIN) <= least]
+    close = [number for number, (time, _) in enumerate(fastest) if time * (1 - CLEAR_GAIN) <= least]
     (time, best), number = fastest[close[0]], numbers[close[0]]
     if previous is not None and _fits(types, models, previous, limit) and copies in ("auto", copies_before):
         before = _time(types, models, previous, min_stages, microbatches, min(copies_before, most))
-        if time > before * (1 - _CLEAR_GAIN):
+        if time > before * (1 - CLEAR_GAIN):
             return list(previous), copies_before
     return best, number
 

@@ -60,9 +60,10 @@ class Stage:
     def gradient_sets(self) -> int:
         """Gradients that are on the device at a time, in sets of those of all parameters of the stage.
 
-        The sums; of copies instead those of two microbatches, and where they are added up, the sums in addition.
+        The sums; of copies instead those of two microbatches, and where they are added up, the sums and what another
+        copy sent in addition.
         """
-        return 1 if self.copies == 1 else 2 + self.is_last_copy
+        return 1 if self.copies == 1 else 4 if self.is_last_copy else 2
 
     def microbatches(self, num_microbatch: int) -> range:
         """Return the microbatches that go through the stage here.

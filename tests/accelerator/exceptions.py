@@ -7,6 +7,7 @@ __all__ = ["reason_to_skip"]
 # Part of a test's name, and why it is not run.
 _REASONS = {
     "test_a_sparse_gradient_comes_down": "the reference accelerator has no sparse tensors",
+    "test_a_sparse_gradient_is_added": "the reference accelerator has no sparse tensors",
     "test_sparse_and_dense_gradients_of_one_weight": "the reference accelerator has no sparse tensors",
     "test_an_rnn_and_its_flat_weights": "torch takes the fused cell of devices, which the CPU does not have",
     "test_no_grad_and_eval_give_plain_outputs": "torch's meta kernel of a batch norm in eval states other shapes",

@@ -40,6 +40,7 @@ def train(
     classic: bool = False,
     pin: str = "alloc",
     steps: int = 3,
+    copies: int = 1,
 ) -> list[torch.Tensor]:
     """Losses, gradients, buffers and weights of a model with tied weights, dropout, batch norm and a layer in place.
 
@@ -51,7 +52,10 @@ def train(
         classic: whether ``forward`` and ``backward`` are called, and no ``forward_backward``.
         pin: ``pin_model``.
         steps: number of steps.
+        copies: number of devices that run the last stage.
     """
+    plan = cut_plan(_LAYERS, [2, 4], [3, 5], 2)
+    plan.last_stage_copies = copies
     model = small_model(tied=True, dropout=0.3, norm=True)
     if checkpoints:
         model[4] = Checkpointed()  # in the place of the batch norm
@@ -59,7 +63,7 @@ def train(
         loss_reduction="mean",
         num_microbatch=3,
         recompute_grain=grain,
-        **({} if classic else {"execute_plan": cut_plan(_LAYERS, [2, 4], [3, 5], 2)}),
+        **({} if classic else {"execute_plan": plan}),
     )
     pipe = RoundPipe(model, devices=devices, model_run_config=config, pin_model=pin)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)

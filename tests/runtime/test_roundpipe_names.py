@@ -123,8 +123,8 @@ OTHERWISE = {("RoundPipe.step", "is_async"): (False, "`step` is asynchronous by 
 ADDED = {
     "RoundPipe": ["devices", "mesh", "replicas", "reduce_dtype", "gradient_dtype", "host_weights"],
     "wrap_model_to_roundpipe": ["example", "check"],
-    "RoundPipeRunConfig": ["loss_reduction"],
-    "ModelExecutePlan.auto": ["previous"],
+    "RoundPipeRunConfig": ["loss_reduction", "last_stage_copies"],
+    "ModelExecutePlan.auto": ["previous", "last_stage_copies", "num_microbatch"],
 }
 
 

@@ -25,6 +25,14 @@ def test_forward_backward(count, grain, order):
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize(("count", "is_async"), [(2, False), (3, True)])
+def test_copies_of_the_last_stage(count, is_async, order):
+    """Gradients of one microbatch cross from device to device over the host, and are added in order."""
+    late.set_order(*order)
+    assert same_bits(train(late_devices(count), copies=count, is_async=is_async), once(is_async=is_async))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("count", [1, 2])
 def test_forward_and_backward_apart(count, order):
     """Outputs, gradients of the inputs, and the gradients of the weights."""

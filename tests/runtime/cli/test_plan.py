@@ -54,6 +54,28 @@ def test_a_plan_says_what_is_needed_and_whether_it_fits(folder, capsys, monkeypa
     assert "\x1b" not in out
 
 
+def test_several_devices_share_the_head(small, capsys):
+    """As many as are given; a word that is no number is refused."""
+    request = [
+        "plan",
+        str(small),
+        "--devices",
+        "cuda:0,cuda:1",
+        "--memory",
+        "24GiB",
+        "--bandwidth",
+        "25",
+        "--flops",
+        "1",
+    ]
+    run([*request, "--last-stage-copies", "2", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["plan"]["last_stage_copies"] == 2
+    assert [stage["device"] for stage in found["stages"] if stage["kind"] == "fused"] in ([0, 1], [1, 0])
+    assert run([*request, "--last-stage-copies", "many"]) == 2
+    assert "--last-stage-copies is a number of devices" in capsys.readouterr().err
+
+
 def test_numbers_are_those_of_the_json(folder, capsys):
     """Sizes in bytes, rates per second; the stages can be given to ModelExecutePlan."""
     run(["plan", str(folder), *CARDS, "--memory", "24GiB", "--batch", "12", "--length", "2048", "--json"])

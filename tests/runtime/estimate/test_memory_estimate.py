@@ -88,6 +88,29 @@ def test_the_estimate_is_what_a_run_holds(name, dtype, optim_dtype, style, stays
         assert 0.8 <= device.footprint.peak / memory.total <= 1.05, (device, memory)
 
 
+@pytest.mark.parametrize(("copies", "trainable"), [(2, True), (3, True), (3, False)])
+def test_copies_of_the_last_stage_hold_gradients_of_microbatches(copies, trainable, no_collections):
+    """Where they are added up, the sums, a second set and what came; the others have sent theirs; none if frozen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)], nn.Linear(16, 4096).requires_grad_(trainable))
+    x, microbatches = torch.ones(24, 16), 12
+    plan = ModelExecutePlan([range(3)], [range(3, 4), range(3)], last_stage_copies=copies)
+    found = measure_layers(list(model), (x[:2],), kind="cpu")
+    stages = plan.stages("fused", 4)
+    numbers = RoundRobin(5).assign(len(stages))
+    expected = device_memory(stages, numbers, found, microbatches, stays=False, prefetches=False)
+    devices = [MeasuringDevice(f"virtual:{index}") for index in range(5)]
+    pipe = RoundPipe(model, devices=devices)
+    config = RoundPipeRunConfig(num_microbatch=microbatches, execute_plan=plan, loss_reduction="mean")
+    pipe._rp_engine.planner.prefers_one_thread = lambda kind: True  # of a stage alone
+    pipe.forward_backward((x,), loss_fn=lambda outputs, _: outputs.mean(), run_config=config)
+    pipe.close()
+    for device, memory in zip(devices[1 : copies + 1], expected[1:], strict=False):
+        assert 0.8 <= device.footprint.peak / memory.total <= 1.05, (device, memory)
+    sets = [(memory.gradients / found[3].param_bytes) for memory in expected[1 : copies + 1]]
+    assert sets == [0.0] * (copies - 1) + [3.0 if trainable else 0.0]
+
+
 def test_the_host_holds_what_was_saved_for_the_backward():
     """Inputs of backward stages, of all microbatches, are what a run has saved when it turns round."""
     layers = [nn.Linear(8, 8) for _ in range(4)]

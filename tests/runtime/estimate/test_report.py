@@ -96,3 +96,26 @@ def test_adam_moves_seven_numbers_a_parameter():
     assert report(hardware()).optimizer_seconds == pytest.approx(7 * 4 * parameters / 1e9)
     wide = report(hardware(), dtype=torch.bfloat16, optim_dtype=torch.float32)
     assert wide.optimizer_seconds == pytest.approx((7 * 4 + 4 + 2) * parameters / 1e9)
+
+
+def test_the_head_is_copied_where_that_pays():
+    """A head of half the operations, on four devices: not over a link on which its gradients take longer."""
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(8)])
+    model.append(nn.Linear(WIDTH, 8 * WIDTH, bias=False, device="meta"))
+    layers = measure_layers(list(model), (torch.empty(ROWS, WIDTH, device="meta"),))
+
+    def planned(link, copies):
+        size = {"num_microbatch": 12, "tokens": 12 * ROWS, "last_stage_copies": copies}
+        return plan_report(model, list(model), layers, hardware(count=4, link=link), **size)
+
+    quick, slow = planned(1e12, "auto"), planned(1e6, "auto")
+    assert quick.plan.last_stage_copies > 1
+    assert quick.simulation.time < 0.8 * planned(1e12, 1).simulation.time
+    assert slow.plan.last_stage_copies == 1
+    assert slow.simulation.time < planned(1e6, 4).simulation.time
+    # each microbatch of three of the copies goes down and up; the sums come down once
+    head, single = 4 * 8 * WIDTH * WIDTH, planned(1e12, 1)
+    copied = planned(1e12, 4)
+    fused = [stage for stage in copied.stages if stage.kind == "fused"]
+    assert [copied.step.share_bytes(stage) for stage in fused] == [head] * 4
+    assert copied.host_memory.activations >= single.host_memory.activations + 9 * head

@@ -32,16 +32,23 @@ def step():
 
 @pytest.mark.parametrize("fits", [True, False], ids=["layers stay", "layers travel"])
 @pytest.mark.parametrize(
-    ("seconds", "devices", "microbatches"),
-    [([0.5, 1.0, 1.0, 1.0, 3.0], 2, 3), ([1.0] * 6, 3, 4), ([0.1, *[1.0] * 7, 2.0], 4, 9), ([1.0] * 3, 1, 1)],
+    ("seconds", "devices", "microbatches", "copies"),
+    [
+        ([0.5, 1.0, 1.0, 1.0, 3.0], 2, 3, 1),
+        ([1.0] * 6, 3, 4, 1),
+        ([0.1, *[1.0] * 7, 2.0], 4, 9, 1),
+        ([1.0] * 3, 1, 1, 1),
+        ([1.0, 1.0, 1.0, 3.0], 3, 5, 2),
+        ([0.1, *[1.0] * 5, 6.0], 4, 9, 3),
+    ],
 )
-def test_a_step_takes_as_long_as_simulated(seconds, devices, microbatches, fits, monkeypatch):
+def test_a_step_takes_as_long_as_simulated(seconds, devices, microbatches, copies, fits, monkeypatch):
     """The engine on devices whose clocks only layers and copies advance: seconds, bubble, and bytes of each link."""
     stamp_mailboxes(monkeypatch)
     link = 1e4
     layers = [TimedLayer(WIDTH // 4, one) for one in seconds]
     costs = [LayerCost(one, 3 * one) for one in seconds]
-    plan = ModelExecutePlan.auto("fused", costs, min_stages=devices)
+    plan = ModelExecutePlan.auto("fused", costs, min_stages=devices, last_stage_copies=copies)
     config = RoundPipeRunConfig(num_microbatch=microbatches, loss_reduction="mean", execute_plan=plan)
     used = [LogicalDevice(f"virtual:{index}", link) for index in range(devices)]
     pipe = RoundPipe(nn.Sequential(*layers), devices=used, model_run_config=config)

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from roundpipe_runtime.errors import PlanError
 from roundpipe_runtime.schedule.costs import LayerCost
-from roundpipe_runtime.schedule.partitioning import _time, partition
-from roundpipe_runtime.schedule.simulation import makespan
+from roundpipe_runtime.schedule.partitioning import _time, partition, partition_and_copy
+from roundpipe_runtime.schedule.plan import ModelExecutePlan
+from roundpipe_runtime.schedule.simulation import Machine, StageLoad, makespan, simulate
 from tests.runtime.schedule.test_simulation import LARGE, SMALL, model_like
 
 
@@ -44,6 +45,42 @@ def test_the_plan_is_as_good_as_the_one_by_hand(layers, head, by_hand):
     costs = model_like(layers, head)
     (plan,) = partition("fused", [costs], min_stages=8)
     assert utilisation(times_of(costs, plan), 8) >= 0.98 * utilisation(by_hand, 8)
+
+
+@pytest.mark.parametrize(
+    ("layers", "head", "num_microbatch", "least"),
+    [(32, 3.0, 16, 0.80), (32, 3.0, 64, 0.92), (28, 6.0, 16, 0.70), (28, 6.0, 64, 0.85)],
+)
+def test_copies_of_the_head_fill_the_devices(layers, head, num_microbatch, least):
+    """Exact steps on 8 devices reach the figures that no plan reaches with one device for the head."""
+    costs = model_like(layers, head)
+
+    def utilisation(copies):
+        plan = ModelExecutePlan.auto(
+            "fused", costs, min_stages=8, last_stage_copies=copies, num_microbatch=num_microbatch
+        )
+        loads = [
+            StageLoad(
+                sum(costs[i].forward if stage.kind == "forward" else costs[i].backward for i in stage.layers),
+                copies=stage.copies,
+                copy=stage.copy,
+            )
+            for stage in plan.stages("fused", len(costs))
+        ]
+        return simulate(loads, Machine(8), num_microbatch).utilisation
+
+    assert utilisation("auto") >= least
+    assert utilisation(1) < least
+
+
+def test_copies_that_gain_nothing_are_not_made():
+    """Of equal layers, and with one microbatch; other runs than fused ones have no stage to copy."""
+    equal, heavy = [LayerCost(1.0, 3.0)] * 8, [*[LayerCost(1.0, 3.0)] * 4, LayerCost(8.0, 24.0)]
+    assert partition_and_copy("fused", [equal], min_stages=2, copies="auto")[1] == 1
+    assert partition_and_copy("fused", [heavy], min_stages=4, copies="auto", num_microbatch=1)[1] == 1
+    assert partition_and_copy("train", [heavy], min_stages=4, copies="auto")[1] == 1
+    assert partition_and_copy("fused", [heavy], min_stages=4, copies="auto")[1] > 1
+    assert partition_and_copy("fused", [heavy], min_stages=4, copies=9)[1] == 4
 
 
 def best_by_trying(costs, devices):

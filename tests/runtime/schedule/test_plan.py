@@ -39,6 +39,21 @@ def test_a_plan_is_written_as_documented():
     assert kinds == ["forward", "fused", "backward", "backward", "backward"]
 
 
+def test_copies_of_the_fused_stage_are_stages_of_their_own():
+    """As many as there are devices and microbatches; a run that is not fused has none."""
+    plan = ModelExecutePlan([range(3)], [range(3, 4), range(3)], last_stage_copies=3)
+    found = plan.stages("fused", 4)
+    assert [(s.index, s.kind, s.copy, s.copies) for s in found[1:4]] == [(k + 1, "fused", k, 3) for k in range(3)]
+    assert [list(stage.microbatches(5)) for stage in found] == [[*range(5)], [0, 3], [1, 4], [2], [*range(5)]]
+    assert [stage.is_last_copy for stage in found] == [True, False, False, True, True]
+    assert len(plan.stages("fused", 4, most_copies=2)) == 4
+    whole = ModelExecutePlan([range(4)], [range(2, 4), range(2)], last_stage_copies=3)
+    assert len(whole.stages("train", 4)) == 3
+    for wrong in (0, "auto", True):
+        with pytest.raises(PlanError, match="last_stage_copies must be a number of devices"):
+            ModelExecutePlan([range(3)], [range(3, 4), range(3)], last_stage_copies=wrong).check_valid("fused", 4)
+
+
 @pytest.mark.parametrize(
     ("run_type", "forward", "backward", "message"),
     [

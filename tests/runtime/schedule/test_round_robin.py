@@ -60,6 +60,20 @@ def test_fewer_microbatches_than_devices_leave_bubbles():
     """)
 
 
+def test_copies_of_the_fused_stage_take_turns():
+    """Each has every second microbatch, and the stage after it all of them."""
+    stages = stages_of("fused", [range(2)], [range(2, 3), range(2)], last_stage_copies=2)
+    assert diagram(stages, 3, 3) == expect("""
+        clock  device 0  device 1  device 2
+          0    F0 m0     .         .
+          1    F0 m1     L  m0     .
+          2    F0 m2     .         L  m1
+          3    B0 m0     L  m2     .
+          4    B0 m1     .         .
+          5    B0 m2     .         .
+    """)
+
+
 def test_the_next_iteration_goes_on_where_the_last_one_stopped():
     """Five stages on two devices: the second iteration begins on device 1."""
     deal = RoundRobin(2)

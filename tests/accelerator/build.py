@@ -19,7 +19,7 @@ __all__ = ["load", "reason_not_to_build"]
 _SOURCES = Path(__file__).parent / "backend"
 _BUILT = Path(__file__).parents[2] / "build" / "accelerator"
 _COMPILER = os.environ.get("CXX", "c++")
-_FLAGS = ["-std=c++20", "-O0", "-fPIC", "-shared", "-w", "-DTORCH_EXTENSION_NAME=late_backend"]
+_FLAGS = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", "-DTORCH_EXTENSION_NAME=late_backend"]
 
 
 def reason_not_to_build() -> str | None:

@@ -1,4 +1,4 @@
-"""Train in many random orders and compare every bit: ``python -m tests.accelerator.interleavings 10000``.
+"""Train in many random orders and compare every bit: ``python -m tests.accelerator.interleavings 10000 --jobs 2``.
 
 It continues where it stopped: seeds that were tried are in ``build/accelerator/interleavings.json``, for this source.
 """
@@ -7,22 +7,30 @@ import argparse
 import hashlib
 import json
 import os
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _ROOT = Path(__file__).parents[2]
 _RECORD = _ROOT / "build" / "accelerator" / "interleavings.json"
 
-# Which training, on how many devices; seed after seed takes the next one.
-VARIANTS = [
+# Seeds of one process.
+_CHUNK = 1000
+
+# Which training, on how many devices; seed after seed takes the next one. A step that is applied later shows in the
+# third one first.
+VARIANTS: list[dict[str, Any]] = [
     *({"grain": grain, "devices": devices} for grain in ("stage", "layer") for devices in (1, 2, 4)),
     *({"classic": True, "devices": devices} for devices in (1, 2, 3)),
-    *({"is_async": True, "devices": devices} for devices in (1, 2, 4)),
+    *({"is_async": late, "steps": 3, "devices": devices} for late in (True, "exact") for devices in (1, 2, 4)),
     *({"checkpoints": True, "devices": devices} for devices in (1, 2)),
     *({"pin": "off", "devices": devices} for devices in (1, 2)),
+    *({"copies": 2, "devices": devices} for devices in (2, 3)),
 ]
 
 
@@ -35,46 +43,106 @@ def _source() -> str:
     return key.hexdigest()
 
 
-def _run(seeds: range, record: dict[str, object]) -> None:
+# -- the process that trains -------------------------------------------------------------------------------------------
+
+
+def _try(seeds: range, mutant: str | None) -> None:
+    """Train once with each seed; end the process at the first difference."""
+    if mutant:
+        from tests.accelerator.mutants import install
+
+        install(mutant)
     from tests.accelerator import late
     from tests.accelerator.training import expected, late_devices, train
     from tests.runtime.small import same_bits
 
-    right = [expected(**{key: value for key, value in variant.items() if key != "devices"}) for variant in VARIANTS]
-    begin = told = time.monotonic()
+    variants = [{"steps": 2, "is_short": True, **variant} for variant in VARIANTS]
+    counts = [variant.pop("devices") for variant in variants]
+    # An exact step and copies of a stage leave what a step without them does, which is computed in their place.
+    right = [expected(**{**one, "is_async": one.get("is_async") is True, "copies": 1}) for one in variants]
     for seed in seeds:
         number = seed % len(VARIANTS)
-        options = dict(VARIANTS[number])
         late.set_order("random", seed)
-        if not same_bits(train(late_devices(options.pop("devices")), **options), right[number]):
+        try:
+            found = train(late_devices(counts[number]), **variants[number])
+        except Exception as error:
+            sys.exit(f"seed {seed}: {error!r} with {VARIANTS[number]}")
+        if not same_bits(found, right[number]):
             sys.exit(f"seed {seed}: wrong numbers with {VARIANTS[number]}")
-        record["done"] = seed + 1
-        if time.monotonic() - told > 10 or seed == seeds[-1]:
-            told = time.monotonic()
+
+
+def _seeds(text: str) -> range:
+    first, stop = text.split(":")
+    return range(int(first), int(stop))
+
+
+# -- the process that counts -------------------------------------------------------------------------------------------
+
+
+def _run(count: int, jobs: int, record: dict[str, Any]) -> None:
+    """Try the seeds below a number that were not tried, in processes of their own."""
+    begin, before = time.monotonic(), len(record["done"]) * _CHUNK
+
+    def chunk(first: int) -> tuple[int, subprocess.CompletedProcess[str]]:
+        command = [sys.executable, "-m", "tests.accelerator.interleavings", "--seeds", f"{first}:{first + _CHUNK}"]
+        return first, subprocess.run(command, cwd=_ROOT, stderr=subprocess.PIPE, text=True)
+
+    with ThreadPoolExecutor(jobs) as threads:
+        work = [threads.submit(chunk, first) for first in range(0, count, _CHUNK) if first not in record["done"]]
+        for done in as_completed(work):
+            first, process = done.result()
+            if process.returncode:
+                threads.shutdown(cancel_futures=True)
+                sys.exit(process.stderr)
+            record["done"].append(first)
             _RECORD.write_text(json.dumps(record))
-            rate = (seed + 1 - seeds[0]) / (told - begin)
-            print(f"{seed + 1} of {seeds.stop} orders, all the same bits; {rate:.0f} a second", flush=True)
+            tried = len(record["done"]) * _CHUNK
+            rate = (tried - before) / (time.monotonic() - begin)
+            print(f"{tried} orders, all the same bits; {rate:.0f} a second", flush=True)
+
+
+def _write(file: Path, record: dict[str, Any]) -> None:
+    """Write what was tried, as data of the documentation."""
+    from benchmarks.bench_flatten import machine, versions
+
+    orders = len(record["done"]) * _CHUNK
+    content = {"machine": machine(), "versions": versions(), "orders": orders, "wrong": 0, "variants": VARIANTS}
+    file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("count", type=int, nargs="?", default=10_000, help="number of orders in all")
+    parser.add_argument("count", type=int, nargs="?", default=10_000, help="number of orders in all, in thousands")
     parser.add_argument("--again", action="store_true", help="begin with the first seed")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was tried to this file")
+    parser.add_argument("--seeds", type=_seeds, metavar="FIRST:STOP", help="try these seeds here, and record nothing")
+    parser.add_argument("--mutant", metavar="NAME", help="with --seeds: a removal of tests.accelerator.mutants")
     arguments = parser.parse_args()
-    record: dict[str, object] = {"source": _source(), "done": 0}
+    if arguments.seeds:
+        _try(arguments.seeds, arguments.mutant)
+        return
+    record: dict[str, Any] = {"source": _source(), "done": []}
     if _RECORD.exists() and not arguments.again:
         before = json.loads(_RECORD.read_text())
         if before["source"] == record["source"]:
             record = before
-    seeds = range(int(str(record["done"])), arguments.count)
-    if not seeds:
-        print(f"{record['done']} orders have been tried with this source, all the same bits")
-        return
     _RECORD.parent.mkdir(parents=True, exist_ok=True)
-    _run(seeds, record)
+    _run(arguments.count, arguments.jobs, record)
+    print(f"{len(record['done']) * _CHUNK} orders have been tried with this source, all the same bits")
+    if arguments.json:
+        _write(arguments.json, record)
 
 
 if __name__ == "__main__":
-    main()
+    status: object = 0
+    try:
+        main()
+    except SystemExit as end:
+        status = end.code
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
     sys.stdout.flush()
-    os._exit(0)  # a thread of autograd for a device may abort a process that ends after a backward
+    sys.stderr.flush()
+    # a thread of autograd for a device may abort a process that ends after a backward
+    os._exit(status if isinstance(status, int) else int(bool(status)))

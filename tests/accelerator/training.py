@@ -1,12 +1,14 @@
 """One short training that uses all of a pipeline, and what it leaves, bit by bit."""
 
+from typing import Literal
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from roundpipe_runtime import Device, RoundPipe, RoundPipeRunConfig, VirtualDevice
 from roundpipe_runtime.device.accelerator import AcceleratorDevice
-from tests.runtime.small import batch, cut_plan, small_model, state
+from tests.runtime.small import Tied, batch, cut_plan, small_model, state
 
 __all__ = ["GRAINS", "expected", "late_devices", "train"]
 
@@ -14,60 +16,75 @@ F = nn.functional
 GRAINS = ["stage", "layer"]
 _LAYERS = 9
 
+# Streams of each device, which later pipelines take again: an order is drawn among all streams that there are.
+_STREAMS: dict[int, tuple[torch.Stream, ...]] = {}
+
 
 class Checkpointed(nn.Module):
     """A layer that keeps nothing for its backward, and draws in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, features: int = 6) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2))
+        self.inner = nn.Sequential(nn.Linear(features, features), nn.Tanh(), nn.Dropout(0.2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + checkpoint(self.inner, x, use_reentrant=False)
 
 
 def late_devices(count: int) -> list[Device]:
-    """The first devices of the reference accelerator."""
-    return [AcceleratorDevice(torch.device("late", number)) for number in range(count)]
+    """The first devices of the reference accelerator, with the streams that they had before."""
+    made = [AcceleratorDevice(torch.device("late", number), _STREAMS.get(number, ())) for number in range(count)]
+    _STREAMS.update((number, device.streams) for number, device in enumerate(made))
+    return made
+
+
+def _short_model() -> nn.Sequential:
+    """Five layers with what nine of :func:`small_model` have, for many trainings."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(4, 4) / 2)
+    norm = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.3))
+    return nn.Sequential(Tied(weight), norm, nn.ReLU(inplace=True), Tied(weight), nn.Linear(4, 3))
 
 
 def train(
     devices: list[Device],
     *,
     grain: str = "stage",
-    is_async: bool = False,
+    is_async: bool | Literal["exact"] = False,
     checkpoints: bool = False,
     classic: bool = False,
     pin: str = "alloc",
     steps: int = 3,
     copies: int = 1,
+    is_short: bool = False,
 ) -> list[torch.Tensor]:
     """Losses, gradients, buffers and weights of a model with tied weights, dropout, batch norm and a layer in place.
 
     Args:
         devices: devices of the pipeline; they are closed at the end.
         grain: ``recompute_grain``.
-        is_async: whether weights are updated one step late.
+        is_async: whether weights are updated one step late, or, with ``"exact"``, layer by layer next to the next step.
         checkpoints: whether a layer has a checkpoint of its own.
         classic: whether ``forward`` and ``backward`` are called, and no ``forward_backward``.
         pin: ``pin_model``.
         steps: number of steps.
         copies: number of devices that run the last stage.
+        is_short: whether there are five layers and two microbatches, instead of nine and three.
     """
-    plan = cut_plan(_LAYERS, [2, 4], [3, 5], 2)
+    model = _short_model() if is_short else small_model(tied=True, dropout=0.3, norm=True)
+    if checkpoints:  # in the place of the batch norm
+        model[1 if is_short else 4] = Checkpointed(4 if is_short else 6)
+    plan = cut_plan(5, [2], [1, 3], 1) if is_short else cut_plan(_LAYERS, [2, 4], [3, 5], 2)
     plan.last_stage_copies = copies
-    model = small_model(tied=True, dropout=0.3, norm=True)
-    if checkpoints:
-        model[4] = Checkpointed()  # in the place of the batch norm
     config = RoundPipeRunConfig(
         loss_reduction="mean",
-        num_microbatch=3,
+        num_microbatch=2 if is_short else 3,
         recompute_grain=grain,
         **({} if classic else {"execute_plan": plan}),
     )
     pipe = RoundPipe(model, devices=devices, model_run_config=config, pin_model=pin)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
-    inputs, labels = batch(8)
+    inputs, labels = batch(4 if is_short else 8)
     inputs.requires_grad_(classic)
     found = []
     for _ in range(steps):

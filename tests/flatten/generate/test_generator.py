@@ -239,8 +239,11 @@ def test_a_folder_with_one_file_missing_says_which(tmp_path):
 # -- every family, in files of both kinds ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("to", ["onnx", "program"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3", "mistral", "gpt2"])
+# one loop reads programs and files: what only some decoders do is asked of the files, which open ten times as fast
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [*((name, "onnx") for name in ("llama", "gemma3_text", "qwen3", "mistral", "gpt2")), ("mistral", "program")],
+)
 def test_decoders_generate_as_their_models_do(name, to):
     """Three rows with left padding, forty tokens, past the window where there is one."""
     model, folder = exported(name, to)
@@ -268,11 +271,10 @@ def test_whisper_writes_what_its_model_writes(to):
     assert found[:, 1:].tolist() == expected(model, sound).tolist()
 
 
-@pytest.mark.parametrize("to", ["onnx", "program"])
-def test_llava_sees_what_its_model_sees(to):
+def test_llava_sees_what_its_model_sees():
     """Two images in a batch with left padding; other images give other text."""
-    model, folder = exported("llava", to)
-    generator = {"onnx": OnnxGenerator, "program": ProgramGenerator}[to](folder)
+    model, folder = exported("llava")
+    generator = OnnxGenerator(folder)
     image_token, places = model.config.image_token_id, 16
     row = torch.tensor([5, *[image_token] * places, 9, 11, 13])
     ids = torch.stack([torch.cat([torch.tensor([0, 0]), row]), torch.cat([row, torch.tensor([17, 19])])])

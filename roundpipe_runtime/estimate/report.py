@@ -150,7 +150,12 @@ def plan_report(
     Returns:
         The plan, with its memory and times.
     """
-    costs = [_cost(piece, layer, hardware.flops) for piece, layer in zip(pieces, layers, strict=True)]
+
+    def sums_in(parameter: nn.Parameter) -> torch.dtype:
+        return optim_dtype if optim_dtype and parameter.is_floating_point() else parameter.dtype
+
+    guessed = [analytic_cost(piece, sums_in) for piece in pieces]
+    costs = [_cost(cost, layer, hardware.flops) for cost, layer in zip(guessed, layers, strict=True)]
     limit = None if hardware.memory is None else FOR_PARAMETERS * hardware.memory
     too_large = ""
     try:
@@ -207,11 +212,11 @@ def _fewest_copies(simulated: Sequence[StepSimulation], memory: int | None) -> i
     return next(number for number in fitting if simulated[number].seconds * (1 - CLEAR_GAIN) <= least)
 
 
-def _cost(piece: nn.Module, layer: LayerFootprint, flops: float) -> LayerCost:
+def _cost(guessed: LayerCost, layer: LayerFootprint, flops: float) -> LayerCost:
     """Time from operations; bytes as the runtime counts them when it makes a plan."""
     forward = layer.forward_flops / flops + _NEXT_TO_NOTHING
     return dataclasses.replace(
-        analytic_cost(piece), forward=forward, backward=forward + layer.backward_flops / flops + _NEXT_TO_NOTHING
+        guessed, forward=forward, backward=forward + layer.backward_flops / flops + _NEXT_TO_NOTHING
     )
 
 

@@ -90,6 +90,12 @@ def test_a_layer_that_is_too_large_is_a_result_and_no_error():
     assert not report(hardware(memory=found.least_memory + 1000)).too_large
 
 
+def test_sums_of_another_dtype_count_next_to_the_gradient():
+    """A stage of bfloat16 weights and a float32 optimizer has 2 + 2 + 4 bytes a parameter, as the runtime has it."""
+    found = report(hardware(memory=50_000), dtype=torch.bfloat16, optim_dtype=torch.float32)
+    assert found.least_memory == pytest.approx((2 + 2 + 4) * WIDTH * WIDTH / 0.3, rel=1e-3)
+
+
 def test_adam_moves_seven_numbers_a_parameter():
     """Four are read, three are written; at 1 GB/s."""
     parameters = 6 * WIDTH * WIDTH

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..device.generator import generator_alone
 from .layer_traits import traits_of
-from .recompute import generator_alone
 
 __all__ = ["run_backward", "watch_forward"]
 

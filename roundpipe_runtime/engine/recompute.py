@@ -6,17 +6,15 @@ depend on the device, on the number of devices, or on the order of the work; so 
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ..device.forking import free_after_fork
+from ..device.generator import generator_alone, generator_lock
 from ..errors import StageError
 from .layer_traits import traits_of
 
@@ -25,7 +23,6 @@ __all__ = [
     "VisitGenerator",
     "call_seed",
     "doing_recompute",
-    "generator_alone",
     "get_recompute_data",
     "run_seeded",
     "save_for_recompute",
@@ -54,14 +51,8 @@ def call_seed(base: int, tag: str, step: int, layer: int, microbatch: int) -> in
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
-# The CPU has one default generator for all threads. A layer that draws from it has it for itself, with its own seed,
-# and leaves it as it was; a layer that does not draw needs no lock. Which is which is seen at the first call, and
-# checked at every other.
-#
-# A layer that has the generator may call another pipeline, and waits for its threads. They know by their context, and
-# take turns among themselves.
-_CPU_GENERATOR = free_after_fork(threading.RLock())
-_INSIDE: contextvars.ContextVar[Any] = contextvars.ContextVar("roundpipe_generator_inside", default=None)
+# The CPU has one default generator for all threads: a layer that draws has it for itself. Which layers draw is seen at
+# the first call, and checked at every other.
 
 
 def run_seeded(
@@ -86,11 +77,11 @@ def run_seeded(
         return _alone(call, draws, training, seed())
     before = generator.cpu_state
     if before is None:
-        with _generator():
+        with generator_lock():
             before = _cpu_state()
     generator.cpu_state = None
     result = call()
-    with _generator():
+    with generator_lock():
         if before.equal(_cpu_state()):
             generator.cpu_state = before
             return result
@@ -99,25 +90,9 @@ def run_seeded(
     return _alone(again, draws, training, seed())
 
 
-def _generator() -> Any:
-    """The lock of the generator, as far as this thread is concerned."""
-    return _INSIDE.get() or _CPU_GENERATOR
-
-
 def _cpu_state() -> torch.Tensor:
     """The state of the generator; eight bytes at a time, it is compared in half the time."""
     return torch.default_generator.get_state().view(torch.int64)
-
-
-@contextlib.contextmanager
-def generator_alone() -> Iterator[None]:
-    """Have the generator of the CPU for this thread, and for those of pipelines that it calls, during the block."""
-    with _generator():
-        inside = _INSIDE.set(threading.RLock())
-        try:
-            yield
-        finally:
-            _INSIDE.reset(inside)
 
 
 def _alone(call: Callable[[], T], draws: dict[bool, bool], training: bool, seed: int) -> T:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..device.generator import generator_alone
 from ..errors import ConfigError, StageError
 from .torch_steps import PART, Optimizer, dtype_of_gradient
 
@@ -182,6 +183,9 @@ _GROUPS = 8
 _WIDEST = 6
 _STEPS = 2
 
+# Seconds to wait for the generator, which a layer has for the time of a call.
+_PATIENCE = 10.0
+
 _FOUND: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
 
@@ -204,7 +208,9 @@ def _is_proven(optimizer: Optimizer) -> bool:
     if not hasattr(type(optimizer).step, "__wrapped__"):
         return False
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _uncompiled():
+        # The step may run next to layers that draw from the generator. One that has it may call a pipeline that waits
+        # for this very step.
+        with generator_alone(_PATIENCE), torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _uncompiled():
             warnings.simplefilter("ignore")
             whole, parts = _stand_in(optimizer), _stand_in(optimizer)
             for step in range(_STEPS):

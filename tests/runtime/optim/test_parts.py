@@ -1,6 +1,7 @@
 """Steps of an optimizer in parts: the bits of the whole step, or a proof that says no."""
 
 import importlib
+import threading
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.two_tensor import TwoTensor
 
+from roundpipe_runtime.device.generator import generator_alone
 from roundpipe_runtime.optim.parts import OptimizerParts, can_step_in_parts
 from roundpipe_runtime.optim.torch_steps import hear_steps, other_post_hooks
 
@@ -83,6 +85,23 @@ class Counts(torch.optim.SGD):
             group["count"] = group.get("count", 0) + 1
         self.count += 1
         return super().step(closure)
+
+
+def test_a_layer_that_draws_is_not_disturbed():
+    """Stand-ins are stepped next to layers; the state of the generator is put back, so it must be nobody else's."""
+    found = torch.optim.SGD(groups(parameters()), lr=0.1)
+    step = threading.Thread(target=can_step_in_parts, args=(found,))
+    expected = torch.rand(2, generator=torch.Generator().manual_seed(7))
+    with torch.random.fork_rng(devices=[]), generator_alone():
+        torch.manual_seed(7)
+        drawn = [torch.rand(1)]
+        step.start()
+        step.join(0.3)
+        assert step.is_alive()
+        drawn.append(torch.rand(1))
+    step.join()
+    assert torch.equal(torch.cat(drawn), expected)
+    assert can_step_in_parts(found)
 
 
 def test_what_an_optimizer_counts_is_counted_once():

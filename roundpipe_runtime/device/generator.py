@@ -1,0 +1,46 @@
+"""The default generator of the CPU, one for all threads: who draws from it has it alone, and leaves it as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from .forking import free_after_fork
+
+__all__ = ["generator_alone", "generator_lock"]
+
+# A layer that has the generator may call another pipeline, and waits for its threads. They know by their context, and
+# take turns among themselves.
+_CPU_GENERATOR = free_after_fork(threading.RLock())
+_INSIDE: contextvars.ContextVar[Any] = contextvars.ContextVar("roundpipe_generator_inside", default=None)
+
+
+def generator_lock() -> Any:
+    """Return the lock of the generator, as far as this thread is concerned."""
+    return _INSIDE.get() or _CPU_GENERATOR
+
+
+@contextlib.contextmanager
+def generator_alone(timeout: float = -1) -> Iterator[None]:
+    """Have the generator of the CPU for this thread, and for those of pipelines that it calls, during the block.
+
+    Args:
+        timeout: seconds to wait for it. Default: as long as it takes.
+
+    Raises:
+        TimeoutError: another thread had it all this time.
+    """
+    lock = generator_lock()
+    if not lock.acquire(timeout=timeout):
+        raise TimeoutError(f"The generator of the CPU was not free for {timeout} s.")
+    try:
+        inside = _INSIDE.set(threading.RLock())
+        try:
+            yield
+        finally:
+            _INSIDE.reset(inside)
+    finally:
+        lock.release()

@@ -31,10 +31,11 @@ NEEDS_docs := --editable '.[all]' --group docs
 NEEDS_executorch := --editable '.[all,executorch]' --group test
 NEEDS_matrix := --editable '.[transformers,onnx,cli]'
 NEEDS_notebooks := --editable '.[all]' --group notebooks
+NEEDS_dev := --editable '.[all]' --group dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test coverage tasks accelerator interleavings mutants executorch compat kills ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix genai runtimes clean distclean
+.PHONY: help ready demo test coverage tasks accelerator interleavings mutants executorch compat kills ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix genai runtimes clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +44,10 @@ demo: $(VENV)/.has-demo  ## export models with their caches, train one through a
 	@$(BIN)/python -m yobx_flatten demo
 	@echo
 	@$(BIN)/python -m roundpipe_runtime demo
+
+# One installation, of some seconds even where all is there, in place of one for each step.
+ready: $(VENV)/.has-dev  ## install what all steps need at once
+	@touch $(addprefix $(VENV)/.has-,demo test lint types docs matrix notebooks)
 
 test: $(VENV)/.has-test  ## run the tests, a process per core (PYTEST_ARGS="-k cache" and the like are passed on, WORKERS=0: one process)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 $(PYTEST_ARGS)

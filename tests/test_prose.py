@@ -1,4 +1,4 @@
-"""Phrases that our texts avoid; `codespell` in `make lint` finds misspelt words."""
+"""Phrases that our texts avoid, and files that they name; `codespell` in `make lint` finds misspelt words."""
 
 import json
 import re
@@ -69,3 +69,16 @@ def test_a_phrase_is_avoided(phrase, instead):
         for match in spaced.finditer(text)
     ]
     assert not found, f"write {instead!r}:\n" + "\n".join(found)
+
+
+def test_the_pages_name_files_that_are_there():
+    """Each `folder/file` of this repository in a page is one of its files or folders, with or without `.py`."""
+    named = re.compile(r"`((?:tests|benchmarks|examples|matrix|yobx_flatten|roundpipe_runtime)/[\w./-]+)`")
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if "_generated" not in path.parts]
+    gone = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in [*pages, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+        for name in named.findall(path.read_text(encoding="utf-8"))
+        if not any((ROOT / (name + ending)).exists() for ending in ("", ".py"))
+    ]
+    assert gone == []

@@ -12,7 +12,7 @@ import typer
 
 from yobx_flatten import FlattenError
 from yobx_flatten.terminal.output import say
-from yobx_flatten.terminal.running import run_app
+from yobx_flatten.terminal.running import reflow_help, run_app
 
 from ..distributed.job import is_one_of_many
 from ..errors import RoundPipeError
@@ -53,6 +53,7 @@ def _app() -> typer.Typer:
     made.command("train")(train)
     made.command("timeline")(timeline)
     made.command("doctor")(doctor)
+    reflow_help(made)
     return made
 
 

@@ -45,7 +45,7 @@ Devices = Annotated[
     typer.Option(metavar="DEVICES", help="auto, virtual:N, or cuda:0,cuda:1, which need not be here."),
 ]
 Memory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Of one device, like 24GiB; what it has, if it is here.")
+    str | None, typer.Option(metavar="SIZE", help="Memory of one device, like 24GiB; what it has, if it is here.")
 ]
 MachineFile = Annotated[
     pathlib.Path | None,
@@ -61,9 +61,11 @@ Lora = Annotated[
         metavar="R[,ALPHA[,NAMES]]", help="Learn adapters only, as with train --lora.", rich_help_panel="A step"
     ),
 ]
-Bandwidth = Annotated[float | None, typer.Option(metavar="GB/S", help="From host to device; measured, if it is here.")]
+Bandwidth = Annotated[
+    float | None, typer.Option(metavar="GB/S", help="Rate from host to device; measured, if it is here.")
+]
 Flops = Annotated[
-    float | None, typer.Option(metavar="TFLOP/S", help="Of a device, in practice; measured, if it is here.")
+    float | None, typer.Option(metavar="TFLOP/S", help="Rate of a device, in practice; measured, if it is here.")
 ]
 Copies = Annotated[
     str,

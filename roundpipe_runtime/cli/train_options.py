@@ -50,7 +50,8 @@ Text = Annotated[
     ),
 ]
 Field = Annotated[
-    str, typer.Option(metavar="NAME", help="Of JSON lines and datasets: holds the text.", rich_help_panel=_TEXT)
+    str,
+    typer.Option(metavar="NAME", help="Field of JSON lines and datasets that holds the text.", rich_help_panel=_TEXT),
 ]
 TokenizerName = Annotated[
     str | None,
@@ -75,15 +76,15 @@ Batch = Annotated[int, _number("Rows of a batch, of all processes.", _STEP)]
 Microbatches = Annotated[int | None, _number("Parts of a batch, or a group; devices + 1 by default.", _STEP)]
 Replicas = Annotated[int | None, _number("Groups of a batch; by default one per process.", _STEP)]
 Accumulate = Annotated[int, _number("Batches of a step.", _STEP)]
-Steps = Annotated[int | None, _number("How many, instead of --epochs.", _STEP)]
-Epochs = Annotated[int | None, _number("How often each row is read; once by default.", _STEP)]
+Steps = Annotated[int | None, _number("Number of steps, instead of --epochs.", _STEP)]
+Epochs = Annotated[int | None, _number("Passes over the text; one by default.", _STEP)]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"],
-    typer.Option(help="Of the weights; auto: as they are stored.", rich_help_panel=_STEP),
+    typer.Option(help="Type of the weights; auto: as they are stored.", rich_help_panel=_STEP),
 ]
 OptimDtype = Annotated[
     Literal["float32", "bfloat16", "same"],
-    typer.Option(help="Of what AdamW works on; same: that of the weights.", rich_help_panel=_STEP),
+    typer.Option(help="Type of what AdamW works on; same: that of the weights.", rich_help_panel=_STEP),
 ]
 
 LoraText = Annotated[
@@ -95,16 +96,21 @@ LoraText = Annotated[
     ),
 ]
 Rate = Annotated[float, typer.Option(metavar="X", help="Learning rate, the highest.", rich_help_panel=_RATE)]
-Warmup = Annotated[int | None, _number("Steps until it is reached; a tenth, 100 at most.", _RATE, least=0)]
+Warmup = Annotated[
+    int | None, _number("Steps until --lr is reached; by default a tenth of all, 100 at most.", _RATE, least=0)
+]
 Schedule = Annotated[
     Literal["cosine", "linear", "constant"],
-    typer.Option(metavar="NAME", help="How it falls then: cosine, linear, constant.", rich_help_panel=_RATE),
+    typer.Option(metavar="NAME", help="Fall of the rate after that: cosine, linear, constant.", rich_help_panel=_RATE),
 ]
-WeightDecay = Annotated[float, typer.Option(min=0.0, metavar="X", help="Of AdamW, for weights.", rich_help_panel=_RATE)]
+WeightDecay = Annotated[
+    float,
+    typer.Option(min=0.0, metavar="X", help="Weight decay, for weights of two axes or more.", rich_help_panel=_RATE),
+]
 Clip = Annotated[
     float, typer.Option(min=0.0, metavar="X", help="Largest norm of the gradients; 0: any.", rich_help_panel=_RATE)
 ]
-Seed = Annotated[int, _number("Of random weights, the order of rows, and dropout.", _RATE, least=0)]
+Seed = Annotated[int, _number("Seed of random weights, the order of rows, and dropout.", _RATE, least=0)]
 EvalEvery = Annotated[int | None, _number("Steps between evaluations; one at the end by default.", _RATE)]
 Check = Annotated[bool, typer.Option(help="Compare the cut model with the plain one before.", rich_help_panel=_RATE)]
 

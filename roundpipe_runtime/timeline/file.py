@@ -14,6 +14,7 @@ from .record import KINDS, Record, Timeline
 __all__ = ["TimelineFileError", "load_timeline", "merge_timelines"]
 
 
+_FIX = "To write one: roundpipe train MODEL --text FILE -o DIR --timeline FILE"
 _FOREVER = 1e18  # microseconds; NaN is not below it, either
 
 
@@ -82,10 +83,10 @@ def _read(path: str | os.PathLike[str]) -> tuple[Timeline, float | None]:
     except (ValueError, RecursionError) as error:  # no JSON, no text, or nested without end
         size = os.path.getsize(path)
         what = f"it is not JSON ({error})" if size else "it is empty"
-        raise TimelineFileError(f"{name} is not a timeline: {what}.") from error
+        raise TimelineFileError(f"{name} is not a timeline: {what}. {_FIX}") from error
     events = content.get("traceEvents") if isinstance(content, dict) else None
     if not isinstance(events, list):
-        raise TimelineFileError(f"{name} is not a timeline: it is JSON, but not a trace.")
+        raise TimelineFileError(f"{name} is not a timeline: it is JSON, but not a trace. {_FIX}")
     devices = _devices(events)
     timeline = Timeline()
     timeline.records = [

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..terminal.output import say
-from ..terminal.running import run_app
+from ..terminal.running import reflow_help, run_app
 from .check_command import check
 from .demo_command import demo
 from .env_command import env
@@ -58,6 +58,7 @@ def _app() -> typer.Typer:
     made.command("matrix", hidden=hidden, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
         matrix
     )
+    reflow_help(made)
     return made
 
 

@@ -37,9 +37,11 @@ def export(
     to: Annotated[Literal["onnx", "program"], typer.Option(help="onnxruntime's files, or torch.export's.")] = "onnx",
     dtype: Annotated[
         Literal["float32", "float16", "bfloat16"],
-        typer.Option(help="Of weights. bfloat16: programs; or --proof none."),
+        typer.Option(help="Type of the weights; bfloat16 for programs, or with --proof none."),
     ] = "float32",
-    opset: Annotated[int | None, typer.Option(min=18, help="Of ONNX; by default the fastest that is right.")] = None,
+    opset: Annotated[
+        int | None, typer.Option(min=18, help="Operators of ONNX; by default the fastest that are right.")
+    ] = None,
     dynamic: Annotated[
         Literal["all", "length"], typer.Option(help="What may vary: batch and lengths, or lengths only.")
     ] = "all",

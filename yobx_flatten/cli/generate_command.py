@@ -21,18 +21,20 @@ __all__ = ["generate"]
 
 def generate(
     folder: Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder that export wrote.")],
-    prompt: Annotated[list[str], typer.Option(help="What to go on with; several make a batch.")],
-    tokens: Annotated[int, typer.Option(min=1, help="At most so many new tokens.")] = 40,
+    prompt: Annotated[list[str], typer.Option(help="Text to continue; several make a batch.")],
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens, at most.")] = 40,
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
     temperature: Annotated[float, typer.Option(help="Below 1: likely tokens become likelier.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Draw among so many tokens only.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw among tokens of this probability only.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
-    beams: Annotated[int, typer.Option(min=1, help="Search with so many continuations; printed at the end.")] = 1,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of onnxruntime.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Number of the likeliest tokens to draw among.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw among the likeliest tokens that have this probability together.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the draws.")] = None,
+    beams: Annotated[int, typer.Option(min=1, help="Continuations of a beam search; printed at the end.")] = 1,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of onnxruntime.")] = None,
     runtime: Annotated[
         Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
-        typer.Option(help="By default the one that the folder names; openvino also runs ONNX files."),
+        typer.Option(help="Runtime; by default that of the folder. openvino also runs ONNX files."),
     ] = None,
     trust: Annotated[
         bool, typer.Option("--trust", help="Load machine code (AOTInductor): you know who made it.")

@@ -50,4 +50,6 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
                 raise GenerationError(f"{path} holds {found['decoder'].name} and no {', '.join(missing)}.")
             return found
     expected = ", ".join(f"{layout['decoder']}{suffix}" for layout in LAYOUTS)
-    raise GenerationError(f"{path} holds no model to generate with: none of {expected}.")
+    raise GenerationError(
+        f"{path} holds no model to generate with: none of {expected}. To write one: yobx-flatten export MODEL -o DIR"
+    )

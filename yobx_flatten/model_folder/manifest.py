@@ -77,7 +77,10 @@ def read_manifest(folder: pathlib.Path) -> FolderManifest:
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise ForeignFileError(f"{folder} holds no {MANIFEST}: yobx-flatten export did not write it.")
+        raise ForeignFileError(
+            f"{folder} holds no {MANIFEST}: yobx-flatten export did not write it. "
+            "To write one: yobx-flatten export MODEL -o DIR"
+        )
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if found.pop("format_version") > _VERSION:

@@ -109,7 +109,9 @@ def find_model(source: str, *, weights: bool = True) -> FoundModel:
     elif _HUB_ID.fullmatch(source) and not source.startswith("."):
         folder = _download(source, _BESIDE_WEIGHTS if weights else ["config.json"])
     elif "/" in source or "\\" in source or source in (".", ".."):
-        raise ModelSourceError(f"There is no folder {source}.")
+        raise ModelSourceError(
+            f"There is no folder {source}. Name one that save_pretrained wrote, or a type such as llama."
+        )
     else:
         return FoundModel(source, small_config(source), is_small=True)
     file = path if folder is None else folder / "config.json"

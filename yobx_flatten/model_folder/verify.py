@@ -132,7 +132,7 @@ def verify_folder(
     """
     path = pathlib.Path(folder)
     if not path.is_dir():
-        raise ForeignFileError(f"There is no folder {path}.")
+        raise ForeignFileError(f"There is no folder {path}. To write it: yobx-flatten export MODEL -o {path}")
     manifest = read_manifest(path)
     check_digests(path, manifest.sha256)
     checks, opened = [], _Opened(path, manifest, trust)

@@ -286,7 +286,7 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
         OSError: naming it, and the reason.
     """
     if folder.exists() and not folder.is_dir():
-        raise FolderExistsError(f"{folder} is a file.")
+        raise FolderExistsError(f"{folder} is a file. Name a folder that is new or empty.")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise FolderExistsError(
             f"{folder} holds something already. Name another folder, or pass overwrite=True (--overwrite)."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from ..errors import FlattenError
 from ..errors.dependencies import is_installed
 from .failures import explain_failure
 
-__all__ = ["has_libraries", "run_app"]
+__all__ = ["has_libraries", "reflow_help", "run_app"]
 
 
 def has_libraries(program: str) -> bool:
@@ -25,6 +26,17 @@ def has_libraries(program: str) -> bool:
         wanted = " and ".join(missing)
         sys.stderr.write(f"{program}: the command line needs {wanted}: pip install 'yobx-flatten[cli]'\n")
     return not missing
+
+
+def reflow_help(app: Any) -> None:
+    """Let the terminal break the lines of the help; those of the docstrings that it is would stay, each with a rest.
+
+    Args:
+        app: all commands, of typer.
+    """
+    for command in (app.registered_callback, *app.registered_commands):
+        paragraphs = inspect.cleandoc(command.callback.__doc__ or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def run_app(

@@ -35,6 +35,12 @@ def test_help_lists_every_command():
     assert [name for name in COMMANDS if f" {name} " not in shown.output] == []
 
 
+def test_the_terminal_breaks_the_lines_of_the_help():
+    """Lines of a docstring would stay, each with a rest below it where the window is narrower."""
+    for command in app.registered_commands:
+        assert "\n" not in command.help.replace("\n\n", "")
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name):
     """With a sentence that says what it does, and exit status 0."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ def write_benchmarks(folder: Path) -> None:
         ("steps", _steps),
         ("memory", _memory),
         ("lengths", _lengths),
+        ("size", _size),
+        ("simulate", _simulate),
         ("dry", _dry),
         ("convergence", _convergence),
         ("layers", _layers),
@@ -233,6 +235,58 @@ def _lengths(data: Mapping[str, Any], _: Path) -> list[str]:
         "attends to all before it."
     )
     return [*_table(["one row of", "MB", "kB per token", "seconds"], rows), "", text]
+
+
+def _size(data: Mapping[str, Any], _: Path) -> list[str]:
+    ways = data["ways"]
+
+    def row(name: str, cell: Callable[[Mapping[str, Any]], str]) -> list[str]:
+        return [name, *(cell(found) for found in ways.values())]
+
+    def beside_plan(what: str, unit: float) -> Callable[[Mapping[str, Any]], str]:
+        return lambda found: f"{found[what] / unit:,.2f}, {found['planned'][what] / unit:,.2f}"
+
+    def on_both(what: str) -> Callable[[Mapping[str, Any]], str]:
+        return lambda found: ", ".join(f"{found['a model that fits'][way][what]:.1f}" for way in ("pipeline", "plain"))
+
+    rows = [
+        row("million parameters", lambda found: f"{found['parameters'] / 1e6:,.0f}"),
+        row("memory of a device, MB", lambda found: f"{found['limit of a device'] / 1e6:,.0f}"),
+        row("stages", lambda found: str(found["planned"]["stages"])),
+        row("peak of a device, MB: measured, by the plan", beside_plan("device bytes", 1e6)),
+        row("peak of the host, GB: measured, by the plan", beside_plan("host bytes", 1e9)),
+        row("to plan, to wrap, s", lambda f: f"{f['planned']['seconds to plan']:.0f}, {f['seconds to wrap']:.0f}"),
+        row("first step, s", lambda found: f"{found['seconds of the first step']:.0f}"),
+        row("next step, s; of processors", lambda found: ", ".join(f"{found[name]:.0f}" for name in _OF_A_STEP)),
+        row("a tenth of the layers, s: pipeline, plain loop", on_both(_OF_A_STEP[0])),
+        row("the same, of processors", on_both(_OF_A_STEP[1])),
+    ]
+    lines = ["", *_table([f"{data['layers']} layers, {data['tokens']} tokens a step", *ways], rows)]
+    for way, found in ways.items():
+        if "from disk" in found:
+            disk = found["from disk"]
+            read, whole = disk["bytes read"] / 1e9, disk["file bytes"] / 1e9
+            lines += [
+                "",
+                f"{way}, where no weight of the file stays in memory: a step reads {read:.2f} GB from the file of "
+                f"{whole:.2f} GB, with {disk['page faults']:,} page faults that wait for the disk, in "
+                f"{disk['seconds']:.0f} s.",
+            ]
+    return lines
+
+
+_OF_A_STEP = ("seconds of a step", "processor seconds of a step")
+
+
+def _simulate(data: Mapping[str, Any], _: Path) -> list[str]:
+    rows = []
+    for case in data["cases"]:
+        (simulated, measured), (bubble, waited) = case["seconds"], case["bubble"]
+        off = max((one / other - 1 for one, other in case["peaks"]), key=abs, default=None)
+        cells = [f"{simulated:.3f}", f"{measured:.3f}", f"{simulated / measured - 1:+.1%}"]
+        rows.append([case["name"], *cells, f"{bubble:.1%}", f"{waited:.1%}", "" if off is None else f"{off:+.1%}"])
+    head = ["a step of", "simulated, s", "measured, s", "", "bubble, simulated", "bubble, measured", "peak bytes"]
+    return ["", *_table(head, rows)]
 
 
 def _dry(data: Mapping[str, Any], _: Path) -> list[str]:

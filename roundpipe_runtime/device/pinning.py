@@ -44,7 +44,10 @@ class PinnedModel:
         """Pin what is not pinned: all of the model, and later what was replaced, by ``load_state_dict`` for example."""
         if self._how == "off" or not self._devices:
             return
-        pageable = [tensor for tensor in self._tensors() if _key(tensor) not in self._seen and not tensor.is_pinned()]
+        found = {_key(tensor): tensor for tensor in self._tensors()}
+        if found.keys() == self._seen:  # nearly always: each run asks
+            return
+        pageable = [tensor for key, tensor in found.items() if key not in self._seen and not tensor.is_pinned()]
         if pageable and self._how == "alloc":
             _move(pageable)
         elif pageable:

@@ -69,8 +69,7 @@ class Planner:
 
     def memory_limit(self) -> float | None:
         """Return the GB of the smallest device that parameters and gradients may take, where it is known."""
-        known = [device.memory for device in self._devices if device.memory is not None]
-        return FOR_PARAMETERS * min(known) / 1e9 if known else None
+        return _limit([device.memory for device in self._devices])
 
     def plan(
         self, kind: RunType, step: int, *, copies: int | Literal["auto"] = 1, num_microbatch: int | None = None
@@ -112,10 +111,17 @@ class Planner:
 
         A virtual device without a limit has. An accelerator whose memory cannot be asked for counts as full.
         """
-        if any(device.memory is None and device.torch_device.type != "cpu" for device in self._devices):
-            return False
-        limit = self.memory_limit()
+        memory = [device.memory for device in self._devices]  # each question takes a device some time
+        for known, device in zip(memory, self._devices, strict=True):
+            if known is None and device.torch_device.type != "cpu":
+                return False
+        limit = _limit(memory)
         return limit is None or sum(c.param_bytes + c.grad_bytes for c in self.layer_costs()) <= limit * 1e9
+
+
+def _limit(memory: Sequence[int | None]) -> float | None:
+    known = [nbytes for nbytes in memory if nbytes is not None]
+    return FOR_PARAMETERS * min(known) / 1e9 if known else None
 
 
 def _is_power_of_two(number: int) -> bool:

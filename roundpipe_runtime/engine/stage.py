@@ -297,7 +297,8 @@ class Visit:
         self._layer, self._doing, self._tensors = layer, kind, values.tensors
         data = None
         if kind == "recompute":
-            resident.set_buffers(self.collected.buffers.before(layer, microbatch))
+            if resident.contents.buffers:
+                resident.set_buffers(self.collected.buffers.before(layer, microbatch))
             data = self._kept(layer, microbatch)
         with self.device.computing(resident.ready):
             if self._is_bare:
@@ -309,7 +310,7 @@ class Visit:
         if result.kept is not None:
             structure_kept, tensors = flatten_value(result.kept, what=f"save_for_recompute in {resident.title}")
             self.collected.kept[layer, microbatch] = send(self.device, structure_kept, tensors, [False] * len(tensors))
-        if kind == "forward" and self.spec.has_backward:
+        if kind == "forward" and self.spec.has_backward and resident.contents.buffers:
             self.collected.buffers.follow(layer, resident.changed_buffers())
         flags = [tensor.requires_grad for tensor in exits]
         return Values(structure, results, flags), LayerGraph(layer, result.entries, exits)

@@ -420,6 +420,15 @@ def test_bad_input_is_refused_by_name(register_it, message):
     assert len(pytree.tree_leaves(Pair(1, 2))) == 1
 
 
+def test_a_builtin_without_a_signature_can_unflatten():
+    """The order of its arguments cannot be read, so it is taken as it is: `max((), (2, 4))` is `(2, 4)`."""
+    register_pytree_node(Pair, lambda pair: ((pair.a, pair.b), ()), max)
+    try:
+        assert pytree.tree_map(lambda x: 2 * x, Pair(1, 2)) == (2, 4)
+    finally:
+        unregister_class_flattening(Pair)
+
+
 def test_an_unflatten_that_is_no_class_method_is_refused():
     """It would be called without an object."""
     with pytest.raises(InvalidRegistrationError, match="tree_unflatten makes the object, so it is a class method"):

@@ -55,7 +55,9 @@ def test_measured_times_replace_the_guess_and_scale_the_rest():
     """Layer 0 was guessed 2 and takes 10 s, so a layer guessed 1 is taken to need 5 s."""
     costs = MeasuredCosts([LayerCost(2.0, 6.0, 8, 9), LayerCost(1.0, 3.0)])
     assert costs.costs()[0].forward == 2.0
+    assert not costs.is_measured
     costs.record(0, "forward", 10.0)
+    assert costs.is_measured
     assert [(cost.forward, cost.backward) for cost in costs.costs()] == [(10.0, 30.0), (5.0, 15.0)]
     assert costs.costs()[0].param_bytes == 8
 

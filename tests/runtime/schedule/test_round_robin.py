@@ -126,3 +126,10 @@ def test_every_step_runs_once_after_what_it_waits_for(num_stages, num_microbatch
 def test_the_order_of_dispatch_never_waits_for_a_later_step():
     order = [(step.stage, step.microbatch) for step in steps_in_order([0, 1, 0], 2)]
     assert order == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+@pytest.mark.parametrize(("copies", "sets"), [(1, [1]), (3, [2, 2, 4])])
+def test_a_device_holds_more_gradients_of_a_copied_stage(copies, sets):
+    """Sums alone; of copies, those of two microbatches, and where they are added up, the sums and another copy's."""
+    stages = stages_of("fused", [range(2)], [range(2, 3), range(2)], copies)
+    assert [stage.gradient_sets for stage in stages if stage.kind == "fused"] == sets

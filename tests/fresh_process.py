@@ -9,8 +9,8 @@ program of a process of tests starts such a process, and each program runs in a 
 called nothing of torch. A test about the import of torch itself, or about options of the interpreter, starts an
 interpreter of its own.
 
-Programs that train models of transformers spend more time on importing it than on their work: with
-``imported=TRAINER`` they are forks of a second process that has imported what the Trainer needs.
+Programs that train spend more time on what the first step imports, and transformers, than on their work: with
+``imported=TRAINER`` they are forks of a second process that has imported what a training and the Trainer need.
 """
 
 from __future__ import annotations
@@ -26,12 +26,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 __all__ = ["ROOT", "TRAINER", "Program", "run", "start"]
 
-TRAINER = "torch, transformers.trainer, transformers.modeling_layers"
-"""Modules for programs that train models of transformers."""
+_MODULES = {
+    "torch": ["_dynamo", "distributed.checkpoint", "distributed.pipelining", "distributed.tensor"],
+    "safetensors": ["torch"],
+    "transformers": ["trainer", "modeling_layers"],
+}
+TRAINER = ", ".join(f"{top}.{name}" for top, names in _MODULES.items() if find_spec(top) for name in names)
+"""Modules for programs that train: the first step of an optimizer imports `torch._dynamo`, with all of sympy."""
 
 ROOT = Path(__file__).parents[1]
 

@@ -21,7 +21,9 @@ PROGRAM = "tests.runtime.checkpoint.killed_training"
 
 def training(folder, *options):
     """Run the program and return what it printed."""
-    return fresh_process.run("-m", PROGRAM, folder, *map(str, options), timeout=600).stdout
+    return fresh_process.run(
+        "-m", PROGRAM, folder, *map(str, options), timeout=600, imported=fresh_process.TRAINER
+    ).stdout
 
 
 def losses(folder):
@@ -63,7 +65,8 @@ def test_kills_change_no_bit(tmp_path, uninterrupted, kind, at):
 
 def test_a_new_interpreter_goes_on(tmp_path, uninterrupted):
     """Killed with the interpreter that ran it; another one, started anew, ends it on other devices."""
-    with fresh_process.start("-m", PROGRAM, tmp_path, "--steps", "12", "--here", "--devices", "2") as process:
+    program = ("-m", PROGRAM, tmp_path, "--steps", "12", "--here", "--devices", "2")
+    with fresh_process.start(*program, imported=fresh_process.TRAINER) as process:
         process.wait_for(lambda: (tmp_path / "losses").exists() and len(losses(tmp_path)) >= 4)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL

@@ -16,7 +16,9 @@ PROGRAM = "tests.runtime.checkpoint.killed_ranks"
 
 
 def training(folder, *options):
-    return fresh_process.run("-m", PROGRAM, folder, *map(str, options), timeout=3600).stdout
+    return fresh_process.run(
+        "-m", PROGRAM, folder, *map(str, options), timeout=3600, imported=fresh_process.TRAINER
+    ).stdout
 
 
 def losses(folder):

@@ -33,7 +33,7 @@ def ranks(tmp_path_factory):
         patch.chdir(folder)
         one = [*COMMAND, "texts", "--devices", "virtual:1", "--checkpoint", "of one", "--metrics", "one.jsonl"]
         assert main([*one, "-o", "one half", "--steps", "2", "--replicas", "2"]) == 0
-    found = run_ranks("tests.runtime.cli.train_ranks:in_ranks", 2, str(folder), imported=fresh_process.TRAINER)
+    found = run_ranks("tests.runtime.cli.train_ranks:in_ranks", 2, str(folder))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         of_ranks = ["--checkpoint", "c", "--resume", "--metrics", "half.jsonl"]

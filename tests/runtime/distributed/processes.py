@@ -2,7 +2,7 @@
 
     run_ranks("tests.runtime.distributed.module:function", 2, "argument")  # what the function returned, rank by rank
 
-The processes are forks of one that has imported torch (`tests/fresh_process`), so that they start at once.
+The processes are forks of one that has imported what a training needs (`tests/fresh_process`): they start at once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-__all__ = ["IMPORTED", "run_ranks"]
-
-# what takes long to import, once for all processes of all tests
-IMPORTED = "torch, torch.distributed.pipelining, torch.distributed.checkpoint, torch.distributed.tensor"
+__all__ = ["run_ranks"]
 
 
-def run_ranks(function: str, size: int, *arguments: Any, timeout: float = 120, imported: str = IMPORTED) -> list[Any]:
+def run_ranks(function: str, size: int, *arguments: Any, timeout: float = 120) -> list[Any]:
     """Call a function in several processes and return its results, which JSON can hold, in the order of ranks.
 
     Args:
@@ -31,14 +28,12 @@ def run_ranks(function: str, size: int, *arguments: Any, timeout: float = 120, i
         size: number of processes.
         *arguments: its arguments, as JSON can hold them.
         timeout: seconds after which the processes are killed, and a `TimeoutError` is raised.
-        imported: modules that are imported before, see `fresh_process.start`.
     """
     from tests import fresh_process
 
     with tempfile.TemporaryDirectory() as folder:
-        fresh_process.run(
-            "-m", __name__, function, size, folder, json.dumps(arguments), timeout=timeout, imported=imported
-        )
+        program = ("-m", __name__, function, str(size), folder, json.dumps(arguments))
+        fresh_process.run(*program, timeout=timeout, imported=fresh_process.TRAINER)
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
 
 

@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from tests import fresh_process
 from tests.runtime.distributed.processes import run_ranks
 from tests.runtime.distributed.trainings import CASES
 
@@ -37,7 +36,6 @@ def world(request):
         STEPS,
         NAMES[request.param],
         timeout=240 + 60 * STEPS,
-        imported=fresh_process.TRAINER,
     )
 
 
@@ -51,9 +49,7 @@ def test_ranks_have_the_bits_of_one_process(world):
 def test_copies_of_shards_have_the_bits_of_one_process():
     """Four processes on a mesh of two copies of two shards."""
     pytest.importorskip("transformers")
-    found = run_ranks(
-        "tests.runtime.distributed.trainings:in_copies", 4, "bfloat16 with masters", imported=fresh_process.TRAINER
-    )
+    found = run_ranks("tests.runtime.distributed.trainings:in_copies", 4, "bfloat16 with masters")
     assert found == [[True]] * 4
 
 

@@ -15,9 +15,7 @@ pytestmark = pytest.mark.slow
 def found(tmp_path_factory):
     pytest.importorskip("accelerate")
     folder = tmp_path_factory.mktemp("trainer")
-    ranks = run_ranks(
-        "tests.runtime.distributed.trainer_ranks:in_ranks", 2, str(folder), imported=fresh_process.TRAINER, timeout=240
-    )
+    ranks = run_ranks("tests.runtime.distributed.trainer_ranks:in_ranks", 2, str(folder), timeout=240)
     return [{**rank, "folder": folder} for rank in ranks]
 
 
@@ -77,7 +75,7 @@ def test_accelerate_starts_the_same_training(found, tmp_path):
         "tests.runtime.distributed.launched",
     )
     program = "from accelerate.commands.accelerate_cli import main; import sys; sys.argv = sys.argv[1:]; main()"
-    done = fresh_process.run("-c", program, *launch, str(tmp_path), timeout=240)
+    done = fresh_process.run("-c", program, *launch, str(tmp_path), timeout=240, imported=fresh_process.TRAINER)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         expected = torch.load(found[0]["folder"] / "ours" / f"{rank}.pt")

@@ -16,7 +16,7 @@ TRAINING = "tests.runtime.fine_tune.interrupted_training"
 @pytest.mark.parametrize("kind", ["fused", "classic", "async"])
 def test_an_interrupted_call_did_all_or_nothing(kind):
     """After KeyboardInterrupt gradients and buffers are those from before the call, or those from behind it."""
-    with fresh_process.start("-m", TRAINING, kind, "moments", "3") as process:
+    with fresh_process.start("-m", TRAINING, kind, "moments", "3", imported=fresh_process.TRAINER) as process:
         process.wait_for(lambda: process.stdout == "ready\n")
         moments = random.Random(0)
         end = time.monotonic() + 3.2
@@ -35,7 +35,7 @@ def test_an_interrupted_call_did_all_or_nothing(kind):
 @pytest.mark.parametrize("kind", ["fused", "classic", "async"])
 def test_an_interruption_before_any_line_does_all_or_nothing(kind):
     """Before every 37th line of those that run in the caller's thread; by hand, every one was tried."""
-    found = fresh_process.run("-m", TRAINING, kind, "lines", "37", timeout=120)
+    found = fresh_process.run("-m", TRAINING, kind, "lines", "37", timeout=120, imported=fresh_process.TRAINER)
     ready, interrupted, wrong, last = found.stdout.split()
     assert ready == "ready"
     assert int(interrupted) > 100

@@ -78,12 +78,14 @@ def adam(name: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_curves_are_those_of_the_plain_trainer(trainers, tmp_path, name):
-    """Loss, evaluation and schedule of 50 steps of 2 padded batches of 5 rows; norms of the first before clipping.
+    """Loss, evaluation and schedule of steps of 2 padded batches of 5 rows; norms of the first before clipping.
 
-    Later norms differ by more than losses do, by what 50 steps of rounding make of the weights.
+    Later norms differ by more than losses do, by what the steps' rounding makes of the weights. A decoder and a model
+    with an encoder are trained for so long that rounding adds up, the others until they have learned something.
     """
-    plain, ours = both(trainers, tmp_path, name, 50, **adam(name))
-    assert len(history(plain, "loss")) == 50
+    steps = 50 if name in ("llama", "t5") else 24
+    plain, ours = both(trainers, tmp_path, name, steps, **adam(name))
+    assert len(history(plain, "loss")) == steps
     assert_same_curves(plain, ours, ("loss", "eval_loss", "learning_rate"))
     norms = history(plain, "grad_norm")
     assert history(ours, "grad_norm")[:6] == pytest.approx(norms[:6], abs=TOLERANCE)
@@ -341,13 +343,17 @@ def test_options_beside_a_wrapped_model_are_refused(tmp_path):
 
 
 def test_importing_the_package_leaves_transformers_alone():
-    """The names are there, and transformers comes with the first of them."""
+    """The names are there, and transformers is asked for with the first of them."""
     program = (
         "import sys, roundpipe_runtime as r\n"
         "assert 'RoundPipeTrainer' in dir(r) and 'transformers' not in sys.modules\n"
-        "assert r.RoundPipeTrainer.__name__ == 'RoundPipeTrainer' and 'transformers' in sys.modules"
+        "sys.modules['transformers'] = None\n"  # imported, it would take five seconds
+        "try: r.RoundPipeTrainer\n"
+        "except ImportError as error: assert 'transformers' in str(error)\n"
+        "else: raise AssertionError('it came from elsewhere')"
     )
     fresh_process.run("-c", program)
+    assert roundpipe_runtime.RoundPipeTrainer is RoundPipeTrainer
     with pytest.raises(AttributeError, match="has no attribute 'RoundPipeTraner'"):
         roundpipe_runtime.RoundPipeTraner  # noqa: B018 # the attribute is what is tested
 

@@ -4,6 +4,8 @@ import pytest
 
 __all__ = ["reason_to_skip"]
 
+_FLEX = "torch computes FlexAttention on devices that it knows only"
+
 # Part of a test's name, and why it is not run.
 _REASONS = {
     "test_a_sparse_gradient_comes_down": "the reference accelerator has no sparse tensors",
@@ -22,6 +24,9 @@ _REASONS = {
     "test_a_forward_has_the_outputs": "its layers make tensors on the host",
     "test_a_layer_that_draws_may_call_another_pipeline": "its layer adds what is on the host",
     "test_dropout_is_that_of_the_documented_seed": "torch.random.fork_rng warns of several accelerators",
+    "test_a_mask_that_reads_the_row_gives_the_outputs_of_the_whole_batch": _FLEX,
+    "test_a_mask_whose_class_is_registered_is_cut_the_same": _FLEX,
+    "test_a_mask_for_all_rows_goes_whole": _FLEX,
     "test_a_tensor_that_a_layer_kept_is_no_part_of_the_loss": "the loss runs on another device than that layer",
 }
 

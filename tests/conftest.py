@@ -14,6 +14,11 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 # Inductor compiles here: its pool of processes would import torch twice more for a few small files.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+# Packages of AOTInductor are asked for numbers here, not for speed: what calls the kernels is not optimised, and has no
+# tables of lines for a debugger. All have the same options, so the headers of torch are compiled once.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
+
 # Sizes in a trace are expressions of sympy, which keeps a thousand results by itself; an export asks for more of them,
 # and takes a seventh longer.
 os.environ.setdefault("SYMPY_CACHE_SIZE", "50000")

@@ -1,6 +1,5 @@
 """One export, every runtime: a file for each, replayed with the same cases before it has its name."""
 
-import contextlib
 import os
 import shutil
 
@@ -52,10 +51,7 @@ def written(request, exported, tmp_path_factory):
     runtime = request.param
     _needs(runtime)
     path = tmp_path_factory.mktemp("runtimes") / f"step{SUFFIX[runtime]}"
-    # headers that are compiled beforehand take longer than this small file
-    quick = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
-    with torch._inductor.config.patch(quick) if runtime == "aotinductor" else contextlib.nullcontext():
-        report = getattr(exported, f"to_{runtime}")(path)
+    report = getattr(exported, f"to_{runtime}")(path)
     options = {"trust": True} if runtime == "aotinductor" else {}
     return NAMES.get(runtime, runtime), report, open_runner(path, **options)
 

@@ -1,6 +1,5 @@
 """Folders for every runtime: written, proven, verified again, and opened with the runtime that they name."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -56,9 +55,7 @@ def exported(request, model, tmp_path_factory):
         pytest.importorskip(runtime)
     folder = tmp_path_factory.mktemp("targets") / runtime
     bounds = BOUNDS if runtime == "executorch" else None
-    quick = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
-    with torch._inductor.config.patch(quick) if runtime == "aotinductor" else contextlib.nullcontext():
-        done = export_folder(model, folder, target=runtime, bounds=bounds)
+    done = export_folder(model, folder, target=runtime, bounds=bounds)
     return runtime, folder, done
 
 

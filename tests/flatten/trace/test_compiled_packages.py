@@ -52,10 +52,8 @@ def inputs(*, batch, past, new, sliced):
 
 
 def compiled(program, path):
-    """The loaded package. Headers are not compiled beforehand: that takes longer than these two small files."""
-    options = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
-    with torch._inductor.config.patch(options):
-        torch._inductor.aoti_compile_and_package(program, package_path=os.fspath(path))
+    """The loaded package."""
+    torch._inductor.aoti_compile_and_package(program, package_path=os.fspath(path))
     return torch._inductor.aoti_load_package(os.fspath(path))
 
 

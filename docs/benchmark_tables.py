@@ -270,7 +270,8 @@ def _size(data: Mapping[str, Any], _: Path) -> list[str]:
                 "",
                 f"{way}, where no weight of the file stays in memory: a step reads {read:.2f} GB from the file of "
                 f"{whole:.2f} GB, with {disk['page faults']:,} page faults that wait for the disk, in "
-                f"{disk['seconds']:.0f} s.",
+                f"{disk['seconds']:.0f} s. Each weight is read forward and backward; the system reads the rest "
+                "around the pages that are missed.",
             ]
     return lines
 

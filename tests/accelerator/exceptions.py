@@ -20,6 +20,7 @@ _REASONS = {
     "test_a_fault_leaves_no_thread_and_no_tensor": "it asks virtual devices what they hold",
     "test_a_fault_in_a_transfer": "it expects the names of virtual devices",
     "test_a_closed_pipeline_says_so": "it expects the names of virtual devices",
+    "test_every_layer_call_of_the_block_is_recorded": "it expects the names of virtual devices",
     "test_a_chain_has_the_loss": "its layers make tensors on the host",
     "test_a_forward_has_the_outputs": "its layers make tensors on the host",
     "test_a_layer_that_draws_may_call_another_pipeline": "its layer adds what is on the host",

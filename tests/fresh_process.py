@@ -16,6 +16,7 @@ Programs that train spend more time on what the first step imports, and transfor
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import select
@@ -179,7 +180,8 @@ class Program:
     def send_signal(self, number: int) -> None:
         """Send a signal, if it still runs."""
         if self.poll() is None:
-            os.kill(self._pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended after it was asked
+                os.kill(self._pid, number)
 
     def __enter__(self) -> Program:
         return self

@@ -117,7 +117,7 @@ def partition_and_copy(
 
     >>> layers = [*[LayerCost(1.0, 3.0)] * 3, LayerCost(3.0, 9.0)]
     >>> partition_and_copy("fused", [layers], min_stages=3, copies="auto", num_microbatch=6)
-    ([([range(0, 3)], [range(3, 4), range(2, 3), range(1, 2), range(0, 1)])], 3)
+    ([([range(0, 1), range(1, 2), range(2, 3)], [range(3, 4), range(2, 3), range(1, 2), range(0, 1)])], 3)
     """
     if run_type not in ("infer", "train", "fused"):
         raise PlanError(f'run_type must be "infer", "train" or "fused", found {run_type!r}.')

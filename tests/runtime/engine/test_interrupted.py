@@ -19,7 +19,7 @@ def test_an_interrupted_call_did_all_or_nothing(kind):
     with fresh_process.start("-m", TRAINING, kind, "moments", "3", imported=fresh_process.TRAINER) as process:
         process.wait_for(lambda: process.stdout == "ready\n")
         moments = random.Random(0)
-        end = time.monotonic() + 3.2
+        end = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < end:
             time.sleep(moments.uniform(0.001, 0.012))
             process.send_signal(signal.SIGINT)

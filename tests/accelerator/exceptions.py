@@ -21,6 +21,8 @@ _REASONS = {
     "test_a_fault_leaves_no_thread_and_no_tensor": "it asks virtual devices what they hold",
     "test_a_fault_in_a_transfer": "it expects the names of virtual devices",
     "test_virtual_devices_have_no_memory_of_their_own": "it asks virtual devices what they hold",
+    "test_virtual_devices_are_measured": "it expects the names of virtual devices",
+    "test_virtual_devices_share_the_cores": "it asks how virtual devices share the cores",
     "test_a_closed_pipeline_says_so": "it expects the names of virtual devices",
     "test_every_layer_call_of_the_block_is_recorded": "it expects the names of virtual devices",
     "test_a_chain_has_the_loss": "its layers make tensors on the host",

@@ -149,10 +149,10 @@ def test_a_rank_that_is_gone_is_named(world):
 
 
 def test_a_process_that_ends_in_a_call_ends_it_for_the_others():
-    """Within a second, although they compute for longer; it is named."""
+    """Within half a second, or two and a half on a busy machine, although they compute for longer; it is named."""
     for (kind, text), seconds in run_ranks("tests.runtime.distributed.faults:killed", 3)[:2]:
         assert (kind, "Rank 2 is gone" in text) == ("DistributedError", True)
-        assert seconds < 1
+        assert seconds < 2.5  # three and more is what it takes to find out by asking
 
 
 @pytest.mark.parametrize("where", ["make", "load"])

@@ -1,6 +1,7 @@
 """A plugin of pytest for tests on the reference accelerator: ``pytest -p tests.accelerator.plugin tests/runtime``.
 
 Where a test asks for ``"virtual:N"`` it gets ``late:0`` to ``late:N-1``, and so do fixtures with devices that check.
+With ``LATE_DEVICES`` set there are so many devices, and a test that asks for several gets all of them.
 ``--order random --seed 7`` draws the order of the work; without it everything is done as late as it may.
 """
 
@@ -17,20 +18,29 @@ import torch
 
 from roundpipe_runtime.device import virtual
 from roundpipe_runtime.device.accelerator import AcceleratorDevice
+from roundpipe_runtime.estimate.device_rates import measure_device
 from tests.accelerator import late
 from tests.accelerator.exceptions import reason_to_skip
 from tests.runtime import small
 
+# A number that the caller chose holds for tests that ask for several devices.
+_ALL_DEVICES = "LATE_DEVICES" in os.environ
+
+
+def _late(count: int) -> list[AcceleratorDevice]:
+    count = late.DEVICES if _ALL_DEVICES and count > 1 else count
+    return [AcceleratorDevice(torch.device("late", number)) for number in range(count)]
+
 
 def _on_late(text: str) -> list[virtual.Device]:
     """In the place of ``virtual._virtual``, which parses ``"virtual:N"``."""
-    return [AcceleratorDevice(torch.device("late", number)) for number in range(len(_virtual(text)))]
+    return [*_late(len(_virtual(text)))]
 
 
 @contextlib.contextmanager
 def _late_devices(count: int) -> Iterator[list[AcceleratorDevice]]:
     """In the place of ``small.checked_devices``."""
-    made = [AcceleratorDevice(torch.device("late", number)) for number in range(count)]
+    made = _late(count)
     try:
         yield made
     finally:
@@ -40,6 +50,9 @@ def _late_devices(count: int) -> Iterator[list[AcceleratorDevice]]:
 
 _virtual, virtual._virtual = virtual._virtual, _on_late
 small.checked_devices = _late_devices
+
+# What the doctor measures takes a second on a device, and minutes where its kernels are those of the CPU.
+measure_device.__kwdefaults__.update(nbytes=2**20, rows=128)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if reason := reason_to_skip(item):
+        if reason := reason_to_skip(item, late.DEVICES if _ALL_DEVICES else None):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -6,7 +6,7 @@ import itertools
 import torch
 from torch import nn
 
-from roundpipe_runtime import ModelExecutePlan, VirtualDevice
+from roundpipe_runtime import Device, ModelExecutePlan, VirtualDevice
 
 
 class Tied(nn.Module):
@@ -44,6 +44,14 @@ def checked_devices(count: int):
     finally:
         for device in made:
             device.close()
+
+
+def allocated(device: Device) -> int:
+    """Bytes that the tensors on a device take now."""
+    if isinstance(device, VirtualDevice):
+        return device.allocated
+    device.synchronize()
+    return torch.accelerator.memory_allocated(device.torch_device)
 
 
 def batch(rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,7 @@
 // An accelerator made of the CPU: a backend of torch's PrivateUse1, to see what a real one would hide.
 // docs/dev/accelerator.md states what it shows and what it does not.
 #include "kernels.h"
+#include "recurrent.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/native/DispatchStub.h>
@@ -40,6 +41,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("record_stream", record_stream);
   m.impl("native_dropout", native_dropout);
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   m.impl("_fused_sdp_choice", sdp_choice);
   m.impl("_scaled_dot_product_fused_attention_overrideable", attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", attention_backward);

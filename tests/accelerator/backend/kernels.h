@@ -46,6 +46,15 @@ inline bool takes_generator(const c10::Argument& argument) {
   return type->kind() == c10::TypeKind::GeneratorType;
 }
 
+// What kernels of devices take and those of the CPU do not.
+inline void adapt_to_cpu(const std::string& name, torch::jit::Stack& stack) {
+  if (name == "aten::histc" && !stack[0].toTensor().is_floating_point()) stack[0] = stack[0].toTensor().to(at::kDouble);
+  if (name == "aten::native_layer_norm_backward") {  // devices keep the mean and the deviation in float32
+    const at::Tensor& weight = stack[5].isTensor() ? stack[5].toTensor() : stack[1].toTensor();
+    for (size_t i : {3, 4}) stack[i] = stack[i].toTensor().to(weight.scalar_type());
+  }
+}
+
 // One call of an operator, with what it was given.
 struct Call {
   const c10::OperatorHandle& op;
@@ -274,12 +283,17 @@ struct Call {
     auto run = [op = op, values, outputs, targets] {
       OnlyKernels only;
       torch::jit::Stack stack = values;
+      adapt_to_cpu(op.schema().name(), stack);
       op.callBoxed(&stack);
       for (const auto& [i, to] : outputs) to.copy_(values[i].toTensor());
       for (size_t i = 0; i < targets.size(); i++) {
         size_t number = 0;
         if (!targets[i].empty())
-          map_tensors(stack[i], [&](const at::Tensor& tensor) { return targets[i].at(number++).copy_(tensor); });
+          map_tensors(stack[i], [&](const at::Tensor& tensor) {
+            const at::Tensor& target = targets[i].at(number++);
+            if (tensor.numel()) target.copy_(tensor);  // a batch norm in eval has no statistics to save
+            return target;
+          });
       }
     };
     enqueue(here(device), {run, schema.name().c_str(), seconds(results)});
@@ -339,10 +353,17 @@ inline std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input
   return {at::mul(input, keep.div(1 - p)), keep.to(at::kBool)};
 }
 
-inline int64_t sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
-    std::optional<double>, bool) {
-  // a dry run needs no kernel, and takes the time of one that is fused
-  return static_cast<int64_t>(settings.dry ? sdp::SDPBackend::overrideable : sdp::SDPBackend::math);
+// Attention is one kernel where the CPU has one, and always in a dry run; only the formula has a gradient of the mask.
+inline int64_t sdp_choice(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
+    double dropout, bool causal, std::optional<double> scale, bool grouped) {
+  auto fused = [&] {
+    if (mask && mask->requires_grad()) return false;
+    OnlyKernels only;
+    const auto of_cpu = at::_fused_sdp_choice(
+        raw(query), raw(key), raw(value), mask ? std::optional<at::Tensor>(raw(*mask)) : std::nullopt, dropout, causal, scale, grouped);
+    return of_cpu == static_cast<int64_t>(sdp::SDPBackend::flash_attention);
+  };
+  return static_cast<int64_t>(settings.dry || fused() ? sdp::SDPBackend::overrideable : sdp::SDPBackend::math);
 }
 
 // Attention of a dry run, in one kernel: two products forward and five backward, half of each where the mask is causal.
@@ -352,19 +373,28 @@ inline void enqueue_attention(const char* name, int products, const at::Tensor& 
   enqueue(stream_of(query), {[] {}, name, std::max(operations / settings.costs.flops, 4 * bytes_of(query) / settings.costs.memory)});
 }
 inline std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor> attention(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>&, double, bool causal, bool,
-    std::optional<double>) {
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask, double dropout,
+    bool causal, bool, std::optional<double> scale) {
+  at::Tensor none = at::empty({0}, query.options());
+  if (!settings.dry) {
+    auto [output, sums] = at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, mask, scale);
+    return {output, sums, none, none, query.size(-2), key.size(-2), none, none, none};
+  }
   enqueue_attention("attention", 2, query, key, causal);
   auto sizes = query.sizes().vec();
   sizes.back() = value.size(-1);
-  at::Tensor none = at::empty({0}, query.options());
   at::Tensor sums = at::empty(query.sizes().slice(0, query.dim() - 1), query.options().dtype(at::kFloat));
   return {at::empty(sizes, query.options()), sums, none, none, query.size(-2), key.size(-2), none, none, none};
 }
-inline std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(const at::Tensor&, const at::Tensor& query,
-    const at::Tensor& key, const at::Tensor& value, const at::Tensor&, std::array<bool, 4>, const at::Tensor&, const at::Tensor&,
-    const at::Tensor&, const at::Tensor&, c10::SymInt, c10::SymInt, double, bool causal, const at::Tensor&, const at::Tensor&,
-    std::optional<double>) {
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(const at::Tensor& gradient, const at::Tensor& query,
+    const at::Tensor& key, const at::Tensor& value, const at::Tensor& mask, std::array<bool, 4>, const at::Tensor& output,
+    const at::Tensor& sums, const at::Tensor&, const at::Tensor&, c10::SymInt, c10::SymInt, double dropout, bool causal,
+    const at::Tensor&, const at::Tensor&, std::optional<double> scale) {
+  if (!settings.dry) {
+    auto [of_query, of_key, of_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, query, key, value, output, sums, dropout, causal, mask.defined() ? std::optional<at::Tensor>(mask) : std::nullopt, scale);
+    return {of_query, of_key, of_value, at::Tensor()};
+  }
   enqueue_attention("attention_backward", 5, query, key, causal);
   return {at::empty_like(query), at::empty_like(key), at::empty_like(value), at::Tensor()};
 }

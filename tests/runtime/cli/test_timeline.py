@@ -7,8 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import Record, RoundPipe, RoundPipeRunConfig, Timeline
+from roundpipe_runtime import Record, RoundPipe, RoundPipeRunConfig, Timeline, parse_devices
 from roundpipe_runtime.cli.app import run
+
+
+@pytest.fixture(scope="module")
+def names():
+    """The names of its devices."""
+    return [device.name for device in parse_devices("virtual:2")]
 
 
 @pytest.fixture(scope="module")
@@ -26,24 +32,24 @@ def recorded(tmp_path_factory):
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_it_is_drawn_in_the_width_of_the_terminal(recorded, capsys, monkeypatch, columns):
+def test_it_is_drawn_in_the_width_of_the_terminal(recorded, names, capsys, monkeypatch, columns):
     """A row per device, their totals, the slowest stages; in a log without colours."""
     monkeypatch.setenv("COLUMNS", str(columns))
     assert run(["timeline", str(recorded)]) == 0
     out = capsys.readouterr().out
-    drawn = [line for line in out.splitlines() if line.startswith("virtual:") and "%" not in line]
-    assert [line.split()[0] for line in drawn] == ["virtual:0", "virtual:1"]
+    drawn = [line for line in out.splitlines() if line.startswith(tuple(names)) and "%" not in line]
+    assert [line.split()[0] for line in drawn] == names
     assert max(map(len, drawn)) <= columns
     assert max(map(len, out.splitlines())) <= 80 or columns > 80
     assert "\x1b" not in out
     assert "slowest" in out
 
 
-def test_shares_of_a_device_are_all_of_its_time(recorded, capsys):
+def test_shares_of_a_device_are_all_of_its_time(recorded, names, capsys):
     """Computed, copied and waited are 100 % together."""
     assert run(["timeline", str(recorded), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [totals["device"] for totals in found["devices"]] == ["virtual:0", "virtual:1"]
+    assert [totals["device"] for totals in found["devices"]] == names
     for totals in found["devices"]:
         assert totals["busy"] + totals["transfers"] + totals["idle"] == pytest.approx(found["seconds"])
     times = [stage["seconds"] for stage in found["stages"]]

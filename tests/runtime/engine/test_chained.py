@@ -38,7 +38,7 @@ class First(nn.Module):
         hidden = self.linear(x)
         if table is not None:
             hidden = hidden * table.mean(0)
-        time, constant = hidden.T.contiguous(), torch.full((CONSTANTS,), 0.1)
+        time, constant = hidden.T.contiguous(), torch.full((CONSTANTS,), 0.1, device=x.device)
         return {"hidden": hidden, "time": time, "number": 3, "constant": constant, "mean": hidden.square().mean()}
 
 

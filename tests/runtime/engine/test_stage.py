@@ -88,7 +88,10 @@ def test_a_tensor_that_a_layer_kept_is_no_part_of_the_loss(wrap):
     inputs, labels = batch(6)
     with pytest.raises(StageError, match=r"that layer 0 \(Keeps\) kept on itself.*\n.*return outputs, auxiliary_loss"):
         wrap(model).forward_backward(
-            (inputs,), label=labels, loss_fn=lambda o, y: F.mse_loss(o, y) + model[0].auxiliary, run_config=MEAN
+            (inputs,),
+            label=labels,
+            loss_fn=lambda o, y: F.mse_loss(o, y) + model[0].auxiliary.to(o.device),
+            run_config=MEAN,
         )
 
 

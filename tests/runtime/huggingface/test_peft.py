@@ -85,7 +85,7 @@ def test_frozen_weights_stay_pages_of_their_file(tmp_path, how):
     """Wrapping, training and a step in the background neither write nor copy them; the adapters learn."""
     hf_model("llama").bfloat16().save_pretrained(tmp_path)
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype="auto")
-    pipeline = wrapped(peft.get_peft_model(model, lora()), optim_dtype=torch.float32)
+    pipeline = wrapped(peft.get_peft_model(model, lora()), optim_dtype=torch.float32, pin_model="off")
     optimizer = optim.Adam([p for p in pipeline.optim_parameters() if p.requires_grad], lr=0.01)
     losses = []
     for _ in range(3):

@@ -21,7 +21,7 @@ def test_an_rnn_and_its_flat_weights(wrap):
     expected.sum().backward()
     exact = gradients(model)
     model.zero_grad()
-    loss = wrap(model).forward_backward((inputs,), loss_fn=lambda outputs, _: outputs[0].sum())
+    loss = wrap(model).forward_backward((inputs,), loss_fn=lambda outputs, _: outputs[0].sum(), run_config=MEAN_SUM)
     assert near(loss, expected.sum().detach())
     assert all(near(p.grad, exact[name]) for name, p in model.named_parameters())
 

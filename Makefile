@@ -35,7 +35,7 @@ NEEDS_dev := --editable '.[all]' --group dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready demo test coverage tasks accelerator interleavings mutants executorch compat kills ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix genai runtimes clean distclean
+.PHONY: help ready demo test coverage tasks accelerator accelerator-tests interleavings mutants executorch compat kills ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix genai runtimes clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ accelerator: $(VENV)/.has-test  ## run the tests of the pipeline on an accelerat
 	$(BIN)/python -m pytest -p tests.accelerator.plugin -n 0 tests/accelerator/on_late $(PYTEST_ARGS) \
 		$(addprefix tests/runtime/,optim device/test_accelerator.py \
 		$(addprefix pipeline/test_,model_state.py packed_data.py wrapping.py))
+
+accelerator-tests: $(VENV)/.has-test  ## run all tests of the runtime there, in two orders on 1, 2 and 4 devices; goes on where it stopped
+	$(BIN)/python -m tests.accelerator.parts --page
 
 interleavings: $(VENV)/.has-test  ## train there in COUNT=10000 random orders and compare every bit; goes on where it stopped
 	$(BIN)/python -m tests.accelerator.interleavings $(COUNT)

@@ -1,6 +1,6 @@
 """Run all tests of the runtime on the reference accelerator: ``python -m tests.accelerator.parts``.
 
-Folder by folder, in late and in random order, on 1, 2 and 4 devices: half an hour. A run continues where it stopped:
+Folder by folder, in late and in random order, on 1, 2 and 4 devices: an hour. A run continues where it stopped:
 what is in the record and passed is not run again without ``--again``.
 """
 
@@ -100,6 +100,10 @@ def _cell(found: dict[str, Any] | None) -> str:
     return f"{found.get('passed', 0)} + {found.get('listed', 0)}{failed}"
 
 
+def _recorded() -> dict[str, Any]:
+    return dict(json.loads(_RECORD.read_text())["runs"]) if _RECORD.exists() else {}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=list(PARTS), choices=list(PARTS), help="folders. Default: all")
@@ -111,14 +115,15 @@ def main() -> None:
     arguments = parser.parse_args()
     from benchmarks.bench_flatten import versions
 
-    runs = json.loads(_RECORD.read_text())["runs"] if _RECORD.exists() else {}
+    runs = _recorded()
     asked = [
         (part, order, devices) for order in arguments.orders for devices in arguments.devices for part in arguments.only
     ]
     for run in asked:
         name = " ".join(map(str, run))
         if arguments.again or name not in runs or runs[name]["failed"]:
-            runs[name] = _run(*run, arguments.logs)
+            found = _run(*run, arguments.logs)
+            runs = {**_recorded(), name: found}  # another process may have run others meanwhile
             record = {"versions": versions(), "runs": dict(sorted(runs.items()))}
             _RECORD.write_text(json.dumps(record, indent=1) + "\n")
             print(f"{name}: {_cell(runs[name])}", *runs[name]["failed"], sep="\n    ", flush=True)

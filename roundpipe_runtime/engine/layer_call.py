@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal
 
 import torch
@@ -10,30 +9,14 @@ import torch
 from ..device.virtual import Device
 from ..errors import StageError
 from .layer_graph import Values, enter, is_refused_write
-from .layer_traits import traits_of
 from .nested_checkpoint import watch_forward
-from .recompute import CALL, VisitGenerator, run_seeded
+from .recompute import CURRENT, CallState, VisitGenerator, run_seeded
 from .resident import LayerOnDevice
 from .run import Run
 
-__all__ = ["CallKind", "CallResult", "call_layer"]
+__all__ = ["CallKind", "LayerCall", "call_layer"]
 
 CallKind = Literal["forward", "fused", "recompute"]
-
-
-@dataclasses.dataclass(slots=True)
-class CallResult:
-    """The result of a layer call.
-
-    Attributes:
-        entries: Leaves in which the gradients of the inputs end; ``None`` where none flow.
-        output: Output of the layer.
-        kept: Data that the layer saved for its recomputation, ``None`` without any.
-    """
-
-    entries: list[torch.Tensor | None]
-    output: Any
-    kept: tuple[Any, ...] | None
 
 
 def call_layer(
@@ -45,7 +28,7 @@ def call_layer(
     kind: CallKind,
     generator: VisitGenerator,
     data: tuple[Any, ...] | None = None,
-) -> CallResult:
+) -> LayerCall:
     """Call a layer with a microbatch, once more if the first attempt showed how it has to be called.
 
     A layer that never wrote its inputs in place gets the leaves themselves, which is quicker. torch refuses to write a
@@ -62,27 +45,38 @@ def call_layer(
         data: data that the first forward saved, for a recomputation.
 
     Returns:
-        The output, the leaves of the graph, and saved data.
+        The call, which has the output, the leaves of the graph, and saved data.
 
     Raises:
         StageError: when the layer would have to be called again, and has written an input or a buffer already.
     """
-    call = _Call(run, device, resident, microbatch, values, kind, generator, data)
+    call = LayerCall(run, device, resident, microbatch, values, kind, generator, data)
     # By mode: a layer with in-place dropout writes its inputs in training only.
-    mutates_inputs, training = call.traits.mutates_inputs, call.module.training
-    as_leaves = mutates_inputs.get(training) is False
+    mutates_inputs = call.traits.mutates_inputs
+    as_leaves = mutates_inputs.get(call.training) is False
     try:
-        return call.attempt(as_leaves=as_leaves)
+        call.attempt(as_leaves=as_leaves)
     except RuntimeError as error:
         if not as_leaves or not is_refused_write(error):
             raise
         call.check_repeatable("write its input in place")
-        mutates_inputs[training] = True
-        return call.attempt(as_leaves=False)
+        mutates_inputs[call.training] = True
+        call.attempt(as_leaves=False)
+    return call
 
 
-class _Call:
-    """The attempts to make one call. There are several per layer and microbatch, so nothing is bound to arguments."""
+class LayerCall(CallState):
+    """The attempts to make one call. There are several per layer and microbatch, so nothing is bound to arguments.
+
+    Attributes:
+        entries: Leaves in which the gradients of the inputs end; ``None`` where none flow.
+        output: Output of the layer.
+    """
+
+    __slots__ = (
+        *("contents", "device", "entered", "entries", "given", "generator", "microbatch", "module", "output"),
+        *("resident", "spec", "traits", "training", "values", "versions"),
+    )
 
     def __init__(
         self,
@@ -96,17 +90,28 @@ class _Call:
         data: tuple[Any, ...] | None,
     ) -> None:
         self.spec, self.device, self.resident, self.generator = run.spec, device, resident, generator
-        self.microbatch, self.values, self.kind, self.data = microbatch, values, kind, data
-        self.contents = resident.contents
-        self.module = resident.contents.module
-        self.traits = traits_of(self.module)
+        self.microbatch, self.values, self.kind, self.given = microbatch, values, kind, data
+        self.contents, self.traits = resident.contents, resident.traits
+        self.module = module = resident.contents.module
+        self.training = module.training
+        self.entries: list[torch.Tensor | None] = []
         self.entered: list[torch.Tensor] = []
+        self.output: Any = None
         # From before the first attempt: only an attempt that wrote nothing can be repeated with the same result.
         self.versions = self._versions()
 
+    @property
+    def kept(self) -> tuple[Any, ...] | None:
+        """Data that the layer saved for its recomputation, ``None`` without any."""
+        # A fused stage goes back through this very call, so what the layer saved is not needed again.
+        return self.data if self.kind == "forward" else None
+
     def _versions(self) -> list[int]:
         """The version counters of every input and buffer, which count in-place writes."""
-        return [tensor._version for tensor in [*self.values.tensors, *self.resident.buffers()]]
+        found = [tensor._version for tensor in self.values.tensors]
+        if self.contents.buffers:
+            found += [tensor._version for tensor in self.resident.buffers()]
+        return found
 
     def check_repeatable(self, what: str) -> None:
         if self.versions != self._versions():
@@ -115,35 +120,32 @@ class _Call:
                 "place before that, so the call cannot be repeated. Call the pipeline again."
             )
 
-    def attempt(self, *, as_leaves: bool) -> CallResult:
-        entries, self.entered = enter(self.values, as_leaves=as_leaves)
+    def attempt(self, *, as_leaves: bool) -> None:
+        self.entries, self.entered = enter(self.values, as_leaves=as_leaves)
         # Leaves show nothing new: torch refuses to write them.
         versions = None if as_leaves else [tensor._version for tensor in self.entered]
-        before = CALL.enter(self.kind, self.data)
+        before, self.data, CURRENT.call = CURRENT.call, self.given, self
         try:
-            output = self.resident.call(self._seeded if self.spec.preserve_rng_state else self._watched)
-            # A fused stage goes back through this very call, so what the layer saved is not needed again.
-            kept = CALL.data if self.kind == "forward" else None
+            self.output = self.resident.call(self._seeded if self.spec.preserve_rng_state else self._watched)
         finally:
             # The layer may have been called by another layer of this thread, whose own call goes on.
-            CALL.enter(*before)
+            CURRENT.call = before
         if versions is not None:
-            written = versions != [tensor._version for tensor in self.entered]
-            self.traits.mutates_inputs[self.module.training] = written
-        return CallResult(entries, output, kept)
+            self.traits.mutates_inputs[self.training] = versions != [tensor._version for tensor in self.entered]
 
     def _seeded(self) -> Any:
-        return run_seeded(self._watched, self.module, self._seed, self.generator, self._again)
+        return run_seeded(self._watched, self.module, self._seed, self.generator, self._again, self.traits)
 
     def _seed(self) -> int:
         return self.spec.seed(self.contents.index, self.microbatch)
 
     def _again(self) -> Any:
         self.check_repeatable("draw random numbers")
+        self.data = self.given
         return self._watched()
 
     def _watched(self) -> Any:
-        if self.module.training in self.traits.reenters:
+        if self.training in self.traits.reenters:
             return self._invoke()
         return watch_forward(self._invoke, self.module, self.device.torch_device)
 

@@ -39,13 +39,14 @@ class LayerGraph:
     exits: list[torch.Tensor]
 
     def backward(
-        self, gradients: Sequence[torch.Tensor | None], run: Callable[[Callable[[], None]], None] = lambda call: call()
+        self, gradients: Sequence[torch.Tensor | None], run: Callable[[Callable[[], None]], None] | None = None
     ) -> list[torch.Tensor | None]:
         """Go back through the layer.
 
         Args:
             gradients: gradients of the outputs, ``None`` where none flows.
-            run: function that calls its argument, which goes back; not called where no gradient flows at all.
+            run: function that calls its argument, which goes back; not called where no gradient flows at all. Default:
+                it is called as it is.
 
         Returns:
             The gradients of the inputs, ``None`` where none flows.
@@ -55,7 +56,9 @@ class LayerGraph:
             if gradient is not None and exit_.requires_grad:
                 starts.append(exit_)
                 seeds.append(gradient)
-        if starts:
+        if starts and run is None:
+            _go_back(starts, seeds)
+        elif starts and run is not None:
             run(partial(_go_back, starts, seeds))
         return [None if entry is None else entry.grad for entry in self.entries]
 
@@ -65,7 +68,7 @@ _run_engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 def _go_back(starts: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
-    if _run_engine is None or any(type(start) is not torch.Tensor for start in starts):
+    if _run_engine is None or any([type(start) is not torch.Tensor for start in starts]):
         torch.autograd.backward(starts, seeds)
     else:
         _run_engine(tuple(starts), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -97,10 +100,12 @@ def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None]
     Returns:
         The leaves in which gradients end, ``None`` where none flow, and the tensors for the layer.
     """
+    if not torch.is_grad_enabled():
+        return [None] * len(values.tensors), list(values.tensors)
     entries: list[torch.Tensor | None] = []
     entered = []
     for tensor, flag in zip(values.tensors, values.needs_grad, strict=True):
-        leaf = tensor.detach().requires_grad_() if flag and torch.is_grad_enabled() else None
+        leaf = tensor.detach().requires_grad_() if flag else None
         entries.append(leaf)
         entered.append(tensor if leaf is None else leaf if as_leaves else _enter_leaf(leaf))
     return entries, entered

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..device.generator import generator_alone, generator_lock
 from ..errors import StageError
-from .layer_traits import traits_of
+from .layer_traits import LayerTraits, traits_of
 
 __all__ = [
     "CallState",
@@ -57,7 +57,12 @@ def call_seed(base: int, tag: str, step: int, layer: int, microbatch: int) -> in
 
 
 def run_seeded(
-    call: Callable[[], T], code: Any, seed: Callable[[], int], generator: VisitGenerator, again: Callable[[], T]
+    call: Callable[[], T],
+    code: Any,
+    seed: Callable[[], int],
+    generator: VisitGenerator,
+    again: Callable[[], T],
+    traits: LayerTraits | None = None,
 ) -> T:
     """Return ``call()``, run with this seed; the generators are left as they were found.
 
@@ -67,44 +72,63 @@ def run_seeded(
         seed: function that returns the seed of this call, called only if needed.
         generator: generator of the device of the call; an accelerator has one of its own.
         again: function that calls it a second time, after a first call that turned out to draw without its seed.
+        traits: record of the code. Default: it is looked up.
 
     Returns:
         The result of the call.
     """
     generator.seed(seed)
     training = bool(getattr(code, "training", True))
-    draws = traits_of(code).draws
+    draws = (traits_of(code) if traits is None else traits).draws
     if draws.get(training) is not False:
         return _alone(call, draws, training, seed())
     before = generator.cpu_state
     if before is None:
         with generator_lock():
-            before = _cpu_state()
+            before = _CPUState()
     generator.cpu_state = None
     result = call()
     with generator_lock():
-        if before == _cpu_state():
+        if before.mark == _mark(torch.default_generator.get_state()):
             generator.cpu_state = before
             return result
-        torch.set_rng_state(torch.frombuffer(bytearray(before), dtype=torch.uint8))
+        torch.set_rng_state(before.state)
     generator.seed(seed)
     return _alone(again, draws, training, seed())
 
 
-def _cpu_state() -> bytes:
-    """The state of the generator: bytes are compared in a third of the time of tensors."""
-    state = torch.default_generator.get_state()
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
+class _CPUState:
+    """A state of the generator of the CPU, and what shows whether another one is the same."""
+
+    __slots__ = ("mark", "state")
+
+    def __init__(self) -> None:
+        self.state = torch.default_generator.get_state()
+        self.mark = _mark(self.state)
+
+
+# Bytes of a state of the generator of the CPU that are compared, at its begin and at its end.
+_HEAD, _TAIL = 128, 64
+
+
+def _mark(state: torch.Tensor) -> bytes:
+    """The bytes in which any two states differ, of 5,056.
+
+    At the begin are the seed, the number of words that are used up, and some of the words, which all change together;
+    at the end is the normal number that is kept for the next call.
+    """
+    start = state.data_ptr()
+    return ctypes.string_at(start, _HEAD) + ctypes.string_at(start + state.nbytes - _TAIL, _TAIL)
 
 
 def _alone(call: Callable[[], T], draws: dict[bool, bool], training: bool, seed: int) -> T:
     with generator_alone():
         outside = torch.get_rng_state()
         torch.default_generator.manual_seed(seed)
-        seeded = _cpu_state()
+        seeded = _CPUState().mark
         try:
             result = call()
-            drew = seeded != _cpu_state()
+            drew = seeded != _CPUState().mark
             draws[training] = draws.get(training, False) or drew
             return result
         finally:
@@ -128,7 +152,7 @@ class VisitGenerator:
         self._device = device
         self._generator: Any = None
         self._outside: torch.Tensor | None = None
-        self.cpu_state: bytes | None = None
+        self.cpu_state: _CPUState | None = None
 
     def seed(self, seed: Callable[[], int]) -> None:
         """Seed it for one call.
@@ -175,30 +199,29 @@ class _ModuleGenerator:
         self._library.set_rng_state(state, self._device)
 
 
-class CallState(threading.local):
-    """What the layer call of this thread is: a first forward, or a recomputation, and the data kept for it."""
+class CallState:
+    """What a layer call is.
 
-    kind: Literal["none", "forward", "fused", "recompute"] = "none"
-    data: tuple[Any, ...] | None = None
+    Args:
+        kind: a first forward, one that is not repeated, or a recomputation.
+        data: data that the layer saves in its first forward, and gets in the recomputation.
+    """
 
-    def enter(
-        self, kind: Literal["none", "forward", "fused", "recompute"], data: tuple[Any, ...] | None
-    ) -> tuple[Any, Any]:
-        """Set the kind of the next layer call; return the previous kind and data, to be entered again afterwards.
+    __slots__ = ("data", "kind")
 
-        Args:
-            kind: kind of the layer call.
-            data: data that the first forward saved, for a recomputation.
-
-        Returns:
-            The kind and data before.
-        """
-        before = self.kind, self.data
+    def __init__(
+        self, kind: Literal["none", "forward", "fused", "recompute"], data: tuple[Any, ...] | None = None
+    ) -> None:
         self.kind, self.data = kind, data
-        return before
 
 
-CALL = CallState()
+class _Current(threading.local):
+    """The layer call of this thread."""
+
+    call = CallState("none")
+
+
+CURRENT = _Current()
 
 
 def save_for_recompute(*data: Any) -> None:
@@ -227,9 +250,10 @@ def save_for_recompute(*data: Any) -> None:
     torch.Size([2, 2])
     >>> model.close()
     """
-    if CALL.kind != "forward" or not torch.is_grad_enabled():
+    call = CURRENT.call
+    if call.kind != "forward" or not torch.is_grad_enabled():
         return
-    if CALL.data is not None:
+    if call.data is not None:
         raise StageError("save_for_recompute was called before in this layer call. Keep everything in one call.")
     for leaf in pytree.tree_leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -237,7 +261,7 @@ def save_for_recompute(*data: Any) -> None:
                 f"save_for_recompute: a tensor of shape {tuple(leaf.shape)} requires a gradient, which would not "
                 "flow through the recomputation. Keep tensor.detach()."
             )
-    CALL.data = data
+    call.data = data
 
 
 def doing_recompute() -> bool:
@@ -246,7 +270,7 @@ def doing_recompute() -> bool:
     >>> doing_recompute()  # outside of a pipeline
     False
     """
-    return CALL.kind == "recompute"
+    return CURRENT.call.kind == "recompute"
 
 
 def get_recompute_data() -> tuple[Any, ...]:
@@ -263,12 +287,13 @@ def get_recompute_data() -> tuple[Any, ...]:
         ...
     roundpipe_runtime.errors.StageError: ...
     """
-    if CALL.kind != "recompute":
+    call = CURRENT.call
+    if call.kind != "recompute":
         raise StageError(
             "get_recompute_data: no recomputation is under way. Ask doing_recompute() first:\n"
             "    if doing_recompute():\n"
             "        (mask,) = get_recompute_data()"
         )
-    if CALL.data is None:
+    if call.data is None:
         raise StageError("get_recompute_data: the first forward of this layer kept nothing with save_for_recompute.")
-    return CALL.data
+    return call.data

@@ -15,6 +15,7 @@ from ..device.virtual import Device
 from ..errors import StageError
 from ..optim.parameters import LayerContents
 from .gradient_memory import GradientMemory
+from .layer_traits import traits_of
 
 __all__ = ["Buffers", "Gradients", "LayerOnDevice", "check_not_kept"]
 
@@ -56,6 +57,7 @@ class LayerOnDevice:
     Attributes:
         ready: event after which the copies are complete.
         title: description of the layer for errors.
+        traits: what the engine observed of the layer.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class LayerOnDevice:
         self.contents = contents
         self.device = device
         self.title = contents.title
+        self.traits = traits_of(contents.module)
         self._memory: list[torch.Tensor] = []
         self._parameters: dict[int, nn.Parameter] = {}
         self._wide: list[tuple[int, torch.dtype]] = []
@@ -95,7 +98,7 @@ class LayerOnDevice:
 
     def _copy_parameter(self, parameter: nn.Parameter, source: torch.Tensor) -> nn.Parameter:
         copy = nn.Parameter(self._copy(source), requires_grad=parameter.requires_grad)
-        if isinstance(parameter, nn.Parameter):
+        if type(parameter) is not nn.Parameter and isinstance(parameter, nn.Parameter):
             copy.__class__ = type(parameter)  # a class of the user's
         copy.__dict__.update(parameter.__dict__)  # attributes that users hang on parameters
         copy.__dict__[_LAYER] = self.title
@@ -108,15 +111,17 @@ class LayerOnDevice:
             try:
                 for parameters, name, copy, _ in self._places:
                     parameters[name] = copy
-                for number, buffer in enumerate(buffers):
-                    buffer.owner._buffers[buffer.name] = self._buffers[number]
+                if buffers:
+                    for number, buffer in enumerate(buffers):
+                        buffer.owner._buffers[buffer.name] = self._buffers[number]
                 return function()
             finally:
-                for number, buffer in enumerate(buffers):
-                    found = buffer.owner._buffers.get(buffer.name)
-                    if found is not None and found is not self._buffers[number]:
-                        self._buffers[number] = found.detach()
-                    buffer.owner._buffers[buffer.name] = buffer.tensor
+                if buffers:
+                    for number, buffer in enumerate(buffers):
+                        found = buffer.owner._buffers.get(buffer.name)
+                        if found is not None and found is not self._buffers[number]:
+                            self._buffers[number] = found.detach()
+                        buffer.owner._buffers[buffer.name] = buffer.tensor
                 for parameters, name, _, parameter in self._places:
                     parameters[name] = parameter
 

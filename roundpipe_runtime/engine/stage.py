@@ -27,7 +27,7 @@ from ..device.worker import StoppedRun, add_note_once
 from ..errors import DeviceMemoryError
 from ..schedule.round_robin import Stage
 from .collected import Copies
-from .layer_call import CallKind, CallResult, call_layer
+from .layer_call import CallKind, LayerCall, call_layer
 from .layer_graph import LayerGraph, Values, plain
 from .loss_call import MicrobatchLoss
 from .nested_checkpoint import run_backward
@@ -257,13 +257,12 @@ class Visit:
         self._layer, self._doing, self._tensors = graph.layer, "backward", graph.exits
         self.generator.cpu_state = None
         resident = self.residents[graph.layer]
-        # with its copies in place: checkpoints inside of the layer call parts of it again
-        back = partial(run_backward, code=resident.contents.module, device=self.device.torch_device)
-        with self.device.computing(resident.ready), self._measure("backward", microbatch, graph.layer):
-            results = resident.call(partial(graph.backward, gradients, back))
-            resident.take_gradients()
-            if self.spec.take_gradient is not None:
-                resident.hand_over(self.spec.take_gradient)
+        with self.device.computing(resident.ready):
+            if self._is_measured:
+                with self._measure("backward", microbatch, graph.layer):
+                    results = self._back_here(resident, graph, gradients)
+            else:
+                results = self._back_here(resident, graph, gradients)
         # Gradients go down while the layers before this one go backward. Those of the first layer go down last: the
         # next stage waits for what this one hands back, which is not to queue after them.
         if microbatch == self._completes and graph.layer != self.stage.layers[0]:
@@ -271,6 +270,19 @@ class Visit:
             with self._measure("download", layer=graph.layer):
                 self._download_gradients(resident)
             self._microbatch = microbatch
+        return results
+
+    def _back_here(
+        self, resident: LayerOnDevice, graph: LayerGraph, gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        module, back = resident.contents.module, None
+        if resident.traits.reenters.get(module.training) is not False:
+            back = partial(run_backward, code=module, device=self.device.torch_device)
+        # with its copies in place: checkpoints inside of the layer call parts of it again
+        results = resident.call(partial(graph.backward, gradients, back))
+        resident.take_gradients()
+        if self.spec.take_gradient is not None:
+            resident.hand_over(self.spec.take_gradient)
         return results
 
     def _loss(self, microbatch: int, values: Values) -> list[torch.Tensor | None]:
@@ -307,8 +319,9 @@ class Visit:
                 measured = self._measure("recompute" if kind == "recompute" else "forward", microbatch, layer)
                 with measured, self._modes():
                     result, structure, exits, results = self._call_here(resident, microbatch, values, kind, data)
-        if result.kept is not None:
-            structure_kept, tensors = flatten_value(result.kept, what=f"save_for_recompute in {resident.title}")
+        kept = result.kept
+        if kept is not None:
+            structure_kept, tensors = flatten_value(kept, what=f"save_for_recompute in {resident.title}")
             self.collected.kept[layer, microbatch] = send(self.device, structure_kept, tensors, [False] * len(tensors))
         if kind == "forward" and self.spec.has_backward and resident.contents.buffers:
             self.collected.buffers.follow(layer, resident.changed_buffers())
@@ -322,13 +335,13 @@ class Visit:
         values: Values,
         kind: CallKind,
         data: tuple[Any, ...] | None,
-    ) -> tuple[CallResult, TreeStructure, list[torch.Tensor], list[torch.Tensor]]:
+    ) -> tuple[LayerCall, TreeStructure, list[torch.Tensor], list[torch.Tensor]]:
         self.device.use(values.tensors)
         result = call_layer(self.run, self.device, resident, microbatch, values, kind, self.generator, data)
         structure, exits = flatten_value(result.output, what=f"the output of {resident.title}")
         # What passes the layer stays the same tensor: the host has it, or gets it once.
-        same = {id(tensor) for tensor in values.tensors}
-        results = [t if id(t) in same and not t.requires_grad else plain(t) for t in exits]
+        same = [id(tensor) for tensor in values.tensors]
+        results = [plain(t) if t.requires_grad or id(t) not in same else t for t in exits]
         return result, structure, exits, results
 
     def _modes(self) -> contextlib.AbstractContextManager[Any]:
@@ -381,6 +394,8 @@ class Visit:
             self.run.mailbox.put(("gradient", first, microbatch), copies)
 
     def _kept(self, layer: int, microbatch: int) -> tuple[Any, ...] | None:
+        if not self.collected.kept:
+            return None
         on_host = self.collected.kept.pop((layer, microbatch), None)
         if on_host is None:
             return None

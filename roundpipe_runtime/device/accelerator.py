@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -39,6 +40,9 @@ _STAGES_AT_ONCE = 3
 
 # The room for stages, in sizes of the largest one.
 _ROOM = 2.1
+
+# A stage runs in the compute stream, which takes the host a microsecond to enter, several times per layer.
+_IS_CURRENT = contextlib.nullcontext()
 
 # References to the memory of a tensor that is the only one with it: its own, and that of the object which asks.
 _OWN_REFERENCES = 2
@@ -97,6 +101,8 @@ class AcceleratorDevice:
         self._entered: list[int] = []
         self._has_new_parameters = False
         self._has_new_activations = False
+        # Thread that is in the compute stream for the time of a stage.
+        self._inside: int | None = None
 
     def __repr__(self) -> str:
         return f"AcceleratorDevice({self.name!r})"
@@ -206,7 +212,7 @@ class AcceleratorDevice:
             after: event that stands for the copies of parameters. Default: all of them.
 
         Returns:
-            The compute stream, which is a context manager.
+            The compute stream, which is a context manager; in a :meth:`visit`, which is in it, one that does nothing.
         """
         if isinstance(after, _StreamEvent):
             if not after.computed_after:
@@ -218,11 +224,13 @@ class AcceleratorDevice:
         if self._has_new_activations:
             self._has_new_activations = False
             self._compute.wait_event(self._activations.record_event())
+        if self._inside == threading.get_ident():
+            return _IS_CURRENT
         return self._compute
 
     @contextlib.contextmanager
     def visit(self, nbytes: int = 1) -> Iterator[Callable[[int], bool]]:
-        """Hold the host, which runs ahead of the device, until there is room for a stage.
+        """Hold the host, which runs ahead of the device, until there is room for a stage; the block runs in its stream.
 
         There is room for two stages of the size of the largest, and for a small one between them, such as a head: the
         upload of the stage after it would wait for the stage before it otherwise. Gradients of a stage that has
@@ -243,8 +251,11 @@ class AcceleratorDevice:
             self._copying.popleft().synchronize()
         self._entered.append(nbytes)
         try:
-            yield self._has_room
+            with self._compute:
+                self._inside = threading.get_ident()
+                yield self._has_room
         finally:
+            self._inside = None
             self._entered.clear()
             self._visits.append(_Visit(nbytes, _record(self._compute, self.torch_device), self._end()))
 

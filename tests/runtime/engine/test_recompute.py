@@ -115,6 +115,62 @@ def test_a_layer_that_begins_to_draw_is_noticed():
     assert torch.equal(found, run_seeded(layer, layer, lambda: 2, VisitGenerator(CPU), layer))
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.rand(1),
+        lambda: torch.randn(()),  # the second number of a pair, which is kept from the one drawn before
+        lambda: torch.empty(624, dtype=torch.int32).random_(),  # as many words as the generator has
+        lambda: torch.randperm(3),
+        lambda: torch.manual_seed(5),
+    ],
+)
+def test_whatever_changes_the_generator_is_noticed(draw):
+    """Only parts of its state are compared; each way to change it is seen in them, and undone."""
+
+    class Sometimes(nn.Module):
+        draws = False
+
+        def forward(self):
+            return draw() if self.draws else None
+
+    layer = Sometimes()
+    torch.manual_seed(3)
+    torch.randn(())
+    before = torch.get_rng_state()
+    run_seeded(layer, layer, lambda: 1, VisitGenerator(CPU), layer)
+    layer.draws, calls = True, []
+    run_seeded(layer, layer, lambda: 2, VisitGenerator(CPU), lambda: calls.append(layer()))
+    assert len(calls) == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_call_that_is_repeated_saves_its_data_once_more(pipe):
+    """A layer that draws for the first time is called again; its recomputation gets what the second call saved."""
+    drawn, found = [], []
+
+    class Saves(nn.Module):
+        draws = False
+
+        def forward(self, x):
+            if doing_recompute():
+                found.append(get_recompute_data()[0])
+                return x * found[-1]
+            drawn.append(torch.rand(1) if self.draws else torch.ones(1))
+            save_for_recompute(drawn[-1])
+            return x * drawn[-1]
+
+    layer = Saves()
+    model = pipe(nn.Sequential(layer, nn.Linear(4, 3)))
+    inputs, labels = batch(4)
+    for draws in (False, True):
+        layer.draws = draws
+        model.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=all_recomputed(1))
+    # two microbatches; then the first one of the second run is called twice
+    assert len(drawn) == 5
+    assert torch.stack(found).tolist() == torch.stack([*drawn[:2], *drawn[3:]]).tolist()
+
+
 def test_a_random_loss_is_seeded_too(pipe):
     """A loss function that draws gives the same numbers for the same step, and leaves the generator alone."""
     inputs, _labels = batch(4)

@@ -114,6 +114,14 @@ class LayerCall(CallState):
         return found
 
     def check_repeatable(self, what: str) -> None:
+        """Check that the layer can be called once more.
+
+        Args:
+            what: action that shows that it has to be, for the error.
+
+        Raises:
+            StageError: an input or a buffer has been written.
+        """
         if self.versions != self._versions():
             raise StageError(
                 f"{self.contents.title} began to {what}, which it never did before, and wrote an input or a buffer in "
@@ -121,6 +129,11 @@ class LayerCall(CallState):
             )
 
     def attempt(self, *, as_leaves: bool) -> None:
+        """Call the layer.
+
+        Args:
+            as_leaves: whether the layer gets leaves, which it cannot write in place.
+        """
         self.entries, self.entered = enter(self.values, as_leaves=as_leaves)
         # Leaves show nothing new: torch refuses to write them.
         versions = None if as_leaves else [tensor._version for tensor in self.entered]

@@ -68,7 +68,7 @@ _run_engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 def _go_back(starts: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
-    if _run_engine is None or any([type(start) is not torch.Tensor for start in starts]):
+    if _run_engine is None or {type(start) for start in starts} != {torch.Tensor}:
         torch.autograd.backward(starts, seeds)
     else:
         _run_engine(tuple(starts), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)

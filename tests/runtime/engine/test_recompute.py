@@ -212,7 +212,7 @@ def test_kept_data_is_there_in_the_recomputation(pipe, grain):
     inputs, labels = batch(4)
     config = all_recomputed(1, recompute_grain=grain)
     model.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=config)
-    assert calls == [False, False, True, True]
+    assert sorted(calls) == [False, False, True, True]
     found = model[0].scale.grad.clone()
     model[0].scale.grad = None
     F.mse_loss(model[1](model[0].scale * inputs.relu()), labels).backward()

@@ -48,6 +48,19 @@ def test_a_tensor_may_be_written_in_place_after_its_download_was_given(device):
     assert host.tolist() == [1, 1, 1]
 
 
+def test_the_host_waits_for_what_is_computed_of_a_sparse_gradient(device):
+    """The host waits for it. There are no sparse tensors here: a dense one states their layout."""
+
+    class Sparse(torch.Tensor):
+        layout = torch.sparse_coo
+
+    with device.computing():
+        there = torch.ones(3, device=device.torch_device).as_subclass(Sparse)
+    host, event = device.copy_out(there)
+    assert event.done()
+    assert host.tolist() == [1, 1, 1]
+
+
 def test_an_upload_waits_for_an_event_of_another_kind(device):
     """One of a device that is no accelerator: the host waits."""
     host = torch.zeros(3).pin_memory()

@@ -76,7 +76,8 @@ class StepPlan:
             machine: devices and host.
 
         Returns:
-            The seconds. Virtual devices compute after the host has called each layer, accelerators meanwhile.
+            The seconds, calls of its layers included. Virtual devices compute after the host has called each layer,
+            accelerators meanwhile.
         """
         called = len(stage.layers) * _SHARE[stage.kind] * machine.call
         computed = sum(self._seconds(layer, stage.kind, machine) for layer in stage.layers)
@@ -143,6 +144,7 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool) -> list[Stage
     there: set[tuple[int, int]] = set()
     loads = []
     plan = plan.on(len(machine.names))
+    without_calls = dataclasses.replace(machine, call=0.0)
     stages = plan.stages
     restarts = {stage.layers[0] for stage in stages if stage.kind == "backward"}
     for stage, device in zip(stages, RoundRobin(len(machine.names)).assign(len(stages)), strict=True):
@@ -153,9 +155,10 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool) -> list[Stage
         new = [index for index in stage.layers if (device, index) not in there]
         if stays and stage.kind == "forward":
             there.update((device, index) for index in stage.layers)
+        computed = plan.seconds(stage, without_calls)
         loads.append(
             StageLoad(
-                compute=plan.seconds(stage, machine),
+                compute=computed,
                 upload=sum(plan.layers[index].param_bytes for index in new),
                 download=sum(layer.grad_bytes for layer in mine) if goes_back else 0,
                 inputs=mine[0].inputs + (mine[-1].grads_out if stage.kind == "backward" else 0),
@@ -163,6 +166,7 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool) -> list[Stage
                 copies=stage.copies,
                 copy=stage.copy,
                 share=plan.share_bytes(stage),
+                called=plan.seconds(stage, machine) - computed,
             )
         )
     return loads

@@ -57,6 +57,7 @@ class StepSimulation:
         busy: seconds in which each part of the machine is busy, the mean of all devices: ``"compute"``,
             ``"link up"``, ``"link down"``, ``"interpreter"``, ``"optimizer"``.
         flips: tokens of a step at which the bottleneck changes, with the same plan; ascending.
+        called: seconds in which a device waits for the host to call layers, the mean of all devices.
     """
 
     seconds: float
@@ -70,6 +71,7 @@ class StepSimulation:
     tokens: int
     busy: Mapping[str, float]
     flips: list[BottleneckFlip]
+    called: float = 0.0
 
     @property
     def bottleneck(self) -> str:
@@ -83,17 +85,19 @@ class StepSimulation:
 
     @property
     def bubbles(self) -> dict[str, float]:
-        """Shares of the devices' time in which they wait, by cause.
+        """Shares of the devices' time in which they do not compute, by cause, as a timeline has them.
 
-        ``"transfer"`` would not be there if copies took no time, ``"optimizer"`` is the optimizer's, and
-        ``"dependency"`` the filling and draining of the pipeline, and stages that wait for longer ones.
+        ``"transfer"`` would not be there if copies took no time, ``"optimizer"`` is the optimizer's,
+        ``"interpreter"`` the host's that calls the layers, and ``"dependency"`` the filling and draining of the
+        pipeline, and stages that wait for longer ones.
         """
         whole = self.seconds or 1.0
         transfer = max(0.0, self.seconds - self.exposed_optimizer - self.unhindered.time) / whole
         optimizer = self.exposed_optimizer / whole
         computed = self.run.utilisation * self.run.time / whole
-        dependency = max(0.0, 1.0 - transfer - optimizer - computed)
-        return {"transfer": transfer, "optimizer": optimizer, "dependency": dependency}
+        interpreter = self.called / whole
+        dependency = max(0.0, 1.0 - transfer - optimizer - computed - interpreter)
+        return {"transfer": transfer, "optimizer": optimizer, "dependency": dependency, "interpreter": interpreter}
 
 
 def simulate(
@@ -155,6 +159,11 @@ def simulate(
         tokens=plan.tokens,
         busy={name: fixed[name] + per_token[name] * plan.tokens for name in fixed},
         flips=_flips(fixed, per_token),
+        called=sum(
+            load.called * len(stage.microbatches(plan.num_microbatch))
+            for stage, load in zip(stages, loads, strict=True)
+        )
+        / devices,
     )
 
 

@@ -40,7 +40,7 @@ class StageLoad:
     """Time, traffic and memory of one stage.
 
     Attributes:
-        compute: seconds on one microbatch.
+        compute: seconds of computation on one microbatch.
         upload: bytes of parameters that are copied to the device before it starts.
         download: bytes of gradients that are copied back after its last microbatch.
         inputs: bytes of activations copied to the device per microbatch.
@@ -52,6 +52,7 @@ class StageLoad:
         copy: the only one of the copies that this load stands for. Default: all of them, on one device after the other.
         share: bytes of the gradients of one microbatch, which copies send to the last one of them; it adds them up and
             copies the sum back. Default: 0, each copy sends back what it has.
+        called: seconds on one microbatch in which the device waits for the host to call the layers. Default: 0.
     """
 
     compute: float
@@ -64,6 +65,7 @@ class StageLoad:
     copies: int = 1
     copy: int | None = None
     share: int = 0
+    called: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Share of the devices' time in which they waited."""
+        """Share of the devices' time in which they did not compute: they waited, copied, or had not been called yet."""
         return 1.0 - self.utilisation
 
 
@@ -312,9 +314,10 @@ class _State:
     def _compute(
         self, index: int, load: StageLoad, device: int, microbatch: int, start: float, microbatches: Sequence[int]
     ) -> float:
-        end = start + load.compute
+        whole = load.compute + load.called
+        end = start + whole
         if microbatch == microbatches[0]:  # which waits inside of the stage for layers that are being updated
-            end = max([end, *(self.began + ready + load.compute - needed for ready, needed in load.updates)])
+            end = max([end, *(self.began + ready + whole - needed for ready, needed in load.updates)])
         self.steps.append(TimedStep(Step(index, microbatch, device), start, end))
         return end
 

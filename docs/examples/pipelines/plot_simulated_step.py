@@ -98,14 +98,14 @@ plt.show()
 # What the devices do meanwhile:
 
 shares = {"compute": [1 - sum(step.bubbles.values()) for step in steps]}
-for cause in ("transfer", "optimizer", "dependency"):
+for cause in ("transfer", "optimizer", "dependency", "interpreter"):
     shares[cause] = [step.bubbles[cause] for step in steps]
 figure, ax = plt.subplots(figsize=(8, 3), layout="constrained")
 ax.stackplot(
     counts,
     shares.values(),
     labels=shares,
-    colors=["#4477aa", "#e0b24c", "#b78ad0", "#c9d0d8"],
+    colors=["#4477aa", "#e0b24c", "#b78ad0", "#c9d0d8", "#d97b66"],
 )
 ax.set(xscale="log", xlabel="tokens of a step", ylabel="share of the time", ylim=(0, 1))
 ax.legend(loc="lower right")

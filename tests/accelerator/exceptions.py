@@ -34,6 +34,7 @@ _REASONS = {
 # Part of the name of a test that is about some numbers of devices, these numbers, and why.
 _NUMBERS = {
     "test_the_loop_of_the_first_tutorial_runs": ([2], "it divides by the microbatches that two devices have"),
+    "test_the_number_of_microbatches_is_gone_on_with": ([2], "two devices have three microbatches"),
     "test_each_copy_takes_its_microbatches": ([4], "three copies and the stage before are on four devices"),
     "test_a_layer_that_writes_a_buffer_is_refused": ([2, 4], "on one device a stage has one copy"),
     "test_a_computed_plan_copies_a_heavy_head": ([4], "on fewer devices a copy does not pay"),

@@ -156,7 +156,7 @@ def test_a_call_that_is_repeated_saves_its_data_once_more(pipe):
             if doing_recompute():
                 found.append(get_recompute_data()[0])
                 return x * found[-1]
-            drawn.append(torch.rand(1) if self.draws else torch.ones(1))
+            drawn.append((torch.rand(1) if self.draws else torch.ones(1)).to(x.device))
             save_for_recompute(drawn[-1])
             return x * drawn[-1]
 
@@ -168,7 +168,7 @@ def test_a_call_that_is_repeated_saves_its_data_once_more(pipe):
         model.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=all_recomputed(1))
     # two microbatches; then the first one of the second run is called twice
     assert len(drawn) == 5
-    assert torch.stack(found).tolist() == torch.stack([*drawn[:2], *drawn[3:]]).tolist()
+    assert [one.item() for one in found] == [one.item() for one in [*drawn[:2], *drawn[3:]]]
 
 
 def test_a_random_loss_is_seeded_too(pipe):

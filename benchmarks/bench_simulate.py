@@ -14,6 +14,7 @@ status is 1 if one is missed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import sys
@@ -31,6 +32,7 @@ from benchmarks.bench_flatten import machine, versions  # found there only
 from benchmarks.waiting_layers import WaitingLayer, WaitingSGD
 from roundpipe_runtime import LayerCost, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, Timeline
 from roundpipe_runtime.estimate import Hardware, describe_hardware, measure_layers, simulate, step_plan
+from roundpipe_runtime.timeline.bubbles import bubbles_of
 from roundpipe_runtime.timeline.totals import device_totals
 
 __all__ = ["Compared", "compare_waiting"]
@@ -206,6 +208,26 @@ def _costs(timeline: Timeline, layers: int, microbatches: int) -> list[LayerCost
     return [LayerCost(forward, backward) for forward, backward in zip(there, back, strict=True)]
 
 
+def _between_calls(layers: int = 16, microbatches: int = 4, repeat: int = 8) -> float:
+    """Seconds of the host between calls, per layer and microbatch: costs from a timeline have the rest of a call."""
+    small = nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)])
+    config = RoundPipeRunConfig(
+        num_microbatch=microbatches,
+        loss_reduction="mean",
+        execute_plan=_plan_of([LayerCost(1.0, 3.0)] * layers, 1),
+    )
+    pipe = RoundPipe(small, devices="virtual:1", model_run_config=config)
+    found = []
+    for _ in range(repeat):
+        with Timeline() as timeline:
+            pipe.forward_backward((torch.ones(microbatches, 8),), loss_fn=_mean)
+        pipe.zero_grad()
+        waited = [one for one in bubbles_of(timeline.records) if one.cause == "interpreter"]
+        found.append(sum(one.end - one.start for one in waited) / (layers * microbatches))
+    pipe.close()
+    return min(found)
+
+
 def compare_computed(width: int, count: int, devices: int, microbatches: int, rows: int, repeat: int) -> dict[str, Any]:
     """Compare steps of a model that computes: time, bubble, peak bytes of each device."""
     from tests.runtime.device.measuring_device import MeasuringDevice
@@ -230,7 +252,7 @@ def compare_computed(width: int, count: int, devices: int, microbatches: int, ro
     least = min(range(repeat), key=lambda step: taken[step])
     costs = _costs(timelines[least], len(model), microbatches)
     layers = measure_layers(list(_model(width, count)), (tokens[:rows],), kind="cpu")
-    here = describe_hardware(f"virtual:{devices}")
+    here = dataclasses.replace(describe_hardware(f"virtual:{devices}"), call=_between_calls())
     described = step_plan(named, layers, model, num_microbatch=microbatches, tokens=tokens.numel(), measured=costs)
     predicted = simulate(described, here)
     bubble = _bubble(timelines[least], devices)

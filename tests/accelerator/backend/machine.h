@@ -76,8 +76,8 @@ struct InBackend {
 
 // -- clocks ------------------------------------------------------------------------------------------------------------
 
-// Each stream has a clock. It goes on by the time that a kernel took, or in a dry run by what it would have taken; then
-// each thread of the host and each copy engine has a clock, too.
+// Each stream has a clock. No work begins before the host has given it, and a kernel takes the time that it took, or in a
+// dry run what it would have taken; then each thread of the host and each copy engine has a clock, too.
 inline int epoch = 0;
 inline double latest_host = 0;
 // A copy engine takes the copies of all streams that are ready by turns. So a copy begins when the one that is under way
@@ -110,6 +110,11 @@ inline double& host_clock() {
 inline void host_waits(double until) {
   host_clock() = std::max(host_clock(), until);
   latest_host = std::max(latest_host, host_clock());
+}
+// Of a machine that computes: the clock of the host is the real one.
+inline double real_clock() {
+  static const auto origin = std::chrono::steady_clock::now();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - origin).count();
 }
 inline std::vector<std::tuple<int, StreamId, std::string, double, double>> spans;
 
@@ -168,6 +173,8 @@ inline void run_next(Stream& stream) {
   Work work = std::move(stream.queue.front());
   stream.queue.pop_front();
   const auto begin = std::chrono::steady_clock::now();
+  // Marks, too: what an idle stream is given it does at once, so clocks of devices agree with that of the host.
+  if (!settings.dry) stream.clock = std::max(stream.clock, work.given);
   if (work.name && until_lost[stream.device] && !--until_lost[stream.device]) lost[stream.device] = true;
   if (!work.name || !(settings.dry || lost[stream.device])) try {
     work.run();
@@ -217,7 +224,7 @@ inline void run_some() {
 inline void enqueue(Stream& stream, Work work) {
   Lock lock(machine);
   if (settings.dry && work.name) host_clock() += settings.costs.launch;
-  work.given = host_clock();
+  work.given = settings.dry ? host_clock() : real_clock();
   stream.given++;
   stream.queue.push_back(std::move(work));
   if (depth) return;  // work that is given by work waits, so that the stream does not overtake itself

@@ -1,5 +1,7 @@
 """The reference accelerator finds what it is there to find, and computes what the CPU does."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -207,14 +209,16 @@ def test_who_asks_an_event_again_and_again_is_told_one_day():
     assert event.query()
 
 
-def test_the_time_between_two_events_is_that_of_the_kernels():
+def test_the_time_between_two_events_is_that_of_the_work_between_them():
     """Work of another stream, which runs in between, does not count."""
     stream, other = torch.Stream(DEVICE), torch.Stream(DEVICE)
-    start, end = (torch.Event(DEVICE, enable_timing=True) for _ in range(2))
+    start, end, long_start, long_end = (torch.Event(DEVICE, enable_timing=True) for _ in range(4))
     with other:
         large = torch.ones(600, 600, device=DEVICE)
+        long_start.record(other)
         for _ in range(20):
             large @ large
+        long_end.record(other)
     with stream:
         small = torch.ones(2, device=DEVICE)
         start.record(stream)
@@ -224,7 +228,20 @@ def test_the_time_between_two_events_is_that_of_the_kernels():
     with pytest.raises(ValueError, match="enable_timing"):
         start.elapsed_time(stream.record_event())
     other.synchronize()
-    assert 0 < start.elapsed_time(end) < 5
+    assert 0 < start.elapsed_time(end) < long_start.elapsed_time(long_end) / 2
+
+
+def test_no_work_begins_before_the_host_has_given_it():
+    """So the clock of a device that is idle is that of the host."""
+    stream = torch.Stream(DEVICE)
+    first, second = (torch.Event(DEVICE, enable_timing=True) for _ in range(2))
+    begin = time.perf_counter()
+    first.record(stream)
+    time.sleep(0.02)
+    second.record(stream)
+    end = time.perf_counter()
+    second.synchronize()
+    assert 0.02 <= first.elapsed_time(second) / 1e3 <= end - begin
 
 
 def test_an_error_of_a_kernel_comes_where_the_host_waits():

@@ -58,7 +58,7 @@ def test_a_configuration_becomes_a_model_that_transformers_loads(here, capsys):
     assert lines[2:4] == ["cut: 5 pieces", f"steps: 3 of 4 rows in 2 microbatches on {name}"]
     assert [line.split()[1] for line in lines[4:8]] == ["1/3", "2/3", "3/3", "3/3"]
     assert re.search(
-        r"loss \d\.\d{4}  [\d,]+ tokens/s  [\d.]+ [MG]B(, device \d+ [MG]B)?  lr \d\.\d\de-\d\d  gradient [\d.]+$",
+        r"loss \d\.\d{4}  [\d,]+ tokens/s  [\d.]+ [MG]B(, device [\d.]+ [kMG]B)?  lr \d\.\d\de-\d\d  gradient [\d.]+$",
         lines[4],
     )
     assert lines[7].startswith("step 3/3  held-out loss ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import time
@@ -31,6 +32,9 @@ _ASSUMED_FLOPS = 100e12
 _ASSUMED_LINK = 20e9
 
 _COPIED = 128 * 2**20  # bytes, more than caches hold
+# Rows of a matrix: the first whose product takes a device long enough, so that a slow one is measured soon as well.
+_ROWS = (512, 1024, 2048, 4096, 8192)
+_LONG_PRODUCT = 0.01  # seconds
 _LONG_ENOUGH = 0.05  # seconds of one measurement
 
 
@@ -185,9 +189,12 @@ def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> flo
     Returns:
         The operations per second.
     """
-    size = 512 if device.type == "cpu" else 8192
-    a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / _seconds(lambda: a @ b, device)
+    for size in _ROWS[:1] if device.type == "cpu" else _ROWS:
+        a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+        seconds = _seconds(functools.partial(torch.matmul, a, b), device)
+        if seconds > _LONG_PRODUCT:
+            break
+    return 2 * size**3 / seconds
 
 
 def copy_rate(device: torch.device, nbytes: int = _COPIED) -> float:

@@ -30,6 +30,20 @@ def test_virtual_devices_share_the_cores(monkeypatch):
     assert describe_hardware("virtual:1", link=1e9).flops == 8e9
 
 
+@pytest.mark.parametrize(("flops", "rows"), [(1e9, 512), (1e12, 2048), (1e15, 8192)])
+def test_a_slow_device_is_measured_with_small_matrices(monkeypatch, flops, rows):
+    """Each size multiplies the work by eight; the first product that takes 10 ms is enough, or the largest."""
+    sizes = []
+
+    def seconds(work, device):
+        sizes.append(len(work()))
+        return 2 * sizes[-1] ** 3 / flops
+
+    monkeypatch.setattr(hardware, "_seconds", seconds)
+    assert hardware.matmul_rate(torch.device("meta")) == pytest.approx(flops)
+    assert sizes[-1] == rows
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="these devices would be here")
 def test_devices_that_are_not_here_are_assumed_and_said_to_be():
     """A plan for another machine: what is given is taken, the rest is assumed."""

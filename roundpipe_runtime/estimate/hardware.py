@@ -32,7 +32,7 @@ _ASSUMED_FLOPS = 100e12
 _ASSUMED_LINK = 20e9
 
 _COPIED = 128 * 2**20  # bytes, more than caches hold
-# Rows of a matrix: the first whose product takes a device long enough, so that a slow one is measured soon as well.
+# Rows of a matrix: the first whose product takes a device long enough, so a slow one is also measured soon.
 _ROWS = (512, 1024, 2048, 4096, 8192)
 _LONG_PRODUCT = 0.01  # seconds
 _LONG_ENOUGH = 0.05  # seconds of one measurement

@@ -26,6 +26,7 @@ def write_benchmarks(folder: Path) -> None:
         ("memory", _memory),
         ("lengths", _lengths),
         ("size", _size),
+        ("kept", _kept),
         ("simulate", _simulate),
         ("dry", _dry),
         ("convergence", _convergence),
@@ -274,6 +275,25 @@ def _size(data: Mapping[str, Any], _: Path) -> list[str]:
                 "around the pages that are missed.",
             ]
     return lines
+
+
+def _kept(data: Mapping[str, Any], _: Path) -> list[str]:
+    def both(found: Mapping[str, Any], what: str, unit: float = 1e6, form: str = ",.1f") -> str:
+        return " → ".join(format(found[side][what] / unit, form) for side in ("off", "auto"))
+
+    head = ["", "device, MB", "uploaded in a step, MB", "stay, MB", "peak of copies, MB", "seconds of a step"]
+    rows = [
+        [
+            name,
+            f"{found['limit of the device'] / 1e6:,.0f}",
+            both(found, "bytes uploaded"),
+            both(found, "bytes that stay", form=",.0f"),
+            both(found, "peak bytes of copies", form=",.0f"),
+            both(found, "seconds of a step", 1, ".2f"),
+        ]
+        for name, found in data["cases"].items()
+    ]
+    return ["", *_table(head, rows)]
 
 
 _OF_A_STEP = ("seconds of a step", "processor seconds of a step")

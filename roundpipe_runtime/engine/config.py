@@ -35,6 +35,10 @@ class RoundPipeRunConfig:
         last_stage_copies: number of devices that compute the last layer, its loss and their backward in
             ``forward_backward``, each for every n-th microbatch, where ``execute_plan`` is computed. ``"auto"``: as
             many as make the simulated run clearly faster. Results are bitwise identical. Default: 1.
+        keep_parameters: GB of each device for parameters that stay there after a stage, frozen ones first, so that they
+            are uploaded again only when they were written. ``"auto"``: all where everything fits, else what the stages
+            leave. Writes by ``parameter.data`` are found by a sample only, so such a write needs
+            :meth:`RoundPipe.drop_kept_parameters`. Default: 0, none stay.
 
     Raises:
         ConfigError: when a field has a value that it cannot have.
@@ -58,6 +62,7 @@ class RoundPipeRunConfig:
     execute_plan: ModelExecutePlan | None = None
     loss_reduction: Literal["sum", "mean"] | None = None
     last_stage_copies: int | Literal["auto"] | None = None
+    keep_parameters: float | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         for name, (is_right, expected) in _CHECKS.items():
@@ -99,6 +104,7 @@ class RoundPipeRunConfig:
                 merge_output=True,
                 loss_reduction="sum",
                 last_stage_copies=1,
+                keep_parameters=0,
             )
         )
 
@@ -135,5 +141,6 @@ _CHECKS: dict[str, _Check] = {
     ),
     "execute_plan": (lambda v: isinstance(v, ModelExecutePlan), "a ModelExecutePlan"),
     "last_stage_copies": (lambda v: v == "auto" or (type(v) is int and v >= 1), 'a number from 1 on, or "auto"'),
+    "keep_parameters": (lambda v: v == "auto" or (type(v) in (int, float) and v >= 0), 'GB, from 0 on, or "auto"'),
     "loss_reduction": (lambda v: v in ("sum", "mean"), '"sum" or "mean"'),
 }

@@ -39,6 +39,7 @@ from .config import RoundPipeRunConfig
 from .copied_stage import CopyVisit
 from .gradient_memory import GradientMemory
 from .inputs import PinnedCopies, feed_inputs, host_value
+from .kept_parameters import KeptParameters
 from .outputs import merge_outputs, outputs_of
 from .planner import Planner
 from .progress import PipelineProgress
@@ -96,6 +97,7 @@ class Engine:
         self.steps = self.make_steps()
         is_accelerated = any(device.torch_device.type != "cpu" for device in self.devices)
         self.gradient_memory = GradientMemory() if is_accelerated else None
+        self.kept = KeptParameters(self.devices)
         self.lock = threading.RLock()
         self.take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
         self.pin(pinned)
@@ -336,12 +338,16 @@ class Engine:
             take_gradient=self.take_gradient,
         )
         spec = dataclasses.replace(spec, **of_spec)
+        largest = max((spec.stage_nbytes(stage) for stage in spec.stages), default=0)
+        nbytes_kept = self.planner.bytes_to_keep(config.keep_parameters or 0, largest)
+        self.kept.choose(contents, self.store.source, self.version(), nbytes_kept)
         timer = Timer(self.planner.measured(kind), current_timeline(), with_events=self.planner.wants_events(kind))
         contract = LossContract(config.loss_reduction or "sum", rows) if contract is None else contract
         memory = self.gradient_memory
         if memory is not None and spec.requires_grad:
             memory.prepare(spec.contents, self.store.landing_dtype)
-        return Run(spec, self.store, self.table, self.version(), timer, contract, memory, self.steps.wait_cleared)
+        wait_cleared = self.steps.wait_cleared
+        return Run(spec, self.store, self.table, self.version(), timer, contract, self.kept, memory, wait_cleared)
 
     def step_exact(self, step: Callable[[], Any]) -> None:
         """Run an optimizer step layer by layer, next to the run that follows, which waits for each layer.
@@ -392,6 +398,7 @@ class Engine:
         except BaseException as error:
             self.round_robin.cursor = cursor
             self._settle()
+            self.kept.drop()  # the run may have ended in the middle of an upload
             run.discard()
             self.steps.note_raised(error)
             raise
@@ -489,6 +496,7 @@ class Engine:
             self._closed = True
             with _DISPATCH:
                 alone = [device for device in self.devices if self._leaves(device)]
+            self.kept.drop()
             for device in alone:
                 device.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal, cast
 
@@ -24,6 +25,9 @@ _MEASURED_FIRST = 4
 
 # The share of a device's memory for parameters and gradients; activations have the rest.
 FOR_PARAMETERS = 0.6
+
+# A stage, the next one that is uploaded meanwhile, and a small one between them, as a device holds them.
+_STAGES_AT_ONCE = 2.1
 
 
 class Planner:
@@ -117,6 +121,21 @@ class Planner:
                 return False
         limit = _limit(memory)
         return limit is None or sum(c.param_bytes + c.grad_bytes for c in self.layer_costs()) <= limit * 1e9
+
+    def bytes_to_keep(self, wanted: float | Literal["auto"], largest_stage: int) -> float:
+        """Return the bytes of each device for parameters that stay there between stages.
+
+        Args:
+            wanted: GB, or ``"auto"``: no limit where everything fits, else what stages leave of the memory for
+                parameters.
+            largest_stage: bytes of the parameters and gradients of the largest stage.
+        """
+        if wanted != "auto":
+            return wanted * 1e9
+        if self.fits():
+            return math.inf
+        limit = self.memory_limit()
+        return 0.0 if limit is None else limit * 1e9 - _STAGES_AT_ONCE * largest_stage
 
 
 def _limit(memory: Sequence[int | None]) -> float | None:

@@ -15,6 +15,7 @@ from ..device.virtual import Device
 from ..errors import StageError
 from ..optim.parameters import LayerContents
 from .gradient_memory import GradientMemory
+from .kept_parameters import KeptParameters
 from .layer_traits import traits_of
 
 __all__ = ["Buffers", "Gradients", "LayerOnDevice", "check_not_kept"]
@@ -53,6 +54,8 @@ class LayerOnDevice:
         device: device to copy it to.
         source: function that returns the tensor to copy for a parameter.
         gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
+        kept: copies of parameters that stay on devices. Default: none stay.
+        version: version of the parameters that the run reads. Default: 0.
 
     Attributes:
         ready: event after which the copies are complete.
@@ -66,11 +69,14 @@ class LayerOnDevice:
         device: Device,
         source: Callable[[nn.Parameter], torch.Tensor],
         gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
+        kept: KeptParameters | None = None,
+        version: int = 0,
     ) -> None:
         self.contents = contents
         self.device = device
         self.title = contents.title
         self.traits = traits_of(contents.module)
+        kept = kept or KeptParameters([device])
         self._memory: list[torch.Tensor] = []
         self._parameters: dict[int, nn.Parameter] = {}
         self._wide: list[tuple[int, torch.dtype]] = []
@@ -78,7 +84,7 @@ class LayerOnDevice:
         # What a backward left for each parameter, where it is kept apart from the sums.
         self._apart: dict[int, list[torch.Tensor]] | None = None
         for parameter in contents.parameters():
-            self._parameters[id(parameter)] = self._copy_parameter(parameter, source(parameter))
+            self._parameters[id(parameter)] = self._copy_parameter(parameter, source(parameter), kept, version)
             dtype = gradient_dtype(parameter)
             if dtype != parameter.dtype:
                 self._wide.append((id(parameter), dtype))
@@ -92,12 +98,20 @@ class LayerOnDevice:
         self.ready = device.arrival()
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        copy = self.device.copy_in(tensor.detach(), parameter=True)
+        copy = self._upload(tensor)
         self._memory.append(copy)
         return copy
 
-    def _copy_parameter(self, parameter: nn.Parameter, source: torch.Tensor) -> nn.Parameter:
-        copy = nn.Parameter(self._copy(source), requires_grad=parameter.requires_grad)
+    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.device.copy_in(tensor.detach(), parameter=True)
+
+    def _copy_parameter(
+        self, parameter: nn.Parameter, source: torch.Tensor, kept: KeptParameters, version: int
+    ) -> nn.Parameter:
+        uploaded, stays = kept.upload(self.device, parameter, source, version, self._upload)
+        if not stays:
+            self._memory.append(uploaded)
+        copy = nn.Parameter(uploaded, requires_grad=parameter.requires_grad)
         if type(parameter) is not nn.Parameter and isinstance(parameter, nn.Parameter):
             copy.__class__ = type(parameter)  # a class of the user's
         copy.__dict__.update(parameter.__dict__)  # attributes that users hang on parameters

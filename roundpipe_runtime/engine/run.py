@@ -18,6 +18,7 @@ from ..optim.parameters import ParameterStore
 from ..optim.readiness import ReadinessTable
 from .collected import Collected, WrittenBuffers
 from .gradient_memory import GradientMemory
+from .kept_parameters import KeptParameters
 from .resident import LayerOnDevice
 from .run_spec import RunSpec
 from .timer import Timer
@@ -36,6 +37,7 @@ class Run:
         version: Version that this run reads; a backward after another step reads a later one than its forward.
         timer: Measures the work.
         contract: Contract that reduces the losses.
+        kept: Copies of parameters that stay on devices.
         gradient_memory: Pinned memory for gradients, ``None`` without an accelerator.
         wait_cleared: Function that waits until gradients of the last step are gone: no two sets take memory.
         mailbox: Activations and gradients between stages, and the first error of any.
@@ -50,6 +52,7 @@ class Run:
     version: int
     timer: Timer
     contract: LossContract
+    kept: KeptParameters
     gradient_memory: GradientMemory | None = None
     wait_cleared: Callable[[], None] = lambda: None
     mailbox: Mailbox = dataclasses.field(default_factory=Mailbox)

@@ -96,6 +96,12 @@ class RunSpec:
             for layer in self.contents
         ]
 
+    def stage_nbytes(self, stage: Stage) -> int:
+        """Return the bytes of the parameters of a stage on its device, and of the gradients where it goes backward."""
+        found = [self.nbytes[layer] for layer in stage.layers]
+        sets = 0 if stage.kind == "forward" else stage.gradient_sets
+        return sum(held + sets * gradients for held, gradients in found)
+
     def seed(self, layer: int, microbatch: int) -> int:
         """Return the seed of a layer call.
 

@@ -56,7 +56,7 @@ def run_stage(
     """
     visit = (kind or Visit)(run, stage, device, following)
     try:
-        with device.visit(_nbytes(run, stage)) as has_room:
+        with device.visit(run.spec.stage_nbytes(stage)) as has_room:
             visit.run_all(has_room)
     except StoppedRun:
         pass
@@ -110,7 +110,7 @@ class Visit:
                 ``None`` where nothing is uploaded ahead.
         """
         self._has_room = has_room
-        self._nbytes_ahead = 0 if self._following is None else _nbytes(self.run, self._following)
+        self._nbytes_ahead = 0 if self._following is None else self.spec.stage_nbytes(self._following)
         self._is_measured = self.run.timer.measures(self.device)
         self._is_bare = not (self._is_measured or self.spec.autocast)
         try:
@@ -159,7 +159,14 @@ class Visit:
         measured = self.run.timer.measure("upload", stage.index, self.device, layer=layer)
         # Waits until the publication of an asynchronous step has reached this layer, and not for all layers.
         with measured, self.run.reading(layer):
-            return LayerOnDevice(self.spec.contents[layer], self.device, store.source, store.gradient_dtype)
+            return LayerOnDevice(
+                self.spec.contents[layer],
+                self.device,
+                store.source,
+                store.gradient_dtype,
+                self.run.kept,
+                self.run.version,
+            )
 
     def _upload_ahead(self) -> None:
         """Upload what can be read of the following stage, if there is room for it now.
@@ -425,15 +432,10 @@ class Visit:
     def advice(self) -> str:
         """Describe the size of the stage and what to change, for an out-of-memory error."""
         size = sum(self.spec.contents[layer].nbytes() for layer in self.stage.layers)
+        kept = self.run.kept.traffic.kept[self.device.name]
+        stays = f" Parameters that stay there take {kept} bytes: keep_parameters sets how many." if kept else ""
         return (
-            f"The parameters of this stage take {size} bytes, its gradients as much again. Give it fewer layers "
+            f"The parameters of this stage take {size} bytes, its gradients as much again.{stays} Give it fewer layers "
             "(ModelExecutePlan, model_memory_limit), cut the batch into more microbatches (num_microbatch), or "
             "recompute layer by layer (recompute_grain='layer')."
         )
-
-
-def _nbytes(run: Run, stage: Stage) -> int:
-    """Bytes of the parameters of a stage on the device, and of the gradients where it goes backward."""
-    found = [run.spec.nbytes[layer] for layer in stage.layers]
-    sets = 0 if stage.kind == "forward" else stage.gradient_sets
-    return sum(held + sets * gradients for held, gradients in found)

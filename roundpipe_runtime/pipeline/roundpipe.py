@@ -16,6 +16,7 @@ from ..device.pinning import PinnedModel
 from ..device.virtual import Device, DeviceSpec, parse_devices
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
+from ..engine.kept_parameters import ParameterTraffic
 from ..engine.progress import PipelineProgress
 from ..errors import ConfigError, RoundPipeWarning, StageError, call_site, warn
 from ..optim.parameters import scan
@@ -430,6 +431,20 @@ class RoundPipe(ModelProxy):
     def layer_costs(self) -> list[LayerCost]:
         """Return the cost of each layer: estimated at first, measured once the pipeline has run."""
         return self._rp_engine.planner.layer_costs()
+
+    @property
+    def parameter_traffic(self) -> ParameterTraffic:
+        """Bytes of parameters that were copied to devices since the pipeline was made, and what stays there now."""
+        return self._rp_engine.kept.traffic
+
+    def drop_kept_parameters(self) -> None:
+        """Release the copies of parameters that stay on devices (``keep_parameters`` of :class:`RoundPipeRunConfig`).
+
+        The next run uploads them again. This is for writes that torch does not count: by ``parameter.data``, or by
+        another library through the address.
+        """
+        with self._rp_engine.lock:
+            self._rp_engine.kept.drop()
 
     def set_original_model(self, original_model: nn.Module) -> None:
         """Read, write and delete attributes on this model, from which the wrapped one was made."""

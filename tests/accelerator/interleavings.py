@@ -31,6 +31,7 @@ VARIANTS: list[dict[str, Any]] = [
     *({"checkpoints": True, "devices": devices} for devices in (1, 2)),
     *({"pin": "off", "devices": devices} for devices in (1, 2)),
     *({"copies": 2, "devices": devices} for devices in (2, 3)),
+    *({"keep": 1.0, "is_async": late, "devices": devices} for late in (False, "exact") for devices in (1, 2)),
 ]
 
 

@@ -56,6 +56,7 @@ def train(
     pin: str = "alloc",
     steps: int = 3,
     copies: int = 1,
+    keep: float = 0,
     is_short: bool = False,
 ) -> list[torch.Tensor]:
     """Losses, gradients, buffers and weights of a model with tied weights, dropout, batch norm and a layer in place.
@@ -69,17 +70,22 @@ def train(
         pin: ``pin_model``.
         steps: number of steps.
         copies: number of devices that run the last stage.
+        keep: GB of a device for parameters that stay there. With some, the first layer is frozen, and its weight is one
+            that another layer has too.
         is_short: whether there are five layers and two microbatches, instead of nine and three.
     """
     model = _short_model() if is_short else small_model(tied=True, dropout=0.3, norm=True)
     if checkpoints:  # in the place of the batch norm
         model[1 if is_short else 4] = Checkpointed(4 if is_short else 6)
+    if keep:
+        model[0 if is_short else 2].requires_grad_(False)
     plan = cut_plan(5, [2], [1, 3], 1) if is_short else cut_plan(_LAYERS, [2, 4], [3, 5], 2)
     plan.last_stage_copies = copies
     config = RoundPipeRunConfig(
         loss_reduction="mean",
         num_microbatch=2 if is_short else 3,
         recompute_grain=grain,
+        keep_parameters=keep,
         **({} if classic else {"execute_plan": plan}),
     )
     pipe = RoundPipe(model, devices=devices, model_run_config=config, pin_model=pin)

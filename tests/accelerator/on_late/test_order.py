@@ -33,6 +33,13 @@ def test_copies_of_the_last_stage(count, is_async, order):
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize(("count", "is_async"), [(1, False), (2, True), (2, "exact")])
+def test_parameters_that_stay(count, is_async, order):
+    """A weight that two layers have is uploaded once, and computed with in later runs; others change in between."""
+    check(count, order, keep=1.0, is_async=is_async, steps=4)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("count", [1, 2])
 def test_forward_and_backward_apart(count, order):
     """Outputs, gradients of the inputs, and the gradients of the weights."""

@@ -29,6 +29,7 @@ def test_what_nobody_says_has_its_default():
         merge_output=True,
         loss_reduction="sum",
         last_stage_copies=1,
+        keep_parameters=0,
     )
     with torch.no_grad():
         assert RoundPipeRunConfig().resolved(1).requires_grad is False
@@ -44,6 +45,8 @@ def test_what_nobody_says_has_its_default():
         ("num_microbatch", 0, "a number from 1 on"),
         ("num_microbatch", True, "a number from 1 on"),
         ("last_stage_copies", "all", 'a number from 1 on, or "auto"'),
+        ("keep_parameters", -1, 'GB, from 0 on, or "auto"'),
+        ("keep_parameters", True, 'GB, from 0 on, or "auto"'),
         ("split_input", True, "(spec of args, spec of kwargs), a mapping from key paths or a function"),
         ("split_label", 3, "a tree of TensorChunkSpec and Replicate or a function"),
         ("merge_output", "cat", "True, False, a tree of TensorChunkSpec and Replicate, or a function"),

@@ -1,0 +1,374 @@
+"""Parameters that stay on a device: the same bits as without, no byte too many, and every write is seen."""
+
+import gc
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from roundpipe_runtime import DeviceMemoryError, RoundPipe, RoundPipeRunConfig, VirtualDevice
+from roundpipe_runtime.engine.planner import FOR_PARAMETERS
+from tests.runtime.small import batch, cut_plan, gradients, same_bits, small_model
+
+ROWS = 8
+
+
+@pytest.fixture(params=[1, 2])
+def devices(request):
+    """Devices that check every access."""
+    made = [VirtualDevice(f"virtual:{number}", check=True) for number in range(request.param)]
+    yield made
+    for device in made:
+        device.close()
+
+
+def adapted(**options):
+    """The small model, whose weights are frozen and whose biases train, as those of adapters do."""
+    model = small_model(**options)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    return model
+
+
+def nbytes(model, trains):
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad is trains)
+
+
+def pipe_of(model, devices, keep, **options):
+    config = RoundPipeRunConfig(keep_parameters=keep, loss_reduction="mean", num_microbatch=3, **options)
+    return RoundPipe(model, devices=devices, model_run_config=config)
+
+
+def layer_by_layer(model):
+    """A plan in which every layer is uploaded twice."""
+    number = len(model)
+    return cut_plan(number, list(range(1, number)), list(range(1, number)), fused=1)
+
+
+def run(pipe):
+    inputs, labels = batch(ROWS)
+    pipe.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss)
+
+
+def train(make, devices, keep, *, mode=False, fused=False, accumulate=1, dtype=None, steps=4):
+    """Values after some steps."""
+    torch.manual_seed(3)
+    model = make()
+    config = RoundPipeRunConfig(keep_parameters=keep, loss_reduction="mean", num_microbatch=3)
+    pipe = RoundPipe(model, devices=devices, optim_dtype=dtype, model_run_config=config)
+    optimizer = torch.optim.Adam([p for p in pipe.optim_parameters() if p.requires_grad], lr=1e-2, fused=fused)
+    losses = []
+    for step in range(steps):
+        for part in range(accumulate):
+            inputs, labels = batch(ROWS - part, seed=10 * step + part)
+            losses.append(pipe.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss))
+        if mode == "by itself":
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=mode)
+    pipe.synchronize()
+    traffic = pipe.parameter_traffic
+    pipe.close()
+    return [*losses, *(value.clone() for value in model.state_dict().values())], traffic
+
+
+CASES = [
+    (mode, fused, accumulate, dtype)
+    for mode, fused in itertools.product([False, True, "exact"], [False, True])
+    for accumulate, dtype in [(1, None), (2, None if fused else torch.float64)]
+]
+
+
+@pytest.mark.parametrize(("mode", "fused", "accumulate", "dtype"), [*CASES, ("by itself", True, 2, None)])
+@pytest.mark.parametrize("make", [adapted, small_model], ids=["adapters", "all train"])
+def test_a_training_has_the_same_bits(make, mode, fused, accumulate, dtype):
+    """Dropout, a norm with buffers, a weight in two layers; fused steps count no version of a tensor."""
+
+    def made():
+        return make(tied=True, dropout=0.2, norm=True)
+
+    options = {"mode": mode, "fused": fused, "accumulate": accumulate, "dtype": dtype}
+    plain, _ = train(made, "virtual:2:check", 0, **options)
+    kept, traffic = train(made, "virtual:2:check", "auto", **options)
+    assert same_bits(kept, plain)
+    if make is adapted or accumulate > 1:
+        assert traffic.reused > 0
+
+
+@settings(max_examples=15)
+@given(
+    keep=st.sampled_from([0, 1e-7, 3e-7, 5e-7, "auto"]),
+    forward=st.lists(st.integers(1, 6), max_size=5),
+    backward=st.lists(st.integers(1, 6), max_size=5),
+    fused=st.integers(1, 3),
+    rows=st.integers(3, 7),
+)
+def test_no_plan_and_no_limit_changes_a_gradient(keep, forward, backward, fused, rows):
+    """The whole model in plain PyTorch is the source, up to rounding: what is kept changes no bit of the pipeline."""
+    found = []
+    for kept in (0, keep):
+        model = adapted(tied=True)
+        plan = cut_plan(len(model), forward, backward, fused)
+        with_plan = pipe_of(model, "virtual:2:check", kept, execute_plan=plan)
+        for seed in range(3):
+            inputs, labels = batch(rows, seed)
+            with_plan.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss)
+        with_plan.close()
+        found.append([value for value in gradients(model).values() if value is not None])
+    assert same_bits(*found)
+
+
+def wide(number=12, width=64):
+    """Layers of one size, of which the last one trains."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[nn.Linear(width, width) for _ in range(number)])
+    for layer in layers[:-1]:
+        layer.requires_grad_(False)
+    return layers
+
+
+def small_device(model, share, number=0):
+    """A device whose memory is a share of the model's parameters."""
+    limit = int(share * sum(p.nbytes for p in model.parameters()))
+    return VirtualDevice(f"virtual:{number}", memory_limit=limit, check=True)
+
+
+def wide_loss(pipe):
+    inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    return pipe.forward_backward((inputs,), label=inputs, loss_fn=nn.functional.mse_loss)
+
+
+def run_wide(pipe):
+    """Bytes that one run uploads and those that it does not."""
+    before = pipe.parameter_traffic
+    wide_loss(pipe)
+    after = pipe.parameter_traffic
+    return after.uploaded - before.uploaded, after.reused - before.reused
+
+
+@pytest.fixture(params=[1, 2])
+def limited(request):
+    """Devices on which the model of :func:`wide` and its gradients do not fit, but its parameters do."""
+    made = [small_device(wide(), 1.3, number) for number in range(request.param)]
+    yield made
+    for device in made:
+        device.close()
+
+
+def test_frozen_parameters_are_uploaded_once_per_device(limited):
+    """Later runs upload what a step changed, once per device; all else is there."""
+    model = wide()
+    pipe = pipe_of(model, limited, 1.0, execute_plan=layer_by_layer(model))
+    frozen, trained = nbytes(model, False), nbytes(model, True)
+    first = run_wide(pipe)
+    for _ in range(3):  # stages go round, so each layer comes to each device
+        pipe.step(lambda: None)
+        run_wide(pipe)
+    assert sum(first) == 2 * frozen + trained  # the last layer has one stage
+    assert pipe.parameter_traffic.kept == {device.name: frozen + trained for device in limited}
+    assert run_wide(pipe) == (0, 2 * frozen + trained)  # no step since
+    with torch.no_grad():
+        model[-1].weight.add_(1)
+    assert run_wide(pipe) == (model[-1].weight.nbytes, 2 * frozen + model[-1].bias.nbytes)
+    pipe.close()
+
+
+def test_without_it_each_stage_uploads_what_it_has(limited):
+    model = wide()
+    pipe = pipe_of(model, limited, 0, execute_plan=layer_by_layer(model))
+    expected = 2 * nbytes(model, False) + nbytes(model, True)
+    assert [run_wide(pipe), run_wide(pipe)] == [(expected, 0)] * 2
+    assert set(pipe.parameter_traffic.kept.values()) == {0}
+    pipe.close()
+
+
+WRITES = {
+    "in place": lambda p: p.mul_(2),
+    "by .data": lambda p: p.data.mul_(2),
+    "another memory": lambda p: setattr(p, "data", p.detach() * 2),
+    "by state_dict": lambda p: p.copy_(p.detach() * 2),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_between_two_runs_is_seen(devices, write):
+    """Also those that torch does not count, where they change the whole parameter."""
+    model, plain = adapted(), adapted()
+    pipe = pipe_of(model, devices, "auto")
+    inputs, labels = batch(ROWS)
+    for _ in range(2):
+        with torch.no_grad():
+            pipe(inputs)
+    for one in (model, plain):
+        with torch.no_grad():
+            write(one[2].weight)
+    pipe.zero_grad()
+    pipe.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss)
+    nn.functional.mse_loss(plain(inputs), labels).backward()
+    for found, expected in zip(gradients(model).values(), gradients(plain).values(), strict=True):
+        torch.testing.assert_close(found, expected)
+    pipe.close()
+
+
+def test_a_write_that_no_sample_finds_needs_a_line(devices):
+    """One number of many, by `.data`: the documented limit, and the line that helps."""
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 1))
+    pipe = pipe_of(model, devices, "auto")
+    inputs = torch.ones(4, 100)
+    with torch.no_grad():
+        for _ in range(2):
+            before = pipe(inputs)
+        model[1].weight.data[0, 98] += 1.0
+        stale = pipe(inputs)
+        pipe.drop_kept_parameters()
+        assert set(pipe.parameter_traffic.kept.values()) == {0}
+        fresh = pipe(inputs)
+        torch.testing.assert_close(fresh, model(inputs))
+    assert torch.equal(stale, before) or torch.equal(stale, fresh)
+    assert not torch.equal(fresh, before)
+    pipe.close()
+
+
+def test_a_parameter_that_is_replaced_or_thawed_is_the_new_one(devices):
+    model = adapted()
+    pipe = pipe_of(model, devices, "auto")
+    run(pipe)
+    model[0].weight = nn.Parameter(torch.ones(6, 4))
+    model[2].weight.requires_grad_(True)
+    pipe.zero_grad()
+    run(pipe)
+    plain = adapted()
+    plain[0].weight = nn.Parameter(torch.ones(6, 4))
+    plain[2].weight.requires_grad_(True)
+    inputs, labels = batch(ROWS)
+    nn.functional.mse_loss(plain(inputs), labels).backward()
+    for found, expected in zip(gradients(model).values(), gradients(plain).values(), strict=True):
+        torch.testing.assert_close(found, expected)
+    pipe.close()
+
+
+class Renormed(nn.Module):
+    """An embedding that writes its weight in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(5, 4, max_norm=0.5)
+        self.table.weight.requires_grad_(False)
+
+    def forward(self, numbers):
+        return self.table(numbers)
+
+
+@pytest.mark.parametrize("devices", ["virtual:1:check", "virtual:2:check"])
+def test_a_layer_that_writes_its_parameter_does_so_anew(devices):
+    """The write is on the device and is not part of the model, with or without a copy that stays."""
+    outputs = []
+    for keep in (0, "auto"):
+        pipe = pipe_of(nn.Sequential(Renormed(), nn.Linear(4, 2)), devices, keep)
+        with torch.no_grad():
+            pipe.model[1].weight.fill_(0.5)
+            pipe.model[1].bias.fill_(0.0)
+            outputs.append(torch.cat([pipe(torch.tensor([number, 4, 1])) for number in range(4)]))
+        pipe.close()
+    assert same_bits(*outputs)
+
+
+def test_only_so_many_bytes_stay_and_frozen_ones_first(devices):
+    """A limit below the frozen bytes: no trained byte stays, and no more than the limit."""
+    model = adapted()
+    frozen = nbytes(model, False)
+    pipe = pipe_of(model, devices, (frozen - 1) / 1e9, execute_plan=layer_by_layer(model))
+    for _ in range(4):
+        run(pipe)
+        pipe.step(lambda: None)
+    kept = pipe.parameter_traffic.kept
+    smallest = min(p.nbytes for p in model.parameters() if not p.requires_grad)
+    assert all(frozen - 1 - max(p.nbytes for p in model.parameters()) <= found < frozen for found in kept.values())
+    assert smallest > 0
+    pipe.close()
+
+
+def test_auto_leaves_what_the_stages_need():
+    """A device of 70 % of the model: some of it stays, and parameters have no more than their share of the memory."""
+    model = wide()
+    device = small_device(model, 0.7)
+    pipe = pipe_of(model, [device], "auto", execute_plan=layer_by_layer(model))
+    losses = [wide_loss(pipe) for _ in range(3)]
+    traffic = pipe.parameter_traffic
+    assert 0 < traffic.kept[device.name] <= FOR_PARAMETERS * device.memory_limit
+    assert traffic.reused > 0
+    pipe.close()
+    plain = pipe_of(wide(), "virtual:1", 0, execute_plan=layer_by_layer(model))
+    assert same_bits(losses, [wide_loss(plain) for _ in range(3)])
+    plain.close()
+    device.close()
+
+
+def test_an_upload_without_room_takes_that_of_what_stays():
+    """More was asked to stay than there is memory for: the run goes on, as without."""
+    model = wide()
+    device = small_device(model, 6.5 / len(model))
+    pipe = pipe_of(model, [device], 1.0, execute_plan=layer_by_layer(model))
+    losses = [wide_loss(pipe) for _ in range(3)]
+    pipe.close()
+    plain = pipe_of(wide(), "virtual:1", 0, execute_plan=layer_by_layer(model))
+    assert same_bits(losses, [wide_loss(plain) for _ in range(3)])
+    plain.close()
+    device.close()
+
+
+def test_activations_without_room_name_what_stays():
+    """The error states the bytes that stay and the field; the next run has the memory."""
+    model = wide()
+    device = small_device(model, 1.2)
+    pipe = pipe_of(model, [device], 1.0, execute_plan=layer_by_layer(model))
+    wide_loss(pipe)
+    inputs = torch.ones(300, 64)
+    with pytest.raises(DeviceMemoryError) as error:
+        pipe.forward_backward((inputs,), label=inputs, loss_fn=nn.functional.mse_loss)
+    assert "keep_parameters" in "".join(error.value.__notes__)
+    assert pipe.parameter_traffic.kept == {device.name: 0}
+    wide_loss(pipe)
+    pipe.close()
+    device.close()
+
+
+def test_a_failed_run_and_the_end_leave_nothing_on_a_device(devices):
+    model = adapted()
+    pipe = pipe_of(model, devices, "auto")
+    run(pipe)
+    assert sum(pipe.parameter_traffic.kept.values()) > 0
+
+    def fails(outputs, labels):
+        raise ValueError("no loss")
+
+    with pytest.raises(ValueError, match="no loss"):
+        pipe.forward_backward((batch(ROWS)[0],), label=batch(ROWS)[1], loss_fn=fails)
+    assert set(pipe.parameter_traffic.kept.values()) == {0}
+    gc.collect()  # the error has the frames of the run
+    run(pipe)
+    other = pipe_of(adapted(seed=4), devices, "auto")
+    run(other)
+    pipe.close()
+    assert set(pipe.parameter_traffic.kept.values()) == {0}
+    assert sum(other.parameter_traffic.kept.values()) > 0  # that of another model stays
+    held = other.parameter_traffic.kept
+    assert all(device.allocated == held[device.name] for device in devices)
+    other.close()
+    assert all(device.allocated == 0 for device in devices)
+
+
+def test_a_call_with_none_releases_them(devices):
+    model = adapted()
+    pipe = pipe_of(model, devices, "auto")
+    run(pipe)
+    inputs, _ = batch(ROWS)
+    with torch.no_grad():
+        pipe(inputs, roundpipe_run_config=RoundPipeRunConfig(keep_parameters=0))
+    assert set(pipe.parameter_traffic.kept.values()) == {0}
+    pipe.close()

@@ -35,7 +35,7 @@ NEEDS_dev := --editable '.[all]' --group dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready demo test coverage tasks accelerator accelerator-tests interleavings mutants executorch compat kills ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix genai runtimes clean distclean
+.PHONY: help ready demo test extended coverage tasks accelerator accelerator-tests interleavings mutants executorch compat kills ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix genai runtimes clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,7 +50,10 @@ ready: $(VENV)/.has-dev  ## install what all steps need at once
 	@touch $(addprefix $(VENV)/.has-,demo test lint types docs matrix notebooks)
 
 test: $(VENV)/.has-test  ## run the tests, a process per core (PYTEST_ARGS="-k cache" and the like are passed on, WORKERS=0: one process)
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not extended" $(PYTEST_ARGS)
+
+extended: $(VENV)/.has-test  ## run the further cases of what `make test` checks: more models, runtimes, programs and repetitions
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m extended $(PYTEST_ARGS)
 
 # An hour: each line that runs is noted. Without the tests that fork while other threads run: what coverage does in a child
 # waits for locks of threads that the child has not.

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests import fresh_process
+from tests.cases import cases
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +148,15 @@ def test_a_line_of_code_fits_into_the_column_of_the_site(page):
 PAGES = [path for path in sorted(GUIDE.glob("*.md")) if programs_of(path.read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+# pages that export models, each for ten seconds or more: what they show has tests of its own
+LONG = ["block", "command_line", "export", "generate", "inside_the_block", "quantize", "record"]
+
+
+@pytest.mark.parametrize(
+    "page",
+    cases(PAGES, quick=[page for page in PAGES if page.stem not in LONG]),
+    ids=lambda path: path.stem,
+)
 def test_page_prints_what_it_says(page, tmp_path, monkeypatch):
     """Each block prints the text block behind it, and nothing if there is none."""
     pytest.importorskip("transformers")

@@ -31,6 +31,7 @@ sys.exit(bench_gpu.main())
 
 @needs_backend
 @pytest.mark.slow  # five programs, each in a process of its own
+@pytest.mark.extended
 def test_every_program_trains_the_same_model(tmp_path, monkeypatch):
     """Losses agree; one that is not installed states so; the bytes of a step are counted."""
     program = ("-m", "benchmarks.bench_gpu")

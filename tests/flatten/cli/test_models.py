@@ -17,6 +17,7 @@ pytest.importorskip("onnxscript")
 import onnx
 
 from tests import fresh_process
+from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import exported, saved
 from yobx_flatten import make_dynamic_cache, save_nested
 from yobx_flatten.__main__ import main
@@ -417,7 +418,10 @@ def test_check_finds_errors_in_a_call(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "model: nothing found\n"
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3", "mistral", "gpt2", "t5", "whisper", "llava"])
+FAMILIES = ["llama", "gemma3_text", "qwen3", "mistral", "gpt2", "t5", "whisper", "llava"]
+
+
+@pytest.mark.parametrize("name", cases(FAMILIES, quick=["llama", "mistral"]))
 def test_every_family_goes_from_save_pretrained_to_a_verified_folder(name, capsys):
     """Exported and verified as a user types it; the last check is forty tokens of three rows."""
     _, folder = exported(name)

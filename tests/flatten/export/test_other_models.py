@@ -141,8 +141,16 @@ NEEDS = {
 
 
 # the two that compile take up to a minute per model
+
+
+def _marks(name, runtime):
+    if runtime in ("aotinductor", "executorch"):  # a model compiles for a minute
+        return SLOW, pytest.mark.extended
+    return pytest.mark.extended if name in ("unet", "detection") else ()
+
+
 PAIRS = [
-    pytest.param(name, runtime, id=f"{name}, {runtime}", marks=() if runtime in ("onnx", "openvino") else SLOW)
+    pytest.param(name, runtime, id=f"{name}, {runtime}", marks=_marks(name, runtime))
     for name in MODELS
     for runtime in SUFFIX
 ]

@@ -7,6 +7,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+from tests.cases import cases
 from tests.flatten.generate.test_generator import prompts
 from tests.flatten.model_folder.exported_folders import exported
 from yobx_flatten import (
@@ -125,7 +126,7 @@ def test_the_cache_follows_the_beams(name, optimize):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["onnx", "program"])
+@pytest.mark.parametrize("to", cases(["onnx", "program"], quick=["onnx"]))
 def test_a_decoder_after_an_encoder_is_searched(to):
     """The keys of the encoder are repeated once, and stay with their row."""
     model, folder = exported("t5", to)

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from tests.cases import cases
 from yobx_flatten import (
     DecodeSizes,
     GenerationError,
@@ -251,7 +252,7 @@ def test_decoders_generate_as_their_models_do(name, to):
     assert generator.generate(**prompts(), max_new_tokens=TOKENS).tolist() == expected(model, prompts()).tolist()
 
 
-@pytest.mark.parametrize("to", ["onnx", "program"])
+@pytest.mark.parametrize("to", cases(["onnx", "program"], quick=["onnx"]))
 def test_t5_reads_padded_text_and_writes_what_its_model_writes(to):
     """The encoder's mask goes through all three files."""
     model, folder = exported("t5", to)
@@ -259,7 +260,7 @@ def test_t5_reads_padded_text_and_writes_what_its_model_writes(to):
     assert generator.generate(**prompts(), max_new_tokens=TOKENS).tolist() == expected(model, prompts()).tolist()
 
 
-@pytest.mark.parametrize("to", ["onnx", "program"])
+@pytest.mark.parametrize("to", cases(["onnx", "program"], quick=["onnx"]))
 def test_whisper_writes_what_its_model_writes(to):
     """Whisper's own `generate` leaves the start token away."""
     model, folder = exported("whisper", to)

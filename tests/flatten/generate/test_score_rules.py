@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from tests.cases import cases
 from yobx_flatten import GenerationError, GenerationSettings, OnnxGenerator, ProgramGenerator
 from yobx_flatten.generate.settings import settings_of
 
@@ -40,7 +41,10 @@ def generated(name, rules, folder, to="program"):
     return said(model, rules), opened.generate(**INPUTS, max_new_tokens=TOKENS).tolist()
 
 
-@pytest.mark.parametrize(("name", "to"), [("bart", "onnx"), ("bart", "program"), ("mbart", "onnx"), ("marian", "onnx")])
+FORCED = [("bart", "onnx"), ("bart", "program"), ("mbart", "onnx"), ("marian", "onnx")]
+
+
+@pytest.mark.parametrize(("name", "to"), cases(FORCED, quick=[("bart", "onnx")]))
 def test_folders_whose_last_token_is_forced_are_written(name, to, tmp_path):
     """`export_folder` proves them; the last token is that of their configuration where nothing else ended the row."""
     wanted, found = generated(name, {}, tmp_path, to)

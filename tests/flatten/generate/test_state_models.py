@@ -9,6 +9,7 @@ pytest.importorskip("onnxscript")
 
 from transformers.cache_utils import Cache
 
+from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import exported
 from yobx_flatten import OnnxGenerator, ProgramGenerator
 
@@ -20,7 +21,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("name", "to"), [("mamba", "onnx"), ("lfm2", "onnx"), ("lfm2", "program")])
+STATES = [("mamba", "onnx"), ("lfm2", "onnx"), ("lfm2", "program")]
+
+
+@pytest.mark.parametrize(("name", "to"), cases(STATES, quick=STATES[:1]))
 def test_states_begin_as_zeros(name, to):
     """One file reads a prompt of one token, of many, and padded ones; it searches with beams."""
     model, folder = exported(name, to)

@@ -9,6 +9,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from tests.cases import cases
 from yobx_flatten import OnnxGenerator, export_folder
 from yobx_flatten.model_folder.blockwise_decoder import BlockwiseDecoder
 from yobx_flatten.model_folder.tiny_models import small_config
@@ -66,7 +67,7 @@ def test_one_decoder_computes_first_and_later_calls(name):
 
 
 @pytest.mark.slow  # exports three files
-@pytest.mark.parametrize("name", ["gemma3", "paligemma2"])
+@pytest.mark.parametrize("name", cases(["gemma3", "paligemma2"], quick=["paligemma2"]))
 def test_a_folder_generates_what_its_model_generates(name, tmp_path):
     """Two images in a row between text, with padding; greedily and with beams; nothing but the prompt is passed."""
     pytest.importorskip("onnxruntime")

@@ -12,6 +12,7 @@ pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
 
 from matrix.genai_cases import generate
+from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import exported
 
 TOKENS = 30  # with nine of the prompt: several times the small window of eight
@@ -34,7 +35,7 @@ def _check(name: str, optimize: str | None) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", cases(SHARED, quick=["llama", "mistral", "gpt2"]))
 def test_a_cache_in_one_memory_generates_as_the_model_does(name):
     """Past the window of layers that slide, which hold all tokens in such a file."""
     assert _check(name, "onnxruntime")["past_present_share_buffer"] is True

@@ -43,7 +43,13 @@ def model():
 @pytest.fixture(
     scope="module",
     # an export of a model, and two of them compile
-    params=[pytest.param(runtime, marks=pytest.mark.slow) for runtime in ("openvino", "aotinductor", "executorch")],
+    params=[
+        pytest.param("openvino", marks=pytest.mark.slow),
+        *(
+            pytest.param(runtime, marks=(pytest.mark.slow, pytest.mark.extended))
+            for runtime in ("aotinductor", "executorch")
+        ),
+    ],
 )
 def exported(request, model, tmp_path_factory):
     """The runtime, the folder, and what the export returned."""

@@ -34,13 +34,12 @@ def export(part, **sizes):
         )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.skipif(_IS_OLD and name in _LATER, reason=_LATER.get(name, "")))
-        for name in MODELS
-    ],
-)
+def _marks(name):
+    marks = [pytest.mark.skipif(_IS_OLD and name in _LATER, reason=_LATER.get(name, ""))]
+    return marks if name in ("llama", "t5", "mamba") else [*marks, pytest.mark.extended]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in MODELS])
 def test_both_phases_export_and_serve_other_calls(name):
     """One generate of 6 tokens gives two programs; both do what was recorded, then and at other batches and lengths."""
     calls = generate(name, tokens=6)

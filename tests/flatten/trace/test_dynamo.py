@@ -57,7 +57,7 @@ def test_compiled_code_takes_a_cache_apart_in_one_graph(layers):
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(("LlamaConfig", "LlamaForCausalLM"), id="llama"),
+        pytest.param(("LlamaConfig", "LlamaForCausalLM"), id="llama", marks=pytest.mark.extended),
         pytest.param(("MistralConfig", "MistralForCausalLM", (("sliding_window", 8),)), id="mistral"),
     ],
 )

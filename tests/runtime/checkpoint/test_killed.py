@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from tests import fresh_process
+from tests.cases import cases
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
@@ -47,7 +48,7 @@ def same_end(folder, expected):
     return (losses(folder), (folder / "final").read_text()) == expected[:2]
 
 
-@pytest.mark.parametrize("at", ["time", "file"])
+@pytest.mark.parametrize("at", cases(["time", "file"], quick=["file"]))
 @pytest.mark.parametrize("kind", ["adam", "scaled"])
 def test_kills_change_no_bit(tmp_path, uninterrupted, kind, at):
     """Dropout, Adam, a scheduler, accumulation over two batches; bfloat16 with masters and a scaler; 1 to 3 devices.

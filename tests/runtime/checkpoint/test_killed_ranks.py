@@ -27,6 +27,7 @@ def losses(folder):
     return sorted({tuple(line.split()) for line in lines}, key=lambda line: int(line[0]))
 
 
+@pytest.mark.extended  # `roundpipe train` is killed each time, in tests/runtime/cli/test_train_ranks.py
 @pytest.mark.parametrize(("kind", "ranks"), [("masters", "2,3,1"), ("views", "3,2")])
 def test_kills_of_ranks_change_no_bit(tmp_path, kind, ranks):
     """On another number of ranks after each kill: the losses of all steps and the weights are those of one process."""

@@ -21,6 +21,7 @@ from roundpipe_runtime.__main__ import main
 from roundpipe_runtime.cli.models import source_of
 from roundpipe_runtime.fine_tune import model_source
 from tests import fresh_process
+from tests.cases import cases
 from tests.runtime import tiny_training as tiny
 
 pytestmark = pytest.mark.slow
@@ -267,9 +268,10 @@ def whole(tmp_path_factory):
     return tiny.metrics_of(folder / "m.jsonl"), digest(folder / "out")
 
 
-@pytest.mark.parametrize(
-    ("number", "status", "step"), [(signal.SIGINT, 130, 3), (signal.SIGTERM, 143, 6), (signal.SIGKILL, -9, 5)]
-)
+STOPS = [(signal.SIGINT, 130, 3), (signal.SIGTERM, 143, 6), (signal.SIGKILL, -9, 5)]
+
+
+@pytest.mark.parametrize(("number", "status", "step"), cases(STOPS, quick=STOPS[2:]))
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(here, whole, number, status, step):
     """In another process, on other devices: metrics and weights are those of a run that nobody stopped.
 

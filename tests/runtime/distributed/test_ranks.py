@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from tests.cases import cases
 from tests.runtime.distributed.processes import run_ranks
 from tests.runtime.distributed.trainings import CASES
 
@@ -25,7 +26,7 @@ OF_THREE = [
 NAMES = {2: list(CASES), 3: list(CASES) if STEPS >= 50 else OF_THREE}
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=cases([2, 3], quick=[3]))
 def world(request):
     """What the ranks of a world found, in one start."""
     pytest.importorskip("transformers")

@@ -55,6 +55,7 @@ def test_a_row_that_one_process_cannot_read_is_an_error_of_all(found, where):
     assert max(rank["bad rows"][where][2] for rank in found) < 20
 
 
+@pytest.mark.extended  # another launcher
 def test_accelerate_starts_the_same_training(found, tmp_path):
     """Each process ends with the bits of those that were started in another way."""
     launch = (

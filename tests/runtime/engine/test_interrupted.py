@@ -7,13 +7,14 @@ import time
 import pytest
 
 from tests import fresh_process
+from tests.cases import cases
 
 pytestmark = pytest.mark.slow
 
 TRAINING = "tests.runtime.fine_tune.interrupted_training"
 
 
-@pytest.mark.parametrize("kind", ["fused", "classic", "async"])
+@pytest.mark.parametrize("kind", cases(["fused", "classic", "async"], quick=["fused"]))
 def test_an_interrupted_call_did_all_or_nothing(kind):
     """After KeyboardInterrupt gradients and buffers are those from before the call, or those from behind it."""
     with fresh_process.start("-m", TRAINING, kind, "moments", "3", imported=fresh_process.TRAINER) as process:
@@ -32,7 +33,7 @@ def test_an_interrupted_call_did_all_or_nothing(kind):
     assert (wrong, last) == ("0", "True")
 
 
-@pytest.mark.parametrize("kind", ["fused", "classic", "async"])
+@pytest.mark.parametrize("kind", cases(["fused", "classic", "async"], quick=["async"]))
 def test_an_interruption_before_any_line_does_all_or_nothing(kind):
     """Before every 37th line of those that run in the caller's thread; by hand, every one was tried."""
     found = fresh_process.run("-m", TRAINING, kind, "lines", "37", timeout=120, imported=fresh_process.TRAINER)

@@ -9,6 +9,7 @@ import torch
 import transformers.cache_utils as cache_utils
 
 from tests import fresh_process
+from tests.cases import cases
 from tests.models import WINDOW, make_model
 from yobx_flatten import (
     DecodeSizes,
@@ -53,7 +54,7 @@ def _steps(call: object, kwargs: dict[str, object]) -> list[torch.Tensor]:
     return logits
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "gemma3", "mistral"])
+@pytest.fixture(scope="module", params=cases(["llama", "gemma2", "gemma3", "mistral"], quick=["gemma2", "mistral"]))
 def exported(request):
     """Each model exported once, and its program as a module; the tests below only run it."""
     with register_flattening_functions(patch_transformers=True):
@@ -105,7 +106,7 @@ def test_no_layer_of_the_program_keeps_more_than_its_window(exported):
     assert [layer.keys.shape[-2] for layer in cache.layers] == kept
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mistral"])
+@pytest.mark.parametrize("name", cases(["gemma2", "mistral"], quick=["gemma2"]))
 def test_an_example_below_the_window_serves_lengths_past_it(name):
     """The example's side of the window does not matter, nor does the way torch is asked to guard."""
     kwargs = decode_inputs(make_model(name), DecodeSizes(batch=2, past=3, new=2))
@@ -138,7 +139,7 @@ def test_position_ids_may_be_given():
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("name", cases(["llama", "mistral", "gemma3"], quick=["mistral"]))
 def test_prefill_is_exported_without_a_cache(name):
     """A model that makes its own cache in the trace: the program serves every length, and its cache goes on."""
     model = make_model(name)

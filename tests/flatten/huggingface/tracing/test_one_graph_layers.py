@@ -8,6 +8,7 @@ import torch
 import transformers
 from transformers.cache_utils import StaticCache
 
+from tests.cases import cases
 from tests.flatten.huggingface.tracing.one_graph import (
     WINDOW,
     assert_serves,
@@ -97,14 +98,14 @@ def _static_program(name):
     return export_decode(_model(name), EXAMPLE, room=ROOM)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases(MODELS, quick=["mistral", "gemma2", "gpt_oss"]))
 def test_a_static_cache_has_one_program(name):
     """Static layers, sliding or not: any number of new tokens, anywhere below, at or past the window."""
     with register_flattening_functions(patch_transformers=True):
         assert_serves(_static_program(name), _model(name), some_sizes(), room=ROOM)
 
 
-@pytest.mark.parametrize("name", ["cohere2", "gpt_oss", "llama4", "gemma3n"])
+@pytest.mark.parametrize("name", cases(["cohere2", "gpt_oss", "llama4", "gemma3n"], quick=["gpt_oss", "llama4"]))
 def test_a_dynamic_cache_has_one_program(name):
     """Chunked layers (Llama 4) and layers that read another one's keys (Gemma 3n), too."""
     model = _model(name)

@@ -5,6 +5,7 @@ import torch
 from transformers import ProphetNetConfig, ProphetNetForCausalLM
 from transformers.cache_utils import Cache
 
+from tests.cases import cases
 from tests.flatten.huggingface.tracing.one_graph import WINDOW, assert_serves, export_decode, small_model, some_sizes
 from yobx_flatten import Case, DecodeSizes, export_onnx, register_flattening_functions
 
@@ -92,7 +93,7 @@ def test_experts_have_one_program(name):
         assert_serves(export_decode(model, EXAMPLE), model, some_sizes())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases(MODELS, quick=["jamba"]))
 def test_a_recurrence_has_one_program(name):
     """A program exported from three new tokens serves one, two and many: the same state goes on."""
     model = small_model(*MODELS[name])

@@ -261,6 +261,7 @@ def test_load_checkpoint_says_whose_it_is(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="attempts are forked, which this system cannot")
+@pytest.mark.extended  # kills of the two commands and of a loop are tested each time
 def test_kills_change_no_bit(tmp_path):
     """bfloat16 with copies, dropout, accumulation, a schedule, a limit of two; 1 to 3 devices."""
     wanted = int(os.environ.get("ROUNDPIPE_KILLS", "3"))

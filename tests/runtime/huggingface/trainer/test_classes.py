@@ -18,6 +18,7 @@ from roundpipe_runtime import ConfigError, wrap_model_to_roundpipe
 from roundpipe_runtime.huggingface.loss.label_smoothing import SmoothedLoss
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeSeq2SeqTrainer, RoundPipeTrainer
 from tests import fresh_process
+from tests.cases import cases
 from tests.runtime.huggingface.trainer.trainer_runs import (
     MODELS,
     TOLERANCE,
@@ -76,7 +77,7 @@ def adam(name: str) -> dict[str, float]:
     return {"adam_epsilon": 1e-6} if name == "t5" else {}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases(MODELS, quick=["llama", "bert"]))
 def test_curves_are_those_of_the_plain_trainer(trainers, tmp_path, name):
     """Loss, evaluation and schedule of steps of 2 padded batches of 5 rows; norms of the first before clipping.
 
@@ -94,7 +95,7 @@ def test_curves_are_those_of_the_plain_trainer(trainers, tmp_path, name):
     assert len(ours.pipeline.cut.report.pieces) >= 5
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases(MODELS, quick=["llama", "bert"]))
 def test_resumed_run_ends_with_the_same_bits(trainers, tmp_path, name):
     """Saved after step 3, resumed on three devices by a new trainer with another model: losses, weights."""
     options = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "no"}

@@ -1,0 +1,26 @@
+"""Which cases of a claim `make test` runs, where each takes seconds."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+__all__ = ["cases"]
+
+
+def cases(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Return the cases of a claim; `make test` runs the quick ones, `make extended` the others.
+
+    Args:
+        values: all cases; of several parameters, a tuple of them.
+        quick: those that the claim is checked with each time.
+    """
+    values = list(values)
+    unknown = [value for value in quick if value not in values]
+    if unknown or not quick:
+        raise ValueError(f"Quick cases must be some of {values}, found {quick}.")
+    return [value if value in quick else _extended(value) for value in values]
+
+
+def _extended(value: Any) -> Any:
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.extended)

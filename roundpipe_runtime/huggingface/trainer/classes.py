@@ -15,7 +15,7 @@ import functools
 import inspect
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -69,6 +69,8 @@ class RoundPipeTrainer(CheckpointingTrainer):
         *positional: further arguments of a Trainer, in its order.
         devices: devices, as for :class:`RoundPipe`. Default: all accelerators, or this process's share of them.
         microbatches: number of microbatches per batch. Default: number of devices + 1.
+        keep_parameters: GB of each device for parameters that stay there, or ``"auto"``, as for
+            :class:`RoundPipeRunConfig`: for adapters. Default: 0, none stay.
         optim_dtype: dtype, as for :class:`RoundPipe`: ``torch.float32`` for a model of 16 bits.
         example: example, as for :func:`wrap_model_to_roundpipe`. Default: a few tokens; the first two rows
             of the training data, for a model that reads images or sounds, or that does not run on the tokens.
@@ -92,6 +94,7 @@ class RoundPipeTrainer(CheckpointingTrainer):
         *positional: Any,
         devices: DeviceSpec = None,
         microbatches: int | None = None,
+        keep_parameters: float | Literal["auto"] | None = None,
         optim_dtype: torch.dtype | None = None,
         example: Mapping[str, Any] | None = None,
         replicas: int | None = None,
@@ -99,13 +102,14 @@ class RoundPipeTrainer(CheckpointingTrainer):
     ) -> None:
         given = {"devices": devices, "optim_dtype": optim_dtype, "example": example, "replicas": replicas}
         self._rp_options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        self._rp_config = RoundPipeRunConfig(num_microbatch=microbatches)
+        self._rp_config = RoundPipeRunConfig(num_microbatch=microbatches, keep_parameters=keep_parameters)
         self._rp_pipeline: WrappedModel | None = None
         self._rp_is_converted = False
         if isinstance(model, WrappedModel):
-            if self._rp_options or microbatches is not None:
-                names = ", ".join([*self._rp_options, *(["microbatches"] if microbatches is not None else [])])
-                raise ConfigError(f"The model is wrapped already: give {names} to wrap_model_to_roundpipe.")
+            of_runs = {"microbatches": microbatches, "keep_parameters": keep_parameters}
+            names = [*self._rp_options, *(name for name, value in of_runs.items() if value is not None)]
+            if names:
+                raise ConfigError(f"The model is wrapped already: give {', '.join(names)} to wrap_model_to_roundpipe.")
             if model.mesh is None and args is not None and args.world_size > 1:
                 raise ConfigError(
                     f"The model is wrapped for one process, and there are {args.world_size}. Give the Trainer the "

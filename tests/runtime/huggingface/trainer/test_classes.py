@@ -396,7 +396,10 @@ def test_best_model_has_the_weights_of_its_checkpoint(trainers, tmp_path, name):
 
 
 def test_adapters_are_trained_saved_and_resumed(trainers, tmp_path):
-    """LoRA: the curve is that of the plain Trainer, the checkpoint is PEFT's, and a resumed run ends with its bits."""
+    """LoRA: the curve is that of the plain Trainer, the checkpoint is PEFT's, and a resumed run ends with its bits.
+
+    The resumed one keeps the weights on the devices.
+    """
     peft = pytest.importorskip("peft", reason="adapters are PEFT's")
 
     def adapted():
@@ -408,11 +411,15 @@ def test_adapters_are_trained_saved_and_resumed(trainers, tmp_path):
     plain, ours = both(trainers, tmp_path, steps=4, script=adapted, **options)
     assert_same_curves(plain, ours)
     assert (tmp_path / "RoundPipeTrainer" / "checkpoint-2" / "adapter_model.safetensors").is_file()
-    again = trainers("llama", arguments(tmp_path / "RoundPipeTrainer", 4, **options), **adapted())
+    again = trainers(
+        "llama", arguments(tmp_path / "RoundPipeTrainer", 4, **options), keep_parameters="auto", **adapted()
+    )
     again.train(resume_from_checkpoint=str(tmp_path / "RoundPipeTrainer" / "checkpoint-2"))
     assert history(again, "loss") == history(ours, "loss")
     for (key, expected), found in zip(ours.model.state_dict().items(), again.model.state_dict().values(), strict=True):
         assert torch.equal(found, expected), key
+    traffic = [trainer.pipeline.parameter_traffic for trainer in (ours, again)]
+    assert [one.reused > 0 for one in traffic] == [False, True]  # frozen weights stay where they are asked to
 
 
 def test_model_has_the_weights_of_the_last_step_when_it_is_evaluated(trainers, tmp_path):

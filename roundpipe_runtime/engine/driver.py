@@ -483,6 +483,7 @@ class Engine:
         self.store.load_masters(progress.masters)
         self.step = progress.runs
         self.store.load_gradients(progress.gradients)
+        self.kept.drop()  # another process may have written weights that are shared
 
     def version(self) -> int:
         """Return the version of the parameters that a run reads now."""

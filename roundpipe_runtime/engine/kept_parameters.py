@@ -64,6 +64,7 @@ class _Copy:
 
     def is_of(self, parameter: nn.Parameter, source: torch.Tensor, run_version: int) -> bool:
         """Whether the source is the one that was copied, and neither of both was written since."""
+        # It may be frozen again when this is asked next, after a step.
         self.was_trained |= parameter.requires_grad
         return (
             self.source() is source

@@ -22,6 +22,8 @@ OF_THREE = [
     "more groups than ranks",
     "bfloat16 with masters",
     "accumulated on the rank",
+    "lora, weights stay",
+    "weights shared, and stay",
 ]
 NAMES = {2: list(CASES), 3: list(CASES) if STEPS >= 50 else OF_THREE}
 

@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ class Case:
         is_async: whether steps run next to the next run.
         copies: whether each rank keeps everything whole.
         is_split: whether the caller goes backward through what the pipeline returned.
+        keep: GB of a device for parameters that stay there, or "auto".
     """
 
     model: Callable[[], nn.Module]
@@ -46,6 +47,7 @@ class Case:
     is_async: bool = False
     copies: bool = False
     is_split: bool = False
+    keep: float | Literal["auto"] = 0
 
 
 def model(name: str, **changes: Any) -> Callable[[], nn.Module]:
@@ -100,6 +102,8 @@ CASES = {
     "gpt2, dropout": Case(model("gpt2")),
     "t5": Case(model("t5")),
     "lora": Case(lora),
+    "lora, weights stay": Case(lora, keep="auto", accumulated=2),
+    "asynchronous, weights stay": Case(lora, keep="auto", is_async=True),
     "tied": Case(model("llama", tie_word_embeddings=True)),
     "more groups than ranks": Case(model("llama"), groups=lambda size: 2 * size + 1),
     "one row": Case(model("llama"), rows=1),
@@ -114,6 +118,9 @@ CASES = {
     "weights shared": Case(bfloat16, options={"optim_dtype": torch.float32, "host_weights": "shared"}, accumulated=2),
     "weights shared, float32": Case(model("llama", tie_word_embeddings=True), options={"host_weights": "shared"}),
     "weights shared, asynchronous": Case(model("llama"), options={"host_weights": "shared"}, is_async=True),
+    "weights shared, and stay": Case(
+        bfloat16, options={"optim_dtype": torch.float32, "host_weights": "shared"}, accumulated=2, keep="auto"
+    ),
     "whole on each rank": Case(bfloat16, options={"optim_dtype": torch.float32}, copies=True),
 }
 
@@ -153,7 +160,7 @@ def train(case: Case, size: int, steps: int, mesh: DeviceMesh | None = None, ran
         **case.options,
     )
     pipeline.train()
-    config = RoundPipeRunConfig(num_microbatch=2)
+    config = RoundPipeRunConfig(num_microbatch=2, keep_parameters=case.keep)
     with OptimizerCtx():
         optimizer = torch.optim.AdamW([p for p in pipeline.parameters() if p.requires_grad], lr=1e-3, fused=True)
     losses: list[float] = []
@@ -213,7 +220,8 @@ def in_ranks(steps: int, names: list[str]) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh, copies = dist.init_device_mesh("cpu", (size,)), dist.init_device_mesh("cpu", (size, 1))
     own = names[rank::size]
-    one = {name: digest(train(CASES[name], size, steps)) for name in own}
+    # of which no weights stay on the devices: that is no part of what comes out
+    one = {name: digest(train(dataclasses.replace(CASES[name], keep=0), size, steps)) for name in own}
     ranks = {}
     for name in names:
         case = CASES[name]

@@ -293,32 +293,28 @@ def test_only_so_many_bytes_stay_and_frozen_ones_first(devices):
     pipe.close()
 
 
-def test_auto_leaves_what_the_stages_need():
-    """A device of 70 % of the model: some of it stays, and parameters have no more than their share of the memory."""
-    model = wide()
-    device = small_device(model, 0.7)
-    pipe = pipe_of(model, [device], "auto", execute_plan=layer_by_layer(model))
-    losses = [wide_loss(pipe) for _ in range(3)]
-    traffic = pipe.parameter_traffic
-    assert 0 < traffic.kept[device.name] <= FOR_PARAMETERS * device.memory_limit
-    assert traffic.reused > 0
-    pipe.close()
-    plain = pipe_of(wide(), "virtual:1", 0, execute_plan=layer_by_layer(model))
-    assert same_bits(losses, [wide_loss(plain) for _ in range(3)])
-    plain.close()
-    device.close()
+# A share of the model as memory of a device, and what is asked to stay: what two stages leave, or more than there is
+# memory for, so that an upload takes the room of what stays.
+TIGHT = {"auto": (0.7, "auto"), "too much": (6.5 / 12, 1.0)}
 
 
-def test_an_upload_without_room_takes_that_of_what_stays():
-    """More was asked to stay than there is memory for: the run goes on, as without."""
+@pytest.mark.parametrize(("share", "keep"), TIGHT.values(), ids=TIGHT)
+def test_a_device_without_room_for_the_model_trains_it_all_the_same(share, keep):
+    """Some of it stays, and losses are those of a device without a limit, on which none does."""
     model = wide()
-    device = small_device(model, 6.5 / len(model))
-    pipe = pipe_of(model, [device], 1.0, execute_plan=layer_by_layer(model))
-    losses = [wide_loss(pipe) for _ in range(3)]
-    pipe.close()
-    plain = pipe_of(wide(), "virtual:1", 0, execute_plan=layer_by_layer(model))
-    assert same_bits(losses, [wide_loss(plain) for _ in range(3)])
-    plain.close()
+    device = small_device(model, share)
+    pipes = [
+        pipe_of(made, where, kept, execute_plan=layer_by_layer(model))
+        for made, where, kept in ((model, [device], keep), (wide(), "virtual:1", 0))
+    ]
+    losses, expected = ([wide_loss(pipe) for _ in range(3)] for pipe in pipes)
+    assert same_bits(losses, expected)
+    traffic = pipes[0].parameter_traffic
+    if keep == "auto":
+        assert traffic.reused > 0
+        assert 0 < traffic.kept[device.name] <= FOR_PARAMETERS * device.memory_limit
+    for pipe in pipes:
+        pipe.close()
     device.close()
 
 

@@ -141,6 +141,9 @@ _CHECKS: dict[str, _Check] = {
     ),
     "execute_plan": (lambda v: isinstance(v, ModelExecutePlan), "a ModelExecutePlan"),
     "last_stage_copies": (lambda v: v == "auto" or (type(v) is int and v >= 1), 'a number from 1 on, or "auto"'),
-    "keep_parameters": (lambda v: v == "auto" or (type(v) in (int, float) and v >= 0), 'GB, from 0 on, or "auto"'),
+    "keep_parameters": (
+        lambda v: v == "auto" or (type(v) in (int, float) and v >= 0),
+        'a number of GB from 0 on, or "auto"',
+    ),
     "loss_reduction": (lambda v: v in ("sum", "mean"), '"sum" or "mean"'),
 }

@@ -18,7 +18,7 @@ from .models import source_of
 from .plan_nodes import as_dict as nodes_as_dict
 from .plan_nodes import write_nodes
 from .plan_output import as_dict, write_plan
-from .quantities import parse_bits, parse_bytes
+from .quantities import parse_bits, parse_bytes, parse_gigabytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,6 +100,7 @@ def plan(
     optim_dtype: given.OptimDtype = "float32",
     lora: Lora = None,
     last_stage_copies: Copies = "1",
+    keep_parameters: given.KeepParameters = "0",
     nodes: Nodes = 1,
     network: Network = "100G",
     reduce_dtype: ReduceDtype = "same",
@@ -118,6 +119,7 @@ def plan(
     }
     line = parse_bits(network, "--network")
     copies = _copies(last_stage_copies)
+    keep = parse_gigabytes(keep_parameters, "--keep-parameters")
     if batch < nodes:
         raise UserError(f"{batch} rows cannot be cut among {nodes} machines: --batch {nodes}, or --nodes {batch}")
     rows = -(-batch // nodes)
@@ -138,7 +140,7 @@ def plan(
             )
         size = {"batch": rows, "length": length or min(512, longest or 512), "num_microbatch": count}
         show("measuring the layers")
-        report = training.report(**size, last_stage_copies=copies)
+        report = training.report(**size, last_stage_copies=copies, keep_parameters=keep)
         change = None
         if report.fits_devices is False and not report.too_large:
             show("looking for what fits")

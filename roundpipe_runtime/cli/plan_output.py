@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from yobx_flatten.errors.messages import format_bytes, table
 
 from ..estimate.report import PlanReport
-from ..estimate.step_simulation import StepSimulation, simulate
+from ..estimate.step_simulation import StepSimulation
 from .quantities import format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def as_dict(training: PlannedTraining, report: PlanReport, change: SettingsChang
             {"kind": stage.kind, "layers": list(stage.layers), "device": device, "seconds": seconds}
             for stage, device, seconds in zip(report.stages, report.devices, report.seconds, strict=True)
         ],
+        "keep_parameters": report.simulated.keep_parameters,
         "device_memory": [{**dataclasses.asdict(m), "total": m.total} for m in report.device_memory],
         "host_memory": {**dataclasses.asdict(report.host_memory), "total": report.host_memory.total},
         "tokens_to_hide_transfers": {"forward": report.tokens_forward, "backward": report.tokens_backward},
@@ -204,7 +205,8 @@ def _memory(report: PlanReport) -> list[str]:
         ("parameters of the stage", worst.parameters),
         ("their gradients", worst.gradients),
         ("a microbatch on its way", worst.activations),
-        ("layers that stay there", worst.staying),
+        ("parameters that stay there", worst.kept),
+        ("layers that go back there", worst.staying),
         ("parameters that arrive", worst.arriving),
         ("copies under way", worst.copies),
     ]
@@ -265,6 +267,7 @@ def _time(report: PlanReport) -> list[str]:
         f'  next to it, is_async="exact", both take {format_seconds(_exact(report))} instead of '
         f"{format_seconds(run.time + report.optimizer_seconds)}",
         f"A link copies {format_bytes(up)} in and {format_bytes(down)} back in a step",
+        *_kept_instead(report, up),
         *textwrap.wrap("Busy: " + ", ".join(busy), _COLUMNS, subsequent_indent="  "),
         f"  {_flips(step)}",
         f"Transfers overlap with computing from {needed:,.0f} tokens a step on; there are {report.tokens:,}",
@@ -272,9 +275,24 @@ def _time(report: PlanReport) -> list[str]:
     ]
 
 
+def _kept_instead(report: PlanReport, up: int) -> list[str]:
+    """What a link copies if parameters stay on devices, where that is clearly less and fits."""
+    if report.simulated.keep_parameters or report.too_large:
+        return []
+    keeping = report.simulate(keep_parameters="auto")
+    then = max(link[0] for link in keeping.run.links)
+    peak, memory = max(one.total for one in keeping.device_memory), report.hardware.memory
+    if then > 0.95 * up or (memory is not None and peak > memory):
+        return []
+    return [
+        f"  With --keep-parameters auto it copies {format_bytes(then)} in, and a step takes "
+        f"{format_seconds(keeping.run.time)}"
+    ]
+
+
 def _exact(report: PlanReport) -> float:
     """Seconds of a step whose optimizer runs next to the run that follows."""
-    return simulate(report.step, report.hardware, is_async="exact", stays=report.stays).seconds
+    return report.simulate(is_async="exact").seconds
 
 
 def _flips(step: StepSimulation) -> str:

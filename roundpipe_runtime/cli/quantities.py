@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
+from typing import Literal
 
 from yobx_flatten.terminal.failures import UserError
 
-__all__ = ["format_count", "format_seconds", "parse_bits", "parse_bytes"]
+__all__ = ["format_count", "format_seconds", "parse_bits", "parse_bytes", "parse_gigabytes"]
 
 _UNITS = {
     **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))},
@@ -53,6 +55,30 @@ def parse_bits(text: str, option: str) -> float:
     if not count:
         raise UserError(f"{option} {text!r} is not the rate of a network. Write bits per second: {option} 100G")
     return count
+
+
+def parse_gigabytes(text: str, option: str) -> float | Literal["auto"]:
+    """Return what stays on devices, as ``keep_parameters`` takes it: a number of GB, or ``"auto"``.
+
+    Args:
+        text: number, or the word.
+        option: what it was given for.
+
+    Raises:
+        UserError: it is neither.
+
+    >>> parse_gigabytes("1.5", "--keep-parameters"), parse_gigabytes("auto", "--keep-parameters")
+    (1.5, 'auto')
+    """
+    if text == "auto":
+        return "auto"
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise UserError(f"{option} is a number of GB from 0 on, or auto, found {text!r}: {option} 2.5")
+    return found
 
 
 def format_count(count: float) -> str:

@@ -22,6 +22,7 @@ from ..distributed.job import own_devices
 from ..errors import ConfigError, DeviceError
 from . import train_options as given
 from .models import source_of
+from .quantities import parse_gigabytes
 from .train_display import Display, format_model, format_text, format_training
 
 __all__ = ["train"]
@@ -47,6 +48,7 @@ def train(
     epochs: given.Epochs = None,
     dtype: given.Dtype = "auto",
     optim_dtype: given.OptimDtype = "float32",
+    keep_parameters: given.KeepParameters = "0",
     lora: given.LoraText = None,
     lr: given.Rate = 3e-4,
     warmup: given.Warmup = None,
@@ -105,6 +107,7 @@ def train(
         seed=seed,
         devices=_devices(devices),
         optim_dtype=_dtype(optim_dtype),
+        keep_parameters=parse_gigabytes(keep_parameters, "--keep-parameters"),
         eval_every=eval_every,
         check=check,
     )

@@ -87,6 +87,15 @@ OptimDtype = Annotated[
     typer.Option(help="Type of what AdamW works on; same: that of the weights.", rich_help_panel=_STEP),
 ]
 
+KeepParameters = Annotated[
+    str,
+    typer.Option(
+        metavar="GB",
+        help="Parameters that stay on each device from step to step, or auto: as many as there is room for.",
+        rich_help_panel=_STEP,
+    ),
+]
+
 LoraText = Annotated[
     str | None,
     typer.Option(

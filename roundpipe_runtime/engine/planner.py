@@ -14,7 +14,7 @@ from ..device.virtual import Device
 from ..schedule.costs import LayerCost, MeasuredCosts, analytic_cost
 from ..schedule.plan import ModelExecutePlan, RunType
 
-__all__ = ["FOR_PARAMETERS", "Planner"]
+__all__ = ["FOR_PARAMETERS", "Planner", "bytes_to_keep"]
 
 # Seconds of a forward on the CPU below which two threads are slower than one: torch gives the interpreter's lock away
 # at each operator, so they would take it from each other all the time.
@@ -132,10 +132,24 @@ class Planner:
         """
         if wanted != "auto":
             return wanted * 1e9
-        if self.fits():
-            return math.inf
         limit = self.memory_limit()
-        return 0.0 if limit is None else limit * 1e9 - _STAGES_AT_ONCE * largest_stage
+        return bytes_to_keep(None if limit is None else limit * 1e9, largest_stage, fits=self.fits())
+
+
+def bytes_to_keep(limit: float | None, largest_stage: int, *, fits: bool) -> float:
+    """Return the bytes of each device for parameters that stay there, where ``keep_parameters`` is ``"auto"``.
+
+    Args:
+        limit: bytes of a device for parameters and gradients, ``None`` where they are not known.
+        largest_stage: bytes of the parameters and gradients of the largest stage.
+        fits: whether there is room for all parameters and gradients at once.
+
+    >>> bytes_to_keep(10e9, 4_000_000_000, fits=False), bytes_to_keep(10e9, 4_000_000_000, fits=True)
+    (1600000000.0, inf)
+    """
+    if fits:
+        return math.inf
+    return 0.0 if limit is None else max(0.0, limit - _STAGES_AT_ONCE * largest_stage)
 
 
 def _limit(memory: Sequence[int | None]) -> float | None:

@@ -41,6 +41,8 @@ class LayerFootprint:
             the sums of its own gradients; what its forward left is part of it.
         forward_flops: operations of a forward.
         backward_flops: operations of a backward, without the forward that is computed again.
+        frozen_bytes: parameters that do not train; part of ``param_bytes``. Default: 0.
+        trained_bytes: parameters that train; part of ``param_bytes``, the rest are buffers. Default: 0.
     """
 
     name: str
@@ -55,6 +57,13 @@ class LayerFootprint:
     backward_peak: int
     forward_flops: int
     backward_flops: int
+    frozen_bytes: int = 0
+    trained_bytes: int = 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Size of the buffers. A layer that has some is copied to the device anew for its backward."""
+        return self.param_bytes - self.frozen_bytes - self.trained_bytes
 
 
 def measure_layers(
@@ -153,6 +162,8 @@ def _measure(
         backward_peak=found.peak,
         forward_flops=forward_flops,
         backward_flops=found.flops - forward_flops,
+        frozen_bytes=storage_bytes(p for p in contents.parameters() if not p.requires_grad),
+        trained_bytes=storage_bytes(trained),
     )
     for parameter in trained:
         parameter.grad = None

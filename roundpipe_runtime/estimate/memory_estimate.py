@@ -4,6 +4,7 @@
 
     # a device, while stage k computes                       the host
     #   parameters of stage k                                  parameters and buffers
+    #   parameters that stay from step to step
     #   sums of their gradients          (backward, fused)     gradients, master weights, what the optimizer keeps
     #   a microbatch on its way through, at its highest        inputs of the stages that go back, all microbatches
     #   an accelerator also:                                   what is on its way between stages
@@ -18,11 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..schedule.round_robin import Stage
+from .kept_bytes import KeptBytes, kept_bytes
 from .layer_footprint import LayerFootprint
 
 __all__ = ["DeviceMemory", "HostMemory", "device_memory", "host_memory", "share_bytes", "visit_bytes"]
@@ -34,12 +37,13 @@ class DeviceMemory:
 
     Attributes:
         stage: index of the stage in which the peak is reached.
-        parameters: parameters of the stage.
+        parameters: parameters of the stage, without those that stay from step to step.
         gradients: sums of the gradients of the stage; of copies of the last stage, also gradients of microbatches.
         activations: activations of the microbatch that is computed.
         staying: layers of earlier stages, which stay on the device for their backward.
         arriving: parameters of the next stage.
         copies: tensors of other microbatches that may be on their way.
+        kept: parameters that stay from step to step (``keep_parameters``). Default: 0.
     """
 
     stage: int
@@ -49,11 +53,13 @@ class DeviceMemory:
     staying: int
     arriving: int
     copies: int
+    kept: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.parameters + self.gradients + self.activations + self.staying + self.arriving + self.copies
+        of_stage = self.parameters + self.gradients + self.activations
+        return of_stage + self.staying + self.arriving + self.copies + self.kept
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,6 +134,7 @@ def device_memory(
     *,
     stays: bool,
     prefetches: bool,
+    room_to_keep: float = 0.0,
 ) -> list[DeviceMemory]:
     """Estimate the peak memory of each device in a run.
 
@@ -138,31 +145,47 @@ def device_memory(
         num_microbatch: number of microbatches.
         stays: whether layers stay on a device from their forward to their backward, as there is room for all.
         prefetches: whether a stage is loaded while the one before it computes; virtual devices do not.
+        room_to_keep: bytes of each device for parameters that stay from step to step. Default: 0.
 
     Returns:
         The peak of each device.
     """
     found = []
+    kept = kept_bytes(layers, room_to_keep)
     for device in sorted(set(devices)):
         own = [stage for stage, where in zip(stages, devices, strict=True) if where == device]
         staying: set[int] = set()
+        came: set[int] = set()
         moments = []
         for stage, following in zip(own, [*own[1:], None], strict=True):
-            moments.append(_moment(stage, following, staying, layers, num_microbatch, prefetches))
-            staying = _after(stage, staying) if stays else staying
+            came |= set(stage.layers)
+            here = _Here(staying, came, kept)
+            moments.append(_moment(stage, following, here, layers, num_microbatch, prefetches))
+            staying = _after(stage, staying, layers) if stays else staying
         found.append(max(moments, key=lambda moment: moment.total))
     return found
 
 
-def _after(stage: Stage, staying: set[int]) -> set[int]:
-    here = set(stage.layers)
+class _Here(NamedTuple):
+    """What is on a device besides the stage: layers that stay for their backward, and parameters that stay anyway."""
+
+    staying: set[int]
+    came: set[int]
+    kept: Sequence[KeptBytes]
+
+    def kept_of(self, layer: int) -> int:
+        return self.kept[layer].of(was_here=layer in self.came)
+
+
+def _after(stage: Stage, staying: set[int], layers: Sequence[LayerFootprint]) -> set[int]:
+    here = {layer for layer in stage.layers if not layers[layer].buffer_bytes}
     return staying | here if stage.kind == "forward" else staying - here
 
 
 def _moment(
     stage: Stage,
     following: Stage | None,
-    staying: set[int],
+    here: _Here,
     layers: Sequence[LayerFootprint],
     num_microbatch: int,
     prefetches: bool,
@@ -172,17 +195,19 @@ def _moment(
     arriving = copies = 0
     if prefetches:
         if following is not None:
-            arriving = sum(layers[i].param_bytes for i in following.layers if i not in staying)
+            new = set(following.layers) - here.staying
+            arriving = sum(layers[i].param_bytes - here.kept_of(i) for i in new)
         on_their_way = first.inputs + (last.grads_out + first.grads_in if goes_back else last.outputs)
         copies = (num_microbatch - 1) * on_their_way
     return DeviceMemory(
         stage=stage.index,
-        parameters=sum(layers[i].param_bytes for i in stage.layers),
+        parameters=sum(layers[i].param_bytes - here.kept_of(i) for i in stage.layers),
         gradients=_gradients(stage, layers, prefetches) if goes_back else 0,
         activations=visit_bytes(stage, layers),
-        staying=sum(layers[i].param_bytes for i in staying.difference(stage.layers)),
+        staying=sum(layers[i].param_bytes - here.kept_of(i) for i in here.staying.difference(stage.layers)),
         arriving=arriving,
         copies=copies,
+        kept=sum(here.kept_of(i) for i in range(len(layers))),
     )
 
 

@@ -50,7 +50,6 @@ from torch import nn
 from ..errors import ConfigError
 from .memory_estimate import HostMemory
 from .report import PlanReport
-from .step_simulation import simulate
 
 __all__ = [
     "LINE_SHARE",
@@ -261,4 +260,4 @@ def of_node(report: PlanReport, nodes: int) -> PlanReport:
         host_memory=host_of_node(report.host_memory, nodes),
         optimizer_bytes=report.step.optimizer_bytes // nodes,
     )
-    return dataclasses.replace(report, step=step, simulated=simulate(step, report.hardware, stays=report.stays))
+    return dataclasses.replace(report, step=step, simulated=report.simulate(step))

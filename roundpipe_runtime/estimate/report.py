@@ -19,7 +19,7 @@ from ..schedule.simulation import Simulation, StageLoad
 from .hardware import Hardware
 from .layer_footprint import LayerFootprint
 from .memory_estimate import DeviceMemory, HostMemory
-from .step_plan import StepPlan, stage_loads, step_plan
+from .step_plan import StepPlan, step_plan
 from .step_simulation import StepSimulation, simulate
 
 __all__ = ["PlanReport", "plan_report"]
@@ -85,6 +85,23 @@ class PlanReport:
         """Whether there is room for all layers, so that they stay from their forward to their backward."""
         return self.simulated.stays
 
+    def simulate(
+        self,
+        step: StepPlan | None = None,
+        *,
+        is_async: Literal[False, True, "exact"] = False,
+        keep_parameters: float | Literal["auto"] | None = None,
+    ) -> StepSimulation:
+        """Simulate a step on the same machine.
+
+        Args:
+            step: training step. Default: the one of this plan.
+            is_async: when the optimizer runs, as in ``RoundPipe.step``. Default: after the run.
+            keep_parameters: what stays on devices from step to step. Default: what stays in this plan.
+        """
+        keep = self.simulated.keep_parameters if keep_parameters is None else keep_parameters
+        return simulate(step or self.step, self.hardware, is_async=is_async, stays=self.stays, keep_parameters=keep)
+
     @property
     def device_memory(self) -> list[DeviceMemory]:
         """Peak memory of each device."""
@@ -133,6 +150,7 @@ def plan_report(
     tokens: int,
     optim_dtype: torch.dtype | None = None,
     last_stage_copies: int | Literal["auto"] = 1,
+    keep_parameters: float | Literal["auto"] = 0,
 ) -> PlanReport:
     """Plan a training and estimate its memory and times.
 
@@ -146,6 +164,7 @@ def plan_report(
         optim_dtype: what the optimizer works in. Default: the dtype of each parameter.
         last_stage_copies: number of devices that run the last layer, each with a share of the microbatches. ``"auto"``:
             the number with which the simulated step, with its transfers, is clearly faster. Default: 1.
+        keep_parameters: what stays on devices from step to step, as in :class:`RoundPipeRunConfig`. Default: 0.
 
     Returns:
         The plan, with its memory and times.
@@ -170,10 +189,10 @@ def plan_report(
         for plan in plans
     ]
     stays = limit is None or sum(cost.param_bytes + cost.grad_bytes for cost in costs) <= limit
-    simulated = [simulate(step, hardware, stays=stays) for step in steps]
+    simulated = [simulate(step, hardware, stays=stays, keep_parameters=keep_parameters) for step in steps]
     best = _fewest_copies(simulated, hardware.memory)
     step = steps[best]
-    loads = stage_loads(step, hardware, stays=stays)
+    loads = simulated[best].loads
     forward = [load for stage, load in zip(step.stages, loads, strict=True) if stage.kind == "forward"]
     return PlanReport(
         step=step,

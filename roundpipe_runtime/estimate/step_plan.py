@@ -13,6 +13,7 @@ from ..schedule.plan import ModelExecutePlan
 from ..schedule.round_robin import Kind, RoundRobin, Stage
 from ..schedule.simulation import StageLoad
 from .hardware import Hardware
+from .kept_bytes import kept_bytes
 from .layer_footprint import LayerFootprint
 from .memory_estimate import HostMemory, host_memory, share_bytes
 
@@ -130,18 +131,21 @@ def _bytes_of_adam(host: HostMemory, parameters: Sequence[nn.Parameter]) -> int:
     return 7 * host.gradients + host.masters + rounded
 
 
-def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool) -> list[StageLoad]:
-    """Return the time and traffic of each stage; a layer that stayed on its device is not copied there again.
+def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep: float = 0.0) -> list[StageLoad]:
+    """Return the time and traffic of each stage; what stayed on its device is not copied there again.
 
     Args:
         plan: training step.
         machine: devices and host.
         stays: whether layers stay on a device from their forward to their backward.
+        room_to_keep: bytes of each device for parameters that stay from step to step. Default: 0.
 
     Returns:
         The loads, in the order of dispatch.
     """
     there: set[tuple[int, int]] = set()
+    came: set[tuple[int, int]] = set()
+    kept = kept_bytes(plan.layers, room_to_keep)
     loads = []
     plan = plan.on(len(machine.names))
     without_calls = dataclasses.replace(machine, call=0.0)
@@ -154,12 +158,14 @@ def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool) -> list[Stage
         saved = [] if goes_back else [plan.layers[i].inputs for i in stage.layers[1:] if i in restarts]
         new = [index for index in stage.layers if (device, index) not in there]
         if stays and stage.kind == "forward":
-            there.update((device, index) for index in stage.layers)
+            there.update((device, index) for index in stage.layers if not plan.layers[index].buffer_bytes)
+        upload = sum(plan.layers[index].param_bytes - kept[index].of(was_here=(device, index) in came) for index in new)
+        came.update((device, index) for index in stage.layers)
         computed = plan.seconds(stage, without_calls)
         loads.append(
             StageLoad(
                 compute=computed,
-                upload=sum(plan.layers[index].param_bytes for index in new),
+                upload=upload,
                 download=sum(layer.grad_bytes for layer in mine) if goes_back else 0,
                 inputs=mine[0].inputs + (mine[-1].grads_out if stage.kind == "backward" else 0),
                 outputs=mine[0].grads_in if goes_back else mine[-1].outputs + sum(saved),

@@ -15,11 +15,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from ..engine.config import RoundPipeRunConfig
 from ..engine.planner import FOR_PARAMETERS
 from ..schedule.round_robin import RoundRobin
 from ..schedule.simulation import Machine, Simulation, StageLoad
 from ..schedule.simulation import simulate as simulate_schedule
 from .hardware import Hardware
+from .kept_bytes import room_to_keep
 from .memory_estimate import DeviceMemory, HostMemory, device_memory
 from .step_plan import StepPlan, stage_loads
 
@@ -48,11 +50,13 @@ class StepSimulation:
         seconds: time from one step to the next.
         run: forward and backward, with bytes of each link and every stage's times.
         unhindered: the same, if transfers and the optimizer took no time.
+        loads: time and traffic of each stage, in the order of dispatch.
         optimizer_seconds: time of AdamW on the host.
         exposed_optimizer: seconds of it in which the devices wait.
         device_memory: peak memory of each device.
         host_memory: memory of the host.
         stays: whether layers stay on a device from their forward to their backward.
+        keep_parameters: what stays from step to step: GB of each device, or ``"auto"``.
         tokens: tokens of the step.
         busy: seconds in which each part of the machine is busy, the mean of all devices: ``"compute"``,
             ``"link up"``, ``"link down"``, ``"interpreter"``, ``"optimizer"``.
@@ -63,11 +67,13 @@ class StepSimulation:
     seconds: float
     run: Simulation
     unhindered: Simulation
+    loads: Sequence[StageLoad]
     optimizer_seconds: float
     exposed_optimizer: float
     device_memory: list[DeviceMemory]
     host_memory: HostMemory
     stays: bool
+    keep_parameters: float | Literal["auto"]
     tokens: int
     busy: Mapping[str, float]
     flips: list[BottleneckFlip]
@@ -101,7 +107,12 @@ class StepSimulation:
 
 
 def simulate(
-    plan: StepPlan, machine: Hardware, *, is_async: Literal[False, True, "exact"] = False, stays: bool | None = None
+    plan: StepPlan,
+    machine: Hardware,
+    *,
+    is_async: Literal[False, True, "exact"] = False,
+    stays: bool | None = None,
+    keep_parameters: float | Literal["auto"] = 0,
 ) -> StepSimulation:
     """Simulate a training step on a machine.
 
@@ -111,9 +122,14 @@ def simulate(
         is_async: when the optimizer runs, as in ``RoundPipe.step``. ``False``, after the run; ``"exact"``, layer by
             layer next to the next run; ``True``, next to it with weights one step old.
         stays: whether layers stay on a device from their forward to their backward. Default: if there is room.
+        keep_parameters: what stays on devices from step to step, as in :class:`RoundPipeRunConfig`. The step is one of
+            those in which parameters that do not train are there already. Default: 0.
 
     Returns:
         The simulated step.
+
+    Raises:
+        ConfigError: ``keep_parameters`` is none of these.
 
     >>> from torch import nn
     >>> import torch
@@ -129,7 +145,10 @@ def simulate(
     """
     plan = plan.on(len(machine.names))
     stays = stays_on_devices(plan, machine) if stays is None else stays
-    loads = stage_loads(plan, machine, stays=stays)
+    RoundPipeRunConfig(keep_parameters=keep_parameters)  # which raises where it is none
+    stages = plan.stages
+    room = room_to_keep(keep_parameters, stages, plan.layers, machine.memory, fits=stays_on_devices(plan, machine))
+    loads = stage_loads(plan, machine, stays=stays, room_to_keep=room)
     optimizer = plan.optimizer_bytes / machine.host_rate
     devices = len(machine.names)
     overlaps = not machine.is_virtual
@@ -138,11 +157,11 @@ def simulate(
     if is_async == "exact":
         run = simulate_schedule(_with_updates(plan, loads, machine, optimizer), linked, plan.num_microbatch)
     seconds = run.time + optimizer if is_async is False else max(run.time, optimizer)
-    stages = plan.stages
     fixed, per_token = _busy(plan, loads, machine, optimizer)
     return StepSimulation(
         seconds=seconds,
         run=run,
+        loads=loads,
         unhindered=simulate_schedule(loads, Machine(devices, overlaps=overlaps), plan.num_microbatch),
         optimizer_seconds=optimizer,
         exposed_optimizer=seconds - alone.time,
@@ -153,9 +172,11 @@ def simulate(
             plan.num_microbatch,
             stays=stays,
             prefetches=overlaps,
+            room_to_keep=room,
         ),
         host_memory=plan.host_memory,
         stays=stays,
+        keep_parameters=keep_parameters,
         tokens=plan.tokens,
         busy={name: fixed[name] + per_token[name] * plan.tokens for name in fixed},
         flips=_flips(fixed, per_token),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from ..device.virtual import DeviceSpec
+from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError
 
 __all__ = ["Settings"]
@@ -35,6 +36,8 @@ class Settings:
         seed: seed of the order of rows, and of dropout.
         devices: devices, as for :class:`RoundPipe`.
         optim_dtype: dtype of gradients, moments and master weights. Default: float32.
+        keep_parameters: what stays on devices from step to step, as in :class:`RoundPipeRunConfig`; the numbers are the
+            same.
         eval_every: number of steps between two evaluations; ``None`` for one at the end.
         check: whether to compare the cut model with the reference model first.
 
@@ -56,6 +59,7 @@ class Settings:
     seed: int = 0
     devices: DeviceSpec = None
     optim_dtype: torch.dtype | None = torch.float32
+    keep_parameters: float | Literal["auto"] = 0
     eval_every: int | None = None
     check: bool = True
 
@@ -74,6 +78,7 @@ class Settings:
                 raise ConfigError(f"{name} must be a number from 0 on, found {getattr(self, name)!r}.")
         if self.schedule not in ("cosine", "linear", "constant"):
             raise ConfigError(f'schedule must be "cosine", "linear" or "constant", found {self.schedule!r}.')
+        RoundPipeRunConfig(keep_parameters=self.keep_parameters)  # which raises where it is none
         groups = self.replicas or 1
         if groups > self.batch:
             raise ConfigError(

@@ -89,7 +89,7 @@ class TextTrainer(RoundPipeTrainer):
 
     @microbatches.setter
     def microbatches(self, number: int) -> None:
-        self._rp_config = RoundPipeRunConfig(num_microbatch=number)
+        self._rp_config = RoundPipeRunConfig(num_microbatch=number, keep_parameters=self.settings.keep_parameters)
 
     def run(self, pause: Callable[[tuple[float, float]], None], *, checkpoint: str | None = None) -> None:
         """Train to the last step.

@@ -34,6 +34,9 @@ from .turns import in_turns
 
 __all__ = ["Training", "stored_replicas"]
 
+# Settings that each process may have its own of.
+_OF_PROCESS = ("devices", "keep_parameters")
+
 
 class Training:
     """Fine-tunes a causal language model through a pipeline.
@@ -245,7 +248,7 @@ class Training:
     def _stated(self) -> dict[str, object]:
         """What all processes must train alike, by name."""
         settings = {field.name: getattr(self.settings, field.name) for field in dataclasses.fields(self.settings)}
-        named = {name.replace("_", "-"): str(value) for name, value in settings.items() if name != "devices"}
+        named = {name.replace("_", "-"): str(value) for name, value in settings.items() if name not in _OF_PROCESS}
         rows = f"{len(self.blocks.tokens):,} rows of {self.blocks.length} tokens, {self.blocks.digest[:8]}"
         return {**named, "the text": rows, "the model": _names_and_shapes(self.model)[:8]}
 

@@ -77,7 +77,13 @@ class PlannedTraining:
         self.cut: Cut = _cut(model, hardware.kind)
 
     def report(
-        self, *, batch: int, length: int, num_microbatch: int, last_stage_copies: int | Literal["auto"] = 1
+        self,
+        *,
+        batch: int,
+        length: int,
+        num_microbatch: int,
+        last_stage_copies: int | Literal["auto"] = 1,
+        keep_parameters: float | Literal["auto"] = 0,
     ) -> PlanReport:
         """Return the plan for batches of this size.
 
@@ -87,6 +93,7 @@ class PlannedTraining:
             num_microbatch: number of microbatches, the largest of which is measured.
             last_stage_copies: number of devices that run the last layer, each with a share of the microbatches;
                 ``"auto"``, as many as make the simulated step clearly faster. Default: 1.
+            keep_parameters: what stays on devices from step to step, as in :class:`RoundPipeRunConfig`. Default: 0.
 
         Returns:
             The plan, with its memory and times.
@@ -100,6 +107,7 @@ class PlannedTraining:
             tokens=batch * length,
             optim_dtype=self.optim_dtype,
             last_stage_copies=last_stage_copies,
+            keep_parameters=keep_parameters,
         )
 
     def remedy(self, *, batch: int, length: int, num_microbatch: int) -> SettingsChange:

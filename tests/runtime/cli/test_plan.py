@@ -10,6 +10,7 @@ import torch
 from matrix.models import make_config
 from roundpipe_runtime.cli.app import run
 from roundpipe_runtime.cli.quantities import format_count, format_seconds, parse_bits, parse_bytes
+from yobx_flatten.errors.messages import format_bytes
 from yobx_flatten.terminal.failures import UserError
 
 CARDS = ["--devices", "cuda:0,cuda:1", "--bandwidth", "25", "--flops", "150"]
@@ -74,6 +75,33 @@ def test_several_devices_share_the_head(small, capsys):
     assert [stage["device"] for stage in found["stages"] if stage["kind"] == "fused"] in ([0, 1], [1, 0])
     assert run([*request, "--last-stage-copies", "many"]) == 2
     assert "--last-stage-copies is a number of devices" in capsys.readouterr().err
+
+
+def test_adapters_leave_little_to_upload_where_weights_stay(folder, capsys):
+    """The plan states what staying would save; with it, the weights are on the device and the link is free."""
+    request = ["plan", str(folder), *CARDS, "--memory", "24GiB", "--batch", "12", "--length", "2048", "--lora", "8"]
+    run([*request, "--json"])
+    moving = json.loads(capsys.readouterr().out)
+    run(request)
+    out = capsys.readouterr().out
+    hint = next(line for line in out.splitlines() if "With --keep-parameters auto it copies" in line)
+    run([*request, "--keep-parameters", "auto", "--json"])
+    keeping = json.loads(capsys.readouterr().out)
+    up = [max(link["up"] for link in found["step"]["links"]) for found in (moving, keeping)]
+    assert up[1] < up[0]
+    assert f"copies {format_bytes(up[1])} in" in hint
+    assert keeping["step"]["seconds"] <= moving["step"]["seconds"]
+    assert (moving["keep_parameters"], keeping["keep_parameters"]) == (0, "auto")
+    # what two of the largest stages leave of 60 %, or all of the weights
+    kept = {memory["kept"] for memory in keeping["device_memory"]}
+    assert all(0 < one <= 0.6 * 24 * 2**30 for one in kept)
+    run([*request, "--keep-parameters", "2.5", "--json"])
+    some = json.loads(capsys.readouterr().out)
+    assert {memory["kept"] for memory in some["device_memory"]} == {2_500_000_000}
+    run([*request, "--keep-parameters", "2.5"])
+    out = capsys.readouterr().out
+    assert "parameters that stay there  2.5 GB" in out.replace("   ", "  ")
+    assert "With --keep-parameters" not in out
 
 
 def test_numbers_are_those_of_the_json(folder, capsys):
@@ -162,6 +190,7 @@ def test_a_type_of_model_is_a_small_one(capsys):
         (["--memory", "24"], "Write a number and its unit: --memory 24GiB"),
         (["--memory", "0GB"], "is not a size of memory"),
         (["--bandwidth", "0"], "--bandwidth must be a number above 0"),
+        (["--keep-parameters", "some"], "--keep-parameters is a number of GB from 0 on, or auto, found 'some'"),
         (["--flops", "nan"], "--flops must be a number above 0"),
         (["--devices", "gpu5x"], "names no device"),
         (["--devices", "virtual:0"], "names no device"),

@@ -202,6 +202,7 @@ MISTAKES = {
     "timeline": (["--timeline", "gone/t.json"], "There is no folder gone for t.json"),
     "both": (["--epochs", "2"], "--steps and --epochs both state how long"),
     "lora": (["--lora", "8"], "conf has random weights, and adapters are of no use without theirs"),
+    "stay": (["--keep-parameters", "-1"], "--keep-parameters is a number of GB from 0 on, or auto, found '-1'"),
     "number": (["--batch", "0"], "Invalid value for '--batch'"),
     "rate": (["--lr", "-1"], "lr must be a number above 0"),
     "schedule": (["--schedule", "stairs"], "'stairs' is not one of"),

@@ -88,6 +88,47 @@ def test_the_estimate_is_what_a_run_holds(name, dtype, optim_dtype, style, stays
         assert 0.8 <= device.footprint.peak / memory.total <= 1.05, (device, memory)
 
 
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize("room", [0, 2, 3.5, 10])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_parameters_that_stay_take_the_memory_that_is_estimated(room, stays, devices, no_collections):
+    """The peak of a later step, with room for some layers: frozen ones, then those that train."""
+    torch.manual_seed(0)
+    width, microbatches = 128, 3
+    layers = nn.Sequential(*[nn.Linear(width, width, bias=False).requires_grad_(place > 2) for place in range(6)])
+    x = torch.ones(6, width)
+    keep = room * layers[0].weight.nbytes
+    plan = ModelExecutePlan([range(3), range(3, 5)], [range(5, 6), range(3, 5), range(2, 3), range(2)])
+    stages = plan.stages("fused", 6)
+    expected = device_memory(
+        stages,
+        RoundRobin(devices).assign(len(stages)),
+        measure_layers(list(layers), (x[:2],), kind="cpu"),
+        microbatches,
+        stays=stays,
+        prefetches=False,
+        room_to_keep=keep,
+    )
+    used = [MeasuringDevice(f"virtual:{index}") for index in range(devices)]
+    config = RoundPipeRunConfig(
+        num_microbatch=microbatches, execute_plan=plan, loss_reduction="mean", keep_parameters=keep / 1e9
+    )
+    pipe = RoundPipe(layers, devices=used, model_run_config=config)
+    pipe._rp_engine.planner.prefers_one_thread = lambda kind: True  # of a stage alone
+    pipe._rp_engine.planner.fits = lambda: stays
+    optimizer = torch.optim.SGD(layers[3:].parameters(), lr=0.1)
+    for _ in range(2 * devices + 1):
+        for device in used:
+            device.footprint.restart()
+        pipe.forward_backward((x,), loss_fn=lambda outputs, _: outputs.mean())
+        pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    pipe.close()
+    for device, memory in zip(used, expected, strict=True):
+        assert 0.8 <= device.footprint.peak / memory.total <= 1.05, (device, memory)
+    if room == 2:
+        assert {memory.kept for memory in expected} == {keep}
+
+
 @pytest.mark.parametrize(("copies", "trainable"), [(2, True), (3, True), (3, False)])
 def test_copies_of_the_last_stage_hold_gradients_of_microbatches(copies, trainable, no_collections):
     """Where they are added up, the sums, a second set and what came; the others have sent theirs; none if frozen."""

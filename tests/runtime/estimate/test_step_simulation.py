@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import LayerCost, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, Timeline
+from roundpipe_runtime import ConfigError, LayerCost, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, Timeline
 from roundpipe_runtime.estimate import Hardware, measure_layers, simulate, step_plan
 from roundpipe_runtime.timeline.totals import device_totals
 from tests.runtime.device.logical_clock import LogicalDevice, TimedLayer, stamp_mailboxes
@@ -67,6 +67,60 @@ def test_a_step_takes_as_long_as_simulated(seconds, devices, microbatches, copie
     assert predicted.time == pytest.approx(measured, rel=0.02)
     busy = sum(totals.busy for totals in device_totals(timeline.records))
     assert predicted.bubble == pytest.approx(1 - busy / devices / measured, abs=0.01)
+
+
+ROOM = {"none": 0, "the first frozen one": 1, "frozen": 3, "frozen and one that trains": 4, "auto": "auto"}
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["fits", "does not fit"])
+@pytest.mark.parametrize(("devices", "copies"), [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("room", ROOM)
+def test_parameters_that_stay_are_copied_as_often_as_simulated(room, devices, copies, fits, monkeypatch):
+    """The engine in a later step, after an optimizer wrote what trains: bytes of each link, and the time they take."""
+    stamp_mailboxes(monkeypatch)
+    width, link, microbatches = WIDTH // 4, 1e4, 3
+    seconds = [0.5, 1.0, 1.0, 1.0, 3.0]
+    layers = [TimedLayer(width, one).requires_grad_(place in (0, 4)) for place, one in enumerate(seconds)]
+    layers[0].register_buffer("scale", torch.ones(width))
+    size = 4 * width * width
+    keep = ROOM[room] if room == "auto" else ROOM[room] * size / 1e9
+    plan = ModelExecutePlan([range(2), range(2, 4)], [range(4, 5), range(2, 4), range(1, 2), range(1)], copies)
+    config = RoundPipeRunConfig(
+        num_microbatch=microbatches, loss_reduction="mean", execute_plan=plan, keep_parameters=keep
+    )
+    used = [LogicalDevice(f"virtual:{index}", link) for index in range(devices)]
+    pipe = RoundPipe(nn.Sequential(*layers), devices=used, model_run_config=config)
+    planner = pipe._rp_engine.planner
+    memory = 40 * size  # of which 60 % are for parameters
+    monkeypatch.setattr(planner, "fits", lambda: fits)
+    monkeypatch.setattr(planner, "memory_limit", lambda: 0.6 * memory / 1e9)
+    optimizer = torch.optim.SGD([layers[0].weight, layers[4].weight], lr=0.1)
+    inputs = torch.ones(microbatches, width)
+    for _ in range(devices + 1):  # each device has seen what it comes to, and the round begins anew
+        for device in used:
+            device.now, device.bytes_up, device.bytes_down = 0.0, 0, 0
+        first = pipe._rp_engine.round_robin.cursor
+        pipe.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.square().mean())
+        pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    pipe.close()
+    assert first == 0
+
+    found = measure_layers(layers, (inputs[:1],))
+    costs = [LayerCost(one, 3 * one) for one in seconds]
+    step = step_plan(plan, found, pipe.model, num_microbatch=microbatches, tokens=microbatches, measured=costs)
+    monkeypatch.setattr("roundpipe_runtime.estimate.step_simulation.stays_on_devices", lambda *_: fits)
+    here = dataclasses.replace(machine(devices, link=link, memory=memory), kind="cpu")
+    predicted = simulate(step, here, stays=fits, keep_parameters=keep)
+    assert predicted.run.links == [(device.bytes_up, device.bytes_down) for device in used]
+    assert predicted.run.time == pytest.approx(max(device.now for device in used), rel=0.02)
+    if room != "none":
+        assert predicted.run.bytes_up < simulate(step, here, stays=fits).run.bytes_up
+
+
+def test_what_may_stay_is_a_number_or_a_word(step):
+    """As in the configuration of a run."""
+    with pytest.raises(ConfigError, match='keep_parameters must be a number of GB from 0 on, or "auto", found -1'):
+        simulate(step, machine(), keep_parameters=-1)
 
 
 def test_bytes_of_a_link_are_those_that_are_copied(step):

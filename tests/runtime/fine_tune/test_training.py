@@ -70,6 +70,24 @@ def test_devices_change_no_bit(options):
     assert same_bits(found[0][1], found[2][1])
 
 
+def test_parameters_that_stay_change_no_bit():
+    """Adapters on weights that stay on two devices: the same losses and weights, and weights go up once."""
+    made, states = tiny.blocks(), []
+    for keep in (0, "auto"):
+        torch.manual_seed(0)
+        model = add_lora(tiny.source().load(), Lora.parse("4"))
+        frozen = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
+        with Training(model, made, settings(keep_parameters=keep)) as training:
+            records = list(training)
+            traffic = training.pipeline.parameter_traffic
+        states.append((losses(records), {name: tensor.clone() for name, tensor in model.state_dict().items()}, traffic))
+    (plain, weights, moved), (found, bits, kept) = states
+    assert found == plain
+    assert same_bits(bits, weights)
+    assert moved.reused == 0
+    assert moved.uploaded - kept.uploaded >= 4 * frozen
+
+
 def test_batches_that_are_accumulated_count_as_one():
     """Two batches of three rows learn what one of six does."""
     made = tiny.blocks()

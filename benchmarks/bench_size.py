@@ -1,6 +1,6 @@
 """A Llama ten times as large as the virtual devices it trains on: memory and time, next to what its plan states.
 
-    python benchmarks/bench_size.py [--millions N] [--adapters N] [--ways WAY ...] [--json FILE]
+    python benchmarks/bench_size.py [--millions N] [--adapters N] [--ways WAY ...] [--beside] [--json FILE]
 
 Each way trains in a process of its own: 150 layers of a Llama in bfloat16, on bytes of the text that Python ships
 with, with two virtual devices that have room for a tenth of the weights. A device refuses the whole model. What is on
@@ -10,7 +10,8 @@ the highest resident memory of all steps, above that of the process after a trai
 The moments in 8 bits are those of torchao's AdamW8bit; gradients of two bytes are kept for it. "LoRA" trains adapters
 on weights that stay in their safetensors file; its last step reads them from the disk, as each weight is given back to
 the system when it was copied. The plain loop trains a model of a tenth of the layers, which fits, with
-checkpoints and the same optimizer; the pipeline trains the same one. The plan is the one that is run.
+checkpoints and the same optimizer; the pipeline trains the same one. The plan is the one that is run. With
+``--beside``, a size is added to those in the file, without a model that fits.
 """
 
 from __future__ import annotations
@@ -297,7 +298,7 @@ def plain(way: str, config: Any, folder: str) -> dict[str, float]:
 # -- one way in a process of its own -----------------------------------------------------------------------------------
 
 
-def measure(way: str, millions: int, only_fits: bool) -> dict[str, Any]:
+def measure(way: str, millions: int, only_fits: bool, beside: bool) -> dict[str, Any]:
     config, small, tiny = llama(millions), llama(millions, LAYERS // SHARE), llama(1, 2)
     run = RoundPipeRunConfig(num_microbatch=MICROBATCHES)
     with tempfile.TemporaryDirectory() as folder:
@@ -305,7 +306,10 @@ def measure(way: str, millions: int, only_fits: bool) -> dict[str, Any]:
             for part in (small,) if only_fits else (config, small, tiny):
                 command = [sys.executable, __file__, "--save", folder, str(part.hidden_size)]
                 subprocess.run([*command, str(part.num_hidden_layers)], check=True)
-        both = {"plain": plain(way, small, folder), "pipeline": train(way, made(way, small, folder), run, None, STEPS)}
+        both = {}
+        if not beside:
+            both["plain"] = plain(way, small, folder)
+            both["pipeline"] = train(way, made(way, small, folder), run, None, STEPS)
         fits = {name: {what: took[what] for what in took if "of a step" in what} for name, took in both.items()}
         if only_fits:
             return {"a model that fits": fits}
@@ -329,7 +333,7 @@ def measure(way: str, millions: int, only_fits: bool) -> dict[str, Any]:
         "seconds to make": to_make,
         **found,
         "planned": stated,
-        "a model that fits": fits,
+        **({"a model that fits": fits} if fits else {}),
     }
 
 
@@ -342,7 +346,7 @@ def save(folder: str, width: int, layers: int) -> None:
 
 def misses(way: str, found: dict[str, Any]) -> list[str]:
     """Print what was found of a way; return what is further from its plan than it may be."""
-    plan, fits = found["planned"], found["a model that fits"]
+    plan, fits = found["planned"], found.get("a model that fits", "-")
     print(f"{way}: {found['parameters'] / 1e6:,.0f} M parameters, {plan['stages']} stages; {found['refused']}")
     far = []
     for what in ("device bytes", "host bytes"):
@@ -366,6 +370,7 @@ def main() -> int:
     parser.add_argument("--adapters", type=int, help="millions of parameters for LoRA, default as --millions")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--fits", action="store_true", help="only the model that fits; the rest of --json is kept")
+    parser.add_argument("--beside", action="store_true", help="add this size to --json, without a model that fits")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--save", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -373,18 +378,22 @@ def main() -> int:
         save(arguments.save[0], int(arguments.save[1]), int(arguments.save[2]))
         return 0
     if arguments.one:
-        print(json.dumps(measure(arguments.one, arguments.millions, arguments.fits)))
+        print(json.dumps(measure(arguments.one, arguments.millions, arguments.fits, arguments.beside)))
         return 0
-    results, far, here = {}, [], machine()
-    kept = json.loads(arguments.json.read_text(encoding="utf-8"))["ways"] if arguments.fits else {}
+    far: list[str] = []
+    here = machine()
+    goes_on = arguments.fits or arguments.beside
+    kept = json.loads(arguments.json.read_text(encoding="utf-8"))["ways"] if goes_on else {}
+    results = dict(kept) if arguments.beside else {}
     for way in arguments.ways:
         millions = arguments.adapters or arguments.millions if way == LORA else arguments.millions
         command = [sys.executable, __file__, "--one", way, "--millions", str(millions)]
-        command += ["--fits"] if arguments.fits else []
+        command += ["--fits"] * arguments.fits + ["--beside"] * arguments.beside
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD)}
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-        results[way] = kept.get(way, {}) | json.loads(done.stdout.splitlines()[-1])
-        far += misses(way, results[way])
+        name = f"{way}, {millions:,} million parameters" if arguments.beside else way
+        results[name] = kept.get(name, {}) | json.loads(done.stdout.splitlines()[-1])
+        far += misses(name, results[name])
         if arguments.json:
             used = {name: version(name) for name in ("torch", "transformers", "peft", "torchao")}
             stored = {"versions": used, "machine": here, "layers": LAYERS, "tokens": ROWS * LENGTH, "ways": results}

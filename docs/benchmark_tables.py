@@ -248,7 +248,11 @@ def _size(data: Mapping[str, Any], _: Path) -> list[str]:
         return lambda found: f"{found[what] / unit:,.2f}, {found['planned'][what] / unit:,.2f}"
 
     def on_both(what: str) -> Callable[[Mapping[str, Any]], str]:
-        return lambda found: ", ".join(f"{found['a model that fits'][way][what]:.1f}" for way in ("pipeline", "plain"))
+        def cell(found: Mapping[str, Any]) -> str:
+            fits = found.get("a model that fits", {})
+            return ", ".join(f"{fits[way][what]:.1f}" for way in ("pipeline", "plain") if way in fits) or "-"
+
+        return cell
 
     rows = [
         row("million parameters", lambda found: f"{found['parameters'] / 1e6:,.0f}"),

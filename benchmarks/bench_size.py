@@ -1,6 +1,6 @@
 """A Llama ten times as large as the virtual devices it trains on: memory and time, next to what its plan states.
 
-    python benchmarks/bench_size.py [--millions N] [--adapters N] [--ways WAY ...] [--beside] [--json FILE]
+    python benchmarks/bench_size.py [--millions N] [--adapters N] [--ways WAY ...] [--add] [--json FILE]
 
 Each way trains in a process of its own: 150 layers of a Llama in bfloat16, on bytes of the text that Python ships
 with, with two virtual devices that have room for a tenth of the weights. A device refuses the whole model. What is on
@@ -11,7 +11,7 @@ The moments in 8 bits are those of torchao's AdamW8bit; gradients of two bytes a
 on weights that stay in their safetensors file; its last step reads them from the disk, as each weight is given back to
 the system when it was copied. The plain loop trains a model of a tenth of the layers, which fits, with
 checkpoints and the same optimizer; the pipeline trains the same one. The plan is the one that is run. With
-``--beside``, a size is added to those in the file, without a model that fits.
+``--add``, a size is added to those in the file, without a model that fits.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def plain(way: str, config: Any, folder: str) -> dict[str, float]:
 # -- one way in a process of its own -----------------------------------------------------------------------------------
 
 
-def measure(way: str, millions: int, only_fits: bool, beside: bool) -> dict[str, Any]:
+def measure(way: str, millions: int, only_fits: bool, adds: bool) -> dict[str, Any]:
     config, small, tiny = llama(millions), llama(millions, LAYERS // SHARE), llama(1, 2)
     run = RoundPipeRunConfig(num_microbatch=MICROBATCHES)
     with tempfile.TemporaryDirectory() as folder:
@@ -307,7 +307,7 @@ def measure(way: str, millions: int, only_fits: bool, beside: bool) -> dict[str,
                 command = [sys.executable, __file__, "--save", folder, str(part.hidden_size)]
                 subprocess.run([*command, str(part.num_hidden_layers)], check=True)
         both = {}
-        if not beside:
+        if not adds:
             both["plain"] = plain(way, small, folder)
             both["pipeline"] = train(way, made(way, small, folder), run, None, STEPS)
         fits = {name: {what: took[what] for what in took if "of a step" in what} for name, took in both.items()}
@@ -370,7 +370,7 @@ def main() -> int:
     parser.add_argument("--adapters", type=int, help="millions of parameters for LoRA, default as --millions")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--fits", action="store_true", help="only the model that fits; the rest of --json is kept")
-    parser.add_argument("--beside", action="store_true", help="add this size to --json, without a model that fits")
+    parser.add_argument("--add", action="store_true", help="add this size to --json, without a model that fits")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--save", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -378,20 +378,20 @@ def main() -> int:
         save(arguments.save[0], int(arguments.save[1]), int(arguments.save[2]))
         return 0
     if arguments.one:
-        print(json.dumps(measure(arguments.one, arguments.millions, arguments.fits, arguments.beside)))
+        print(json.dumps(measure(arguments.one, arguments.millions, arguments.fits, arguments.add)))
         return 0
     far: list[str] = []
     here = machine()
-    goes_on = arguments.fits or arguments.beside
+    goes_on = arguments.fits or arguments.add
     kept = json.loads(arguments.json.read_text(encoding="utf-8"))["ways"] if goes_on else {}
-    results = dict(kept) if arguments.beside else {}
+    results = dict(kept) if arguments.add else {}
     for way in arguments.ways:
         millions = arguments.adapters or arguments.millions if way == LORA else arguments.millions
         command = [sys.executable, __file__, "--one", way, "--millions", str(millions)]
-        command += ["--fits"] * arguments.fits + ["--beside"] * arguments.beside
+        command += ["--fits"] * arguments.fits + ["--add"] * arguments.add
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD)}
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-        name = f"{way}, {millions:,} million parameters" if arguments.beside else way
+        name = f"{way}, {millions:,} million parameters" if arguments.add else way
         results[name] = kept.get(name, {}) | json.loads(done.stdout.splitlines()[-1])
         far += misses(name, results[name])
         if arguments.json:

@@ -369,8 +369,9 @@ def main() -> int:
     parser.add_argument("--millions", type=int, default=100)
     parser.add_argument("--adapters", type=int, help="millions of parameters for LoRA, default as --millions")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--fits", action="store_true", help="only the model that fits; the rest of --json is kept")
-    parser.add_argument("--add", action="store_true", help="add this size to --json, without a model that fits")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--fits", action="store_true", help="only the model that fits; the rest of --json is kept")
+    part.add_argument("--add", action="store_true", help="add this size to --json, without a model that fits")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--save", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -383,6 +384,8 @@ def main() -> int:
     far: list[str] = []
     here = machine()
     goes_on = arguments.fits or arguments.add
+    if goes_on and not (arguments.json and arguments.json.exists()):
+        parser.error("--fits and --add change the results of an earlier run: --json FILE")
     kept = json.loads(arguments.json.read_text(encoding="utf-8"))["ways"] if goes_on else {}
     results = dict(kept) if arguments.add else {}
     for way in arguments.ways:

@@ -147,7 +147,7 @@ def simulate(
     stays = stays_on_devices(plan, machine) if stays is None else stays
     RoundPipeRunConfig(keep_parameters=keep_parameters)  # which raises where it is none
     stages = plan.stages
-    room = room_to_keep(keep_parameters, stages, plan.layers, machine.memory, fits=stays_on_devices(plan, machine))
+    room = room_to_keep(keep_parameters, stages, plan.layers, machine.memory, fits=stays)
     loads = stage_loads(plan, machine, stays=stays, room_to_keep=room)
     optimizer = plan.optimizer_bytes / machine.host_rate
     devices = len(machine.names)

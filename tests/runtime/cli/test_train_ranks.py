@@ -107,8 +107,8 @@ def test_an_exception_in_a_layer_ends_all_ranks_at_once(ranks):
     for word in ("Rank 1 failed", "BadRowError: a bad row", "In stage ", "layer 2 "):
         assert word in shown
     (failed,) = found[1]["failed"]
-    # half a second where nothing else runs; who waits for a message that does not come waits for minutes
-    assert max(one["ended"] for one in found) - failed < 5
+    # the machine may be busy; without an alarm it took the others three seconds
+    assert max(one["ended"] for one in found) - failed < 2.5
 
 
 def test_killed_ranks_go_on_by_themselves(ranks):

@@ -108,7 +108,6 @@ def test_parameters_that_stay_are_copied_as_often_as_simulated(room, devices, co
     found = measure_layers(layers, (inputs[:1],))
     costs = [LayerCost(one, 3 * one) for one in seconds]
     step = step_plan(plan, found, pipe.model, num_microbatch=microbatches, tokens=microbatches, measured=costs)
-    monkeypatch.setattr("roundpipe_runtime.estimate.step_simulation.stays_on_devices", lambda *_: fits)
     here = dataclasses.replace(machine(devices, link=link, memory=memory), kind="cpu")
     predicted = simulate(step, here, stays=fits, keep_parameters=keep)
     assert predicted.run.links == [(device.bytes_up, device.bytes_down) for device in used]

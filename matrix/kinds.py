@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .models import layer_classes, make_config, split_name
+from .models import layer_classes_of, make_config, split_name
 from .results import Results
 from .runner import sample
 
@@ -26,14 +26,15 @@ def kind_of(name: str, recorded: Results | None = None) -> tuple[str, ...]:
     """
     words = [split_name(name)[0]]
     try:
-        text = make_config(name).get_text_config(decoder=True)
+        config = make_config(name)
+        text = config.get_text_config(decoder=True)
     except Exception:  # there is no small configuration: the column "built" states why
         return (*words, "not built")
     if any("expert" in field and type(value) is int and value > 1 for field, value in vars(text).items()):
         words.append("experts")
     if getattr(text, "num_kv_shared_layers", 0):
         words.append("shared keys")
-    if any("Linear" in layer for layer in layer_classes(name)):
+    if any("Linear" in layer for layer in layer_classes_of(config)):
         words.append("states")
     columns = recorded.types.get(name, {}).get("columns", {}) if recorded is not None else {}
     if "phases" in columns.get("cut", {}):

@@ -209,11 +209,19 @@ def layer_classes(name: str) -> tuple[str, ...]:
 
     Empty when the configuration does not state it.
     """
+    try:
+        return layer_classes_of(make_config(name))
+    except Exception:  # no configuration
+        return ()
+
+
+def layer_classes_of(config: Any) -> tuple[str, ...]:
+    """Return what :func:`layer_classes` does, of a configuration."""
     from transformers.cache_utils import DynamicCache
 
     try:
-        layers = DynamicCache(config=make_config(name)).layers
-    except Exception:  # no cache of that kind, or no configuration
+        layers = DynamicCache(config=config).layers
+    except Exception:  # no cache of that kind
         return ()
     return tuple(sorted({type(layer).__name__ for layer in layers}))
 

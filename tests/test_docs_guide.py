@@ -95,7 +95,9 @@ def type_command(typed: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> str
     """Run what is typed, and return what it prints in 80 columns; a ^C that is shown is pressed at the first step."""
     program, *words = shlex.split(typed)
     if program == "python":  # a file that the page names
-        return fresh_process.run("-m", Path(words[0]).stem, *words[1:], cwd=Path.cwd()).stdout
+        return fresh_process.run(
+            *("-m", Path(words[0]).stem, *words[1:]), cwd=Path.cwd(), imported=fresh_process.TRAINER
+        ).stdout
     module = {"yobx-flatten": "yobx_flatten", "roundpipe": "roundpipe_runtime"}[program]
     if "^C" in shown.splitlines():
         return interrupted("-m", module, *words)
@@ -149,7 +151,7 @@ PAGES = [path for path in sorted(GUIDE.glob("*.md")) if programs_of(path.read_te
 
 
 # pages that export models, each for ten seconds or more: what they show has tests of its own
-LONG = ["block", "command_line", "export", "generate", "inside_the_block", "quantize", "record"]
+LONG = ["block", "command_line", "export", "generate", "inside_the_block", "quantize", "record", "runtime_command_line"]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def pasted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pasted")
     (folder / "pasted.py").write_text("\n".join(blocks("python")), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = fresh_process.run("-m", "pasted", cwd=folder, env=environment)
+    done = fresh_process.run("-m", "pasted", cwd=folder, env=environment, imported=fresh_process.TRAINER)
     return folder, done.stdout
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.accelerator.build import reason_not_to_build
+from tests.cases import cases
 
 _ROOT = Path(__file__).parents[2]
 
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.skipif(reason_not_to_build() is not None, reason=str(re
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # all tests of a process, and perhaps the compiler
-def test_on_the_reference_accelerator():
+@pytest.mark.parametrize("which", cases(["not extended", "extended"], quick=["not extended"]))
+def test_on_the_reference_accelerator(which):
     """All pass. A process of its own, since torch.accelerator.is_available() is true in it from its start."""
     done = subprocess.run(
         [
@@ -37,6 +39,8 @@ def test_on_the_reference_accelerator():
             "-n",
             "0",
             "-q",
+            "-m",
+            which,
             *_TESTS,
         ],
         cwd=_ROOT,

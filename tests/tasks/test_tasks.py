@@ -158,4 +158,4 @@ def test_two_processes_of_torchrun_end_with_the_weights_of_one(tmp_path):
 
 def started(folder, *words):
     """`python train.py` with these words, as it is started by a user."""
-    return fresh_process.start("-m", "train", *words, cwd=folder, env=environment())
+    return fresh_process.start(*("-m", "train", *words), cwd=folder, env=environment(), imported=fresh_process.TRAINER)

@@ -303,6 +303,9 @@ def _duck_shapes_off() -> Iterator[None]:
         fx_config.use_duck_shape = found
 
 
+_FEW_TENSORS = 5  # of an encoder: tokens, a mask, positions, types
+
+
 def _sizes_differ(*trees: Any) -> bool:
     """Return whether torch's cache of what operators return is a loss.
 
@@ -310,7 +313,7 @@ def _sizes_differ(*trees: Any) -> bool:
     With keys and values each layer has its own sizes: few results are found, an entry costs more than its operator, and
     a decoder is traced in two thirds of the time without it.
     """
-    return sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(trees)) > 5
+    return sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(trees)) > _FEW_TENSORS
 
 
 @contextlib.contextmanager
@@ -346,9 +349,11 @@ class _RememberingProgram(ExportedProgram):
     def run_decompositions(self, decomp_table: Any = None, *args: Any, **kwargs: Any) -> Any:
         require_registered(_classes_of(self), "This program")
         attention = torch.ops.aten.scaled_dot_product_attention.default
-        if decomp_table is None or attention in decomp_table:
-            return _decomposed(super().run_decompositions(decomp_table, *args, **kwargs))
-        with _PLAIN_ATTENTION:
+        with contextlib.ExitStack() as stack:
+            if self.range_constraints and len(self.graph_signature.user_inputs) > _FEW_TENSORS:
+                stack.enter_context(_fake_tensor_cache_off())
+            if decomp_table is not None and attention not in decomp_table:
+                stack.enter_context(_PLAIN_ATTENTION)
             return _decomposed(super().run_decompositions(decomp_table, *args, **kwargs))
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
 from tests.accelerator import late
 from tests.accelerator.training import late_devices
+from tests.cases import cases
 from tests.runtime.small import batch, relative_error, same_bits, small_model
 
 F = nn.functional
@@ -95,7 +96,7 @@ def test_float8(count, order):
 # torch's compiler looks at the attribute of every input
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", cases(["eager", "aot_eager"], quick=["eager"]))
 def test_compiled_layers(backend, order):
     """A layer that is compiled computes what it computes otherwise, on each of two devices."""
     late.set_order(*order)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.accelerator import late
+from tests.cases import cases
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
 
 
@@ -21,7 +22,7 @@ def model_of(name):
 
 
 @pytest.mark.parametrize("order", [("late", 0), ("random", 1)], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "gpt2", "t5"])
+@pytest.mark.parametrize("name", cases(["llama", "gemma2", "mixtral", "gpt2", "t5"], quick=["llama", "t5"]))
 def test_losses_are_those_of_the_plain_model(name, order):
     """In float64, with rows of different lengths: the losses of two steps, and the gradients of the first."""
     late.set_order(*order)

@@ -5,6 +5,7 @@ import onnxruntime
 import pytest
 import torch
 
+from tests.cases import cases
 from tests.models import make_model
 from yobx_flatten import DecodeSizes, InvalidArgumentError, ReplayError, decode_inputs, export_onnx
 
@@ -97,7 +98,7 @@ def test_outputs_may_be_called_like_nodes_and_parameters(tmp_path):
         torch.testing.assert_close(torch.from_numpy(found[name]), value)
 
 
-@pytest.mark.parametrize("opset", [20, 23])
+@pytest.mark.parametrize("opset", cases([20, 23], quick=[20]))
 def test_a_decode_call_of_several_rows_holds_in_every_opset(opset, tmp_path):
     """In 23 the exporter makes RotaryEmbedding of cosines with one row, which onnxruntime refuses for two."""
     model = make_model("llama")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache, MixtralConfig, MixtralForCausalLM
 
+from tests.cases import cases
 from tests.flatten.export.exported_files import exported_file
 from tests.models import WINDOW, make_model
 from yobx_flatten import (
@@ -175,7 +176,7 @@ def test_a_stored_program_loads_inside_the_block(tmp_path: pathlib.Path):
     torch.testing.assert_close(loaded.logits, expected.logits, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["t5", "bart"])
+@pytest.mark.parametrize("name", cases(["t5", "bart"], quick=["t5"]))
 def test_an_encoder_decoder_is_exported_and_replayed(name):
     """Both caches go in and come out, named `decoder` and `encoder`."""
     exported = exported_file(name)

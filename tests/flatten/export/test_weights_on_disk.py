@@ -114,6 +114,6 @@ def test_an_export_holds_the_weights_twice_at_most(tmp_path):
         export(folder / "large.onnx", words=300_000, width=256)
         print(peak() - before)
     """)
-    done = fresh_process.run("-c", script, tmp_path)
+    done = fresh_process.run("-c", script, tmp_path, imported=fresh_process.TRAINER)
     weights = 300_000 * 256 * 4 + 256 * 257 * 4
     assert int(done.stdout.splitlines()[-1]) < 2 * weights + 200e6

@@ -117,7 +117,11 @@ def _check(generator, model, inputs, skipped=0, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "optimize"), [("llama", None), ("mistral", None), ("llama", "onnxruntime"), ("mistral", "onnxruntime")]
+    ("name", "optimize"),
+    cases(
+        [("llama", None), ("mistral", None), ("llama", "onnxruntime"), ("mistral", "onnxruntime")],
+        quick=[("llama", None), ("mistral", None), ("mistral", "onnxruntime")],
+    ),
 )
 def test_the_cache_follows_the_beams(name, optimize):
     """One that grows, one that slides past its window, and rows of one memory."""

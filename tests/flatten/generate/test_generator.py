@@ -241,10 +241,10 @@ def test_a_folder_with_one_file_missing_says_which(tmp_path):
 
 
 # one loop reads programs and files: what only some decoders do is asked of the files, which open ten times as fast
-@pytest.mark.parametrize(
-    ("name", "to"),
-    [*((name, "onnx") for name in ("llama", "gemma3_text", "qwen3", "mistral", "gpt2")), ("mistral", "program")],
-)
+DECODERS = [*((name, "onnx") for name in ("llama", "gemma3_text", "qwen3", "mistral", "gpt2")), ("mistral", "program")]
+
+
+@pytest.mark.parametrize(("name", "to"), cases(DECODERS, quick=DECODERS[:5]))
 def test_decoders_generate_as_their_models_do(name, to):
     """Three rows with left padding, forty tokens, past the window where there is one."""
     model, folder = exported(name, to)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 PICTURE, VIDEO = 3, 258
 
 
-@pytest.fixture(scope="module", params=cases(["qwen2_vl", "qwen2_5_vl", "qwen3_vl"], quick=["qwen3_vl"]))
+@pytest.fixture(scope="module", params=cases(["qwen2_vl", "qwen2_5_vl", "qwen3_vl"], quick=["qwen2_vl"]))
 def qwen(request):
     """A small model and its generator; the second sees windows of 2 x 2 tokens, the third features."""
     if not GridVisionEncoder.fits(small_model(request.param)):

@@ -35,7 +35,7 @@ def _check(name: str, optimize: str | None) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", cases(SHARED, quick=["llama", "mistral", "gpt2"]))
+@pytest.mark.parametrize("name", cases(SHARED, quick=["mistral", "gpt2"]))
 def test_a_cache_in_one_memory_generates_as_the_model_does(name):
     """Past the window of layers that slide, which hold all tokens in such a file."""
     assert _check(name, "onnxruntime")["past_present_share_buffer"] is True

@@ -36,7 +36,7 @@ def export(part, **sizes):
 
 def _marks(name):
     marks = [pytest.mark.skipif(_IS_OLD and name in _LATER, reason=_LATER.get(name, ""))]
-    return marks if name in ("llama", "t5", "mamba") else [*marks, pytest.mark.extended]
+    return marks if name in ("t5", "mamba") else [*marks, pytest.mark.extended]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in MODELS])

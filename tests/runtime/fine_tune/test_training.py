@@ -10,6 +10,7 @@ import torch
 from roundpipe_runtime import CheckpointError, Timeline
 from roundpipe_runtime.fine_tune import EvalRecord, FineTuneError, Lora, Settings, StepRecord, Training, add_lora
 from roundpipe_runtime.fine_tune import training as training_file
+from tests.cases import cases
 from tests.runtime import tiny_training as tiny
 from yobx_flatten.errors import MissingDependencyError
 
@@ -211,7 +212,7 @@ def test_a_step_can_be_recorded():
 class TestCheckpoints:
     """What `save` writes and `restore` reads."""
 
-    @pytest.mark.parametrize("stop", [1, 3, 5])
+    @pytest.mark.parametrize("stop", cases([1, 3, 5], quick=[3]))
     def test_a_restored_training_goes_on_to_the_same_bits(self, tmp_path, stop):
         """On another number of devices, with another object for everything; the evaluation is part of it."""
         made, options = tiny.blocks(), {"eval_every": 2, "accumulate": 2, "steps": 6}

@@ -181,7 +181,7 @@ def _parse(text: str) -> _View:
         static = ast.literal_eval(spelled)
     except (ValueError, SyntaxError):
         return _View(cls, spelled, {f"[{index}]": child for index, child in enumerate(children)})
-    classes = [kind for kind in pytree.SUPPORTED_NODES if getattr(kind, "__name__", "") == cls]
+    classes = [kind for kind in pytree.SUPPORTED_NODES.copy() if getattr(kind, "__name__", "") == cls]
     return _node(cls, static, children, len(classes) == 1 and _has_fields(classes[0]))
 
 

@@ -143,8 +143,9 @@ _RECIPES: dict[type, Recipe] = {}
 
 def _recipe(cls: type, functions: Callable[[type], _Functions], remedy: str) -> Recipe | None:
     """The recipe of a class, ``None`` where another library has registered it with keys."""
-    recipe = _RECIPES.get(cls)
+    # each is read once, and the node first: other threads write the recipe before the node, and take the node away
     in_force = pytree.SUPPORTED_NODES.get(cls)
+    recipe = _RECIPES.get(cls)
     is_ours = recipe is not None and in_force is not None and in_force.flatten_fn is recipe.flatten
     if in_force is not None and not is_ours and in_force.flatten_with_keys_fn is not None:
         return None
@@ -152,7 +153,8 @@ def _recipe(cls: type, functions: Callable[[type], _Functions], remedy: str) -> 
         flatten, flatten_with_keys, unflatten = functions(cls)
         short = cls.__name__ if cls.__module__ == "transformers.modeling_outputs" else _full_name(cls)
         name = f"yobx_flatten.transformers:{short}"
-        recipe = _RECIPES[cls] = Recipe(cls, flatten, unflatten, flatten_with_keys, name, remedy)
+        recipe = Recipe(cls, flatten, unflatten, flatten_with_keys, name, remedy)
+        recipe = _RECIPES.setdefault(cls, recipe)  # one for all threads
     return recipe
 
 

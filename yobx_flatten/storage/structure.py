@@ -169,7 +169,7 @@ def _node_named(name: str) -> _Functions:
     for part in qualified.split("."):
         cls = getattr(cls, part, None)
     if not isinstance(cls, type):  # a class that was defined in a function has no other place than the table
-        cls = next((c for c in pytree.SUPPORTED_NODES if f"{c.__module__}:{c.__qualname__}" == name), None)
+        cls = next((c for c in pytree.SUPPORTED_NODES.copy() if f"{c.__module__}:{c.__qualname__}" == name), None)
     found = None
     if isinstance(cls, type):
         # torch keeps one entry for all named tuples

@@ -63,15 +63,18 @@ _RECIPES: dict[type, Recipe] = {}
 def _recipe(cls: type, remedy: str) -> Recipe | None:
     """The recipe of a class, ``None`` for a class that its author registered with torch."""
     theirs = cls.__module__.split(".")[0] == "transformers"
-    if not theirs and cls in pytree.SUPPORTED_NODES and not _is_ours(cls):
+    # each is read once, and the node first: other threads write the recipe before the node, and take the node away
+    node = pytree.SUPPORTED_NODES.get(cls)
+    recipe = _RECIPES.get(cls)
+    if not theirs and node is not None and (recipe is None or node.flatten_fn is not recipe.flatten):
         return None
-    if cls not in _RECIPES:
+    if recipe is None:
         from transformers.cache_utils import Cache
 
         flatten, unflatten = (_cache_functions if issubclass(cls, Cache) else _plain_functions)(cls)
         prefix = "yobx_flatten.transformers:" if theirs else "yobx_flatten:"
         short = cls.__name__ if cls.__module__ == "transformers.cache_utils" else f"{cls.__module__}.{cls.__qualname__}"
-        _RECIPES[cls] = Recipe(
+        recipe = Recipe(
             cls,
             flatten,
             unflatten,
@@ -81,11 +84,8 @@ def _recipe(cls: type, remedy: str) -> Recipe | None:
             axes=axes_of_leaf,
             label=label_of_leaf,
         )
-    return _RECIPES[cls]
-
-
-def _is_ours(cls: type) -> bool:
-    return cls in _RECIPES and pytree.SUPPORTED_NODES[cls].flatten_fn is _RECIPES[cls].flatten
+        recipe = _RECIPES.setdefault(cls, recipe)  # one for all threads
+    return recipe
 
 
 # -- subclasses of Cache ---------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -38,9 +38,9 @@ def check(
     """
     calls = [_own(target)] if is_object_name(target) else _of_model(target)
     found: dict[str, Findings] = {}
-    for name, module, args, kwargs in calls:
+    for call in calls:
         with register_flattening_functions(patch_transformers="transformers" in sys.modules):
-            found[name] = check_inputs(module, args, kwargs, "auto")
+            found[call.name] = check_inputs(call.module, call.args, call.kwargs, call.dynamic_shapes)
     if json:
         say_json({name: [_as_dict(finding) for finding in findings] for name, findings in found.items()})
     else:
@@ -49,19 +49,28 @@ def check(
     return CHECK_FAILED if any(findings.errors for findings in found.values()) else 0
 
 
-def _own(target: str) -> tuple[str, Any, tuple[Any, ...], Mapping[str, Any]]:
+class _Call(NamedTuple):
+    name: str
+    module: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    dynamic_shapes: Any = "auto"
+
+
+def _own(target: str) -> _Call:
     call = call_of(object_of(target))
     if call is None:
         raise UserError(f"{target} must return (module, kwargs) or (module, args, kwargs)")
-    return target, *call
+    return _Call(target, *call)
 
 
-def _of_model(target: str) -> list[tuple[str, Any, tuple[Any, ...], Mapping[str, Any]]]:
+def _of_model(target: str) -> list[_Call]:
     found = find_model(target)
     if not found.has_weights:
         sys.stderr.write(f"{found}\n")
     _, pieces = pieces_for(found.load(), "auto")
-    return [(piece.stem, piece.module, (), piece.kwargs) for piece in pieces]
+    # with the axes that the folder's export lets vary: a decoder with windows takes lists, whose axes all might
+    return [_Call(piece.stem, piece.module, (), piece.kwargs, piece.dynamic_shapes) for piece in pieces]
 
 
 def _as_dict(finding: Any) -> dict[str, Any]:

@@ -91,11 +91,13 @@ class ProgramRunner:
         """Names of all leaves of the inputs."""
         with self._block():
             args, kwargs = pytree.tree_unflatten(list(range(self._spec.num_leaves)), self._spec)
-            if args:
+            # of `forward`; torch notes an argument of `*rest` as rest_0
+            names = self._program.module_call_graph[0].signature.forward_arg_names or ()
+            if len(args) > len(names):
                 raise GenerationError(
-                    f"{self.name} takes positional arguments, which have no names. Export it with kwargs."
+                    f"{self.name} takes positional arguments, and does not state their names. Export it with kwargs."
                 )
-            return leaf_names(kwargs)
+            return leaf_names({**dict(zip(names, args, strict=False)), **kwargs})
 
     @functools.cached_property
     def _interface(self) -> tuple[dict[str, Port], dict[str, Any]]:

@@ -19,10 +19,13 @@ import onnx
 from tests import fresh_process
 from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import exported, saved
-from yobx_flatten import make_dynamic_cache, save_nested
+from yobx_flatten import RecordedCalls, make_dynamic_cache, record_calls, save_nested
 from yobx_flatten.__main__ import main
+from yobx_flatten.cli import generate_command
+from yobx_flatten.errors import GenerationError
 from yobx_flatten.export.report import ExportReport
 from yobx_flatten.model_folder import write
+from yobx_flatten.runners.program_runner import ProgramRunner
 
 pytestmark = pytest.mark.slow
 
@@ -321,6 +324,68 @@ def test_generate_prints_the_text_that_the_model_writes(folder, capsys):
     assert shown.stdout == "Hello" + tokenizer.decode(tokens, skip_special_tokens=True) + "\n"
 
 
+class Utf8:
+    """A tokenizer of bytes as others are: nothing is added, and half a character is shown as a replacement."""
+
+    pad_token, eos_token = None, 0
+
+    def __call__(self, texts, return_tensors, padding):
+        rows = [list(text.encode()) for text in texts]
+        width = max(map(len, rows))
+        missing = [width - len(row) for row in rows]
+        return {
+            "input_ids": torch.tensor(
+                [[self.pad_token] * lack + row for lack, row in zip(missing, rows, strict=True)]
+            ).reshape(len(rows), width),
+            "attention_mask": torch.tensor(
+                [[0] * lack + [1] * len(row) for lack, row in zip(missing, rows, strict=True)]
+            ).reshape(len(rows), width),
+        }
+
+    def decode(self, tokens, skip_special_tokens):
+        return bytes(token % 256 for token in tokens.tolist()).decode(errors="replace")
+
+
+@pytest.fixture
+def utf8(monkeypatch):
+    """Folders have this tokenizer."""
+    named = SimpleNamespace(from_pretrained=lambda folder, **how: Utf8())
+    monkeypatch.setattr(generate_command, "_named_class", lambda transformers, folder: named)
+
+
+def continued(prompts):
+    """What the model itself writes after the prompts, twelve tokens each."""
+    model, _ = exported("mistral")
+    tokenizer = Utf8()
+    tokenizer.pad_token = tokenizer.eos_token
+    given = tokenizer(prompts, "pt", True)
+    made = model.generate(**given, max_new_tokens=12, do_sample=False)[:, given["input_ids"].shape[1] :]
+    return [tokenizer.decode(row, True) for row in made]
+
+
+def test_generate_streams_whole_characters(folder, utf8, capsys):
+    """Random weights write bytes that are no text: what is shown in pieces is what all of them decode to."""
+    assert main(["generate", str(folder), "--prompt", "Grüße", "--tokens", "12"]) == 0
+    (text,) = continued(["Grüße"])
+    assert "\N{REPLACEMENT CHARACTER}" in text
+    assert capsys.readouterr().out == f"Grüße{text}\n"
+
+
+def test_generate_prints_each_of_several_prompts_with_its_text(folder, utf8, capsys):
+    """The shorter one is padded on the left, with the token that ends a text where the tokenizer pads with none."""
+    prompts = ["Hello", "A longer prompt"]
+    given = [word for prompt in prompts for word in ("--prompt", prompt)]
+    assert main(["generate", str(folder), *given, "--tokens", "12"]) == 0
+    pairs = zip(prompts, continued(prompts), strict=True)
+    assert capsys.readouterr().out == "".join(f"{prompt!r}\n  {text!r}\n" for prompt, text in pairs)
+
+
+def test_a_prompt_without_tokens_is_refused(folder, utf8, capsys):
+    """A tokenizer that adds nothing makes nothing of an empty text."""
+    assert main(["generate", str(folder), "--prompt", ""]) == 2
+    assert "the prompt has no tokens" in capsys.readouterr().err
+
+
 def test_generate_without_a_tokenizer_says_so(copied, capsys):
     """And leaves out what transformers says at length."""
     (copied / "tokenizer_config.json").unlink()
@@ -347,6 +412,47 @@ def test_explain_draws_stored_inputs_and_cases(folder, tmp_path, capsys):
     assert "['x']: float32[2, 3]" in capsys.readouterr().out
     assert main(["explain", str(folder / "cases" / "generate.case"), "--json"]) == 0
     assert "['sequences']: int64[3, 49]" in "\n".join(json.loads(capsys.readouterr().out)[0]["lines"])
+
+
+def test_explain_describes_recorded_calls(tmp_path, capsys):
+    """A folder of calls, and one file of it."""
+    model = torch.nn.Linear(3, 2)
+    with record_calls(model, to=tmp_path / "calls"):
+        model(torch.ones(2, 3))
+        model(torch.ones(5, 3))
+    one = tmp_path / "calls" / "call-00000.safetensors"
+    assert one.is_file(), list((tmp_path / "calls").iterdir())
+    for target in (tmp_path / "calls", one):
+        assert main(["explain", str(target)]) == 0
+        assert capsys.readouterr().out == f"{RecordedCalls.load(tmp_path / 'calls')}\n"
+
+
+class Sum(torch.nn.Module):
+    """Arguments of every kind."""
+
+    def forward(self, x, pair, *rest, scale):
+        return {"total": (x + pair[0] + pair[1] + sum(rest)) * scale}
+
+
+def test_explain_names_the_inputs_of_a_program_that_takes_positional_arguments(tmp_path, capsys):
+    """By the parameters of `forward`, as in the message of torch; it was refused."""
+    x, rows = torch.ones(2, 3), {0: torch.export.Dim.DYNAMIC}
+    shapes = {"x": rows, "pair": (rows, rows), "rest": (rows,), "scale": None}
+    program = torch.export.export(Sum(), (x, (x, x), x), {"scale": torch.ones(1)}, dynamic_shapes=shapes)
+    torch.export.save(program, tmp_path / "sum.pt2")
+    assert main(["explain", str(tmp_path / "sum.pt2")]) == 0
+    inputs = "x: float32[?, 3]", "pair.0: float32[?, 3]", "pair.1: float32[?, 3]", "rest_0: float32[?, 3]"
+    lines = ["inputs", *(f"  {line}" for line in (*inputs, "scale: float32[1]")), "outputs", "  total"]
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_a_program_that_does_not_state_names_is_refused(tmp_path):
+    """Such as one whose signature was made by hand: no name is invented."""
+    program = torch.export.export(torch.nn.Linear(3, 2), (torch.ones(2, 3),))
+    runner = ProgramRunner(program, "linear.pt2")
+    program.module_call_graph[0].signature.forward_arg_names = None
+    with pytest.raises(GenerationError, match=r"linear.pt2 takes positional arguments, and does not state their names"):
+        _ = runner.ports
 
 
 def test_explain_calls_a_function_of_the_current_folder(tmp_path, monkeypatch, capsys):
@@ -415,6 +521,14 @@ def test_check_finds_errors_in_a_call(tmp_path, monkeypatch, capsys):
     assert main(["check", "some_call_of_mine:other"]) == 2
     assert "must return (module, kwargs)" in capsys.readouterr().err
     assert main(["check", "llama"]) == 0
+    assert capsys.readouterr().out == "model: nothing found\n"
+
+
+def test_check_reads_the_axes_that_the_export_of_a_folder_lets_vary(capsys):
+    """Windows: heads of the cache do not vary, and a warning said that there are as many of them as rows."""
+    _, source = saved("mistral")
+    capsys.readouterr()
+    assert main(["check", str(source)]) == 0
     assert capsys.readouterr().out == "model: nothing found\n"
 
 

@@ -1,5 +1,6 @@
 """Exported files generate what the model generates, token by token."""
 
+import dataclasses
 import threading
 
 import pytest
@@ -25,6 +26,7 @@ pytest.importorskip("onnxscript")
 
 from tests.flatten.model_folder.exported_folders import exported
 from tests.models import make_model
+from yobx_flatten.generate.generator import Generator
 
 pytestmark = pytest.mark.slow
 
@@ -179,6 +181,20 @@ def test_inputs_that_do_not_fit_are_refused(mistral, inputs, words):
         mistral[1].stream(**inputs)
 
 
+def test_inputs_of_an_encoder_that_do_not_fit_are_refused():
+    """Text without its mask's shape, sound that is none, and a decoder of which nobody knows how it starts."""
+    tokens = torch.ones(2, 3).long()
+    text, sound = (OnnxGenerator(exported(name)[1]) for name in ("t5", "whisper"))
+    with pytest.raises(InvalidArgumentError, match=r"attention_mask has shape \(2, 4\), input_ids \(2, 3\)"):
+        text.generate(tokens, torch.ones(2, 4).long())
+    for features in (None, torch.ones(4, 8)):
+        with pytest.raises(InvalidArgumentError, match="reads sound. Pass input_features of shape"):
+            sound.generate(input_features=features)
+    settings = dataclasses.replace(text.settings, decoder_start_token_id=None)
+    with pytest.raises(InvalidArgumentError, match=r"No decoder_start_token_id .* Pass decoder_input_ids"):
+        Generator(text.parts, settings).generate(tokens)
+
+
 # -- single files ------------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +226,17 @@ def test_a_program_in_memory_and_on_disk_generate(gemma, tmp_path):
         assert ProgramGenerator(given, settings=settings).generate(ids, max_new_tokens=12).tolist() == wanted
 
 
+class Answers(torch.nn.Module):
+    """A model that keeps nothing from call to call."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.embed = name, torch.nn.Embedding(5, 4)
+
+    def forward(self, input_ids):
+        return {self.name: self.embed(input_ids)}
+
+
 def test_what_cannot_generate_is_refused(tmp_path):
     """No file, an empty folder, a damaged file, a model without a cache, something else."""
     (tmp_path / "bad.onnx").write_bytes(b"no model")
@@ -228,6 +255,13 @@ def test_what_cannot_generate_is_refused(tmp_path):
     scale = export_program(torch.nn.Identity(), kwargs={"input": torch.ones(2, 3)}, cases=[])
     with pytest.raises(GenerationError, match="takes input, which a generation loop does not know"):
         ProgramGenerator(scale)
+    tokens = {"input_ids": torch.ones(2, 3, dtype=torch.int64)}
+    for module, words in (
+        (Answers("logits"), r"takes no past_key_values\.\*: it would read the whole text for every token"),
+        (Answers("hidden"), "returns hidden, and no logits"),
+    ):
+        with pytest.raises(GenerationError, match=words):
+            ProgramGenerator(export_program(module, kwargs=tokens, cases=[]))
 
 
 def test_a_folder_with_one_file_missing_says_which(tmp_path):

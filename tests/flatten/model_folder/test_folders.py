@@ -21,6 +21,7 @@ from yobx_flatten import (
     GenerationError,
     InvalidArgumentError,
     OnnxGenerator,
+    Quantization,
     export_folder,
     verify_folder,
 )
@@ -74,6 +75,11 @@ def test_a_folder_that_holds_something_is_replaced_on_demand_only(tmp_path, monk
         export_folder(model, tmp_path / "out", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "mine.txt").read_text(encoding="utf-8") == "mine"
+    monkeypatch.undo()
+    export_folder(model, tmp_path / "out", overwrite=True, proof="none")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert "model.onnx" in {path.name for path in (tmp_path / "out").iterdir()}
+    assert not (tmp_path / "out" / "mine.txt").exists()
 
 
 def test_a_fixed_batch_stays_fixed(tmp_path):
@@ -182,7 +188,17 @@ def test_arguments_that_mean_nothing_are_refused(tmp_path):
         export_folder(model, tmp_path / "out", to="tflite")
     with pytest.raises(InvalidArgumentError, match="no kernels in onnxruntime"):
         export_folder(small_model("llama").bfloat16(), tmp_path / "out")
+    for wrong in ({"optimize": "all"}, {"optimize": "onnxruntime", "to": "program"}):
+        with pytest.raises(InvalidArgumentError, match=r'optimize must be None, or "onnxruntime" for to="onnx"; found'):
+            export_folder(model, tmp_path / "out", **wrong)
+    scored = Quantization("int8", tokens=torch.ones(2, 5, dtype=torch.int64))
+    with pytest.raises(InvalidArgumentError, match=r'leave tokens= out with logits="last"'):
+        export_folder(model, tmp_path / "out", logits="last", quantize=scored)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out").write_text("a file", encoding="utf-8")
+    with pytest.raises(FolderExistsError, match="out is a file. Name a folder that is new or empty"):
+        export_folder(model, tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out").read_text(encoding="utf-8") == "a file"
 
 
 EXPORTS = """

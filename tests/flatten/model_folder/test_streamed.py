@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from tests.flatten.model_folder.exported_folders import saved
 from yobx_flatten import export_folder
@@ -90,6 +91,45 @@ def test_a_missing_file_of_weights_is_named(tmp_path):
     (tmp_path / name).unlink()
     with pytest.raises(ModelSourceError, match=re.escape(name)):
         open_model(find_model(str(tmp_path)), dtype="float32", weights="stream", to="onnx")
+
+
+def test_a_weight_that_its_file_does_not_hold_is_named(tmp_path):
+    """The index says where it is, and the file has been replaced."""
+    small_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    held = json.loads((tmp_path / "model.safetensors.index.json").read_text("utf-8"))["weight_map"]
+    name = next(key for key in held if "down_proj" in key)
+    file = tmp_path / held[name]
+    save_file({key: value for key, value in load_file(file).items() if key != name}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelSourceError, match=rf"{re.escape(name)} is in model.safetensors.index.json, and not in"):
+        open_model(find_model(str(tmp_path)), dtype="float32", weights="stream", to="onnx")
+
+
+def _with_other_output(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}), encoding="utf-8")
+
+
+def _with_float32(folder):
+    LlamaForCausalLM._keep_in_fp32_modules_strict = {"norm"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_with_other_output, r"model.embed_tokens.weight, lm_head.weight are tied, and differ in the files"),
+        (_with_float32, "norm stays in float32"),
+    ],
+)
+def test_files_that_do_not_hold_the_weights_as_the_model_has_them_are_loaded(change, reason, copied, monkeypatch):
+    """Weight by weight they would be others; the report states why."""
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", None)
+    change(copied)
+    found = open_model(find_model(str(copied)), dtype="float16", weights="stream", to="onnx")
+    assert not found.is_streamed
+    assert re.search(reason, found.remarks[0]), found.remarks
 
 
 def test_large_weights_are_streamed_by_themselves(copied, monkeypatch):

@@ -5,6 +5,7 @@ import torch
 from transformers import ProphetNetConfig, ProphetNetForCausalLM
 from transformers.cache_utils import Cache
 
+from matrix.models import make_model
 from tests.cases import cases
 from tests.flatten.huggingface.tracing.one_graph import WINDOW, assert_serves, export_decode, small_model, some_sizes
 from yobx_flatten import Case, DecodeSizes, export_onnx, register_flattening_functions
@@ -99,6 +100,18 @@ def test_a_recurrence_has_one_program(name):
     model = small_model(*MODELS[name])
     with register_flattening_functions(patch_transformers=True):
         assert_serves(export_decode(model, EXAMPLE), model, some_sizes())
+
+
+# the longest traces of all: `make extended` has them and `make test` none
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["deepseek_v4", "qwen4_exp_text"])
+def test_attention_to_chosen_keys_has_one_program(name):
+    """Windows of compressed keys that a call closes, or blocks that each query chooses: for any number of them."""
+    model = make_model(name)
+    # a cache that has closed a window differs from one that has not: each of these has
+    sizes = (3, 6, 2), (3, 7, 1), (2, 2 * WINDOW + 4, 3), (3, 6, 3, 3)
+    with register_flattening_functions(patch_transformers=True):
+        assert_serves(export_decode(model, DecodeSizes(2, 5, 3)), model, [DecodeSizes(*some) for some in sizes])
 
 
 def test_positions_from_the_mask_have_one_program():

@@ -11,9 +11,9 @@ from tests.flatten.registry.stepping import SteppingThread
 from yobx_flatten import register_flattening_functions, unregister_cache_flattening
 
 pytest.importorskip("transformers")
-from tests.flatten.declare.blocks import SomethingWrongError, block, enter, in_force
 from transformers import DynamicCache
 
+from tests.flatten.declare.blocks import SomethingWrongError, block, enter, in_force
 from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache
 from yobx_flatten.registry.locking import LOCK
 

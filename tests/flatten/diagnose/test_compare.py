@@ -61,6 +61,26 @@ def test_components_of_nested_tensors_are_compared():
     assert largest_difference(one, other) == 2.0
 
 
+def test_nested_tensors_of_other_components_are_refused():
+    """A plain tensor next to a nested one, and one component more."""
+    one = torch.nested.nested_tensor([torch.zeros(2), torch.ones(2)], layout=torch.jagged)
+    more = torch.nested.nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)
+    with pytest.raises(ReplayError, match="expected a nested tensor, found the other kind"):
+        largest_difference(one, torch.zeros(2, 2))
+    with pytest.raises(ReplayError, match="expected a plain tensor, found the other kind"):
+        largest_difference(torch.zeros(2, 2), one)
+    with pytest.raises(ReplayError, match="expected 2 components, found 3"):
+        largest_difference(one, more)
+
+
+# torch is about to leave the type out, and warns of its constructor
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning", "ignore:.*TypedStorage:UserWarning")
+def test_quantized_tensors_are_compared_by_what_they_stand_for():
+    """One step of a scale of 0.5."""
+    one, other = (torch.quantize_per_tensor(T([1.0, value]), 0.5, 0, torch.qint8) for value in (2.0, 2.5))
+    assert largest_difference(one, other) == 0.5
+
+
 @pytest.mark.parametrize(
     ("expected", "found", "message"),
     [

@@ -1,5 +1,6 @@
 """`check_inputs` says before a trace what torch.export would say in it, or never; each claim is tried with torch."""
 
+import operator
 import warnings
 
 import numpy
@@ -98,6 +99,27 @@ def test_an_argument_that_forward_never_reads_is_a_warning():
     found = check_inputs(Reads(), (X, X + 1, X + 2), {"d": X + 3})
     assert [(one.severity, one.path) for one in found] == [("warning", "c"), ("warning", "d")]
     assert found[0].message == f"c is passed, but {Reads.__qualname__}.forward never reads it."
+
+
+class ReadsAll(torch.nn.Module):
+    """By a function that sees every name."""
+
+    def forward(self, x, scale=None):
+        return sum(value for name, value in locals().items() if name in ("x", "scale") and value is not None)
+
+
+class Compiled(torch.nn.Module):
+    """Has a `forward` without code of Python."""
+
+    forward = operator.itemgetter(0)
+
+
+def test_what_a_function_reads_is_not_guessed():
+    """Of `locals()`, and of a `forward` in C, nothing is known; an argument that is None needs no reader."""
+    assert not check_inputs(ReadsAll(), (X,), {"scale": X + 1})
+    assert not check_inputs(Scale(), (X,), {"y": None})
+    found = check_inputs(Compiled(), (X,))
+    assert [one for one in found if "never reads" in one.message] == []
 
 
 def test_unregistered_objects_are_errors_with_their_place():

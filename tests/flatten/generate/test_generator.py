@@ -188,7 +188,7 @@ def test_inputs_of_an_encoder_that_do_not_fit_are_refused():
     with pytest.raises(InvalidArgumentError, match=r"attention_mask has shape \(2, 4\), input_ids \(2, 3\)"):
         text.generate(tokens, torch.ones(2, 4).long())
     for features in (None, torch.ones(4, 8)):
-        with pytest.raises(InvalidArgumentError, match="reads sound. Pass input_features of shape"):
+        with pytest.raises(InvalidArgumentError, match=r"reads sound\. Pass input_features of shape"):
             sound.generate(input_features=features)
     settings = dataclasses.replace(text.settings, decoder_start_token_id=None)
     with pytest.raises(InvalidArgumentError, match=r"No decoder_start_token_id .* Pass decoder_input_ids"):

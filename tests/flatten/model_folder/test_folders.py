@@ -196,7 +196,7 @@ def test_arguments_that_mean_nothing_are_refused(tmp_path):
         export_folder(model, tmp_path / "out", logits="last", quantize=scored)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out").write_text("a file", encoding="utf-8")
-    with pytest.raises(FolderExistsError, match="out is a file. Name a folder that is new or empty"):
+    with pytest.raises(FolderExistsError, match=r"out is a file\. Name a folder that is new or empty"):
         export_folder(model, tmp_path / "out", overwrite=True)
     assert (tmp_path / "out").read_text(encoding="utf-8") == "a file"
 

@@ -134,3 +134,31 @@ def test_sizes_that_are_none_are_refused(sizes, message):
     """With the names that there are."""
     with pytest.raises(RecordError, match=message):
         record({"x": (2, 3)}, {"x": (3, 3)}).example(**sizes)
+
+
+def test_a_slice_of_calls_states_what_these_calls_show():
+    """The first two have one size, so it varies nowhere else."""
+    calls = record({"x": (2, 5)}, {"x": (3, 5)}, {"x": (4, 9)})
+    assert calls.axes().names == {("x", 0): "batch", ("x", 1): "n"}
+    first = calls[:2]
+    assert (type(first), len(first)) == (type(calls), 2)
+    assert first.axes().names == {("x", 0): "batch"}
+
+
+class Encodes:
+    """No module."""
+
+    def encode(self, x, scale=2):
+        return x * scale
+
+
+def test_a_method_of_any_object_is_recorded_and_exported():
+    """What never varies is part of the program."""
+    target = Encodes()
+    with record_calls(target, method="encode") as calls:
+        for rows in (2, 3):
+            target.encode(torch.ones(rows, 4), scale=5)
+    program = torch.export.export(calls.module(), (), calls.example(), dynamic_shapes=calls.dynamic_shapes())
+    x = torch.randn(7, 4)
+    assert torch.equal(program.module()(x=x), x * 5)
+    assert calls.replay(program).ok

@@ -1,17 +1,19 @@
 """Files are checked before anything of them runs, and machine code is loaded for a caller that trusts it."""
 
+import functools
 import json
 import platform
 import sys
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 
 from yobx_flatten import DamagedFileError, ForeignFileError, GenerationError, InvalidArgumentError
 from yobx_flatten.errors import UntrustedFileError
 from yobx_flatten.runners.open import open_runner, runtime_of
-from yobx_flatten.runners.signature import KEY, Signature
+from yobx_flatten.runners.signature import KEY, Signature, as_tensor
 
 HERE = {"torch": torch.__version__.split("+")[0]}
 IDS = Signature([("input_ids", torch.int64, ({"s0": 1}, {"s1": 1, "": 2}))], ["logits"], {"s0": 4}, {}, HERE)
@@ -93,9 +95,35 @@ def test_a_truncated_package_is_refused(tmp_path):
         open_runner(path, trust=True)
 
 
+def test_a_package_with_changed_bytes_is_refused(tmp_path):
+    """Its table of contents is whole, what it points to is not."""
+    path = package(tmp_path / "m.pt2", **{KEY: IDS.to_json()})
+    path.write_bytes(path.read_bytes().replace(b"no library", b"a library "))
+    with pytest.raises(DamagedFileError, match=r"m.pt2 is damaged: m/.*wrapper.so. Copy it again"):
+        open_runner(path, trust=True)
+
+
+def test_a_signature_of_a_newer_version_says_what_to_do(tmp_path):
+    """Which is no damage."""
+    newer = IDS.to_json().replace('"format": 1', '"format": 9')
+    with pytest.raises(ForeignFileError, match=r"(?s)is of a newer version:.*pip install --upgrade yobx-flatten"):
+        open_runner(package(tmp_path / "m.pt2", **{KEY: newer}), trust=True)
+
+
 def test_a_signature_comes_back_from_its_text():
     """Types, sizes that depend on each other, bounds."""
     assert Signature.from_json(IDS.to_json(), "m") == IDS
+
+
+def test_an_input_has_the_type_of_the_file():
+    """A number takes it, a tensor or an array of another type is refused, and a missing one is named."""
+    as_int = functools.partial(as_tensor, "count", torch.int64, failure=GenerationError, where="m.pt2")
+    assert as_int(value=3).equal(torch.tensor(3))
+    assert as_int(value=np.arange(6).reshape(2, 3).T).equal(torch.tensor([[0, 3], [1, 4], [2, 5]]))
+    with pytest.raises(GenerationError, match=r"m.pt2 takes count as int64, and it is float32"):
+        as_int(value=torch.ones(2))
+    with pytest.raises(GenerationError, match=r"m.pt2 takes count, which is missing"):
+        as_int(value=None)
 
 
 def test_a_foreign_file_of_executorch_is_refused(tmp_path):
@@ -119,6 +147,12 @@ def test_a_damaged_file_of_openvino_is_refused(tmp_path):
         open_runner(tmp_path / "m.xml")
     with pytest.raises(GenerationError, match="There is no file"):
         open_runner(tmp_path / "none.xml")
+
+
+def test_a_package_that_is_not_there_is_named(tmp_path):
+    """For a runtime that is named, as for the one that a suffix stands for."""
+    with pytest.raises(GenerationError, match=r"There is no file .*none.pt2"):
+        open_runner(tmp_path / "none.pt2", runtime="aotinductor", trust=True)
 
 
 def test_an_unknown_runtime_or_suffix_is_refused(tmp_path):

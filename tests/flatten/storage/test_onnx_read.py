@@ -3,6 +3,7 @@
 import json
 import zlib
 
+import numpy as np
 import pytest
 import torch
 
@@ -167,6 +168,25 @@ def test_a_structure_that_is_too_deep_is_an_error(path):
     edit(path, deepen)
     with pytest.raises(DamagedFileError):
         load_nested(path)
+
+
+def test_a_changed_initializer_is_named(tmp_path):
+    """Strings of another number or text, and a place of another length, where the rest of the file is whole."""
+    words = {"words": np.array(["née", "b"], dtype=object), "x": torch.arange(1000.0)}
+    changes = {
+        "'words' has 1 elements": lambda model: initializer(model, "words").string_data.pop(),
+        "'words' is not what was written": lambda model: initializer(model, "words").string_data.reverse(),
+        "'x' has 4004 bytes instead of 4000": lambda model: setattr(
+            initializer(model, "x").external_data[2], "value", "4004"
+        ),
+    }
+    for words_of_error, change in changes.items():
+        path = tmp_path / "words.onnx"
+        save_nested(path, words, external_data=True)
+        assert load_nested(path)["words"].tolist() == ["née", "b"]
+        edit(path, change)
+        with pytest.raises(DamagedFileError, match=words_of_error):
+            load_nested(path)
 
 
 def test_a_newer_version_says_what_to_do(path):

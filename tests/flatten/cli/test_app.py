@@ -14,6 +14,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from tests import fresh_process
+from tests.transformers_versions import is_older_than
 from yobx_flatten import ReplayError, __version__
 from yobx_flatten.__main__ import main
 from yobx_flatten.cli import env_command, repository
@@ -148,7 +149,10 @@ def test_list_breaks_no_word(width, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
     assert main(["list"]) == 0
     shown = capsys.readouterr().out
-    assert {"DynamicSlidingWindowLayer", "indexer_cumulative_length", "layer"} <= set(shown.replace(",", " ").split())
+    words = {"DynamicSlidingWindowLayer", "layer"}
+    if not is_older_than("5.23"):  # the longest name of a leaf
+        words.add("indexer_cumulative_length")
+    assert words <= set(shown.replace(",", " ").split())
     wide = [line for line in shown.splitlines() if len(line) > width and len(line.split()) > 2]
     assert wide == []
 

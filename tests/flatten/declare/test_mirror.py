@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 
 from tests import fresh_process
 from tests.flatten import other_libraries
+from tests.transformers_versions import needs_transformers
 from yobx_flatten import (
     AlreadyRegisteredError,
     InvalidArgumentError,
@@ -340,6 +341,7 @@ def test_a_class_of_torch_is_a_node_of_jax(mirrored, known_to_torch):
     assert path == (jax.tree_util.GetAttrKey("x"),)
 
 
+@needs_transformers("5.0", "outputs are registered without keys")
 def test_a_model_output_is_a_node_of_jax_and_optree():
     """transformers registers it with torch; its keys become those of the other two."""
     outputs = pytest.importorskip("transformers.modeling_outputs")

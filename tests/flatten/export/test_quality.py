@@ -18,7 +18,7 @@ def measured(expected, found):
 
 
 def test_outputs_without_scores_are_compared_by_size():
-    """One apart, by 0.5 on average, and the spread is half as large squared; integers and empty tensors state nothing."""
+    """One apart, by 0.5 on average, and more than the spread; integers and empty tensors state nothing."""
     ints, empty = torch.tensor([1, 2]), torch.zeros(0)
     expected = {"hidden": torch.tensor([3.0, 4.0]), "ids": ints, "empty": empty}
     quality = measured(expected, {"hidden": torch.tensor([3.0, 5.0]), "ids": ints + 1, "empty": empty})

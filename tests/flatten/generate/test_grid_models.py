@@ -9,11 +9,12 @@ pytest.importorskip("onnxscript")
 
 from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import exported
+from tests.transformers_versions import needs_transformers
 from yobx_flatten import InvalidArgumentError, OnnxGenerator
 from yobx_flatten.model_folder.grid_images import GridVisionEncoder, grid_image
 from yobx_flatten.model_folder.tiny_models import small_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_transformers("5.0", "a configuration of Qwen2-VL has no part for pictures")]
 
 PICTURE, VIDEO = 3, 258
 

@@ -5,11 +5,14 @@ import torch
 
 pytest.importorskip("transformers")
 
+from tests.transformers_versions import needs_transformers
 from yobx_flatten import InvalidArgumentError
 from yobx_flatten.generate.image_positions import Grids, image_positions
 from yobx_flatten.generate.settings import settings_of
 from yobx_flatten.model_folder.grid_images import GridVisionEncoder, grid_image
 from yobx_flatten.model_folder.tiny_models import small_model
+
+pytestmark = needs_transformers("5.0", "a configuration of Qwen2-VL has no part for pictures")
 
 PICTURE, VIDEO = 3, 258
 GRIDS = torch.tensor([[1, 4, 6], [1, 6, 4], [1, 2, 8]])  # of 2 x 3, 3 x 2 and 1 x 4 tokens

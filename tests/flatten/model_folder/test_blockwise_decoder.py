@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from tests.cases import cases
+from tests.transformers_versions import is_older_than
 from yobx_flatten import OnnxGenerator, export_folder
 from yobx_flatten.model_folder.blockwise_decoder import BlockwiseDecoder
 from yobx_flatten.model_folder.tiny_models import small_config
@@ -22,6 +23,8 @@ IMAGE = 3
 def make_model(name):
     config = small_config(name.rstrip("2"))
     if name == "paligemma2":  # layers that slide, and scores that are capped
+        if is_older_than("5.0"):
+            pytest.skip("transformers before 5.0 has no two-way attention in Gemma 2")
         config.text_config = small_config("gemma2")
         config.text_config.use_bidirectional_attention = True
     kind = "Gemma3ForConditionalGeneration" if name == "gemma3" else "PaliGemmaForConditionalGeneration"

@@ -5,9 +5,12 @@ import torch
 
 pytest.importorskip("transformers")
 
+from tests.transformers_versions import needs_transformers
 from yobx_flatten.model_folder.deepstack_decoder import DeepstackDecoder
 from yobx_flatten.model_folder.grid_images import GridVisionEncoder, grid_image
 from yobx_flatten.model_folder.tiny_models import small_model
+
+pytestmark = needs_transformers("5.0", "there is no small Qwen3-VL")
 
 PICTURE = 3
 

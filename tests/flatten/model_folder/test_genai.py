@@ -14,6 +14,7 @@ pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not instal
 from matrix.genai_cases import generate
 from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import exported
+from tests.transformers_versions import is_older_than
 
 TOKENS = 30  # with nine of the prompt: several times the small window of eight
 
@@ -38,6 +39,8 @@ def _check(name: str, optimize: str | None) -> dict:
 @pytest.mark.parametrize("name", cases(SHARED, quick=["mistral", "gpt2"]))
 def test_a_cache_in_one_memory_generates_as_the_model_does(name):
     """Past the window of layers that slide, which hold all tokens in such a file."""
+    if name == "qwen3_moe" and is_older_than("5.0"):
+        pytest.skip("transformers before 5.0 loops over the experts that are hit, which no trace can follow")
     assert _check(name, "onnxruntime")["past_present_share_buffer"] is True
 
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from tests.flatten.model_folder.exported_folders import saved
+from tests.transformers_versions import is_older_than, needs_transformers
 from yobx_flatten import export_folder
 from yobx_flatten.errors import InvalidArgumentError, ModelSourceError, NoRoomError
 from yobx_flatten.export import onnx_file
@@ -19,6 +20,10 @@ from yobx_flatten.model_folder.source import find_model
 from yobx_flatten.model_folder.tiny_models import small_model
 
 pytest.importorskip("onnxruntime")
+
+
+# transformers before 5.0 says so of parameters that are read for each call
+on_meta = pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids`:UserWarning")
 
 
 def _ties(model):
@@ -32,6 +37,8 @@ def _ties(model):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "phi3", "bert", "whisper", "mamba"])
 def test_a_streamed_model_is_the_one_that_transformers_loads(name, dtype, tmp_path):
     """Weights, types, ties, buffers and settings, from several files; none of the weights is in memory."""
+    if (name, dtype) == ("mamba", "float16") and is_older_than("5.0"):
+        pytest.skip("transformers before 5.0 keeps A_log in float32, which nothing states")
     model = small_model(name)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     expected = type(model).from_pretrained(tmp_path, dtype=getattr(torch, dtype)).eval()
@@ -48,6 +55,7 @@ def test_a_streamed_model_is_the_one_that_transformers_loads(name, dtype, tmp_pa
     assert found.config.to_dict() == expected.config.to_dict()
 
 
+@on_meta
 def test_a_streamed_model_generates_the_same_tokens():
     """transformers' `generate`, on weights that are read for each call of a layer."""
     model, folder = saved("llama")
@@ -144,6 +152,7 @@ def test_large_weights_are_streamed_by_themselves(copied, monkeypatch):
         open_model(found, dtype="float16", weights="memory", to="onnx")
 
 
+@needs_transformers("5.0", "experts are not joined")
 def test_weights_that_are_joined_when_they_are_loaded_are_not_streamed(tmp_path):
     """transformers makes one weight of all experts; the report states why the model was loaded."""
     small_model("mixtral").save_pretrained(tmp_path)
@@ -167,6 +176,7 @@ def test_what_cannot_be_streamed_is_refused(copied, tmp_path):
         export_folder(small_model("llama"), tmp_path / "out", dtype="float16")
 
 
+@on_meta
 @pytest.mark.slow  # two exports of a whole model
 def test_a_streamed_folder_is_the_one_of_the_loaded_model(copied, tmp_path, monkeypatch):
     """The same bytes, cast to float16 on the way; the sample is replayed next to the layers that read their weights."""

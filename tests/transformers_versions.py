@@ -1,0 +1,23 @@
+"""Conditions of tests on the version of transformers, each with what older versions have not."""
+
+import importlib.metadata
+
+import pytest
+from packaging.version import Version
+
+__all__ = ["is_older_than", "needs_transformers"]
+
+
+def is_older_than(version: str) -> bool:
+    """Whether transformers is installed in an older version."""
+    return Version(importlib.metadata.version("transformers")) < Version(version)
+
+
+def needs_transformers(version: str, before: str) -> pytest.MarkDecorator:
+    """Skip with older versions.
+
+    Args:
+        version: the first one with which the test passes.
+        before: what is so in the versions before.
+    """
+    return pytest.mark.skipif(is_older_than(version), reason=f"transformers before {version}: {before}")

@@ -1,5 +1,7 @@
 """What one process shows of several: groups of a batch, options, the warning of a pipeline without a mesh."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -50,6 +52,60 @@ def test_clipping_needs_no_ranks(wrap):
     pipeline = wrap(model)
     pipeline.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=MEAN)
     assert near(pipeline.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert near(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_gradients_of_groups_are_clipped_as_torch_does(wrap, norm_type):
+    """By each norm; a parameter without a gradient does not count."""
+    model, plain = small_model(), small_model()
+    inputs, labels = batch(6)
+    nn.functional.mse_loss(plain(inputs), labels).backward()
+    pipeline = wrap(model, replicas=2)
+    pipeline.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=MEAN)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type)
+    assert near(pipeline.clip_grad_norm_(0.01, norm_type), expected)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert near(ours.grad, theirs.grad)
+
+
+def test_a_norm_that_cannot_be_is_refused(wrap):
+    """An exponent of zero, and NaN where the caller wants to know; without asking, NaN stays, as in torch."""
+    model = small_model()
+    pipeline = wrap(model, replicas=2)
+    inputs, labels = batch(6)
+    with pytest.raises(ConfigError, match=r"norm_type must be positive, like 2\.0, found 0"):
+        pipeline.clip_grad_norm_(1.0, 0)
+    inputs[2] = math.nan
+    pipeline.forward_backward((inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=MEAN)
+    with pytest.raises(RuntimeError, match="the norm of the gradients is nan, which cannot be clipped"):
+        pipeline.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    assert math.isnan(pipeline.clip_grad_norm_(1.0))
+
+
+def test_outputs_of_groups_are_those_of_the_model(wrap):
+    """In the order of the rows, next to the loss."""
+    inputs, labels = batch(7)
+    model = small_model()
+    expected = model(inputs).detach()
+    pipeline = wrap(model, replicas=3)
+    _, found = pipeline.forward_backward(
+        (inputs,), label=labels, loss_fn=nn.functional.mse_loss, run_config=MEAN, return_outputs=True
+    )
+    assert near(found, expected)
+
+
+def test_a_call_that_groups_cannot_make_is_refused(wrap):
+    """Gradients that are switched off, and more parts than groups; the next call is right."""
+    model, plain = small_model(), small_model()
+    pipeline = wrap(model, replicas=2)
+    inputs, labels = batch(6)
+    call = {"label": labels, "loss_fn": nn.functional.mse_loss, "run_config": MEAN}
+    with pytest.raises(ConfigError, match="computes gradients, but they are switched off"), torch.no_grad():
+        pipeline.forward_backward((inputs,), **call)
+    nn.functional.mse_loss(plain(inputs), labels).backward()
+    pipeline.forward_backward((inputs,), **call)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert near(ours.grad, theirs.grad)
 

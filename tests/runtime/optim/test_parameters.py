@@ -62,8 +62,10 @@ def test_a_master_holds_gradients_in_its_own_dtype():
     store.show_gradients()
     assert model.weight.grad.dtype == torch.bfloat16
     assert model.weight.grad.item() == 300
+    store.zero_grad(set_to_none=False)
+    assert (master.grad.item(), model.weight.grad.item()) == (0, 0)
     store.zero_grad()
-    assert master.grad is None
+    assert (master.grad, model.weight.grad) == (None, None)
 
 
 @pytest.mark.parametrize("fused", [True, False])

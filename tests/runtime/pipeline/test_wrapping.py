@@ -61,6 +61,22 @@ def test_wrong_arguments_are_refused(arguments, message):
         RoundPipe(*arguments, devices="virtual:1")
 
 
+def test_a_pipeline_is_not_wrapped_again(wrap):
+    """The error states what to do."""
+    pipeline = wrap(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="is a RoundPipe already: use it as it is"):
+        RoundPipe(pipeline, devices="virtual:1")
+
+
+def test_a_step_of_another_kind_is_refused(wrap):
+    """No function, and no way to run it."""
+    pipeline = wrap(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"step_fn must be a function, found 3"):
+        pipeline.step(3)
+    with pytest.raises(ConfigError, match=r'is_async must be True, False or "exact", found \'later\''):
+        pipeline.step(lambda: None, is_async="later")
+
+
 def test_keyword_arguments_reach_the_first_layer(wrap):
     """Nested inputs by keyword are split with the others."""
 

@@ -356,3 +356,31 @@ def test_rows_are_picked_without_logits(everything_is_large):
     assert type(logits[..., 1:]) is torch.Tensor  # columns
     assert type(logits[0]) is torch.Tensor
     assert type(logits.view(9, 10)) is torch.Tensor
+
+
+def _soft(labels, vocabulary):
+    return functional.one_hot(labels.clamp(min=0), vocabulary).double()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, labels: functional.cross_entropy(logits, labels, weight=torch.arange(50.0).double()),
+        lambda logits, labels: functional.cross_entropy(logits, labels, reduction="none").sum(),
+        lambda logits, labels: functional.cross_entropy(logits, _soft(labels, 50)),
+        lambda logits, labels: functional.cross_entropy(logits.to(torch.bfloat16), labels),
+        lambda logits, labels: functional.cross_entropy(logits.to(dtype=torch.float32), labels),
+        lambda logits, labels: functional.cross_entropy(logits.reshape(37, 50, 1), labels[:, None]),
+        lambda logits, labels: logits.logsumexp(dim=-1).mean(),
+    ],
+    ids=["classes weighted", "not reduced", "probabilities", "bfloat16", "by keyword", "classes inside", "no loss"],
+)
+def test_what_is_no_plain_loss_has_all_logits(loss):
+    """The numbers are those of torch, from logits that are computed after all."""
+    hidden, weight, bias, labels = example()
+    late = LazyLogits(hidden, (weight, bias))
+    found, expected = loss(late, labels), loss(functional.linear(hidden, weight, bias), labels)
+    assert type(found) is torch.Tensor
+    assert torch.equal(found, expected)
+    for one, other in zip(gradients(found, hidden, weight), gradients(expected, hidden, weight), strict=True):
+        assert torch.equal(one, other)

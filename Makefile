@@ -35,7 +35,7 @@ NEEDS_dev := --editable '.[all]' --group dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready demo test extended coverage tasks accelerator accelerator-tests interleavings mutants executorch compat kills ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix genai runtimes clean distclean
+.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch compat kills ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix genai runtimes clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,13 +55,21 @@ test: $(VENV)/.has-test  ## run the tests, a process per core (PYTEST_ARGS="-k c
 extended: $(VENV)/.has-test  ## run the further cases of what `make test` checks: more models, runtimes, programs and repetitions
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m extended $(PYTEST_ARGS)
 
-# An hour: each line that runs is noted. Without the tests that fork while other threads run: what coverage does in a child
-# waits for locks of threads that the child has not. And without the one that interrupts every few milliseconds, which are
-# less than a traced call takes.
+# Half an hour: each line that runs is noted. Without the tests that fork while other threads run: what coverage does in a
+# child waits for locks of threads that the child has not. And without the one that interrupts every few milliseconds,
+# which are less than a traced call takes.
+NOT_COVERED := --ignore tests/flatten/registry/test_forks.py \
+	--deselect tests/runtime/engine/test_interrupted.py::test_an_interrupted_call_did_all_or_nothing
 coverage: $(VENV)/.has-test  ## run the tests, print by folder which lines and branches ran, and write docs/data/coverage.json
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --timeout 900 --cov --cov-report json:build/coverage.json \
-		--ignore tests/flatten/registry/test_forks.py \
-		--deselect tests/runtime/engine/test_interrupted.py::test_an_interrupted_call_did_all_or_nothing $(PYTEST_ARGS)
+		$(NOT_COVERED) $(PYTEST_ARGS)
+	$(BIN)/python docs/coverage_table.py build/coverage.json
+
+# What is written for them runs nowhere else.
+coverage-others:  ## add to `make coverage` the tests of ExecuTorch and those with the oldest transformers, a quarter of an hour
+	@$(MAKE) executorch PYTEST_ARGS="--timeout 900 --cov --cov-append --cov-report="
+	@$(MAKE) compat VERSIONS=4.56.2 PYTEST_ARGS="-n $(WORKERS) --maxprocesses 8 --timeout 900 --cov --cov-append \
+		--cov-report=json:build/coverage.json $(NOT_COVERED)"
 	$(BIN)/python docs/coverage_table.py build/coverage.json
 
 # The wheel is installed anew each time, and the programs run where the sources are not.

@@ -341,7 +341,7 @@ def test_a_class_of_torch_is_a_node_of_jax(mirrored, known_to_torch):
     assert path == (jax.tree_util.GetAttrKey("x"),)
 
 
-@needs_transformers("5.0", "outputs are registered without keys")
+@needs_transformers("5.17", "outputs are registered without keys")
 def test_a_model_output_is_a_node_of_jax_and_optree():
     """transformers registers it with torch; its keys become those of the other two."""
     outputs = pytest.importorskip("transformers.modeling_outputs")

@@ -24,7 +24,7 @@ def llama(tmp_path_factory):
     return model, path, export_onnx(model, (), decode_inputs(model, DecodeSizes()), path, optimize="onnxruntime").report
 
 
-@needs_transformers("5.0", "frequencies of positions are one product more")
+@needs_transformers("5.23", "frequencies of positions are one product more")
 def test_each_layer_has_the_attention_of_onnxruntime_and_one_product_before_it(llama):
     """Three products of queries, keys and values are one; four others of a layer stay, and the head."""
     _, path, report = llama

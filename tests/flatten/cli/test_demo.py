@@ -1,6 +1,7 @@
 """The demo as a user meets it: one run of it, and every way to ask for what is not there."""
 
 import importlib.util
+import json
 
 import pytest
 import torch
@@ -28,6 +29,16 @@ def test_the_demo_exports_replays_and_prints_one_table(tmp_path, capsys):
     assert "converting mistral to ONNX\n" in shown.out
     assert "mistral.onnx" in shown.out.split("Load:")[1]
     assert "past_key_values.0.key ... past_key_values.1.value" in shown.out.split("Feed:")[1]
+
+
+def test_the_demo_prints_json_and_its_stages_elsewhere(tmp_path, capsys):
+    """A model that reads first: its layers are those of both caches."""
+    assert main(["demo", "--models", "t5", "--output", str(tmp_path / "made"), "--json"]) == 0
+    shown = capsys.readouterr()
+    (row,) = json.loads(shown.out)
+    assert row["model"] == "t5"
+    assert "cross 2x D" in str(row)
+    assert "converting t5 to ONNX" in shown.err
 
 
 def test_a_program_that_differs_ends_the_demo_with_1_and_its_report(tmp_path, capsys, monkeypatch):

@@ -12,6 +12,7 @@ import transformers
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import DecodeSizes, GenerationError, InvalidArgumentError, decode_inputs, export_folder
 from yobx_flatten.huggingface.cases import why_not_resizable
+from yobx_flatten.model_folder.classes import class_for
 from yobx_flatten.model_folder.tasks import pieces_for
 from yobx_flatten.model_folder.tiny_models import small_config, small_model
 
@@ -85,6 +86,19 @@ def test_a_small_model_that_cannot_be_made_is_refused_in_one_line():
         InvalidArgumentError, match=r"A small clap cannot be made: .*num_attention_heads.* Name a folder"
     ):
         small_model("clap")
+
+
+def test_the_class_of_a_model_is_that_of_its_configuration():
+    """The one that it names; one that transformers does not have is passed over; a part of a model has none."""
+    config = small_config("llama")
+    config.architectures = ["LlamaOfMyOwn", "LlamaForSequenceClassification"]
+    assert class_for(config) is transformers.LlamaForSequenceClassification
+    config.architectures = ["LlamaOfMyOwn"]
+    assert class_for(config) is transformers.LlamaForCausalLM
+    with pytest.raises(
+        InvalidArgumentError, match=r"transformers has no model for a P\w+Config\."
+    ):
+        class_for(transformers.PretrainedConfig())
 
 
 def test_decode_inputs_of_an_encoder_that_hears_say_what_to_do():

@@ -116,6 +116,31 @@ def test_a_damaged_or_foreign_file_is_named(tmp_path, content):
         RecordedCalls.load(tmp_path)
 
 
+def test_a_call_of_a_newer_version_says_what_to_do(tmp_path):
+    """The rest of the file is not looked at."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    model, file = Passes(), tmp_path / "call-00000.safetensors"
+    with record_calls(model, to=tmp_path):
+        model(torch.ones(2))
+    with safe_open(file, framework="pt") as opened:
+        metadata = {key: text.replace('"version": 1', '"version": 2') for key, text in opened.metadata().items()}
+    save_file(load_file(file), file, metadata=metadata)
+    with pytest.raises(RecordError, match=r"(?s)was written by a newer version:.*pip install --upgrade yobx-flatten"):
+        RecordedCalls.load(tmp_path)
+
+
+def test_calls_are_replayed_in_any_function(tmp_path):
+    """By name; one that computes something else is told from one that does not."""
+    model = Passes()
+    with record_calls(model) as calls:
+        for rows in (2, 3):
+            model(torch.ones(rows), scale=3)
+    assert calls.replay(lambda x: {"x": x, "scale": 3}).ok
+    assert not calls.replay(lambda x: {"x": x + 1, "scale": 3}).ok
+
+
 def test_a_call_that_cannot_be_stored_leaves_no_file(tmp_path):
     """An object that is no data is named; nothing half-written stays."""
     from yobx_flatten import StaticDataError

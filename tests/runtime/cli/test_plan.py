@@ -73,6 +73,8 @@ def test_several_devices_share_the_head(small, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["plan"]["last_stage_copies"] == 2
     assert [stage["device"] for stage in found["stages"] if stage["kind"] == "fused"] in ([0, 1], [1, 0])
+    run([*request, "--last-stage-copies", "auto", "--json"])
+    assert json.loads(capsys.readouterr().out)["plan"]["last_stage_copies"] in (1, 2)
     assert run([*request, "--last-stage-copies", "many"]) == 2
     assert "--last-stage-copies is a number of devices" in capsys.readouterr().err
 
@@ -330,6 +332,8 @@ def test_a_profile_stands_for_a_machine_that_is_not_here(small, tmp_path, capsys
         2e9,
         64 * 10**9,
     ]
+    assert run(["plan", *options, "--devices", "cuda:1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["hardware"]["names"] == ["cuda:1"]
     step = found["step"]
     assert len(step["links"]) == 2
     assert step["bottleneck"] == max(step["busy"], key=step["busy"].get)

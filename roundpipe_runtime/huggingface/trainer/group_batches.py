@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from ...distributed.errors import format_failure, raise_first
 from ...distributed.ranks import Ranks
@@ -91,7 +91,8 @@ class CheckedLoader:
 
 def has_rows(loader: DataLoader[Any]) -> bool:
     """Report whether a loader draws rows, which groups can be made of; a stream, or batches of its own, are not."""
-    return type(loader.batch_sampler) is BatchSampler
+    # torch gives a stream a batch sampler also, whose sampler has no end
+    return type(loader.batch_sampler) is BatchSampler and not isinstance(loader.dataset, IterableDataset)
 
 
 def loader_of_groups(

@@ -95,6 +95,34 @@ def test_curves_are_those_of_the_plain_trainer(trainers, tmp_path, name):
     assert len(ours.pipeline.cut.report.pieces) >= 5
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Rows one by one: nobody can ask for a row by its number, nor how many there are."""
+
+    def __iter__(self):
+        yield from make_rows("llama", 37)
+
+
+@pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"example": collate(make_rows("llama", 2))}])
+def test_rows_that_come_one_by_one_are_those_of_the_plain_trainer(trainers, tmp_path, options):
+    """In one process, for groups of a batch, and with an example of the call that is given."""
+    plain = trainers("llama", arguments(tmp_path, 4, **SHORT), kind=Trainer)
+    ours = trainers("llama", arguments(tmp_path, 4, **SHORT), **options)
+    for trainer in (plain, ours):
+        trainer.train_dataset = Stream()
+        trainer.train()
+    assert_same_curves(plain, ours, ("loss", "grad_norm"))
+
+
+def test_a_model_that_has_not_trained_is_saved_as_it_is(trainers, tmp_path):
+    """No pipeline is made for it."""
+    ours = trainers("llama", arguments(tmp_path, 2, **SHORT))
+    ours.save_model()
+    assert ours._rp_pipeline is None
+    loaded = type(ours.model).from_pretrained(tmp_path)
+    for (key, expected), found in zip(ours.model.state_dict().items(), loaded.state_dict().values(), strict=True):
+        assert torch.equal(found, expected), key
+
+
 @pytest.mark.parametrize("name", cases(MODELS, quick=["llama", "bert"]))
 def test_resumed_run_ends_with_the_same_bits(trainers, tmp_path, name):
     """Saved after step 3, resumed on three devices by a new trainer with another model: losses, weights."""

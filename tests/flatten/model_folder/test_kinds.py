@@ -95,9 +95,7 @@ def test_the_class_of_a_model_is_that_of_its_configuration():
     assert class_for(config) is transformers.LlamaForSequenceClassification
     config.architectures = ["LlamaOfMyOwn"]
     assert class_for(config) is transformers.LlamaForCausalLM
-    with pytest.raises(
-        InvalidArgumentError, match=r"transformers has no model for a P\w+Config\."
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"transformers has no model for a P\w+Config\."):
         class_for(transformers.PretrainedConfig())
 
 

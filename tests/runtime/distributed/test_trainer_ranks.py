@@ -26,6 +26,14 @@ def test_numbers_are_those_of_the_trainer_with_ddp(found, name):
         assert rank["ours"][name] == pytest.approx(rank["plain"][name], rel=1e-6 if name != "grad_norm" else 1e-5)
 
 
+def test_rows_that_come_one_by_one_are_those_of_the_trainer_with_ddp(found):
+    """Of an `IterableDataset`, which accelerate cuts among the processes."""
+    for rank in found:
+        plain, ours = rank["streams"]
+        assert ours == pytest.approx(plain, rel=1e-6)
+        assert len(plain) == 2
+
+
 def test_weights_are_those_of_the_trainer_with_ddp(found):
     """They differ by the rounding of float32 alone."""
     assert max(rank["distance"] for rank in found) < 5e-6
@@ -87,12 +95,12 @@ def test_accelerate_starts_the_same_training(found, tmp_path):
 def test_one_process_with_as_many_groups_has_the_same_bits(found, resumed, tmp_path):
     """No row counts twice, where the last batch of an epoch has one row, and one of the ranks none."""
     from roundpipe_runtime import RoundPipeTrainer
-    from tests.runtime.distributed.trainer_ranks import UNEVEN, train
+    from tests.runtime.distributed.trainer_ranks import UNEVEN, Rows, train
 
     folder = found[0]["folder"]
     resume = str(folder / "uneven" / "checkpoint-4") if resumed else False
     options = {"devices": "virtual:1", "microbatches": 2, "replicas": 2}
-    one = train(RoundPipeTrainer, tmp_path, 6, resume=resume, rows=UNEVEN, **options)
+    one = train(RoundPipeTrainer, tmp_path, 6, resume=resume, data=Rows(UNEVEN), **options)
     assert one["loss"] == found[0]["uneven"] == found[1]["uneven"]
     for rank in (0, 1):
         of_rank = torch.load(folder / "uneven" / f"{rank}.pt")

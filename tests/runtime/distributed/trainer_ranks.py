@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from tests.runtime.distributed.faults import raised_by
@@ -34,8 +34,16 @@ class Rows(Dataset):  # type: ignore[type-arg] # torch's has none at run time
         return {"input_ids": self._tokens[index], "labels": labels}
 
 
+class Stream(IterableDataset):  # type: ignore[type-arg] # as above
+    """The same rows one by one."""
+
+    def __iter__(self) -> Any:
+        rows = Rows(40)
+        return (rows[number] for number in range(len(rows)))
+
+
 def train(
-    kind: Any, folder: Path, steps: int, resume: bool | str = False, rows: int = 40, **options: Any
+    kind: Any, folder: Path, steps: int, resume: bool | str = False, data: Any = None, **options: Any
 ) -> dict[str, Any]:
     args = TrainingArguments(
         str(folder), max_steps=steps, per_device_train_batch_size=2, per_device_eval_batch_size=2,
@@ -43,7 +51,7 @@ def train(
         eval_steps=2, save_strategy="steps", save_steps=2, disable_tqdm=True, report_to=[], use_cpu=True, seed=1,
         lr_scheduler_type="constant",
     )  # fmt: skip
-    trainer = kind(model=model("llama")(), args=args, train_dataset=Rows(rows), eval_dataset=Rows(7), **options)
+    trainer = kind(model=model("llama")(), args=args, train_dataset=data or Rows(40), eval_dataset=Rows(7), **options)
     trainer.train(resume_from_checkpoint=resume)
     found = {
         name: [entry[name] for entry in trainer.state.log_history if name in entry]
@@ -107,7 +115,11 @@ def in_ranks(folder: str) -> dict[str, Any]:
     ours = train(RoundPipeTrainer, Path(folder, "ours"), 4, **options)
     train(RoundPipeTrainer, Path(folder, "resumed"), 2, **options)
     resumed = train(RoundPipeTrainer, Path(folder, "resumed"), 4, resume=True, **options)
-    uneven = train(RoundPipeTrainer, Path(folder, "uneven"), 6, rows=UNEVEN, **options)
+    uneven = train(RoundPipeTrainer, Path(folder, "uneven"), 6, data=Rows(UNEVEN), **options)
+    streams = [
+        train(kind, Path(folder, f"{kind.__name__} stream"), 2, data=Stream(), **more)["loss"]
+        for kind, more in ((Trainer, {}), (RoundPipeTrainer, options))
+    ]
     torch.save(uneven["weights"], Path(folder, "uneven", f"{dist.get_rank()}.pt"))
     torch.save(ours["weights"], Path(folder, "ours", f"{dist.get_rank()}.pt"))
     return {
@@ -116,6 +128,7 @@ def in_ranks(folder: str) -> dict[str, Any]:
         "distance": distance(ours["weights"], plain["weights"]),
         "resumed": all(torch.equal(a, b) for a, b in zip(resumed["weights"], ours["weights"], strict=True)),
         "uneven": uneven["loss"],
+        "streams": streams,
         "bad rows": bad_rows(RoundPipeTrainer, Path(folder, "bad")),
         "files": sorted(path.name for path in Path(folder, "ours").iterdir()),
     }

@@ -1,13 +1,13 @@
 """What the terminal shows of tables, numbers and stages."""
 
 import json
-import logging
 
 import pytest
 
 pytest.importorskip("rich")
 
-from yobx_flatten.terminal.output import progress, say_json, table
+from tests import fresh_process
+from yobx_flatten.terminal.output import say_json, table
 
 ROWS = [["a", "first[0]", "1.5"], ["b", "second one", "-"]]
 
@@ -35,15 +35,23 @@ def test_json_has_no_infinite_number(capsys):
     assert json.loads(capsys.readouterr().out) == {"a": [None, None, 1.5], "2": [None, True], "kind": "<class 'int'>"}
 
 
-def test_stages_are_lines_where_there_is_no_terminal(capsys):
+STAGES = """
+import logging
+from yobx_flatten.terminal.output import progress
+
+logger = logging.getLogger("yobx_flatten")
+with progress("opening") as show:
+    show("reading", 1, 3)
+    show("reading", 2, 3)
+    show("writing")
+    logger.info("exporting %s", "a.onnx", extra={"step": True})
+    logger.info("registered something")
+print(logger.level, logger.handlers)
+"""
+
+
+def test_stages_are_lines_where_there_is_no_terminal():
     """One for each, however often it is shown; what the package logs of registrations is none."""
-    logger = logging.getLogger("yobx_flatten")
-    level = logger.level
-    with progress("opening") as show:
-        show("reading", 1, 3)
-        show("reading", 2, 3)
-        show("writing")
-        logger.info("exporting %s", "a.onnx", extra={"step": True})
-        logger.info("registered something")
-    assert capsys.readouterr().err.splitlines() == ["reading", "writing", "exporting a.onnx"]
-    assert (logger.level, logger.handlers) == (level, [])
+    shown = fresh_process.run("-c", STAGES)
+    assert shown.stderr.splitlines() == ["reading", "writing", "exporting a.onnx"]
+    assert shown.stdout == "0 []\n"

@@ -2,6 +2,7 @@
 
 import shutil
 
+import numpy
 import pytest
 import torch
 
@@ -110,6 +111,18 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path, suffix):
         open_runner(tmp_path / f"bad{suffix}", failure=ReplayError)
     with pytest.raises(InvalidArgumentError, match=r"none of the suffixes \.onnx, \.pt2"):
         open_runner(tmp_path / "model.bin")
+
+
+def test_an_array_of_another_type_is_refused(tmp_path):
+    """NumPy's float64 is not made smaller in silence; a number of Python, which has no type, is."""
+    model = torch.nn.Linear(3, 2)
+    export_onnx(model, (), {"input": torch.ones(2, 3)}, tmp_path / "m.onnx", cases=[])
+    runner = open_runner(tmp_path / "m.onnx")
+    x = numpy.arange(6.0).reshape(2, 3)
+    with pytest.raises(ReplayError, match="takes input as float32, and the case has it as float64"):
+        runner.run({"input": x})
+    (found,) = runner.run({"input": x.astype(numpy.float32)}).values()
+    torch.testing.assert_close(torch.as_tensor(found), model(torch.as_tensor(x).float()))
 
 
 def test_a_session_gets_the_caller_s_options_and_providers(files):

@@ -149,6 +149,13 @@ def test_a_damaged_file_of_openvino_is_refused(tmp_path):
         open_runner(tmp_path / "none.xml")
 
 
+def test_a_file_of_text_is_no_package(tmp_path):
+    """Where the runtime is named, so that nothing else is tried."""
+    (tmp_path / "m.pt2").write_text("no archive", encoding="utf-8")
+    with pytest.raises(DamagedFileError, match=r"m\.pt2 cannot be read: File is not a zip file"):
+        open_runner(tmp_path / "m.pt2", runtime="aotinductor", trust=True)
+
+
 def test_a_package_that_is_not_there_is_named(tmp_path):
     """For a runtime that is named, as for the one that a suffix stands for."""
     with pytest.raises(GenerationError, match=r"There is no file .*none.pt2"):

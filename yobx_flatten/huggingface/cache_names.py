@@ -1,0 +1,208 @@
+"""The names of a model's cache: as an argument, as an entry of an output, and in exported files.
+
+transformers has called the argument ``past_key_values`` (models with attention), ``cache_params`` (models with states
+alone) and, from 5.24 on, ``cache`` for all. Which of them a function takes is read off its signature, and which one an
+output has off the output, never off a version number: a model outside of transformers may keep an older word.
+
+.. code-block:: text
+
+    forward(input_ids, cache)              argument_of(forward)      "cache"
+    {"input_ids": ..., "cache": <Cache>}   name_in(values)           "cache"
+    out.cache                              name_in(out)              "cache"
+    past_key_values.0.key, present.0.key   CACHE and PRESENT: inputs and outputs of files, in every version
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = [
+    "CACHE",
+    "PRESENT",
+    "after_cache",
+    "argument_of",
+    "cache_of",
+    "forward_of",
+    "installed_name",
+    "is_cache",
+    "name_in",
+    "named_for",
+    "word_in_files",
+]
+
+CACHE = "past_key_values"
+"""The first part of the names of a file's inputs that are the cache."""
+
+PRESENT = "present"
+"""The first part of the names of a file's outputs that take their place in the next call."""
+
+# Newest first. The first is a usual word, so it counts only where the type or the value shows a cache.
+_USUAL = "cache"
+_WORDS = (_USUAL, CACHE, "cache_params")
+
+_SIDES = ({"key", "value"}, {"decoder", "encoder"})
+
+
+def is_cache(value: Any) -> bool:
+    """Return whether a value is a cache: an object of a cache class, or a list with the keys and values of each layer.
+
+    Args:
+        value: anything.
+
+    >>> is_cache([{"key": 1, "value": 2}]), is_cache([1, 2]), is_cache({"a": 1})
+    (True, False, False)
+    """
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(isinstance(layer, Mapping) and set(layer) in _SIDES for layer in value)
+    if value is None or isinstance(value, (torch.Tensor, torch.nn.Module, type)):
+        return False
+    # states of xLSTM count no tokens
+    return callable(getattr(value, "get_seq_length", None)) or type(value).__name__.endswith("Cache")
+
+
+def name_in(values: Any) -> str | None:
+    """Return which entry of a call's arguments, or of an output, is the cache.
+
+    Args:
+        values: a mapping by name, or an output of a model; anything else has no such entry. An entry that is ``None``
+            counts: it is where the cache would be.
+
+    >>> name_in({"input_ids": 1, "cache_params": None}), name_in({"cache": {"a": 1}})
+    ('cache_params', None)
+    """
+    if not isinstance(values, Mapping):
+        return None
+    # the keys themselves: an output of transformers 5.24 answers to the older words, too
+    names = set(values.keys())
+    for word in _WORDS:
+        if word in names and (word != _USUAL or values[word] is None or is_cache(values[word])):
+            return word
+    return None
+
+
+def cache_of(values: Any) -> Any:
+    """Return the cache among a call's arguments, or of an output; ``None`` where there is none.
+
+    Args:
+        values: see :func:`name_in`.
+    """
+    name = name_in(values)
+    return None if name is None else values[name]
+
+
+def forward_of(model: Any) -> Callable[..., Any]:
+    """Return the forward that names its arguments: of a wrapper that hands all of them on, that of what it wraps.
+
+    Args:
+        model: a module.
+    """
+    forward: Callable[..., Any] = model.forward
+    base = getattr(model, "get_base_model", None)  # PEFT's models take *args and **kwargs
+    if argument_of(forward) is None and callable(base) and base() is not model:
+        return forward_of(base())
+    return forward
+
+
+def argument_of(function: Callable[..., Any]) -> str | None:
+    """Return which parameter of a function is the cache.
+
+    Args:
+        function: a forward, a function that makes masks, or a part of a model that reads the cache.
+
+    Returns:
+        Its name. ``None`` where no parameter has a known word or the type of a cache.
+
+    >>> def forward(input_ids, past_key_values=None): ...
+    >>> argument_of(forward)
+    'past_key_values'
+    """
+    parameters = _parameters(function)
+    if parameters is None:
+        return None
+    for word in _WORDS:
+        if word in parameters and (word != _USUAL or _names_a_cache(parameters[word])):
+            return word
+    # a word of a later version
+    typed = [name for name, parameter in parameters.items() if _is_typed(parameter) and _names_a_cache(parameter)]
+    return typed[0] if len(typed) == 1 else None
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # written in C
+        return None
+
+
+def _is_typed(parameter: inspect.Parameter) -> bool:
+    return parameter.annotation is not inspect.Parameter.empty
+
+
+def _names_a_cache(parameter: inspect.Parameter) -> bool:
+    """Whether a parameter may be a cache by its type: one that states none may be."""
+    return not _is_typed(parameter) or "Cache" in str(parameter.annotation)
+
+
+def named_for(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments with the cache under the name that a function has for it.
+
+    Args:
+        function: what is called with them.
+        kwargs: keyword arguments, the cache under any of the known names.
+
+    Returns:
+        The same entries in the same order.
+
+    >>> def forward(input_ids, cache: "Cache"): ...
+    >>> named_for(forward, {"input_ids": 1, "past_key_values": None})
+    {'input_ids': 1, 'cache': None}
+    """
+    given, wanted = name_in(kwargs), argument_of(function)
+    parameters = _parameters(function)
+    if given is None or wanted is None or given == wanted or given in (parameters or ()):
+        return dict(kwargs)
+    return {wanted if name == given else name: value for name, value in kwargs.items()}
+
+
+@functools.cache
+def installed_name() -> str:
+    """Return the name of the cache in the outputs of the installed transformers."""
+    import dataclasses
+
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    fields = {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
+    return next(word for word in _WORDS if word in fields)
+
+
+def word_in_files(name: str, value: Any, word: str = CACHE) -> str:
+    """Return what a file calls an entry of the inputs, or of the outputs: one word for the cache.
+
+    Args:
+        name: the entry.
+        value: what stands there.
+        word: :data:`CACHE`, the default, or :data:`PRESENT`.
+
+    >>> word_in_files("cache_params", None), word_in_files("input_ids", 1)
+    ('past_key_values', 'input_ids')
+    """
+    is_it = name in _WORDS and (name != _USUAL or is_cache(value))
+    return word if is_it else name
+
+
+def after_cache(name: str) -> str | None:
+    """Return what follows the word for the cache in the name of a file's input; ``None`` for any other input.
+
+    Args:
+        name: of an input of a file, also of one that was written with another word.
+
+    >>> after_cache("past_key_values.0.key"), after_cache("cache_params.0.state"), after_cache("input_ids")
+    ('.0.key', '.0.state', None)
+    """
+    word = next((word for word in _WORDS if word != _USUAL and name.startswith(f"{word}.")), None)
+    return None if word is None else name.removeprefix(word)

@@ -29,6 +29,7 @@ from ..errors.dependencies import require
 from ..export.onnx_export import export_onnx
 from ..export.replay import Case
 from ..export.report import ExportReport
+from ..huggingface.cache_names import CACHE, PRESENT, cache_of
 from ..huggingface.caches.layers import code_of
 from ..huggingface.cases import DecodeSizes, decode_inputs
 from ..model_folder.writable import check_writable
@@ -176,8 +177,8 @@ def _export(name: str, text: str, output: pathlib.Path, stages: _Stages) -> _Row
         if not isinstance(error.report, ExportReport):
             raise
         report, failure = error.report, str(error)
-    leaves = sum(leaf.startswith("past_key_values") for leaf in report.input_names)
-    return _Row(name, _layers(kwargs["past_key_values"]), leaves, path, report, failure)
+    leaves = sum(leaf.startswith(CACHE) for leaf in report.input_names)
+    return _Row(name, _layers(cache_of(kwargs)), leaves, path, report, failure)
 
 
 def _build(name: str) -> Any:
@@ -197,7 +198,7 @@ def _inputs(model: Any, sizes: DecodeSizes, text: str) -> dict[str, Any]:
         # the decoder begins with what the encoder read, as a summary does
         return decode_inputs(model, sizes, tokens=tokens, source=_tokens(text, sizes.batch, sizes.source))
     # positions are inputs, since a padded row does not begin at its first column
-    names = ("input_ids", "attention_mask", "position_ids", "past_key_values")
+    names = ("input_ids", "attention_mask", "position_ids", CACHE)
     return decode_inputs(model, sizes, like=dict.fromkeys(names), tokens=tokens)
 
 
@@ -286,12 +287,12 @@ def _largest(report: ExportReport, runtime: str) -> float:
 
 def _next_steps(row: _Row) -> str:
     names = row.report.input_names
-    others = [name for name in names if not name.startswith("past_key_values")]
-    cache = [name for name in names if name.startswith("past_key_values")]
+    others = [name for name in names if not name.startswith(CACHE)]
+    cache = [name for name in names if name.startswith(CACHE)]
     return (
         f'Load:  session = onnxruntime.InferenceSession("{row.path.as_posix()}")\n'
         f"Feed:  session.run(None, feeds) with {', '.join(others)}, {cache[0]} ... {cache[-1]}; "
-        "next time past_key_values.* is what came out as present.*\n"
+        f"next time {CACHE}.* is what came out as {PRESENT}.*\n"
         "Read:  docs/ in the repository; `make docs` builds the site"
     )
 

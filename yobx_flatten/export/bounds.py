@@ -20,6 +20,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 
 from ..errors import DynamicShapesError, InvalidArgumentError
+from ..huggingface.cache_names import after_cache
 from ..storage.matching import leaves_of
 from ..trees.naming import leaf_names
 from ..trees.node import key_name, node_of
@@ -149,7 +150,7 @@ class Bounds:
                 most = getattr(dim, "max", None)
                 if most is None or not isinstance(leaf, torch.Tensor) or axis >= leaf.dim():
                     continue
-                counts = not leaf.is_floating_point() or name.startswith("past_key_values.")
+                counts = not leaf.is_floating_point() or after_cache(name) is not None
                 grows = (steps - 1) * new if axis and counts and name not in _NEW else 0
                 if leaf.shape[axis] + grows > most:
                     return False

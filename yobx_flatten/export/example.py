@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 
 from ..declare.scopes import options_in_use
 from ..errors import DynamicShapesError
-from ..huggingface.cases import cache_name
+from ..huggingface.cache_names import forward_of, name_in, named_for
 from ..huggingface.layer_weights import offloaded_readers, streamed_readers
 from ..storage.matching import leaves_of
 from ..trees.arguments import check_no_modules, shapes_by_name
@@ -140,6 +140,10 @@ def make_example(
         NotRegisteredError: when an input is a module.
         DynamicShapesError: when ``shapes`` does not fit the inputs, or these are above the bounds.
     """
+    # the cache may be given under the word of another version of transformers
+    kwargs = named_for(forward_of(module), kwargs)
+    if isinstance(shapes, Mapping):
+        shapes = named_for(forward_of(module), shapes)
     inputs = _by_name(module, args, kwargs)
     check_no_modules(inputs)
     brought = {*streamed_readers(module), *offloaded_readers(module)}
@@ -147,7 +151,7 @@ def make_example(
     why_not, remarks = sizes_of(module, args, kwargs)
     given = not (shapes is None or (isinstance(shapes, str) and shapes == "auto"))
     specs, axis_names = _complete(module, inputs, kwargs, shapes, bounds)
-    cache_is = cache_name(kwargs) or ""
+    cache_is = name_in(kwargs) or ""
     why_not, notes = no_data or why_not, tuple(remarks)
     example = Example(module, args, kwargs, specs, axis_names, cache_is, no_data, why_not, notes, bounds)
     fixed = _fixed_axes(example, given)

@@ -19,7 +19,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..diagnose.spec_diff import compare_specs
 from ..errors import InvalidArgumentError, SpecMismatchError, describe_class
-from ..huggingface.cases import cache_name
+from ..huggingface.cache_names import name_in
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
 from ..trees.naming import leaf_names
@@ -122,7 +122,7 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
     why_not, remarks = sizes_of(module, args, kwargs)
     varies = any(any(type(size) is not int for size in shape) for shape in _shapes_taken(program))
     shapes = dynamic_shapes(kwargs) if varies else None
-    cache_is = cache_name(kwargs) or ""
+    cache_is = name_in(kwargs) or ""
     return Example(module, args, kwargs, shapes, {}, cache_is, no_data, no_data or why_not, tuple(remarks))
 
 

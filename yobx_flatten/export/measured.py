@@ -49,7 +49,7 @@ def measure(
     """
     block_size = quantization.block_size if block_size is None else block_size
     module, distance = example.module, Distance()
-    side = ByName(runner, example.names, example.cache_is)
+    side = ByName(runner, example.names)
     after = module.next_inputs if isinstance(module, SlidingDecoder) else following()
     for case in cases:
         logger.info("comparing %s", case.name, extra=STEP)

@@ -20,10 +20,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..huggingface.cache_names import CACHE, PRESENT
+
 __all__ = ["name_axes"]
 
 _SYMBOL = re.compile(r"\b[su]\d+\b")
-_CACHE = re.compile(r"(?:past_key_values|cache_params)\.(\d+)\.(?:(decoder|encoder)\.)?(key|value)")
+_CACHE = re.compile(rf"{CACHE}\.(\d+)\.(?:(decoder|encoder)\.)?(key|value)")
 _ENCODER = ("encoder_hidden_states", "encoder_outputs.", "encoder_attention_mask", "decoder_input_ids")
 
 
@@ -97,7 +99,7 @@ def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[A
             if side == "encoder":
                 parts[name, 2] = "encoder_sequence_length_out"
                 continue
-            grown = outputs.get(f"present.{layer}.{side + '.' if side else ''}{part}")
+            grown = outputs.get(f"{PRESENT}.{layer}.{side + '.' if side else ''}{part}")
             slides = grown is not None and "Min(" in str(grown[2])
             parts[name, 2] = past + ("window_length" if slides else "sequence_length")
     return _told_apart(parts, inputs)

@@ -131,6 +131,7 @@ def export_onnx(
         check_text(example, quantization)
         with unproven_file(target) as file:
             traced = program = traced_example(example, report)
+            traced.check_cache_outputs(report.module)
             with report.timed("replay"):
                 chosen = cases_of(example, cases, steps, report)
                 if report.proof == "full" and traced.readers:

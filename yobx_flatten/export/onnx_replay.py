@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
 import pathlib
@@ -14,7 +13,7 @@ import torch
 from ..errors import ReplayError
 from ..errors.log import STEP
 from ..errors.messages import first_line
-from ..huggingface.cases import CACHE_NAMES
+from ..huggingface.cache_names import CACHE, argument_of
 from ..huggingface.sliding_decoder import SlidingDecoder
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import has_mapped_weights, mapped_options, open_session
@@ -58,9 +57,9 @@ def replay_file(
         return
     types = zip(traced.output_names, traced.output_types, strict=True)
     pairs = [name for name, dtype in types if dtype is not None and dtype.is_complex]
-    sides = [ByName(runner, example.names, example.cache_is, pairs)]
+    sides = [ByName(runner, example.names, pairs)]
     if runner.shared:
-        sides.append(ByName(InSharedMemory(session, path.name), example.names, example.cache_is, pairs))
+        sides.append(ByName(InSharedMemory(session, path.name), example.names, pairs))
     after = module.next_inputs if isinstance(module, SlidingDecoder) else following()
     for case, side in itertools.product(cases, sides):
         logger.info("replaying %s with %s", case.name, side.runtime, extra=STEP)
@@ -82,11 +81,10 @@ def _remarks(example: Example, traced: Traced) -> list[str]:
             "onnxruntime draws random numbers of its own, so that differences to it mean nothing: export what "
             "draws none (module.eval()), or pass them as an input."
         )
-    takes = set(inspect.signature(example.module.forward).parameters) & set(CACHE_NAMES)
+    takes = argument_of(example.module.forward) is not None
     can_generate: Any = getattr(example.module, "can_generate", None)
     generates = callable(can_generate) and can_generate()
-    fed = tuple(f"{name}." for name in takes)
-    if generates and takes and not any(name.startswith(fed) for name in traced.input_names):
+    if generates and takes and not any(name.startswith(f"{CACHE}.") for name in traced.input_names):
         remarks.append(
             "this file takes no cache: each call reads all tokens from the first on. For one that goes on from a "
             "cache: export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...), or "

@@ -164,6 +164,7 @@ def write_for(
     report = ExportReport(name, tolerance=source.tolerance, proof=source.proof, runtime=runtime)
     with register_flattening_functions(**options_in_use()):
         fed = source.feedable(report)
+        fed.traced.check_cache_outputs(name)
         report.input_names, report.output_names = fed.traced.input_names, fed.traced.output_names
         with unproven_file(target) as file:
             logger.info("writing %s for %s", name, runtime, extra=STEP)
@@ -299,7 +300,7 @@ def _replay(source: Source, file: UnprovenFile, report: ExportReport, **options:
     pairs = [] if runtime != "openvino" else [name for name, dtype in types if dtype is not None and dtype.is_complex]
     module: torch.nn.Module = example.module
     after = module.next_inputs if isinstance(module, SlidingDecoder) else following()
-    side = ByName(runner, example.names, example.cache_is, pairs)
+    side = ByName(runner, example.names, pairs)
     for case in source.cases:
         logger.info("replaying %s with %s", case.name, runtime, extra=STEP)
         with report.timed("replay"):

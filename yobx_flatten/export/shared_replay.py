@@ -21,7 +21,7 @@ class InSharedMemory(OnnxRunner):
         """Run one call; see :meth:`.runner.Runner.run`. Keys and values are returned as long as they are filled."""
         if self.refuses(inputs):
             return self.run_in_parts(inputs)
-        slots = {slot.port.name: slot.present for slot in self.slots}
+        slots = {slot.port.name: slot.present for slot in self.slots if slot.present is not None}
         given = {name: inputs[name] for name in self.ports}
         feeds = {name: value for name, value in given.items() if name not in slots}
         outputs, cache = self.step(feeds, self.cache({name: given[name] for name in slots}))

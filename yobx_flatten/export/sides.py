@@ -13,6 +13,8 @@ import torch.utils._pytree as pytree
 
 from ..diagnose.compare import compare_outputs, largest_difference
 from ..errors import ReplayError
+from ..huggingface.cache_names import cache_of
+from ..runners.ports import present_of
 from ..runners.program_runner import ProgramRunner
 from ..runners.runner import Runner
 from ..trees.naming import leaf_names
@@ -27,7 +29,7 @@ class Nested:
 
     Args:
         runner: the program.
-        cache_is: name of the input and output that is the cache; ``""`` without one.
+        cache_is: name of the input that is the cache; ``""`` without one.
     """
 
     def __init__(self, runner: ProgramRunner, cache_is: str) -> None:
@@ -45,7 +47,7 @@ class Nested:
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Any) -> Mapping[str, Any]:
         """Put the program's own cache object in place of the eager one."""
-        return {**kwargs, self._cache_is: getattr(outputs, self._cache_is, None)}
+        return {**kwargs, self._cache_is: cache_of(outputs)}
 
 
 class ByName:
@@ -56,13 +58,12 @@ class ByName:
     Args:
         runner: the file.
         input_leaves: the names of all leaves of the module's inputs, in order.
-        cache_is: the input that is the cache; ``""`` without one.
         pairs: outputs that are complex numbers in the module; none by default.
     """
 
-    def __init__(self, runner: Runner, input_leaves: Sequence[str], cache_is: str, pairs: Collection[str] = ()) -> None:
+    def __init__(self, runner: Runner, input_leaves: Sequence[str], pairs: Collection[str] = ()) -> None:
         self.runtime: str = runner.runtime
-        self._runner, self._input_leaves, self._cache_is, self._pairs = runner, input_leaves, cache_is, pairs
+        self._runner, self._input_leaves, self._pairs = runner, input_leaves, pairs
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Run one step; return its outputs by name."""
@@ -92,9 +93,7 @@ class ByName:
         """Put the file's own cache in place of the eager one."""
         leaves, spec = pytree.tree_flatten(dict(kwargs))
         own = [
-            _like(leaf, outputs.get("present" + name.removeprefix(self._cache_is), leaf))
-            if name.startswith(f"{self._cache_is}.")
-            else leaf
+            leaf if (present := present_of(name)) is None else _like(leaf, outputs.get(present, leaf))
             for name, leaf in zip(leaf_names(dict(kwargs)), leaves, strict=True)
         ]
         return pytree.tree_unflatten(own, spec)  # type: ignore[no-any-return] # a dict, as it was

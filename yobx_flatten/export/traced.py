@@ -16,7 +16,9 @@ from ..diagnose.export_errors import explain_error
 from ..diagnose.refused import explain_leaf
 from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
 from ..errors.log import STEP
+from ..huggingface.cache_names import CACHE
 from ..huggingface.layer_weights import Reader, offloaded_readers, streamed_readers
+from ..runners.ports import check_cache_outputs
 from ..trees.naming import output_names
 from ..trees.walk import torch_leaves
 from ..trees.weights import about_devices, on_other_devices
@@ -55,6 +57,22 @@ class Traced:
     drawing: Sequence[str]
     readers: Mapping[str, Reader] = dataclasses.field(default_factory=dict)
     kept: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def check_cache_outputs(self, name: str) -> None:
+        """Refuse to make a file of a module that takes a cache and does not return it.
+
+        Args:
+            name: the class of the module.
+
+        Raises:
+            GenerationError: naming the inputs without an output.
+        """
+        remedy = (
+            "Return the cache that the model returns next to the scores, or give the input another name if no call "
+            f'follows:\n    return {{"logits": out.logits, "{CACHE}": cache_of(out)}}  # from '
+            "yobx_flatten.huggingface.cache_names"
+        )
+        check_cache_outputs(self.input_names, self.output_names, name, remedy=remedy)
 
     def remarks(self) -> list[str]:
         """Return notes for the report on what it does to its state."""
@@ -104,7 +122,7 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
         if explained is None:
             raise
         raise explained from error
-    check_all_read(module, swallowed, program, _by_argument(example.names, _user_inputs(program)))
+    check_all_read(module, swallowed, program, _by_argument(example.inputs, _user_inputs(program)))
     if example.bounds is not None:
         example.bounds.check_program(example.inputs, example.shapes, program, example.names)
     return described(program, example)
@@ -189,12 +207,13 @@ def _in_graph(names: Sequence[str], specs: Sequence[Any]) -> list[str]:
     return [name for name, spec in zip(names, specs, strict=True) if not isinstance(spec.arg, ConstantArgument)]
 
 
-def _by_argument(names: Sequence[str], specs: Sequence[Any]) -> dict[str, list[str]]:
+def _by_argument(inputs: Mapping[str, Any], specs: Sequence[Any]) -> dict[str, list[str]]:
     """For each argument, the inputs of the graph that its leaves are."""
+    names = [name for name, value in inputs.items() for _ in pytree.tree_leaves(value)]
     found: dict[str, list[str]] = {}
     for name, spec in zip(names, specs, strict=True):
         if not isinstance(spec.arg, ConstantArgument):
-            found.setdefault(name.split(".")[0], []).append(spec.arg.name)
+            found.setdefault(name, []).append(spec.arg.name)
     return found
 
 

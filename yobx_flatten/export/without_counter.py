@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from ..diagnose.compare import largest_difference
+from ..huggingface.cache_names import CACHE, cache_of
 from ..huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
 from .example import Example, make_example
 from .replay import clone
@@ -29,7 +30,7 @@ def without_counter(example: Example, traced: Traced, report: ExportReport) -> E
         The example; ``None`` for another model, or where the counter stays.
     """
     module, kwargs = example.module, example.kwargs
-    if not counts_by_itself(kwargs.get("past_key_values")):
+    if not counts_by_itself(cache_of(kwargs)):
         return None
     why_not = "there are positional arguments" if example.args else why_not_sliding(module, kwargs)
     if why_not is None:
@@ -38,11 +39,9 @@ def without_counter(example: Example, traced: Traced, report: ExportReport) -> E
         with torch.no_grad(), undisturbed(module, traced.written), seeded(0):
             expected = module(**clone(dict(kwargs)))
             found = decoder(**clone(inputs))
-        if largest_difference(expected.logits, found["logits"]) <= report.tolerance:
+        if largest_difference(expected["logits"], found["logits"]) <= report.tolerance:
             fed = make_example(decoder, (), inputs, decoder.shapes(example.shapes), example.bounds)
             return dataclasses.replace(fed, axis_names=example.axis_names)
         why_not = "the model computes something else from the length of the mask"
-    report.remark(
-        f"past_key_values.length, how many tokens were seen, is an input that other tools do not feed: {why_not}."
-    )
+    report.remark(f"{CACHE}.length, how many tokens were seen, is an input that other tools do not feed: {why_not}.")
     return None

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 
 from ..errors import GenerationError, InvalidArgumentError, describe_class
+from ..huggingface.cache_names import CACHE
+from ..runners.ports import check_cache_outputs, present_of
 from ..runners.runner import Runner
 from .beams import BeamSearch, BeamSettings
 from .image_positions import image_positions
@@ -97,9 +99,11 @@ class Generator:
                 )
                 if "logits" not in part.outputs:
                     raise GenerationError(f"{part.name} returns {', '.join(part.outputs)}, and no logits.")
+        if parts.prefill is not None:
+            check_cache_outputs(parts.decoder.ports, parts.prefill.outputs, parts.prefill.name, of=parts.decoder.name)
         if not parts.decoder.slots:
             raise GenerationError(
-                f"{parts.decoder.name} takes no past_key_values.*: it would read the whole text for every token. "
+                f"{parts.decoder.name} takes no {CACHE}.*: it would read the whole text for every token. "
                 "Export it with a cache:\n    export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...)"
             )
 
@@ -358,7 +362,7 @@ class Generator:
         runner = decoder if sequence.cache or self.parts.prefill is None else self.parts.prefill
         outputs, cache = runner.step(self._feeds(runner, sequence), sequence.cache)
         if runner is not decoder:
-            cache = {slot.port.name: cache[slot.present] for slot in decoder.slots}
+            cache = {slot.port.name: cache[present_of(slot.port.name) or ""] for slot in decoder.slots}
         sequence.cache = cache
         return outputs["logits"][:, -1].float()
 

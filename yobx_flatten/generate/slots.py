@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ..errors import GenerationError
+from ..huggingface.cache_names import CACHE
 from ..runners.ports import CacheSlot, Port
 from ..runners.runner import Runner
 
@@ -63,7 +64,7 @@ def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> 
     if unknown:
         raise GenerationError(
             f"{where} takes {', '.join(unknown)}, which a generation loop does not know. It knows "
-            f"{', '.join(sorted(known))}, and past_key_values.*."
+            f"{', '.join(sorted(known))}, and {CACHE}.*."
         )
     text = [name for name, port in ports.items() if port.dtype is None]
     if text:

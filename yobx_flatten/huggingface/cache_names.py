@@ -32,6 +32,7 @@ __all__ = [
     "is_cache",
     "name_in",
     "named_for",
+    "spellings_of",
     "word_in_files",
 ]
 
@@ -193,6 +194,19 @@ def word_in_files(name: str, value: Any, word: str = CACHE) -> str:
     """
     is_it = name in _WORDS and (name != _USUAL or is_cache(value))
     return word if is_it else name
+
+
+def spellings_of(path: str) -> list[str]:
+    """Return the path of a leaf with each known word for the cache in front; none for a leaf of another entry.
+
+    Args:
+        path: keys with dots between them, as :func:`torch.export.export` names inputs.
+
+    >>> spellings_of("cache_params.key_0"), spellings_of("input_ids")
+    (['cache.key_0', 'past_key_values.key_0', 'cache_params.key_0'], [])
+    """
+    first, dot, rest = path.partition(".")
+    return [word + dot + rest for word in _WORDS] if first in _WORDS and dot else []
 
 
 def after_cache(name: str) -> str | None:

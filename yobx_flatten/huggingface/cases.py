@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from ..errors import FlattenError, InvalidArgumentError, describe_class
+from .cache_names import argument_of, cache_of, forward_of, installed_name, name_in, named_for
 from .contiguous import contiguous
 from .layer_weights import device_of_inputs
+from .state_decoder import has_states_alone, new_dynamic_cache
 
 __all__ = [
-    "CACHE_NAMES",
     "DecodeSizes",
     "ambiguous_without",
-    "cache_name",
     "decode_inputs",
     "default_sizes",
     "keeps_all",
@@ -27,18 +27,9 @@ __all__ = [
     "why_not_resizable",
 ]
 
-CACHE_NAMES = ("past_key_values", "cache_params")
-"""What models call the cache they take and return; the second are those without attention."""
-
-_DECODER = {"input_ids", "attention_mask", "position_ids", *CACHE_NAMES, "use_cache"}
-_ENCODER_DECODER = {
-    "decoder_input_ids",
-    "decoder_attention_mask",
-    "encoder_outputs",
-    "attention_mask",
-    "past_key_values",
-    "use_cache",
-}
+# in addition to the cache
+_DECODER = {"input_ids", "attention_mask", "position_ids", "use_cache"}
+_ENCODER_DECODER = {"decoder_input_ids", "decoder_attention_mask", "encoder_outputs", "attention_mask", "use_cache"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,15 +70,6 @@ class DecodeSizes:
         return f"batch {self.batch}, past {self.past}, new {self.new}{padding}"
 
 
-def cache_name(names: Container[str]) -> str | None:
-    """Return which of a model's inputs or outputs is its cache.
-
-    >>> cache_name(["input_ids", "cache_params"])
-    'cache_params'
-    """
-    return next((name for name in CACHE_NAMES if name in names), None)
-
-
 def why_not_resizable(model: Any, kwargs: Mapping[str, Any]) -> str | None:
     """Return why the inputs of a model cannot be made in other sizes; ``None`` when they can.
 
@@ -101,10 +83,10 @@ def why_not_resizable(model: Any, kwargs: Mapping[str, Any]) -> str | None:
         return f"its encoder reads {model.main_input_name}"
     if not {"input_ids", "decoder_input_ids"} & set(kwargs):
         return "the inputs hold no input_ids"
-    cache = kwargs.get(cache_name(kwargs) or "")
+    cache = cache_of(kwargs)
     if type(cache).__name__ == "QuantizedCache" and not _is_fp8(cache):
         return "an empty cache with the quantisation of this one is not made here"
-    known = _ENCODER_DECODER if "encoder_outputs" in kwargs else _DECODER
+    known = {*(_ENCODER_DECODER if "encoder_outputs" in kwargs else _DECODER), name_in(kwargs)}
     unknown = [name for name, value in kwargs.items() if name not in known and isinstance(value, torch.Tensor)]
     if unknown:
         return f"the sizes of {', '.join(unknown)} are not known"
@@ -177,8 +159,8 @@ def decode_inputs(
         model: a causal or encoder-decoder model of transformers.
         sizes: batch, past and new tokens, padding.
         like: inputs whose names are used and whose static cache's length is kept; by default ``input_ids`` (or
-            ``decoder_input_ids`` and ``encoder_outputs``), ``attention_mask`` and ``past_key_values``. Without
-            ``past_key_values`` all tokens are new.
+            ``decoder_input_ids`` and ``encoder_outputs``), ``attention_mask`` and the cache, under the name that the
+            model has for it. Without a cache all tokens are new.
         seed: seed of the random tokens; 0 by default.
         tokens: what to decode, integers of shape (batch, past + new); random by default.
         source: what the encoder reads, integers of shape (batch, source); random by default.
@@ -196,7 +178,8 @@ def decode_inputs(
     >>> inputs = decode_inputs(LlamaForCausalLM(config), DecodeSizes(batch=2, past=5, new=1))
     >>> {name: tuple(inputs[name].shape) for name in ("input_ids", "attention_mask")}
     {'input_ids': (2, 1), 'attention_mask': (2, 6)}
-    >>> inputs["past_key_values"].get_seq_length()
+    >>> from yobx_flatten.huggingface.cache_names import cache_of
+    >>> cache_of(inputs).get_seq_length()
     5
     """
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
@@ -225,20 +208,17 @@ def decode_inputs(
 
     tokens = given_or_random("tokens", tokens, sizes.past + sizes.new)
     if like is None:
-        like = dict.fromkeys(
-            ("decoder_input_ids", "encoder_outputs", "attention_mask", "past_key_values")
-            if encoder_decoder
-            else _decoder_inputs(model)
-        )
-    if sizes.past == 0 and cache_name(like) is not None:
+        like = dict.fromkeys(_usual_inputs(model, encoder_decoder))
+    like = named_for(forward_of(model), like)
+    cache_is = name_in(like)
+    if sizes.past == 0 and cache_is is not None:
         raise InvalidArgumentError(
             f"decode_inputs: a cache cannot be filled with no tokens ({sizes}). Give past=1 or more, or leave "
-            "past_key_values out of `like`."
+            f"{cache_is} out of `like`."
         )
     mask = torch.ones_like(tokens)
     mask[0, : sizes.padding] = 0
     past, new = slice(0, sizes.past), slice(sizes.past, None)
-    cache_is = cache_name(like)
     fresh = _fresh_cache(model, like.get(cache_is or ""))
     made: dict[str, Any] = {}
     with torch.no_grad():
@@ -253,7 +233,7 @@ def decode_inputs(
                 return {name: made.get(name, value) for name, value in like.items()}
             if "decoder_attention_mask" in like:
                 prefill["decoder_attention_mask"] = mask[:, past]
-            cache = model(decoder_input_ids=tokens[:, past], use_cache=True, **{cache_is: fresh}, **prefill)
+            filled = model(decoder_input_ids=tokens[:, past], use_cache=True, **{cache_is: fresh}, **prefill)
             made = {**prefill, "decoder_input_ids": tokens[:, new], "decoder_attention_mask": mask}
         else:
             prefill = {"attention_mask": mask[:, past]} if "attention_mask" in like else {}
@@ -263,13 +243,13 @@ def decode_inputs(
                 return {name: made.get(name, value) for name, value in like.items()}
             if "position_ids" in like:
                 prefill["position_ids"] = positions[:, past]
-            cache = model(input_ids=tokens[:, past], use_cache=True, **{cache_is: fresh}, **prefill)
-            if getattr(cache, cache_is, None) is None and cache_is == "past_key_values":
+            filled = model(input_ids=tokens[:, past], use_cache=True, **{cache_is: fresh}, **prefill)
+            if cache_of(filled) is None:
                 # generate() always hands one over, and some models make none of their own (Granite4Vision)
-                fresh = _dynamic_cache(config)
-                cache = model(input_ids=tokens[:, past], use_cache=True, past_key_values=fresh, **prefill)
+                fresh = new_dynamic_cache(config)
+                filled = model(input_ids=tokens[:, past], use_cache=True, **{cache_is: fresh}, **prefill)
             made = {"input_ids": tokens[:, new], "attention_mask": mask, "position_ids": positions[:, new]}
-    made[cache_is] = getattr(cache, cache_is)
+    made[cache_is] = cache_of(filled)
     made = {name: contiguous(value) for name, value in made.items()}
     # what is not a tensor (use_cache=True, ...) is the caller's
     return {name: made.get(name, value) for name, value in like.items()}
@@ -286,14 +266,13 @@ def next_inputs(kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[
     Returns:
         Keyword arguments, or ``None`` when there is no cache to continue with.
     """
-    cache_is = cache_name(kwargs) or ""
-    cache = getattr(outputs, cache_is, None)
-    if cache is None or kwargs[cache_is] is None:
+    cache_is, cache = name_in(kwargs), cache_of(outputs)
+    if cache_is is None or cache is None or kwargs[cache_is] is None:
         return None
     if not pytree.tree_leaves(kwargs[cache_is]):  # a program for an empty cache does not take a filled one
         return None
     # a model can keep a second cache, as the encoder's of one that hears while it is spoken to
-    returned = {name: getattr(outputs, name, None) for name in kwargs}
+    returned = {name: outputs.get(name) for name in kwargs}
     following = {
         name: returned[name] if type(returned[name]) is type(given) and not isinstance(given, torch.Tensor) else given
         for name, given in kwargs.items()
@@ -303,7 +282,7 @@ def next_inputs(kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[
     ids_name = "decoder_input_ids" if encoder_decoder else "input_ids"
     ids = kwargs[ids_name]
     generator = torch.Generator().manual_seed(seed)
-    following[ids_name] = torch.randint(0, outputs.logits.shape[-1], ids.shape, generator=generator).to(ids.device)
+    following[ids_name] = torch.randint(0, outputs["logits"].shape[-1], ids.shape, generator=generator).to(ids.device)
     mask_name = "decoder_attention_mask" if encoder_decoder else "attention_mask"
     if isinstance(kwargs.get(mask_name), torch.Tensor):
         mask = kwargs[mask_name]
@@ -318,18 +297,12 @@ def _encoder_reads_tokens(model: Any) -> bool:
     return get_encoder is None or "input_ids" in inspect.signature(get_encoder().forward).parameters
 
 
-def _decoder_inputs(model: Any) -> tuple[str, ...]:
+def _usual_inputs(model: Any, encoder_decoder: bool) -> tuple[str, ...]:
+    cache_is = argument_of(forward_of(model)) or installed_name()
+    if encoder_decoder:
+        return "decoder_input_ids", "encoder_outputs", "attention_mask", cache_is
     # models without attention take a mask of the new tokens only, and have no use for one while they decode
-    if cache_name(inspect.signature(model.forward).parameters) == "cache_params":
-        return "input_ids", "cache_params"
-    return "input_ids", "attention_mask", "past_key_values"
-
-
-def _dynamic_cache(config: Any) -> Any:
-    from transformers.cache_utils import DynamicCache
-
-    takes_config = "config" in inspect.signature(DynamicCache.__init__).parameters  # not before 4.57
-    return DynamicCache(config=config) if takes_config else DynamicCache()
+    return ("input_ids", cache_is) if has_states_alone(model) else ("input_ids", "attention_mask", cache_is)
 
 
 def slides(config: Any) -> bool:
@@ -338,7 +311,7 @@ def slides(config: Any) -> bool:
     Args:
         config: the configuration of the decoder.
     """
-    return any(getattr(layer, "is_sliding", False) for layer in _dynamic_cache(config).layers)
+    return any(getattr(layer, "is_sliding", False) for layer in new_dynamic_cache(config).layers)
 
 
 def keeps_all(cache: Any) -> bool:

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+from ..recipe.aliases import PlainCache
 from .builders import make_dynamic_cache
+from .cache_names import CACHE, PRESENT, argument_of, cache_of, name_in
 from .caches.layers import code_of
 
 __all__ = ["SlidingDecoder", "counts_by_itself", "why_not_sliding"]
 
-_FED = ("input_ids", "attention_mask", "position_ids", "past_key_values")
+_FED = ("input_ids", "attention_mask", "position_ids")  # and the cache
 
 
 def counts_by_itself(cache: Any) -> bool:
@@ -42,10 +44,13 @@ def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> str | 
         model: the module that is exported.
         kwargs: its example keyword arguments, with a cache that :func:`counts_by_itself`.
     """
-    lacking = [name for name in _FED if name not in inspect.signature(model.forward).parameters]
+    takes = inspect.signature(model.forward).parameters
+    lacking = [name for name in _FED if name not in takes]
+    lacking += ["cache"] if argument_of(model.forward) is None else []
     if lacking:
         return f"the model takes no {' and no '.join(lacking)}"
-    others = [name for name, value in kwargs.items() if name not in _FED and isinstance(value, torch.Tensor)]
+    fed = (*_FED, name_in(kwargs))
+    others = [name for name, value in kwargs.items() if name not in fed and isinstance(value, torch.Tensor)]
     if others or not isinstance(kwargs.get("input_ids"), torch.Tensor):
         return f"there is {' and '.join(others)} among the inputs" if others else "there are no input_ids"
     mask = kwargs.get("attention_mask")
@@ -65,18 +70,19 @@ class SlidingDecoder(torch.nn.Module):
 
     def __init__(self, model: Any, kwargs: Mapping[str, Any]) -> None:
         super().__init__()
-        layers = kwargs["past_key_values"].layers
-        self.model = model
+        self.model, self.cache_is = model, argument_of(model.forward) or CACHE
+        layers = cache_of(kwargs).layers
         self.classes = [type(layer) for layer in layers]
         self.windows = [{"sliding_window": layer.sliding_window} for layer in layers]
-        self.made = [name for name in _FED[1:3] if not isinstance(kwargs.get(name), torch.Tensor)]
-        self.constants = {name: value for name, value in kwargs.items() if name not in _FED and value is not None}
+        self.made = [name for name in _FED[1:] if not isinstance(kwargs.get(name), torch.Tensor)]
+        fed = (*_FED, name_in(kwargs))
+        self.constants = {name: value for name, value in kwargs.items() if name not in fed and value is not None}
 
     @property
     def kept(self) -> dict[str, int]:
         """The most tokens that each input of the cache holds: the new token itself is part of the window."""
         return {
-            f"past_key_values.{layer}.{leaf}": window["sliding_window"] - 1
+            f"{CACHE}.{layer}.{leaf}": window["sliding_window"] - 1
             for layer, window in enumerate(self.windows)
             for leaf in ("key", "value")
         }
@@ -88,7 +94,7 @@ class SlidingDecoder(torch.nn.Module):
             kwargs: the arguments of the model. Without a mask nothing is padded; without positions they are counted as
                 the model counts them, from the number of tokens seen on.
         """
-        ids, cache = kwargs["input_ids"], kwargs["past_key_values"]
+        ids, cache = kwargs["input_ids"], cache_of(kwargs)
         batch, new = ids.shape
         past = cache.layers[0].cumulative_length
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -100,27 +106,25 @@ class SlidingDecoder(torch.nn.Module):
             "input_ids": ids,
             "attention_mask": mask,
             "position_ids": positions,
-            "past_key_values": [_pair(layer) for layer in cache.layers],
+            "cache": [_pair(layer) for layer in cache.layers],
         }
 
     def shapes(self, given: Any) -> Any:
         """Make the dynamic shapes of this module from those of the model."""
         if given is None:
             return None
-        leaves = given["past_key_values"] or [None] * (2 * len(self.classes))
+        leaves = given[self.cache_is] or [None] * (2 * len(self.classes))
         return {
             "input_ids": given["input_ids"],
-            **{name: {0: Dim.AUTO, 1: Dim.AUTO} if name in self.made else given[name] for name in _FED[1:3]},
-            "past_key_values": [
-                {"key": leaves[2 * layer], "value": leaves[2 * layer + 1]} for layer in range(len(self.classes))
-            ],
+            **{name: {0: Dim.AUTO, 1: Dim.AUTO} if name in self.made else given[name] for name in _FED[1:]},
+            "cache": [{"key": leaves[2 * layer], "value": leaves[2 * layer + 1]} for layer in range(len(self.classes))],
         }
 
-    def forward(self, input_ids: Any, attention_mask: Any, position_ids: Any, past_key_values: Any) -> dict[str, Any]:
+    def forward(self, input_ids: Any, attention_mask: Any, position_ids: Any, cache: PlainCache) -> dict[str, Any]:
         """Return the scores, what else the model returns, and the keys and values that are kept."""
-        pairs = [(layer["key"], layer["value"]) for layer in past_key_values]
-        cache = make_dynamic_cache(pairs, self.classes, self.windows)
-        for layer in cache.layers:
+        pairs = [(layer["key"], layer["value"]) for layer in cache]
+        filled = make_dynamic_cache(pairs, self.classes, self.windows)
+        for layer in filled.layers:
             layer.cumulative_length = attention_mask.shape[1] - input_ids.shape[1]
         found = self.model(
             **{
@@ -128,14 +132,15 @@ class SlidingDecoder(torch.nn.Module):
                 "input_ids": input_ids,
                 "attention_mask": attention_mask,
                 "position_ids": position_ids,
-                "past_key_values": cache,
+                self.cache_is: filled,
                 "use_cache": True,
                 "return_dict": True,
             }
         )
-        kept = [_pair(layer) for layer in found.past_key_values.layers]
-        others = {name: value for name, value in found.items() if name != "past_key_values" and value is not None}
-        return {**others, "present": kept}
+        kept = [_pair(layer) for layer in cache_of(found).layers]
+        returned = name_in(found)
+        others = {name: value for name, value in found.items() if name != returned and value is not None}
+        return {**others, PRESENT: kept}
 
     def next_inputs(self, kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[str, Any]:
         """Make the inputs of the next call: what was kept, as many random tokens, a longer mask."""
@@ -145,7 +150,7 @@ class SlidingDecoder(torch.nn.Module):
             "input_ids": torch.randint(0, vocabulary, ids.shape, generator=generator).to(ids.device),
             "attention_mask": torch.cat([mask, mask.new_ones(ids.shape)], dim=1),
             "position_ids": kwargs["position_ids"] + ids.shape[1],
-            "past_key_values": outputs["present"],
+            "cache": outputs[PRESENT],
         }
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..recipe.aliases import TransformersModel
+from ..huggingface.cache_names import argument_of, cache_of, installed_name
+from ..recipe.aliases import TransformersCache, TransformersModel
 
 __all__ = ["BlockwiseDecoder"]
 
@@ -31,6 +32,7 @@ class BlockwiseDecoder(torch.nn.Module):
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
         self.language_model = model.model.language_model
+        self.cache_is = argument_of(self.language_model.forward) or installed_name()
         self.head = model.get_output_embeddings()
         self.is_whole_prompt = model.config.model_type == "paligemma"
 
@@ -61,7 +63,7 @@ class BlockwiseDecoder(torch.nn.Module):
         attention_mask: Any,
         position_ids: Any,
         token_type_ids: Any,
-        past_key_values: Any = None,
+        cache: TransformersCache | None = None,
     ) -> dict[str, Any]:
         """Return the scores and the cache."""
         config = self.language_model.config
@@ -82,20 +84,20 @@ class BlockwiseDecoder(torch.nn.Module):
 
         masks: Any = mask(total - new, None)
         if kinds is not None and "sliding_attention" in kinds:
-            layer = None if past_key_values is None else past_key_values.layers[kinds.index("sliding_attention")]
+            layer = None if cache is None else cache.layers[kinds.index("sliding_attention")]
             kept = 0 if layer is None or layer.keys is None else layer.keys.shape[-2]
             masks = {"full_attention": masks, "sliding_attention": mask(kept, config.sliding_window)}
         found = self.language_model(
             inputs_embeds=inputs_embeds,
             attention_mask=masks,
             position_ids=position_ids + 1 if self.is_whole_prompt else position_ids,
-            past_key_values=past_key_values,
+            **{self.cache_is: cache},
             use_cache=True,
         )
         logits = self.head(found.last_hidden_state)
         cap = getattr(config, "final_logit_softcapping", None) if self.is_whole_prompt else None
         logits = logits if cap is None else torch.tanh(logits / cap) * cap
-        return {"logits": logits, "past_key_values": found.past_key_values}
+        return {"logits": logits, "cache": cache_of(found)}
 
     def _blocks(self, types: Any) -> Any:
         """The number of the block of each token, -1 for none."""

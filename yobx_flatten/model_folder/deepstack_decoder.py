@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ..recipe.aliases import TransformersModel
+from ..huggingface.cache_names import argument_of, cache_of, installed_name
+from ..recipe.aliases import TransformersCache, TransformersModel
 
 __all__ = ["DeepstackDecoder"]
 
@@ -32,6 +33,7 @@ class DeepstackDecoder(torch.nn.Module):
         self.layers = len(model.model.visual.deepstack_visual_indexes)
         self.language_model = copy.copy(model.model.language_model)  # with the same weights; the model stays as it is
         self.language_model._deepstack_process = _add
+        self.cache_is = argument_of(self.language_model.forward) or installed_name()
         self.head = model.get_output_embeddings()
 
     @staticmethod
@@ -48,19 +50,19 @@ class DeepstackDecoder(torch.nn.Module):
         attention_mask: Any,
         position_ids: Any,
         deepstack_embeds: Any,
-        past_key_values: Any = None,
+        cache: TransformersCache | None = None,
     ) -> dict[str, Any]:
         """Return the scores and the cache; the features have the shape (batch, length, layers, hidden size)."""
         found = self.language_model(
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **{self.cache_is: cache},
             visual_pos_masks=attention_mask,  # is handed on to _add, which takes every place
             deepstack_visual_embeds=deepstack_embeds.unbind(2),
             use_cache=True,
         )
-        return {"logits": self.head(found.last_hidden_state), "past_key_values": found.past_key_values}
+        return {"logits": self.head(found.last_hidden_state), "cache": cache_of(found)}
 
 
 def _add(hidden_states: Any, _: Any, features: Any) -> Any:

@@ -16,7 +16,8 @@ from torch.export import Dim
 
 from ..errors import GenerationError
 from ..export.replay import Case
-from ..recipe.aliases import TransformersModel
+from ..huggingface.cache_names import argument_of, cache_of, installed_name
+from ..recipe.aliases import TransformersCache, TransformersModel
 from ..trees.shapes import dynamic_shapes
 from .blockwise_decoder import BlockwiseDecoder
 from .deepstack_decoder import DeepstackDecoder
@@ -61,20 +62,21 @@ class TextDecoder(torch.nn.Module):
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
         self.language_model = model.model.language_model
+        self.cache_is = argument_of(self.language_model.forward) or installed_name()
         self.head = model.get_output_embeddings()
 
     def forward(
-        self, inputs_embeds: Any, attention_mask: Any, position_ids: Any, past_key_values: Any = None
+        self, inputs_embeds: Any, attention_mask: Any, position_ids: Any, cache: TransformersCache | None = None
     ) -> dict[str, Any]:
         """Return the scores and the cache."""
         found = self.language_model(
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **{self.cache_is: cache},
             use_cache=True,
         )
-        return {"logits": self.head(found.last_hidden_state), "past_key_values": found.past_key_values}
+        return {"logits": self.head(found.last_hidden_state), "cache": cache_of(found)}
 
 
 def vision_language_pieces(model: TransformersModel, rows: int | None = None) -> list[Piece]:
@@ -125,7 +127,7 @@ def vision_language_pieces(model: TransformersModel, rows: int | None = None) ->
             "attention_mask": mask,
             "position_ids": positions[..., past:],
             **more,
-            "past_key_values": read["past_key_values"],
+            "cache": cache_of(read),
         }
 
     tokens = {length: {"input_ids": random_tokens(model, (rows or 3, length))} for length in (1, 6)}

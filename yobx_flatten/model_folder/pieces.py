@@ -21,10 +21,11 @@ from torch.export import Dim
 from ..errors import GenerationError, InvalidArgumentError
 from ..export.replay import Case
 from ..huggingface.builders import make_dynamic_cache, make_encoder_decoder_cache
+from ..huggingface.cache_names import CACHE, argument_of, cache_of, installed_name
 from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes, keeps_all, slides
 from ..huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
-from ..huggingface.state_decoder import StateDecoder
-from ..recipe.aliases import TransformersModel
+from ..huggingface.state_decoder import StateDecoder, has_states_alone
+from ..recipe.aliases import PlainCache, TransformersModel
 from ..trees.shapes import dynamic_shapes
 
 __all__ = [
@@ -82,18 +83,19 @@ def decoder_pieces(
         One file.
 
     Raises:
-        GenerationError: when the model takes no ``past_key_values``.
+        GenerationError: when the model takes no cache.
         InvalidArgumentError: when ``logits`` is unknown, or the model returns all of them always.
     """
     model = StateDecoder(model) if StateDecoder.fits(model) else model
     takes = inspect.signature(model.forward).parameters
-    names = [name for name in ("input_ids", "attention_mask", "position_ids", "past_key_values") if name in takes]
-    if "past_key_values" not in names:
+    cache_is = argument_of(model.forward)
+    if cache_is is None or (has_states_alone(model) and not isinstance(model, StateDecoder)):
         raise GenerationError(
-            f"{type(model).__qualname__} takes no past_key_values: its cache cannot begin empty, so one file does not "
+            f"{type(model).__qualname__} takes no {CACHE}: its cache cannot begin empty, so one file does not "
             "do. Export its two calls yourself, and pass the first as prefill:\n"
             "    OnnxGenerator(path, prefill=first_path)"
         )
+    names = [name for name in ("input_ids", "attention_mask", "position_ids", cache_is) if name in takes]
     like: dict[str, Any] = dict.fromkeys(names)
     if logits not in ("all", "last"):
         raise InvalidArgumentError(f'logits must be "all" or "last", found {logits!r}.')
@@ -104,7 +106,7 @@ def decoder_pieces(
     if whole_cache and slides(model.config.get_text_config(decoder=True)):
         from transformers.cache_utils import DynamicCache
 
-        like["past_key_values"] = DynamicCache()
+        like[cache_is] = DynamicCache()
     first, *others = [
         dataclasses.replace(sizes, batch=rows or sizes.batch) for sizes in (DecodeSizes(), *default_sizes(model)[0])
     ]
@@ -114,7 +116,7 @@ def decoder_pieces(
     cases = [
         Case(str(sizes), (), decode_inputs(model, sizes, like, seed), steps=3) for seed, sizes in enumerate(others, 1)
     ]
-    if counts_by_itself(example["past_key_values"]) and why_not_sliding(model, example) is None:
+    if counts_by_itself(example[cache_is]) and why_not_sliding(model, example) is None:
         decoder = SlidingDecoder(model, example)
         cases = [Case(case.name, (), decoder.inputs(case.kwargs)) for case in cases]
         return [Piece("model", decoder, decoder.inputs(example), cases, decoder.shapes(dynamic_shapes(example)))]
@@ -128,7 +130,7 @@ def keeps_more(piece: Piece, model: TransformersModel) -> bool:
         piece: the file to be.
         model: what it is of.
     """
-    cache = piece.kwargs.get("past_key_values")
+    cache = cache_of(piece.kwargs)
     slid = type(cache).__name__ == "DynamicCache" and slides(model.config.get_text_config(decoder=True))
     return slid and keeps_all(cache)
 
@@ -165,11 +167,12 @@ class _Decoder(torch.nn.Module):
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
         self.model = model
+        self.cache_is = argument_of(model.forward) or installed_name()
 
     def decode(self, tokens: Any, hidden: Any, mask: Any, cache: Any) -> Any:
         masks = {} if mask is None else {"attention_mask": mask}
         return self.model(
-            decoder_input_ids=tokens, encoder_outputs=(hidden,), past_key_values=cache, use_cache=True, **masks
+            decoder_input_ids=tokens, encoder_outputs=(hidden,), use_cache=True, **{self.cache_is: cache}, **masks
         )
 
 
@@ -179,7 +182,8 @@ class FirstDecoder(_Decoder):
     def forward(self, input_ids: Any, encoder_hidden_states: Any, encoder_attention_mask: Any = None) -> dict[str, Any]:
         """Return the scores and the cache, layer by layer."""
         found = self.decode(input_ids, encoder_hidden_states, encoder_attention_mask, None)
-        own, cross = found.past_key_values.self_attention_cache, found.past_key_values.cross_attention_cache
+        cache = cache_of(found)
+        own, cross = cache.self_attention_cache, cache.cross_attention_cache
         sides = zip(own.layers, cross.layers, strict=True)
         layers = [{"decoder": _pair(decoder), "encoder": _pair(encoder)} for decoder, encoder in sides]
         return {"logits": found.logits, "present": layers}
@@ -188,16 +192,16 @@ class FirstDecoder(_Decoder):
 class NextDecoder(_Decoder):
     """Every other call. The encoder's keys go in and stay as they are: only the decoder's own come out."""
 
-    def forward(self, input_ids: Any, past_key_values: Any, encoder_attention_mask: Any = None) -> dict[str, Any]:
+    def forward(self, input_ids: Any, cache: PlainCache, encoder_attention_mask: Any = None) -> dict[str, Any]:
         """Return the scores and the decoder's own keys and values."""
         own, cross = (
-            [(layer[side]["key"], layer[side]["value"]) for layer in past_key_values] for side in ("decoder", "encoder")
+            [(layer[side]["key"], layer[side]["value"]) for layer in cache] for side in ("decoder", "encoder")
         )
-        cache = make_encoder_decoder_cache(make_dynamic_cache(own), make_dynamic_cache(cross))
+        filled = make_encoder_decoder_cache(make_dynamic_cache(own), make_dynamic_cache(cross))
         # the features are in the cache already; what is read here is their number
         hidden = cross[0][0].transpose(1, 2).flatten(2)
-        found = self.decode(input_ids, hidden, encoder_attention_mask, cache)
-        layers = found.past_key_values.self_attention_cache.layers
+        found = self.decode(input_ids, hidden, encoder_attention_mask, filled)
+        layers = cache_of(found).self_attention_cache.layers
         return {"logits": found.logits, "present": [{"decoder": _pair(layer)} for layer in layers]}
 
 
@@ -239,7 +243,7 @@ def encoder_decoder_pieces(model: TransformersModel, rows: int | None = None) ->
         hidden = encoder(**read)["last_hidden_state"]
         begun = {"input_ids": random_tokens(model, (batch, past)), "encoder_hidden_states": hidden, **masks}
         cache = first(**begun)["present"]
-        gone_on = {"input_ids": random_tokens(model, (batch, new)), "past_key_values": cache, **masks}
+        gone_on = {"input_ids": random_tokens(model, (batch, new)), "cache": cache, **masks}
         return read, begun, gone_on
 
     modules = {"encoder_model": encoder, "decoder_model": first, "decoder_with_past_model": following}
@@ -254,8 +258,8 @@ def encoder_decoder_pieces(model: TransformersModel, rows: int | None = None) ->
         if stem == "encoder_model" and not hears:
             # what it reads is also called by the decoders
             shapes |= {name: {0: Dim.AUTO, 1: "encoder_sequence_length"} for name in shapes}
-        if "past_key_values" in shapes:
-            shapes["past_key_values"] = pytree.tree_map(lambda _: _VARYING, examples[place]["past_key_values"])
+        if "cache" in shapes:
+            shapes["cache"] = pytree.tree_map(lambda _: _VARYING, examples[place]["cache"])
         pieces.append(Piece(stem, module, examples[place], cases, shapes))
     return pieces
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from ..huggingface.cache_names import CACHE, PRESENT
 from ..recipe.aliases import TransformersModel
 
 __all__ = ["genai_config", "write_companions"]
@@ -58,7 +59,7 @@ def genai_config(
     """
     config = model.config
     layers = config.num_hidden_layers
-    fed = {f"past_key_values.{index}.{part}" for index in range(layers) for part in ("key", "value")}
+    fed = {f"{CACHE}.{index}.{part}" for index in range(layers) for part in ("key", "value")}
     plain = [name for name in ("input_ids", "attention_mask", "position_ids") if name in inputs]
     one_memory = fed == set(shared)
     if set(inputs) != fed | set(plain) or (_slides(config) and not one_memory):
@@ -88,13 +89,13 @@ def genai_config(
                 "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
                 "inputs": {
                     **{name: name for name in plain},
-                    "past_key_names": "past_key_values.%d.key",
-                    "past_value_names": "past_key_values.%d.value",
+                    "past_key_names": f"{CACHE}.%d.key",
+                    "past_value_names": f"{CACHE}.%d.value",
                 },
                 "outputs": {
                     "logits": "logits",
-                    "present_key_names": "present.%d.key",
-                    "present_value_names": "present.%d.value",
+                    "present_key_names": f"{PRESENT}.%d.key",
+                    "present_value_names": f"{PRESENT}.%d.value",
                 },
             },
         },

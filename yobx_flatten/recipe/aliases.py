@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-__all__ = ["Kwargs", "PyTree", "TransformersModel"]
+__all__ = ["Kwargs", "PlainCache", "PyTree", "TransformersCache", "TransformersModel"]
 
 #: nested value: containers, and objects of registered classes, around tensors and other leaves
 PyTree: TypeAlias = Any
@@ -12,3 +12,7 @@ PyTree: TypeAlias = Any
 Kwargs: TypeAlias = dict[str, Any]
 #: ``transformers.PreTrainedModel``, or PEFT's model around one; transformers counts as untyped
 TransformersModel: TypeAlias = Any
+#: a cache without its class: for each layer its keys and values, ``{"key": ..., "value": ...}``
+PlainCache: TypeAlias = list[dict[str, Any]]
+#: ``transformers.cache_utils.Cache``, or a cache class of a model's own
+TransformersCache: TypeAlias = Any

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..huggingface.cases import CACHE_NAMES
+from ..huggingface.cache_names import is_cache, name_in
 from .call import Call
 from .snapshot import Fact, same_value
 
@@ -16,12 +16,11 @@ __all__ = ["by_phase", "cache_of", "kind_of", "tokens_in"]
 
 def cache_of(values: Mapping[str, Any]) -> Any:
     """The cache among arguments or outputs, ``None`` if there is none."""
-    for name, value in values.items():
-        if value is None or isinstance(value, (torch.Tensor, torch.nn.Module, type)):
-            continue
-        if callable(getattr(value, "get_seq_length", None)) or name in CACHE_NAMES:
-            return value
-    return None
+    named = values.get(name_in(values) or "")
+    if named is not None and not isinstance(named, torch.Tensor):
+        return named
+    # a model outside of transformers may have any word for it
+    return next((value for value in values.values() if is_cache(value)), None)
 
 
 def tokens_in(cache: Any) -> int | None:

@@ -32,7 +32,7 @@ class CheckedRunner:
         self.name, self.signature = name, signature
         self.ports: Mapping[str, Port] = signature.ports
         self.outputs: Sequence[str] = signature.outputs
-        self.slots: Sequence[CacheSlot] = cache_slots(self.ports.values())
+        self.slots: Sequence[CacheSlot] = cache_slots(self.ports.values(), self.outputs, name)
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run one call; see :meth:`.runner.Runner.run`."""

@@ -48,10 +48,10 @@ class OnnxRunner:
             node.name: Port(node.name, tuple(map(_size, node.shape)), self._kinds[node.name].dtype) for node in nodes
         }
         self.outputs: Sequence[str] = [node.name for node in session.get_outputs()]
-        self.slots: Sequence[CacheSlot] = cache_slots(self.ports.values())
+        self.slots: Sequence[CacheSlot] = cache_slots(self.ports.values(), self.outputs, name)
         metadata = session.get_modelmeta().custom_metadata_map
         shared = metadata.get(SHARED_CACHE, "").split(",")
-        pairs = {slot.port.name: slot.present for slot in self.slots}
+        pairs = {slot.port.name: slot.present for slot in self.slots if slot.present is not None}
         self.shared: Mapping[str, str] = {name: pairs[name] for name in shared if name in pairs}
         self._signature = Signature.from_json(metadata[KEY], name) if KEY in metadata else None
         # outputs of one token, however many were read
@@ -92,7 +92,7 @@ class OnnxRunner:
             return {name: torch.cat([row[name] for row in rows]) for name in self.outputs}
         calls, found = [], dict(given)
         for feeds in one_by_one(given):
-            past = {slot.port.name: found.get(slot.present, found[slot.port.name]) for slot in self.slots}
+            past = {slot.port.name: found.get(slot.present or "", found[slot.port.name]) for slot in self.slots}
             found = {**past, **self.run({**feeds, **past})}
             calls.append({name: found[name] for name in self.outputs if not is_present(name)})
         return {**{name: found[name] for name in self.outputs if is_present(name)}, **self._joined(calls)}

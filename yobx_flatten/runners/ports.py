@@ -5,19 +5,37 @@
     past_key_values.0.key          <-- next time --   present.0.key
     past_key_values.length         <-- next time --   present.length
     past_key_values.0.encoder.key      stays as the first call returned it, where no output has its name
+
+Any other part of the cache grows. A file that takes it and does not return it would forget what it read.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from ..huggingface.cases import CACHE_NAMES
+from ..errors import FlattenError, GenerationError
+from ..huggingface.cache_names import CACHE, PRESENT, after_cache
 
-__all__ = ["CacheSlot", "Port", "cache_slots", "is_present", "split_cache", "with_rows"]
+__all__ = [
+    "CacheSlot",
+    "Port",
+    "cache_slots",
+    "check_cache_outputs",
+    "is_present",
+    "present_of",
+    "split_cache",
+    "with_rows",
+]
+
+
+_NAMES = (
+    f"Export it again with these names, which export_onnx gives by itself:\n"
+    f'    torch.onnx.export(..., input_names=[..., "{CACHE}.0.key"], output_names=[..., "{PRESENT}.0.key"])'
+)
 
 
 class Port(NamedTuple):
@@ -40,30 +58,94 @@ class CacheSlot:
 
     Attributes:
         port: the input.
-        present: the output that takes its place in the next call; where there is none of that name, the leaf stays.
+        present: the output that takes its place in the next call; ``None`` where the leaf stays as it is.
     """
 
     port: Port
-    present: str
+    present: str | None
 
 
-def cache_slots(ports: Iterable[Port]) -> list[CacheSlot]:
+def present_of(name: str) -> str | None:
+    """Return the output that takes the place of an input in the next call; ``None`` where it is no part of the cache.
+
+    >>> present_of("past_key_values.0.key"), present_of("input_ids")
+    ('present.0.key', None)
+    """
+    rest = after_cache(name)
+    return None if rest is None else PRESENT + rest
+
+
+def check_cache_outputs(
+    inputs: Iterable[str],
+    outputs: Collection[str],
+    where: str,
+    *,
+    of: str | None = None,
+    remedy: str = _NAMES,
+    failure: type[FlattenError] = GenerationError,
+) -> None:
+    """Refuse what takes a cache that grows, and does not return all of it.
+
+    Args:
+        inputs: names of the inputs.
+        outputs: names of the outputs.
+        where: name of the file, or what was exported, for the message.
+        of: name of the file that takes the inputs, where that is another one; ``None``, the default, for the same.
+        remedy: what to do about it; by default for a file that exists.
+        failure: class of the error; ``GenerationError`` by default.
+
+    Raises:
+        FlattenError: of the class ``failure``, naming the inputs without an output.
+
+    >>> check_cache_outputs(["past_key_values.0.key"], ["logits"], "model.onnx")
+    Traceback (most recent call last):
+    ...
+    yobx_flatten.errors.GenerationError: model.onnx takes past_key_values.0.key and does not return present.0.key ...
+    """
+    lost = {name: present for name in inputs if (present := _grown(name)) is not None and present not in outputs}
+    if lost:
+        name, present = next(iter(lost.items()))
+        takes, returns = f"{of or where} takes", "does not return" if of is None else f"{where} does not return"
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise failure(
+            f"{takes} {name} and {returns} {present}{more}: the next call would not know what this one "
+            f"read. It returns {', '.join(outputs)}. {remedy}"
+        )
+
+
+def _grown(name: str) -> str | None:
+    """The output in which an input that grows comes back; what an encoder made does not grow."""
+    return None if ".encoder." in name else present_of(name)
+
+
+def cache_slots(ports: Iterable[Port], outputs: Collection[str], where: str) -> list[CacheSlot]:
     """Find the inputs that are the cache.
 
-    >>> cache_slots([Port("input_ids", (None, None), torch.int64), Port("past_key_values.length", (), torch.int64)])
+    Args:
+        ports: the inputs.
+        outputs: names of the outputs.
+        where: name of the file, for messages.
+
+    Raises:
+        GenerationError: when a part of the cache that grows is not returned.
+
+    >>> counter = Port("past_key_values.length", (), torch.int64)
+    >>> cache_slots([Port("input_ids", (None, None), torch.int64), counter], ["logits", "present.length"], "model.onnx")
     [CacheSlot(port=Port(name='past_key_values.length', shape=(), dtype=torch.int64), present='present.length')]
     """
-    slots = []
-    for port in ports:
-        prefix = next((name for name in CACHE_NAMES if port.name.startswith(f"{name}.")), None)
-        if prefix is not None:
-            slots.append(CacheSlot(port, "present" + port.name.removeprefix(prefix)))
-    return slots
+    ports = list(ports)
+    check_cache_outputs([port.name for port in ports], outputs, where)
+    presents = {port.name: present_of(port.name) for port in ports}
+    return [
+        CacheSlot(port, present if present in outputs else None)
+        for port in ports
+        if (present := presents[port.name]) is not None
+    ]
 
 
 def is_present(name: str) -> bool:
     """Return whether an output is part of the cache."""
-    return name.startswith("present.")
+    return name.startswith(f"{PRESENT}.")
 
 
 def split_cache(
@@ -80,11 +162,13 @@ def split_cache(
         The outputs that are not part of the cache, by name, and the cache by name of the input (of the output, where
         there are no slots).
 
-    >>> slots = cache_slots([Port("past_key_values.length", (), torch.int64)])
+    >>> slots = [CacheSlot(Port("past_key_values.length", (), torch.int64), "present.length")]
     >>> split_cache({"logits": 1, "present.length": 4}, slots, {"past_key_values.length": 3})
     ({'logits': 1}, {'past_key_values.length': 4})
     """
-    following = {slot.port.name: found.get(slot.present, cache.get(slot.port.name)) for slot in slots}
+    following = {
+        slot.port.name: cache[slot.port.name] if slot.present is None else found[slot.present] for slot in slots
+    }
     following = following or {name: value for name, value in found.items() if is_present(name)}
     return {name: value for name, value in found.items() if not is_present(name)}, following
 

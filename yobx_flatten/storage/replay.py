@@ -14,6 +14,7 @@ from ..diagnose.compare import largest_difference
 from ..diagnose.report import Report
 from ..errors import InvalidArgumentError, ReplayError, describe_class
 from ..errors.messages import table
+from ..huggingface.cache_names import spellings_of
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import open_session, require_onnxruntime
 from ..runners.runner import Runner
@@ -88,7 +89,8 @@ def replay_case(
     """Run a model file on the inputs of a case, and compare what it returns with the outputs of the case.
 
     Inputs and outputs are found by name: ``past_key_values.0.key`` as :func:`export_onnx` and tools for generation
-    name them, ``past_key_values_key_0`` as ``torch.onnx.export`` does, or by their order where names do not match.
+    name them, ``past_key_values_key_0`` as ``torch.onnx.export`` does, or by their order where
+    the leaves have no names.
 
     Args:
         case: a case from :func:`load_case`, or made by hand.
@@ -157,7 +159,7 @@ def _inputs(runner: Runner, inputs: Any) -> tuple[dict[str, Any], list[str]]:
     named = zip(leaf_names(inputs), plain_names(inputs), leaves_of(inputs), strict=True)
     given = [row for row in named if _is_data(row[2])]
     wanted = list(runner.ports)
-    places = match(wanted, [(name, plain) for name, plain, _ in given])
+    places = match(wanted, [(name, *spellings_of(plain), plain) for name, plain, _ in given])
     missing = [name for name in wanted if name not in places]
     if missing:
         raise ReplayError(
@@ -180,7 +182,7 @@ def _compare(case: StoredCase, results: Mapping[str, Any]) -> list[OutputDiffere
     names = output_names(case.outputs, leaf_names(case.inputs))
     rows = list(zip(names, plain_names(case.outputs), leaves_of(case.outputs), strict=True))
     rows = [row for row in rows if _is_data(row[2])]
-    places = match(list(results), [(name, plain) for name, plain, _ in rows])
+    places = match(list(results), [(name, *spellings_of(plain), plain) for name, plain, _ in rows])
     found = {place: name for name, place in places.items()}
     return [
         OutputDifference(name, found[place], *_difference(expected, results[found[place]]))

@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from torch.export import Dim
 
 from ..errors import DynamicShapesError, InvalidArgumentError, describe_class
+from ..huggingface.cache_names import CACHE, name_in, word_in_files
 from ..recipe.contract import Recipe
 from .node import Node, check_no_cycles, key_name, node_of, own_children
 from .walk import walk
@@ -34,8 +35,8 @@ def dynamic_shapes(
         inputs: a tuple of positional arguments or a dict of keyword arguments, nested to any depth: tensors, numbers,
             containers, caches, registered classes.
         overrides: entries to use instead, by dotted key path: ``{"input_ids": {0: Dim("batch")}}``,
-            ``{"past_key_values.key_0": {2: Dim.DYNAMIC}}``; the entry ``None`` keeps everything below the path fixed.
-            No overrides by default.
+            ``{"cache.key_0": {2: Dim.DYNAMIC}}`` (any of transformers' words for the cache will do); the entry ``None``
+            keeps everything below the path fixed. No overrides by default.
         bounds: the largest ``"batch"`` and ``"length"`` (in tokens), for runtimes that plan their memory:
             ``{"batch": 8, "length": 2048}``. Of a cache the registration states which axes these are; of any other
             tensor they are axes 0 and 1. No bounds by default.
@@ -56,7 +57,7 @@ def dynamic_shapes(
     8
     """
     check_no_cycles(inputs, "inputs", caller="dynamic_shapes")
-    left = dict(overrides or {})
+    left = _as_named_in(inputs, overrides or {})
     written = _write(inputs, (), None, left, _checked_bounds(bounds or {}))
     if left:
         known = sorted({".".join(map(key_name, place.keys)) for place in walk(inputs, own_children) if place.keys})
@@ -66,6 +67,17 @@ def dynamic_shapes(
     if overrides:
         check_dynamic_shapes(inputs, written)
     return written
+
+
+def _as_named_in(inputs: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The overrides, those of the cache under the name that it has among the inputs."""
+    own = name_in(inputs)
+    named = {}
+    for path, entry in overrides.items():
+        first, dot, rest = path.partition(".")
+        is_cache = own is not None and first not in inputs and word_in_files(first, inputs[own]) == CACHE
+        named[f"{own}{dot}{rest}" if is_cache else path] = entry
+    return named
 
 
 def make_dynamic_shapes_kv_cache(cache: Any, shape_of_one: Any) -> list[Any]:

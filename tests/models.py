@@ -16,6 +16,8 @@ import torch
 import transformers
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
+from tests.cache_words import WORD
+
 __all__ = ["ENCODER_DECODERS", "WINDOW", "Started", "continued_alike", "go_on", "make_model", "new_cache", "start"]
 
 WINDOW = 8
@@ -186,7 +188,7 @@ def continued_alike(started: Started, rebuilt: Any, *, steps: int = 8, chunk: in
 
 
 def _step(started: Started, cache: Any, tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    inputs: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+    inputs: dict[str, Any] = {WORD: cache, "use_cache": True}
     if started.encoded is not None:
         inputs |= {"decoder_input_ids": tokens, "encoder_outputs": started.encoded}
     else:

@@ -6,6 +6,7 @@ import torch
 from matrix.inputs import NoCacheError, decode, go_on, loop
 from matrix.media import IMAGE_TOKEN, picture_of
 from matrix.models import make_model
+from tests.cache_words import cache_of
 from tests.runtime.huggingface.hf_small import known_model
 from yobx_flatten import DecodeSizes
 
@@ -33,7 +34,7 @@ def test_a_model_goes_on_from_its_decode_inputs(name):
     model = known_model(name)
     kwargs = decode(model, SIZES)
     assert len(loop(model, kwargs, 3)) == 3
-    assert len(go_on(model, kwargs, kwargs["past_key_values"], 4)) == 4
+    assert len(go_on(model, kwargs, cache_of(kwargs), 4)) == 4
 
 
 def test_a_prompt_begins_with_a_picture():
@@ -41,7 +42,7 @@ def test_a_prompt_begins_with_a_picture():
     model = make_model("image:llava")
     _, length = picture_of(model, 2, torch.Generator().manual_seed(1))
     kwargs = decode(model, SIZES)
-    assert kwargs["past_key_values"].get_seq_length() == length + SIZES.past
+    assert cache_of(kwargs).get_seq_length() == length + SIZES.past
     assert kwargs["attention_mask"].shape == (2, length + SIZES.past + SIZES.new)
     assert not (kwargs["input_ids"] == IMAGE_TOKEN).any()
 

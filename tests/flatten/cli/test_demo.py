@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from tests.cache_words import cache_of
 from tests.models import make_model
 from yobx_flatten import DecodeSizes, FlattenError, __version__, decode_inputs, export_program
 from yobx_flatten.__main__ import main
@@ -147,8 +148,8 @@ def test_decode_inputs_are_made_of_the_tokens_given():
     made = decode_inputs(model, DecodeSizes(batch=2, past=3, new=2), tokens=tokens)
     assert made["input_ids"].tolist() == [[3, 4], [8, 9]]
     with torch.no_grad():
-        expected = model(input_ids=tokens[:, :3], use_cache=True).past_key_values
-    torch.testing.assert_close(made["past_key_values"].layers[1].keys, expected.layers[1].keys)
+        expected = cache_of(model(input_ids=tokens[:, :3], use_cache=True))
+    torch.testing.assert_close(cache_of(made).layers[1].keys, expected.layers[1].keys)
 
 
 def test_tokens_of_another_shape_are_refused():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.cache_words import WORD
 from tests.flatten.export.small_step import cases, inputs, make_step
 from tests.models import make_model
 from yobx_flatten import (
@@ -62,7 +63,7 @@ def test_caches_masks_and_tokens_have_bounds_of_their_own():
     specs = Bounds.of({"batch": 4, "length": 64, "new": 16}).on(given, dynamic_shapes(given))
     assert [dim.max for dim in specs["input_ids"].values()] == [4, 16]
     assert [dim.max for dim in specs["attention_mask"].values()] == [4, 64]
-    assert [[dim.max for dim in leaf.values()] for leaf in specs["past_key_values"]] == [[4, 64]] * 4
+    assert [[dim.max for dim in leaf.values()] for leaf in specs[WORD]] == [[4, 64]] * 4
 
 
 def test_calls_with_a_cache_are_measured_inside_and_outside_the_block():

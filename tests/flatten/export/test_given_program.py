@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.export import Dim
 
+from tests.cache_words import cache_of
 from tests.models import WINDOW, make_model
 from yobx_flatten import (
     Case,
@@ -200,7 +201,7 @@ def test_transformers_saves_loads_and_calls_a_proven_program(mistral, past_the_w
     assert theirs.program is mistral.program
     assert type(found) is type(expected)
     torch.testing.assert_close(found.logits, expected.logits, atol=2e-5, rtol=0)
-    assert found.past_key_values.get_seq_length() == 2 * WINDOW + 3
+    assert cache_of(found).get_seq_length() == 2 * WINDOW + 3
 
 
 @needs_exporters

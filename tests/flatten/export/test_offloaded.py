@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.cache_words import cache_of
 from yobx_flatten import export_onnx, export_program
 from yobx_flatten.export import onnx_file
 from yobx_flatten.huggingface.layer_weights import stream_layers
@@ -158,7 +159,7 @@ def test_inputs_are_made_for_an_offloaded_model():
     accelerate.cpu_offload(model, torch.device("cpu"))
     found = decode_inputs(model, DecodeSizes())
     assert torch.equal(found["input_ids"], expected["input_ids"])
-    layers = zip(found["past_key_values"].layers, expected["past_key_values"].layers, strict=True)
+    layers = zip(cache_of(found).layers, cache_of(expected).layers, strict=True)
     assert all(torch.equal(one.keys, other.keys) for one, other in layers)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache, MixtralConfig, MixtralForCausalLM
 
+from tests.cache_words import WORD, cache_of
 from tests.cases import cases
 from tests.flatten.export.exported_files import exported_file
 from tests.models import WINDOW, make_model
@@ -89,7 +90,7 @@ def test_onnxruntime_keeps_no_more_than_the_window(mistral):
     """Twenty steps in a loop over its own outputs: `window - 1` keys at most, logits as the eager model's."""
     session = onnxruntime.InferenceSession(mistral.path, providers=["CPUExecutionProvider"])
     kwargs = decode_inputs(make_model("mistral"), DecodeSizes(batch=2, past=3, new=1), seed=7)
-    cache, ids, mask = kwargs["past_key_values"], kwargs["input_ids"], kwargs["attention_mask"]
+    cache, ids, mask = cache_of(kwargs), kwargs["input_ids"], kwargs["attention_mask"]
     feeds, seen = {}, 3
     for index, layer in enumerate(cache.layers):
         feeds[f"past_key_values.{index}.key"] = layer.keys.contiguous().numpy()
@@ -104,7 +105,7 @@ def test_onnxruntime_keeps_no_more_than_the_window(mistral):
         }
         outputs = dict(zip(mistral.report.output_names, session.run(None, feeds), strict=True))
         with torch.no_grad():
-            expected = make_model("mistral")(input_ids=ids, attention_mask=mask, past_key_values=cache)
+            expected = make_model("mistral")(input_ids=ids, attention_mask=mask, **{WORD: cache})
         torch.testing.assert_close(torch.from_numpy(outputs["logits"]), expected.logits, atol=1e-5, rtol=1e-5)
         kept.append(outputs["present.0.key"].shape[2])
         feeds = {f"past_key_values{k.removeprefix('present')}": v for k, v in outputs.items() if k != "logits"}
@@ -119,7 +120,7 @@ def test_a_model_that_slides_has_the_inputs_that_tools_feed(mistral, tmp_path):
     names += [f"past_key_values.{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
     assert mistral.report.input_names == names
     kwargs = decode_inputs(make_model("mistral"), DecodeSizes())
-    bare = {"input_ids": kwargs["input_ids"], "past_key_values": kwargs["past_key_values"]}
+    bare = {"input_ids": kwargs["input_ids"], WORD: cache_of(kwargs)}
     exported = export_onnx(make_model("mistral"), (), bare, tmp_path / "a.onnx", cases=[], counter_input=True)
     assert exported.report.input_names == ["input_ids", *names[3:], "past_key_values.length"]
     assert "present.length" in exported.report.output_names
@@ -143,7 +144,7 @@ def test_a_padded_row_past_the_window_needs_no_counter(mistral):
             "position_ids": positions[:, start:end],
         }
         with torch.no_grad():
-            expected = model(**read, past_key_values=cache, use_cache=True).logits
+            expected = model(**read, **{WORD: cache}, use_cache=True).logits
         feeds = {name: value.contiguous().numpy() for name, value in {**read, **own}.items()}
         found = dict(zip(mistral.report.output_names, map(torch.from_numpy, session.run(None, feeds)), strict=True))
         seen = mask[:, start:end].bool()
@@ -160,7 +161,7 @@ def test_what_the_helper_returns_can_be_called_anywhere(mistral):
         kwargs = decode_inputs(make_model("mistral"), DecodeSizes(batch=3, past=WINDOW + 2, new=2))
         expected = make_model("mistral")(**kwargs, use_cache=True)
     torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=1e-5)
-    assert type(found.past_key_values).__name__ == "DynamicCache"
+    assert type(cache_of(found)).__name__ == "DynamicCache"
     with pytest.raises(
         NotRegisteredError, match=r"(?s)DynamicCache.*register_flattening_functions\(patch_transformers"
     ):
@@ -198,7 +199,7 @@ def test_plain_torch_onnx_export_works_inside_the_block(tmp_path):
     program.save(tmp_path / "gemma2.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "gemma2.onnx", providers=["CPUExecutionProvider"])
     case = decode_inputs(model, DecodeSizes(batch=3, past=2 * WINDOW, new=1))
-    cache = case["past_key_values"]
+    cache = cache_of(case)
     leaves = [case["input_ids"], case["attention_mask"]]
     for layer in cache.layers:
         leaves += [layer.keys, layer.values]
@@ -295,7 +296,7 @@ def test_an_empty_cache_as_example_is_replaced_by_a_filled_one(empty):
     model = make_model("gemma2")
     cache = DynamicCache() if empty == "made to grow" else DynamicCache(config=model.config)
     ids = torch.randint(3, 90, (1, 4))
-    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": cache}
+    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), WORD: cache}
     report = export_program(model, (), kwargs, steps=2).report
     assert report.ok
     assert "past_key_values.0.key" in report.input_names
@@ -308,7 +309,7 @@ def test_the_example_that_replaces_one_is_not_used_up_by_the_trial(monkeypatch):
     forward = type(model).forward
 
     def watched(self, *args, **kwargs):
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(WORD)
         if cache is not None and not torch.compiler.is_exporting():
             past = kwargs["attention_mask"].shape[1] - kwargs["input_ids"].shape[1]
             seen.append((past, cache.layers[0].cumulative_length))
@@ -325,7 +326,7 @@ def test_the_example_that_replaces_one_is_not_used_up_by_the_trial(monkeypatch):
 def test_a_prefill_without_a_cache_is_replayed_in_other_sizes():
     """One call per case, since no cache goes in; it comes out as `present`."""
     ids = torch.randint(3, 90, (2, 4))
-    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": None, "use_cache": True}
+    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), WORD: None, "use_cache": True}
     report = export_program(make_model("mistral"), (), kwargs).report
     assert report.ok
     assert {case.steps for case in report.cases} == {1}
@@ -339,8 +340,8 @@ def test_a_static_cache_is_exported_and_replayed():
     from tests.models import new_cache
 
     model = make_model("llama")
-    like = dict.fromkeys(("input_ids", "attention_mask", "past_key_values"))
-    like["past_key_values"] = new_cache("llama", static=True, room=32)
+    like = dict.fromkeys(("input_ids", "attention_mask", WORD))
+    like[WORD] = new_cache("llama", static=True, room=32)
     exported = export_program(model, (), decode_inputs(model, DecodeSizes(batch=2, past=5, new=2), like=like), steps=2)
     assert exported.report.ok
     assert len(exported.report.cases) == 4

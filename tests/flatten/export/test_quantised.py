@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import cache_utils
 
+from tests.cache_words import WORD, cache_of
 from tests.models import make_model
 from yobx_flatten import dynamic_shapes, export_program
 from yobx_flatten.huggingface.cases import why_not_resizable
@@ -18,9 +19,9 @@ def _inputs(model, rows: int, past: int, new: int) -> dict[str, object]:
     ids = torch.randint(3, 90, (rows, past + new), generator=torch.Generator().manual_seed(rows))
     cache = cache_utils.QuantizedCache("fp8", model.config)
     with torch.no_grad():
-        model(input_ids=ids[:, :past], past_key_values=cache)
+        model(input_ids=ids[:, :past], **{WORD: cache})
     mask = torch.ones(rows, past + new, dtype=torch.int64)
-    return {"input_ids": ids[:, past:].contiguous(), "attention_mask": mask, "past_key_values": cache}
+    return {"input_ids": ids[:, past:].contiguous(), "attention_mask": mask, WORD: cache}
 
 
 def test_one_program_serves_all_lengths_of_an_fp8_cache():
@@ -32,7 +33,7 @@ def test_one_program_serves_all_lengths_of_an_fp8_cache():
     with torch.no_grad():
         found, expected = exported(**_inputs(model, 3, 11, 2)), model(**_inputs(model, 3, 11, 2))
     torch.testing.assert_close(found.logits, expected.logits)
-    keys = found.past_key_values.layers[0]._quantized_keys[0]
+    keys = cache_of(found).layers[0]._quantized_keys[0]
     assert keys.dtype is torch.float8_e4m3fn
     assert keys.shape[-2] == 13
 
@@ -40,7 +41,7 @@ def test_one_program_serves_all_lengths_of_an_fp8_cache():
 def test_what_is_not_of_the_shape_that_its_name_says_stays_as_it_is():
     """A scale has no axes, and the empty tensor in place of the keys has one."""
     model = make_model("llama")
-    shapes = dynamic_shapes(_inputs(model, 2, 5, 3))["past_key_values"]
+    shapes = dynamic_shapes(_inputs(model, 2, 5, 3))[WORD]
     assert [sorted(entry) for entry in shapes[:6]] == [[], [], [0, 2], [], [0, 2], []]
 
 
@@ -53,5 +54,5 @@ def test_another_quantisation_is_not_made_up():
     model = make_model("llama")
     cache = cache_utils.QuantizedCache("fp8", model.config)
     cache.layers = [Layer()]
-    kwargs = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "past_key_values": cache}
+    kwargs = {"input_ids": torch.ones(2, 3, dtype=torch.int64), WORD: cache}
     assert "quantisation" in why_not_resizable(model, kwargs)

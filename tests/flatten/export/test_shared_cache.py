@@ -8,6 +8,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+from tests.cache_words import WORD, cache_of
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx
 from yobx_flatten.model_folder.tiny_models import small_model
@@ -57,8 +58,8 @@ def test_steps_write_into_the_same_memory(llama, monkeypatch):
         feeds = {"input_ids": tokens[:, start:end], "attention_mask": mask[:, :end]}
         found, cache = runner.step(feeds, cache)
         with torch.no_grad():
-            wanted = model(**feeds, past_key_values=past, use_cache=True)
-        past = wanted.past_key_values
+            wanted = model(**feeds, **{WORD: past}, use_cache=True)
+        past = cache_of(wanted)
         torch.testing.assert_close(found["logits"][:, -1], wanted.logits[:, -1], atol=1e-4, rtol=0)
         places.append((cache.capacity, *(cache[name].data_ptr() for name in NAMES)))
     assert [capacity for capacity, *_ in places] == [16] * 12 + [34] * 4
@@ -70,7 +71,7 @@ def test_a_cache_of_another_file_is_taken_over(llama):
     model, path, _ = llama
     runner = open_runner(path)
     inputs = decode_inputs(model, DecodeSizes(batch=2, past=6, new=1))
-    layers = inputs["past_key_values"].layers
+    layers = cache_of(inputs).layers
     leaves = [leaf.clone() for layer in layers for leaf in (layer.keys, layer.values)]
     feeds = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     found, _ = runner.step(feeds, runner.cache(dict(zip(NAMES, leaves, strict=True))))
@@ -85,7 +86,7 @@ def test_several_tokens_of_several_rows_after_others_are_read_in_several_calls(l
     model, path, _ = llama
     runner = open_runner(path)
     inputs = decode_inputs(model, DecodeSizes(batch=3, past=5, new=4, padding=2))
-    leaves = [leaf.clone() for layer in inputs["past_key_values"].layers for leaf in (layer.keys, layer.values)]
+    leaves = [leaf.clone() for layer in cache_of(inputs).layers for leaf in (layer.keys, layer.values)]
     cache = dict(zip(NAMES, leaves, strict=True))
     feeds = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     if form == "run":
@@ -96,7 +97,7 @@ def test_several_tokens_of_several_rows_after_others_are_read_in_several_calls(l
     with torch.no_grad():
         wanted = model(**inputs)
     torch.testing.assert_close(found["logits"], wanted.logits, atol=1e-4, rtol=0)
-    torch.testing.assert_close(found["present.1.key"], wanted.past_key_values.layers[1].keys, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found["present.1.key"], cache_of(wanted).layers[1].keys, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow

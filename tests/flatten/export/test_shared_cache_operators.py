@@ -12,6 +12,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 
+from tests.cache_words import cache_of
 from yobx_flatten import DecodeSizes, decode_inputs, export_onnx
 from yobx_flatten.export.onnx_rotary import rotate_together
 from yobx_flatten.export.onnx_skip_norm import fuse_skip_norms
@@ -46,7 +47,7 @@ def test_positions_are_those_of_the_caller_in_each_row(placed, past, first):
     model, path, _ = placed
     if past:
         inputs = decode_inputs(model, DecodeSizes(batch=2, past=past, new=1, padding=3))
-        leaves = [leaf.clone() for layer in inputs["past_key_values"].layers for leaf in (layer.keys, layer.values)]
+        leaves = [leaf.clone() for layer in cache_of(inputs).layers for leaf in (layer.keys, layer.values)]
     else:
         inputs = {"input_ids": torch.arange(8, 18).reshape(2, 5), "attention_mask": torch.ones(2, 5, dtype=torch.int64)}
         leaves = [torch.zeros(2, 2, 0, 16) for _ in range(4)]
@@ -58,7 +59,7 @@ def test_positions_are_those_of_the_caller_in_each_row(placed, past, first):
     with torch.no_grad():
         wanted = model(**inputs, use_cache=True)
     torch.testing.assert_close(found["logits"], wanted.logits, atol=1e-4, rtol=0)
-    torch.testing.assert_close(found["present.0.key"], wanted.past_key_values.layers[0].keys, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found["present.0.key"], cache_of(wanted).layers[0].keys, atol=1e-5, rtol=0)
 
 
 def _attention(interleaved):

@@ -7,6 +7,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+from tests.cache_words import WORD, cache_of
 from tests.cases import cases
 from tests.flatten.generate.test_generator import prompts
 from tests.flatten.model_folder.exported_folders import exported
@@ -43,8 +44,8 @@ class EagerRunner:
     def step(self, feeds, cache):
         leaves = list(cache.values())
         past = make_dynamic_cache([(leaves[0], leaves[1]), (leaves[2], leaves[3])])
-        found = self.model(**feeds, past_key_values=past)
-        leaves = [leaf for layer in found.past_key_values.layers for leaf in (layer.keys, layer.values)]
+        found = self.model(**feeds, **{WORD: past})
+        leaves = [leaf for layer in cache_of(found).layers for leaf in (layer.keys, layer.values)]
         return {"logits": found.logits}, dict(zip(cache, leaves, strict=True))
 
     def select_rows(self, cache, rows):

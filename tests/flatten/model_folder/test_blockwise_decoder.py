@@ -9,6 +9,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from tests.cache_words import WORD, cache_of
 from tests.cases import cases
 from tests.transformers_versions import is_older_than
 from yobx_flatten import OnnxGenerator, export_folder
@@ -61,11 +62,9 @@ def test_one_decoder_computes_first_and_later_calls(name):
     given = {"inputs_embeds": embed(ids[:, :1]), "attention_mask": torch.cat([mask, mask[:, -1:]], 1)}
     positions = positions[:, -1:] + 1
     with torch.no_grad():
-        expected = model(
-            **given, position_ids=positions + first_position, past_key_values=expected.past_key_values, use_cache=True
-        )
+        expected = model(**given, position_ids=positions + first_position, **{WORD: cache_of(expected)}, use_cache=True)
         types = torch.cat([types, torch.full((2, 1), first_position)], 1)
-        found = decoder(**given, position_ids=positions, token_type_ids=types, past_key_values=found["past_key_values"])
+        found = decoder(**given, position_ids=positions, token_type_ids=types, **{WORD: cache_of(found)})
     torch.testing.assert_close(found["logits"], expected.logits)
 
 

@@ -72,7 +72,7 @@ def test_a_generate_is_loaded_by_a_fresh_process(tmp_path):
         import transformers
         from yobx_flatten import RecordedCalls
         calls = RecordedCalls.load({str(tmp_path)!r})
-        cache = calls["decode"][1].inputs["past_key_values"]
+        cache = cache_of(calls["decode"][1].inputs)
         print(repr(calls), type(cache).__name__, cache.layers[0].cumulative_length, cache.layers[0].sliding_window)
         print(calls)
         """

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.cache_words import WORD, cache_of
 from tests.flatten.record.record_models import MODELS, generate_inputs, make_generator
 from yobx_flatten import export_program, make_dynamic_cache, record_calls, register_flattening_functions
 
@@ -73,13 +74,13 @@ def test_a_program_for_several_new_tokens_serves_the_prefill_too():
 
     prefill = calls["prefill"][0]
     inputs = {name: value for name, value in prefill.inputs.items() if name not in calls.constants("prefill")}
-    layers = [type(layer) for layer in prefill.outputs.past_key_values.layers]
+    layers = [type(layer) for layer in cache_of(prefill.outputs).layers]
     nothing = torch.zeros(2, 2, 0, 8)
-    inputs["past_key_values"] = make_dynamic_cache([(nothing, nothing)] * 2, layers, [{"sliding_window": 8}, {}])
+    inputs[WORD] = make_dynamic_cache([(nothing, nothing)] * 2, layers, [{"sliding_window": 8}, {}])
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
         outputs = program.module()(**inputs)
     torch.testing.assert_close(outputs.logits, prefill.outputs.logits)
-    torch.testing.assert_close(outputs.past_key_values.layers[0].keys, prefill.outputs.past_key_values.layers[0].keys)
+    torch.testing.assert_close(cache_of(outputs).layers[0].keys, cache_of(prefill.outputs).layers[0].keys)
 
 
 def test_export_program_takes_a_recorded_prefill():
@@ -173,6 +174,6 @@ def test_a_static_cache_is_prefilled_and_decoded():
             **generate_inputs("llama"), max_new_tokens=5, cache_implementation="static", disable_compile=True
         )
     assert list(calls.phases()) == ["prefill", "decode"]
-    positions = [int(call.inputs["past_key_values"].get_seq_length()) for call in calls["decode"]]
+    positions = [int(cache_of(call.inputs).get_seq_length()) for call in calls["decode"]]
     assert positions == [8, 9, 10, 11]
     assert calls["decode"].replay(export(calls["decode"])).ok

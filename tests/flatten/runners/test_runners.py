@@ -6,6 +6,7 @@ import numpy
 import pytest
 import torch
 
+from tests.cache_words import WORD, cache_of
 from yobx_flatten import (
     DecodeSizes,
     GenerationError,
@@ -41,7 +42,7 @@ def files(tmp_path_factory):
 def _by_name(model):
     """A call of three rows, leaf by leaf, and what the model returns for it."""
     inputs = decode_inputs(model, DecodeSizes(batch=3, past=4, new=1), seed=1)
-    layers = inputs["past_key_values"].layers
+    layers = cache_of(inputs).layers
     named = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
     for number, layer in enumerate(layers):
         named |= {f"past_key_values.{number}.key": layer.keys, f"past_key_values.{number}.value": layer.values}
@@ -49,7 +50,7 @@ def _by_name(model):
     with torch.no_grad():
         found = model(**inputs)
     expected = {"logits": found.logits}
-    for number, layer in enumerate(found.past_key_values.layers):
+    for number, layer in enumerate(cache_of(found).layers):
         expected |= {f"present.{number}.key": layer.keys, f"present.{number}.value": layer.values}
     return named, expected
 
@@ -81,8 +82,8 @@ def test_a_step_hands_its_cache_to_the_next(files, suffix):
     again, _ = runner.step(feeds, cache)
     inputs = decode_inputs(model, DecodeSizes(batch=3, past=4, new=1), seed=1)
     with torch.no_grad():
-        past = model(**inputs).past_key_values
-        wanted = model(**feeds, past_key_values=past).logits
+        past = cache_of(model(**inputs))
+        wanted = model(**feeds, **{WORD: past}).logits
     torch.testing.assert_close(again["logits"], wanted, atol=1e-4, rtol=0)
 
 

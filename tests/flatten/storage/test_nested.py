@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import fresh_process
+from tests.cache_words import WORD
 from tests.flatten.storage.storage_values import TORCH_TYPES, Access, Mode, Pair, State, random_tensor, same
 from yobx_flatten import (
     InvalidArgumentError,
@@ -127,10 +128,10 @@ def test_a_fresh_process_reads_a_cache_and_a_model_output(tmp_path):
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     cache = make_dynamic_cache([(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))])
-    save_nested(tmp_path / "x.onnx", CausalLMOutputWithPast(logits=torch.zeros(2), past_key_values=cache))
+    save_nested(tmp_path / "x.onnx", CausalLMOutputWithPast(logits=torch.zeros(2), **{WORD: cache}))
     program = (
         "import sys; from yobx_flatten import load_nested; x = load_nested(sys.argv[1]);"
-        "print(type(x).__name__, x.past_key_values.get_seq_length(), 'onnxruntime' in sys.modules)"
+        f"print(type(x).__name__, x['{WORD}'].get_seq_length(), 'onnxruntime' in sys.modules)"
     )
     done = fresh_process.run("-c", program, tmp_path / "x.onnx")
     assert done.stdout == "CausalLMOutputWithPast 3 False\n"

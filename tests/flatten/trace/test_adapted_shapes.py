@@ -7,6 +7,7 @@ import torch
 from torch.export import Dim, ShapesCollection
 from transformers import EncoderDecoderCache
 
+from tests.cache_words import WORD, cache_of
 from tests.models import make_model, start
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
 from yobx_flatten.registry.claims import REGISTRY
@@ -33,7 +34,7 @@ def attribute_order(obj):
 def by_tensor(inputs):
     shapes = ShapesCollection()
     shapes[inputs["input_ids"]] = shapes[inputs["attention_mask"]] = {0: AUTO, 1: AUTO}
-    for layer in inputs["past_key_values"].layers:
+    for layer in cache_of(inputs).layers:
         shapes[layer.keys] = shapes[layer.values] = KEYS
     return shapes
 
@@ -66,8 +67,8 @@ def serves(program, name, past):
 def test_a_specification_of_the_tensors_alone_is_enough(name, way):
     """Also for a cache whose count is a leaf: it varies as the tensors do, below its window and past it."""
     model, inputs = program_and_inputs(name)
-    cache = WAYS[way](inputs["past_key_values"])
-    shapes = {**dynamic_shapes(inputs), "past_key_values": cache}
+    cache = WAYS[way](cache_of(inputs))
+    shapes = {**dynamic_shapes(inputs), WORD: cache}
     with register_flattening_functions(patch_transformers=True):
         program = torch.export.export(model, (), inputs, dynamic_shapes=shapes)
         assert all(serves(program, name, past) for past in (6, 13))
@@ -83,13 +84,13 @@ def test_keys_and_values_apart_are_the_same_specification(way):
                 model,
                 (),
                 inputs,
-                {**dynamic_shapes(inputs), "past_key_values": WAYS[name](inputs["past_key_values"])},
+                {**dynamic_shapes(inputs), WORD: WAYS[name](cache_of(inputs))},
                 REGISTRY.recipe_in_force,
             )
             for name in ("keys and values in turn", way)
         )
     assert other == first
-    assert first["past_key_values"] == [KEYS] * 4 + [None]  # the counter is a tensor without axes
+    assert first[WORD] == [KEYS] * 4 + [None]  # the counter is a tensor without axes
 
 
 def test_a_collection_of_shapes_ties_a_program_to_no_length():
@@ -107,7 +108,7 @@ class Sums(torch.nn.Module):
 
 def test_two_caches_in_one_may_be_one_list():
     """transformers' exporters of 5.16 write the tensors of both one behind the other."""
-    caches = [program_and_inputs("llama")[1]["past_key_values"] for _ in range(2)]
+    caches = [program_and_inputs("llama")[1][WORD] for _ in range(2)]
     both = EncoderDecoderCache(*caches)
     with register_flattening_functions(patch_transformers=True):
         program = torch.export.export(
@@ -115,7 +116,7 @@ def test_two_caches_in_one_may_be_one_list():
             (torch.ones(3), both),
             dynamic_shapes={"x": None, "cache": [KEYS] * 2 * sum(map(len, (c.layers for c in caches)))},
         )
-        longer = [program_and_inputs("llama", 9)[1]["past_key_values"] for _ in range(2)]
+        longer = [program_and_inputs("llama", 9)[1][WORD] for _ in range(2)]
         expected = 3 + sum(layer.keys.sum() for layer in longer[0].layers)
         assert torch.allclose(program.module()(torch.ones(3), EncoderDecoderCache(*longer)), expected)
 
@@ -124,8 +125,8 @@ def test_a_static_cache_may_be_specified_by_its_attributes():
     """Its counters have no axis; their places are not ours."""
     model = make_model("llama")
     begun = start("llama", static=True)
-    inputs = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "past_key_values": begun.cache}
-    shapes = {"input_ids": {0: AUTO, 1: AUTO}, "past_key_values": attribute_order(begun.cache)}
+    inputs = {"input_ids": torch.ones(2, 3, dtype=torch.int64), WORD: begun.cache}
+    shapes = {"input_ids": {0: AUTO, 1: AUTO}, WORD: attribute_order(begun.cache)}
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
         expected = model(**copy.deepcopy(inputs)).logits
         program = torch.export.export(model, (), copy.deepcopy(inputs), dynamic_shapes=shapes)
@@ -136,7 +137,7 @@ def test_a_static_cache_may_be_specified_by_its_attributes():
 def test_what_is_not_recognised_is_left_to_torch(shapes):
     """It says what it expected."""
     model, inputs = program_and_inputs("llama")
-    shapes = {**dynamic_shapes(inputs), "past_key_values": shapes}
+    shapes = {**dynamic_shapes(inputs), WORD: shapes}
     with (
         register_flattening_functions(patch_transformers=True),
         pytest.raises((ValueError, torch._dynamo.exc.UserError), match=r"mismatch|Expected|past_key_values"),
@@ -148,7 +149,7 @@ def test_an_entry_for_an_integer_counter_still_serves():
     """Specifications written for earlier versions say `Dim.AUTO` where there is a tensor without axes now."""
     model, inputs = program_and_inputs("mistral")
     given = dynamic_shapes(inputs)
-    shapes = {**given, "past_key_values": [*given["past_key_values"][:-1], AUTO]}
+    shapes = {**given, WORD: [*given[WORD][:-1], AUTO]}
     with register_flattening_functions(patch_transformers=True):
         program = torch.export.export(model, (), inputs, dynamic_shapes=shapes)
         assert serves(program, "mistral", 13)

@@ -2,6 +2,7 @@
 
 import torch
 
+from tests.cache_words import WORD
 from tests.models import make_model, start
 from yobx_flatten import DecodeSizes, decode_inputs, register_flattening_functions
 from yobx_flatten.trees.naming import leaf_names, output_names
@@ -31,7 +32,7 @@ def test_outputs_are_called_present():
 
 def test_an_encoder_decoder_cache_says_whose_keys_they_are():
     """`past_key_values.0.decoder.key` and `past_key_values.0.encoder.key`."""
-    names = leaf_names({"past_key_values": start("t5").cache})
+    names = leaf_names({WORD: start("t5").cache})
     assert names[:2] == ["past_key_values.0.decoder.key", "past_key_values.0.decoder.value"]
     assert names[-1] == "past_key_values.1.encoder.value"
 
@@ -40,8 +41,8 @@ def test_names_are_unique_and_as_many_as_leaves():
     """Also of static caches with their counters, nested containers and None."""
     trees = [
         {"a": [1, {"b": None}], "c": (2, 3)},
-        {"past_key_values": start("gemma3", static=True).cache},
-        {"past_key_values": start("bart").cache, "x": torch.zeros(1)},
+        {WORD: start("gemma3", static=True).cache},
+        {WORD: start("bart").cache, "x": torch.zeros(1)},
     ]
     with register_flattening_functions(patch_transformers=True):
         for tree in trees:

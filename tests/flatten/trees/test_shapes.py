@@ -7,6 +7,7 @@ import torch
 from torch.export import Dim
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 
+from tests.cache_words import WORD, cache_of
 from tests.models import make_model, start
 from yobx_flatten import (
     DecodeSizes,
@@ -108,7 +109,7 @@ def test_named_dims_of_the_helper_are_what_torch_takes():
     shapes = {
         "input_ids": {0: batch, 1: new},
         "attention_mask": {0: batch, 1: Dim.DYNAMIC},
-        "past_key_values": make_dynamic_shapes_kv_cache(kwargs["past_key_values"], {0: batch, 2: past}),
+        WORD: make_dynamic_shapes_kv_cache(cache_of(kwargs), {0: batch, 2: past}),
     }
     check_dynamic_shapes(kwargs, shapes)
     other = decode_inputs(model, DecodeSizes(3, 9, 2))
@@ -182,7 +183,7 @@ def test_bounds_hold_for_all_leaves_of_one_meaning():
     shapes = dynamic_shapes(inputs, bounds={"batch": 4, "length": 32})
     found = {
         "tokens": [dim.max for dim in shapes["input_ids"].values()],
-        "cache": [[dim.max for dim in entry.values()] for entry in shapes["past_key_values"]],
+        "cache": [[dim.max for dim in entry.values()] for entry in shapes[WORD]],
     }
     assert found == {"tokens": [4, 32], "cache": [[4, 32]] * 4 + [[]]}
 

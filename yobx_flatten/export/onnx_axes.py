@@ -24,6 +24,7 @@ from ..huggingface.cache_names import CACHE, PRESENT
 
 __all__ = ["name_axes"]
 
+_SUM = re.compile(r"(\w+) \+ (past_\w+)")
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 _CACHE = re.compile(rf"{CACHE}\.(\d+)\.(?:(decoder|encoder)\.)?(key|value)")
 _ENCODER = ("encoder_hidden_states", "encoder_outputs.", "encoder_attention_mask", "decoder_input_ids")
@@ -133,7 +134,7 @@ def _totals(graph: Any, names: Mapping[str, str]) -> dict[str, str]:
             total, new = (names.get(str(_text(lengths[name][1]))) for name in (mask, read))
             for past in set(names.values()):
                 if total and new and past.startswith("past_") and past.endswith("sequence_length"):
-                    totals |= {f"{past} + {new}": total, f"{new} + {past}": total}
+                    totals[f"{past} + {new}"] = total
     return totals
 
 
@@ -146,4 +147,6 @@ def _format(dim: Any, names: Mapping[str, str], whole: Mapping[str, str]) -> Any
     if not isinstance(text, str):
         return text
     text = _SYMBOL.sub(lambda found: names.get(found[0], found[0]), text)
+    # torch orders a sum by its symbols, whose numbers follow the names of the arguments
+    text = _SUM.sub(r"\2 + \1", text)
     return whole.get(text, text)

@@ -13,6 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..errors import InvalidArgumentError, ReplayError, describe_class
+from ..huggingface.cache_names import forward_of, named_for
 from ..trees.naming import output_names
 from .padding import Padding
 from .undisturbed import seeded, undisturbed
@@ -93,7 +94,7 @@ def eager_steps(
     Afterwards the state of the module is restored; from step to step the module keeps its changes.
     """
     steps: list[tuple[Mapping[str, Any], Any]] = []
-    kwargs: Mapping[str, Any] | None = clone(dict(case.kwargs))
+    kwargs: Mapping[str, Any] | None = named_for(forward_of(module), clone(dict(case.kwargs)))
     with undisturbed(module, written):
         for index in range(case.steps):
             if kwargs is None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ __all__ = [
     "installed_name",
     "is_cache",
     "name_in",
+    "named_as",
     "named_for",
     "spellings_of",
     "word_in_files",
@@ -164,9 +165,28 @@ def named_for(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[s
     {'input_ids': 1, 'cache': None}
     """
     given, wanted = name_in(kwargs), argument_of(function)
-    parameters = _parameters(function)
-    if given is None or wanted is None or given == wanted or given in (parameters or ()):
+    if given is None or wanted is None or given in (_parameters(function) or ()):
         return dict(kwargs)
+    return _renamed(kwargs, given, wanted)
+
+
+def named_as(names: Collection[str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments with the cache under the one of some names that is a word for it.
+
+    Args:
+        names: names of arguments. Where the cache's name is one of them, or none is a word for it, nothing changes.
+        kwargs: keyword arguments, the cache under any of the known names.
+
+    >>> named_as(["input_ids", "past_key_values"], {"input_ids": 1, "cache": [{"key": 2, "value": 3}]})
+    {'input_ids': 1, 'past_key_values': [{'key': 2, 'value': 3}]}
+    """
+    given, wanted = name_in(kwargs), next((word for word in _WORDS if word in names), None)
+    if given is None or wanted is None or given in names:
+        return dict(kwargs)
+    return _renamed(kwargs, given, wanted)
+
+
+def _renamed(kwargs: Mapping[str, Any], given: str, wanted: str) -> dict[str, Any]:
     return {wanted if name == given else name: value for name, value in kwargs.items()}
 
 

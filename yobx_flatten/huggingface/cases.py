@@ -269,6 +269,8 @@ def next_inputs(kwargs: Mapping[str, Any], outputs: Any, seed: int = 0) -> dict[
     cache_is, cache = name_in(kwargs), cache_of(outputs)
     if cache_is is None or cache is None or kwargs[cache_is] is None:
         return None
+    if not {"input_ids", "decoder_input_ids"} & set(kwargs):  # which embeddings come next is not known
+        return None
     if not pytree.tree_leaves(kwargs[cache_is]):  # a program for an empty cache does not take a filled one
         return None
     # a model can keep a second cache, as the encoder's of one that hears while it is spoken to

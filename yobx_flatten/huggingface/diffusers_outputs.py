@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from ..recipe.contract import Recipe
@@ -44,6 +44,14 @@ class DiffusersSupport:
 
     def release(self) -> None:
         """Close a block."""
+
+    def named_for(self, forward: Callable[..., Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return arguments as they are."""
+        return entries
+
+    def named_as(self, names: Collection[str], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return arguments as they are."""
+        return kwargs
 
     def prepare(self, tree: Any) -> Any:
         """Return the example inputs as they are."""

@@ -31,9 +31,9 @@ def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str,
     """Find the leaf for each name of a graph.
 
     A leaf has the name of an input if one of its spellings is equal to it; then if they are equal once all that is
-    neither letter nor digit is an underscore, in small letters. Where none of the leaves that are left has a name
-    (entries of a tuple, or one value alone), and there are as many leaves as names, the order decides, unless a name
-    that was found states otherwise.
+    neither letter nor digit is an underscore, in small letters. The order decides where there are no names to go by:
+    where the leaves that are left have none (entries of a tuple, or one value alone), or where not one of the graph's
+    names was found (``torch.onnx.export`` calls outputs ``linear_14``).
 
     Args:
         graph: names of the graph's inputs, or of its outputs.
@@ -46,8 +46,8 @@ def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str,
     {'x': 1, 'past_key_values_key_0': 0}
     >>> match(["a", "b"], [["0"], ["1"]])
     {'a': 0, 'b': 1}
-    >>> match(["a", "b"], [["x"], ["y"]])
-    {}
+    >>> match(["a", "b"], [["a"], ["y"]])
+    {'a': 0}
     """
     found: dict[str, int] = {}
     for spell in (str, _plain):
@@ -58,7 +58,7 @@ def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str,
                 found[name] = known[spell(name)]
     by_order = {name: place for place, name in enumerate(graph)}
     left = [names for place, names in enumerate(spellings) if place not in found.values()]
-    if any(_is_name(names) for names in left):
+    if found and any(_is_name(names) for names in left):
         return found
     if len(graph) == len(spellings) and found.items() <= by_order.items():
         return by_order

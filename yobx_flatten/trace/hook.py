@@ -23,7 +23,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -59,6 +59,12 @@ class TraceSupport(Protocol):
 
     def release(self) -> None:
         """Put it back: a block closes."""
+
+    def named_for(self, forward: Callable[..., Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return keyword arguments, or their dynamic shapes, under the names that a forward has for them."""
+
+    def named_as(self, names: Collection[str], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the keyword arguments of a call under the names that a program has for them."""
 
     def prepare(self, tree: Any) -> Any:
         """Return the example inputs as the trace should see them."""
@@ -104,6 +110,12 @@ class ExportHook:
             )
             for number, protocol in pytree._SUPPORTED_PROTOCOLS.items()
         ]
+
+    @property
+    def supports(self) -> list[TraceSupport]:
+        """What the model libraries of the open blocks need, each once."""
+        with LOCK:
+            return [support for support in dict.fromkeys(self._supports) if support is not None]
 
     @property
     def active(self) -> bool:
@@ -159,9 +171,7 @@ class ExportHook:
         return AttributePatch(registry, "from_torchlib", classmethod(from_torchlib))
 
     def _translations(self) -> list[Translation]:
-        with LOCK:
-            supports = [support for support in dict.fromkeys(self._supports) if support is not None]
-        return [*TRANSLATIONS, *(translation for support in supports for translation in support.translations())]
+        return [*TRANSLATIONS, *(translation for support in self.supports for translation in support.translations())]
 
     def _importing(self, protocol: Any) -> Callable[..., Any]:
         """Read a stored tree spec; import the modules of the classes it names: libraries register them on import."""
@@ -172,8 +182,7 @@ class ExportHook:
                     return protocol.json_to_treespec(schema)
                 except NotImplementedError as error:
                     named = re.match(r"Deserializing ([\w.]+)\.\w+ in pytree is not registered", str(error))
-                    with LOCK:
-                        libraries = {support.modules for support in self._supports if support is not None}
+                    libraries = {support.modules for support in self.supports}
                     module = named.group(1) if named else ""
                     if module.split(".")[0] not in libraries or module in sys.modules:
                         raise
@@ -191,6 +200,11 @@ class ExportHook:
                 active, supports = bool(self._supports), [s for s in dict.fromkeys(self._supports) if s is not None]
             if not active:
                 return original(mod, args, kwargs, dynamic_shapes, *more, **options)
+            if isinstance(mod, torch.nn.Module):
+                for support in supports:
+                    kwargs = None if kwargs is None else support.named_for(mod.forward, kwargs)
+                    if isinstance(dynamic_shapes, Mapping):
+                        dynamic_shapes = support.named_for(mod.forward, dynamic_shapes)
             dynamic_shapes = adapted_shapes(mod, args, kwargs, dynamic_shapes, REGISTRY.recipe_in_force)
             args, kwargs = _without_slices(args), _without_slices(kwargs)
             with contextlib.ExitStack() as stack:
@@ -342,6 +356,9 @@ class _RememberingProgram(ExportedProgram):
         integers = with_integers(self)
         if integers is not None:
             module.register_forward_pre_hook(integers, prepend=True, with_kwargs=True)
+        renamed = _renaming(self)
+        if renamed is not None:
+            module.register_forward_pre_hook(renamed, prepend=True, with_kwargs=True)
         if classes:
             module.register_forward_pre_hook(functools.partial(_require_before_call, classes), prepend=True)
         return module
@@ -355,6 +372,24 @@ class _RememberingProgram(ExportedProgram):
             if decomp_table is not None and attention not in decomp_table:
                 stack.enter_context(_PLAIN_ATTENTION)
             return _decomposed(super().run_decompositions(decomp_table, *args, **kwargs))
+
+
+def _renaming(program: ExportedProgram) -> Callable[..., Any] | None:
+    """Make a hook that gives a program its arguments under the names with which it was exported."""
+    spec = program.call_spec.in_spec
+    names = [] if spec is None else spec.children()[1].context
+    supports = EXPORT_HOOK.supports
+    if not names or not supports:
+        return None
+
+    def rename(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if kwargs.keys() == set(names):
+            return None
+        for support in supports:
+            kwargs = support.named_as(names, kwargs)
+        return args, kwargs
+
+    return rename
 
 
 def _remembering(original: Callable[..., None]) -> Callable[..., None]:

@@ -300,7 +300,7 @@ def test_an_empty_cache_as_example_is_replaced_by_a_filled_one(empty):
     report = export_program(model, (), kwargs, steps=2).report
     assert report.ok
     assert "past_key_values.0.key" in report.input_names
-    assert any("past_key_values is empty" in remark for remark in report.remarks)
+    assert any(f"{WORD} is empty" in remark for remark in report.remarks)
 
 
 def test_the_example_that_replaces_one_is_not_used_up_by_the_trial(monkeypatch):

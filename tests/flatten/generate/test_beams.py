@@ -22,7 +22,7 @@ from yobx_flatten import (
 from yobx_flatten.generate.generator import Generator, Parts
 from yobx_flatten.generate.settings import settings_of
 from yobx_flatten.model_folder.tiny_models import small_model
-from yobx_flatten.runners.ports import Port, cache_slots, with_rows
+from yobx_flatten.runners.ports import Port, cache_slots, present_of, with_rows
 
 
 class EagerRunner:
@@ -33,7 +33,8 @@ class EagerRunner:
     def __init__(self, model):
         self.model = model
         names = [f"past_key_values.{layer}.{part}" for layer in range(2) for part in ("key", "value")]
-        self.slots = cache_slots(Port(name, (None, 2, None, 16), torch.float32) for name in names)
+        ports = [Port(name, (None, 2, None, 16), torch.float32) for name in names]
+        self.slots = cache_slots(ports, [present_of(name) for name in names], self.name)
         tokens = {name: Port(name, (None, None), torch.int64) for name in ("input_ids", "attention_mask")}
         self.ports = {**tokens, **{slot.port.name: slot.port for slot in self.slots}}
 

@@ -62,6 +62,7 @@ def test_a_file_per_call_appears_when_it_is_complete(tmp_path):
 def test_a_generate_is_loaded_by_a_fresh_process(tmp_path):
     """The classes of the caches are registered there, the phases and shapes are the same, and no pickle is read."""
     pytest.importorskip("transformers")
+    from tests.cache_words import WORD
     from tests.flatten.record.record_models import generate_inputs, make_generator
 
     model = make_generator("mistral")
@@ -72,7 +73,7 @@ def test_a_generate_is_loaded_by_a_fresh_process(tmp_path):
         import transformers
         from yobx_flatten import RecordedCalls
         calls = RecordedCalls.load({str(tmp_path)!r})
-        cache = cache_of(calls["decode"][1].inputs)
+        cache = calls["decode"][1].inputs[{WORD!r}]
         print(repr(calls), type(cache).__name__, cache.layers[0].cumulative_length, cache.layers[0].sliding_window)
         print(calls)
         """

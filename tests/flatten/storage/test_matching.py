@@ -13,7 +13,8 @@ from yobx_flatten.storage.matching import leaves_of, match, plain_names
         (["past_key_w8_0"], [["past.0.key", "past.key_W8_0"]], {"past_key_w8_0": 0}),
         (["a"], [["b"], ["a"], ["c"]], {"a": 1}),
         (["linear", "cat"], [["logits"], ["present.0"]], {"linear": 0, "cat": 1}),
-        (["logits", "cat"], [["logits"], ["present.0"]], {"logits": 0, "cat": 1}),
+        (["logits", "cat"], [["logits"], ["present.0"]], {"logits": 0}),
+        (["x", "y"], [["x"], ["1"]], {"x": 0, "y": 1}),
         (["cat", "logits"], [["logits"], ["present.0"]], {"logits": 0}),
         (["a", "z"], [["a"], ["b"], ["c"]], {"a": 0}),
         (["a.b", "a_b"], [["a_b"], ["a.b"]], {"a.b": 1, "a_b": 0}),
@@ -21,7 +22,7 @@ from yobx_flatten.storage.matching import leaves_of, match, plain_names
     ],
 )  # fmt: skip
 def test_names_come_first_then_the_order(graph, spellings, expected):
-    """Exactly, then without regard to case and signs, then by place unless a name says otherwise."""
+    """Exactly, then without regard to case and signs, then by place where there are no names."""
     assert match(graph, spellings) == expected
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ...errors.dependencies import is_installed
 from ...registry.locking import LOCK
 from ...registry.patches import AttributePatch, TracePatch, tracing_here
 from ...trace.onnx_operators import Translation
+from ..cache_names import named_as, named_for
 from ..caches.layouts import hold_length_leaf
 from ..loaded import subclasses_of
 from .attention import attention_replacements
@@ -77,6 +78,14 @@ class TransformersTracing:
                 keyed = node._replace(flatten_with_keys_fn=pytree._dict_flatten_with_keys)
                 patch = self._keys_given[cls] = AttributePatch(pytree.SUPPORTED_NODES, cls, keyed)
                 patch.acquire()
+
+    def named_for(self, forward: Callable[..., Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return arguments with the cache under the name that a forward has for it."""
+        return named_for(forward, entries)
+
+    def named_as(self, names: Collection[str], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return arguments with the cache under the name that a program has for it."""
+        return named_as(names, kwargs)
 
     def prepare(self, tree: Any) -> Any:
         """Return the inputs with the tensors of their caches contiguous.

@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .results import Results, failures, installed_versions, library_state, regressions, symbol_of
+from .gate import judge
+from .results import Results, failures, installed_versions, library_state, symbol_of
 from .runner import Limits, Runner, Work
 
 __all__ = [
@@ -44,6 +45,7 @@ def add_options(
         kinds: over what ``--sample`` spreads.
     """
     results = f"results (default docs/data/{stem}-*.json)"
+    parser.set_defaults(left_out={})  # columns that nobody left out, and why they cannot run here
     parser.add_argument("--only", metavar="TYPE,...", type=_names, help="these types: llama, seq2seq:t5, image:, ...")
     parser.add_argument("--sample", metavar="N", type=int, help=f"N types, spread over: {kinds}")
     parser.add_argument("--columns", metavar="COLUMN,...", type=_names, help=f"of: {', '.join(columns)}")
@@ -58,7 +60,7 @@ def add_options(
         "--against",
         metavar="FILE",
         type=pathlib.Path,
-        help="end with 1 when a column fails that passed in this file, or a model is cut into fewer pieces",
+        help="end with 1 when what passed in this file fails or is not tried, or a model is cut into fewer pieces",
     )
     parser.add_argument("--failures", action="store_true", help="list the failures of the results by reason, and end")
     parser.add_argument(
@@ -139,7 +141,11 @@ def work_left(results: Results, names: list[str], columns: list[str], redo: str 
 def run_work(
     runner: Runner, names: list[str], results: Results, options: argparse.Namespace, state: str, console: Console
 ) -> int:
-    """Run what is left of these types, a line for each; return 1 if something fails that passed in ``--against``."""
+    """Run what is left of these types, a line for each.
+
+    Returns:
+        1 if what passed in ``--against`` does not pass now, or if nothing was tried.
+    """
     work = list(work_left(results, names, options.columns, options.redo, state))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
@@ -150,10 +156,13 @@ def run_work(
             results.record(name, found, state)
             progress.advance(task)
             progress.console.print(line_of(name, found), markup=False)
-    worse = regressions(results, Results.read(options.against), names) if options.against else []
-    for line in worse:
-        console.print(f"worse than in {options.against.name}: {line}", markup=False)
-    return 1 if worse else 0
+    expected = Results.read(options.against) if options.against else None
+    verdict = judge(results, expected, names, options)
+    for line in verdict.notes:
+        console.print(f"no longer there: {line}", markup=False)
+    for line in verdict.worse:
+        console.print(f"worse than in {options.against.name}: {line}" if expected else line, markup=False)
+    return 1 if verdict.worse else 0
 
 
 def run_list(

@@ -26,6 +26,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_options(parser, COLUMNS, timeout=300.0, stem="cut", kinds=kinds)
     parser.add_argument("--all", action="store_true", help="encoder-decoders, also pictures and sounds")
     options = parser.parse_args(arguments)
+    if not options.only and not options.all:
+        options.only = ["causal:"]
     check_options(parser, options, COLUMNS, f"cut-{installed_versions()['transformers']}")
     return options
 
@@ -35,8 +37,6 @@ def choose(options: argparse.Namespace) -> list[str]:
     names = type_names()
     if options.only:
         names = types_among(names, options.only)
-    elif not options.all:
-        names = [name for name in names if split_name(name)[0] == "causal"]
     if options.sample is None:
         return names
     recorded = Results.read(options.against) if options.against else None

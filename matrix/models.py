@@ -25,6 +25,7 @@ __all__ = [
     "make_config",
     "make_model",
     "split_name",
+    "type_exists",
     "type_names",
     "window_of",
 ]
@@ -59,6 +60,17 @@ def type_names() -> list[str]:
                 seen.add(key)
                 names.append(model_type if family == "causal" else f"{family}:{model_type}")
     return names
+
+
+def type_exists(name: str) -> bool:
+    """Return whether the installed transformers has the model type of a name, in this family or another.
+
+    >>> type_exists("llama"), type_exists("image:no_such_type")
+    (True, False)
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return split_name(name)[1] in CONFIG_MAPPING_NAMES
 
 
 def split_name(name: str) -> tuple[str, str]:

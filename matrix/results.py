@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import platform
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "regressions",
     "symbol_of",
     "untried",
+    "was_tried",
 ]
 
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
@@ -93,7 +95,14 @@ class Results:
         return {column: result["ok"] for column, result in held.items()}
 
     def record(self, name: str, columns: dict[str, dict[str, Any]], state: str) -> None:
-        """Add results of a type, and write the file."""
+        """Add results of a type, and write the file.
+
+        Raises:
+            ValueError: for a column that was not tried and does not state why.
+        """
+        silent = [column for column, result in columns.items() if result["ok"] is None and not result.get("why")]
+        if silent:
+            raise ValueError(f"{name}, {', '.join(silent)}: a column that is not tried states why")
         entry = self.types.setdefault(name, {"columns": {}})
         entry["columns"] |= columns
         entry["state"] = state
@@ -138,21 +147,36 @@ def passes(entry: dict[str, Any], columns: list[str]) -> bool:
     return bool(held) and not any(result["ok"] is False or untried(result) for result in held)
 
 
-def regressions(found: Results, expected: Results, names: list[str]) -> list[str]:
-    """Return, in words, every column of these types that passed in ``expected`` and fails in ``found``.
+def was_tried(results: Results, name: str, columns: Iterable[str]) -> bool:
+    """Return whether one of these columns of a type passed or failed: a column that is null was not tried."""
+    passed = results.passed(name)
+    return any(passed.get(column) is not None for column in columns)
 
-    A cut that calls fewer layers than the recorded one is also worse: the model is right, but in larger pieces.
+
+def regressions(found: Results, expected: Results, names: list[str], columns: Iterable[str] | None = None) -> list[str]:
+    """Return, in words, every column of these types that passed in ``expected`` and does not pass in ``found``.
+
+    A column that is null was not tried: it is worse than one that passed, and its reason is stated. One without a
+    reason is worse whatever it was before. A cut that calls fewer layers than the recorded one is also worse: the model
+    is right, but in larger pieces.
 
     Args:
         found: the results of this run.
         expected: recorded ones.
-        names: the names of the types that were run.
+        names: the names of the types that were chosen.
+        columns: those that were chosen. Default: all.
     """
     lines = []
     for name in names:
         before, now = expected.passed(name), found.passed(name)
-        for column in (column for column, ok in now.items() if ok is False and before.get(column)):
-            lines.append(f"{name}, {column}: {found.types[name]['columns'][column]['why']}")
+        for column in dict.fromkeys([*before, *now]) if columns is None else columns:
+            result = found.types[name]["columns"][column] if column in now else None
+            if result is None and before.get(column):
+                lines.append(f"{name}, {column}: was not run")
+            elif result is not None and result["ok"] is False and before.get(column):
+                lines.append(f"{name}, {column}: {result['why']}")
+            elif result is not None and result["ok"] is None and (before.get(column) or not result.get("why")):
+                lines.append(f"{name}, {column}: was not tried: {result.get('why') or 'no reason is recorded'}")
         calls, recorded = _calls(found, name), _calls(expected, name)
         if now.get("cut") and calls < recorded:
             lines.append(f"{name}, cut: {calls} calls of layers, not {recorded}")

@@ -38,9 +38,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     table = runtimes_cases if options.folders else runtimes_programs
-    options.columns = options.columns or [
-        column for column in table.COLUMNS if importlib.util.find_spec(table.LIBRARIES.get(column, "torch"))
-    ]
+    if not options.columns:
+        libraries = {column: table.LIBRARIES.get(column, "torch") for column in table.COLUMNS}
+        missing = {library for library in libraries.values() if importlib.util.find_spec(library) is None}
+        options.left_out = {
+            column: f"{library} is not installed" for column, library in libraries.items() if library in missing
+        }
+        options.columns = [column for column in table.COLUMNS if column not in options.left_out]
     if not options.folders and "program" not in options.columns:
         options.columns = ["program", *options.columns]  # what a file is made of
     check_options(parser, options, table.COLUMNS, f"runtimes-{importlib.metadata.version('transformers')}")

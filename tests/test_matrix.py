@@ -156,7 +156,7 @@ def test_failures_that_differ_in_a_number_only_come_together(results):
 
 
 def test_what_passed_before_and_fails_now_is_named(results, tmp_path):
-    """A column counts as worse only when it was run both times and passed the first time."""
+    """A column that failed before, or a type that was not there, is not."""
     recorded = Results(tmp_path / "recorded.json", {}, "yobx_flatten")
     recorded.record("llama", {"built": {"ok": True}, "export": {"ok": True}, "onnx": {"ok": False, "why": "x"}}, "s")
     results.record("llama", {"built": {"ok": True}, "export": {"ok": False, "why": "guard"}}, "s")

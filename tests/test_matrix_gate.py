@@ -1,0 +1,189 @@
+"""`--against` of every matrix: what passed before and anything but passed now ends the run with 1."""
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from matrix import __main__ as whole
+from matrix import command, cut, genai, runtimes
+from matrix.gate import judge
+from matrix.results import Results, regressions
+from matrix.runner import Limits, Runner
+
+from .test_matrix_fakes import load_fake, run_fake
+
+OK, FAILED = {"ok": True}, {"ok": False, "why": "ValueError: axis 3"}
+NOT_TRIED = {"ok": None, "why": "NoCacheError: takes no cache"}
+TABLES = {
+    "matrix": (whole.parse, "built"),
+    "cut matrix": (cut.parse, "built"),
+    "runtimes": (runtimes.parse, "program"),
+    "folders of runtimes": (lambda typed: runtimes.parse([*typed, "--folders"]), "OpenVINO folder"),
+    "genai": (genai.parse, "folder"),
+}
+
+
+def results(tmp_path, name, types):
+    made = Results(tmp_path / name, {"torch": "2.13"}, "yobx_flatten")
+    made.types = {kind: {"columns": columns} for kind, columns in types.items()}
+    return made
+
+
+@pytest.fixture
+def now(tmp_path):
+    return lambda **types: results(tmp_path, "now.json", types)
+
+
+@pytest.fixture
+def before(tmp_path):
+    return lambda **types: results(tmp_path, "before.json", types)
+
+
+@pytest.fixture(params=TABLES)
+def table(request):
+    """The options of each table, and one of its columns."""
+    if request.param == "genai":
+        pytest.importorskip("onnxruntime_genai")
+    parse, column = TABLES[request.param]
+    return lambda *typed: parse([*typed, "--columns", column]), column
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (OK, []),
+        (FAILED, ["llama, {}: ValueError: axis 3"]),
+        (NOT_TRIED, ["nothing was tried, of 1 types: NoCacheError: takes no cache"]),
+        (NOT_TRIED, ["llama, {}: was not tried: NoCacheError: takes no cache"]),
+    ],
+)
+def test_only_passed_is_as_good_as_passed(table, result, said, now, before):
+    """In all tables; a reason is stated for what failed and for what was not tried."""
+    parse, column = table
+    options = parse("--only", "llama") if column != "OpenVINO folder" else parse()
+    options.only = ["llama"]
+    found = judge(now(llama={column: result}), before(llama={column: OK}), ["llama"], options).worse
+    assert (found == []) if not said else said[0].format(column) in found
+
+
+@pytest.mark.parametrize("result", [FAILED, NOT_TRIED])
+def test_what_did_not_pass_before_may_fail_or_not_be_tried(result, now, before):
+    """A reason is all that is asked of it."""
+    recorded = before(llama={"built": OK, "onnx": FAILED, "picture": NOT_TRIED})
+    found = now(llama={"built": OK, "onnx": result, "picture": result})
+    assert regressions(found, recorded, ["llama"]) == []
+
+
+def test_a_column_that_is_not_tried_states_why(now, before):
+    """It cannot be recorded without a reason, and one in a file counts as worse, whatever it was before."""
+    found = now(llama={"built": OK, "onnx": {"ok": None}})
+    recorded = before(llama={"built": OK, "onnx": FAILED})
+    assert regressions(found, recorded, ["llama"]) == ["llama, onnx: was not tried: no reason is recorded"]
+    with pytest.raises(ValueError, match="gpt2, onnx: a column that is not tried states why"):
+        found.record("gpt2", {"onnx": {"ok": None, "why": ""}}, "state")
+    assert "gpt2" not in found.types
+
+
+def test_a_chosen_column_and_type_without_a_result_are_worse(now, before):
+    """What was chosen must have been run."""
+    recorded = before(llama={"built": OK, "onnx": OK}, gpt2={"built": OK})
+    found = now(llama={"built": OK})
+    assert regressions(found, recorded, ["llama", "gpt2"]) == ["llama, onnx: was not run", "gpt2, built: was not run"]
+
+
+def test_columns_that_were_not_chosen_are_not_compared(now, before):
+    recorded = before(llama={"built": OK, "onnx": OK})
+    assert regressions(now(llama={"built": OK}), recorded, ["llama"], ["built"]) == []
+
+
+def test_a_type_that_passed_and_is_absent_is_worse(now, before):
+    """GPT-2 is still in transformers, so that it should have been among the types of the run."""
+    recorded = before(llama={"built": OK}, gpt2={"built": OK}, opt={"built": FAILED})
+    options = whole.parse(["--columns", "built"])
+    verdict = judge(now(llama={"built": OK}), recorded, ["llama"], options)
+    assert verdict.worse == ["gpt2: the type is there, and was not run"]
+
+
+def test_a_type_that_transformers_has_not_any_more_is_named_and_no_fault(now, before):
+    recorded = before(llama={"built": OK}, **{"image:gone_model": {"built": OK}})
+    options = whole.parse(["--columns", "built"])
+    verdict = judge(now(llama={"built": OK}), recorded, ["llama"], options)
+    assert verdict.worse == []
+    assert verdict.notes == ["image:gone_model: the installed transformers has no such type"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "worse"),
+    [
+        ([], ["gpt2", "image:llava"]),
+        (["--only", "llama"], []),
+        (["--only", "image:,llama"], ["image:llava"]),
+        (["--sample", "1"], []),
+    ],
+)
+def test_only_the_chosen_types_are_compared(typed, worse, now, before):
+    """By name, by family, or a sample of all, which names none in particular."""
+    recorded = before(llama={"built": OK}, gpt2={"built": OK}, **{"image:llava": {"built": OK}})
+    options = whole.parse([*typed, "--columns", "built"])
+    verdict = judge(now(llama={"built": OK}), recorded, ["llama"], options)
+    assert [line.rpartition(": ")[0] for line in verdict.worse] == worse
+
+
+def test_the_cut_matrix_chooses_causal_types_unless_all_are_asked_for(now, before):
+    """Without `--all`, types of other families are not missed."""
+    recorded = before(llama={"built": OK}, **{"seq2seq:t5": {"built": OK}})
+    found = now(llama={"built": OK})
+    few, every = cut.parse(["--columns", "built"]), cut.parse(["--columns", "built", "--all"])
+    assert judge(found, recorded, ["llama"], few).worse == []
+    assert judge(found, recorded, ["llama"], every).worse == ["seq2seq:t5: the type is there, and was not run"]
+
+
+def test_a_runtime_that_is_not_installed_is_worse_unless_its_columns_are_left_out(now, before, monkeypatch):
+    """Its files were made and replayed before."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "executorch" else name)
+    recorded = before(llama={"program": OK, "OpenVINO": OK, "ExecuTorch": OK})
+    found = now(llama={"program": OK, "OpenVINO": OK, "AOTInductor": OK})
+    verdict = judge(found, recorded, ["llama"], runtimes.parse([]))
+    assert verdict.worse == [
+        "ExecuTorch: 1 types passed, and none was run: executorch is not installed; --columns leaves it out"
+    ]
+    assert judge(found, recorded, ["llama"], runtimes.parse(["--columns", "OpenVINO"])).worse == []
+
+
+def test_a_comparison_with_nothing_is_worse(now, before):
+    """A file of other types, or of results that all failed, shows nothing of this run."""
+    options = whole.parse(["--only", "llama", "--columns", "built"])
+    found = now(llama={"built": OK})
+    said = ["none of the 1 types of this run passed there: nothing was compared"]
+    assert judge(found, before(gpt2={"built": OK}), ["llama"], options).worse == said
+    assert judge(found, before(llama={"built": FAILED}), ["llama"], options).worse == said
+
+
+def test_a_run_that_tried_nothing_is_worse_than_any(now):
+    """Also where there is nothing to compare with, and where no type was chosen."""
+    options = whole.parse(["--columns", "built"])
+    assert judge(now(llama={"built": NOT_TRIED}), None, ["llama"], options).worse == [
+        "nothing was tried, of 1 types: NoCacheError: takes no cache"
+    ]
+    assert judge(now(), None, [], options).worse == ["nothing was tried, of 0 types: no column was run"]
+    assert judge(now(llama={"built": FAILED}), None, ["llama"], options).worse == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recorded", "code"), [(OK, 0), (FAILED, 0), (None, 1)])
+def test_the_exit_code_of_a_run_states_whether_it_is_as_good(recorded, code, tmp_path, capsys):
+    """`fails` passes its first column and fails its second, whose result before is given."""
+    against = tmp_path / "before.json"
+    columns = {"built": OK, "prefill": recorded if recorded is FAILED else OK}
+    if recorded is OK:
+        del columns["prefill"]
+    held = {"versions": {}, "way": "", "types": {"fails": {"columns": columns}}}
+    against.write_text(json.dumps(held), encoding="utf-8")
+    options = whole.parse(["--only", "fails", "--columns", "built,prefill", "--against", str(against)])
+    runner = Runner("yobx_flatten", Limits(seconds=60.0, gigabytes=64.0), run_fake, load_fake, preload=())
+    made = Results(tmp_path / "now.json", {}, "yobx_flatten")
+    console = command.Console(highlight=False, soft_wrap=True)
+    assert command.run_work(runner, ["fails"], made, options, "state", console) == code
+    assert ("worse than in before.json: fails, prefill: ValueError: wrong" in capsys.readouterr().out) == bool(code)

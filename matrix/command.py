@@ -45,7 +45,7 @@ def add_options(
         kinds: over what ``--sample`` spreads.
     """
     results = f"results (default docs/data/{stem}-*.json)"
-    parser.set_defaults(left_out={})  # columns that nobody left out, and why they cannot run here
+    parser.set_defaults(left_out={})  # columns that cannot run here, and why
     parser.add_argument("--only", metavar="TYPE,...", type=_names, help="these types: llama, seq2seq:t5, image:, ...")
     parser.add_argument("--sample", metavar="N", type=int, help=f"N types, spread over: {kinds}")
     parser.add_argument("--columns", metavar="COLUMN,...", type=_names, help=f"of: {', '.join(columns)}")

@@ -21,7 +21,7 @@ class Verdict:
 
     Attributes:
         worse: reasons to end with 1.
-        notes: what a reader of the results has to know, and is no fault of this package.
+        notes: what a reader of the results has to know, and which is not a fault of this package.
     """
 
     worse: list[str]

@@ -117,7 +117,8 @@ def test_packages_depend_in_one_direction(module):
     package = module.partition(".")[0]
     is_command_line = module.startswith(("roundpipe_runtime.cli.", "roundpipe_runtime.__main__"))
     shared = ("yobx_flatten.terminal.", "yobx_flatten.cli.", "yobx_flatten.model_folder.") if is_command_line else ()
-    public = {f"yobx_flatten{inside}" for inside in ("", ".errors.dependencies", ".errors.messages", ".recipe.aliases")}
+    inner = (".errors.dependencies", ".errors.messages", ".errors.tried_versions", ".recipe.aliases")
+    public = {f"yobx_flatten{inside}" for inside in ("", *inner)}
     public |= {f"yobx_flatten.{folder}" for folder in yobx_flatten._HOMES}
     foreign = [found for found in imports_of(module) if found.target.partition(".")[0] in set(PACKAGES) - {package}]
     wrong = [

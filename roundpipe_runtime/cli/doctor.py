@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 from torch import nn
 
 from yobx_flatten.errors.messages import first_line, format_bytes
+from yobx_flatten.errors.tried_versions import NEWEST_TRIED, untried_versions
 
 from ..device.accelerator import memory_info
 from ..device.virtual import DeviceSpec
@@ -85,7 +86,11 @@ def _version(name: str, lost: str, wanted: SpecifierSet) -> Check:
         return Check(name, "fail" if name == "torch" else "warning", f"not installed, so {lost}", line)
     if not wanted.contains(version, prereleases=True):
         return Check(name, "fail", f"{version}, and {wanted} is needed", f"pip install '{name}{wanted}'")
-    return Check(name, "ok", version)
+    for untried in untried_versions():
+        if untried.library == name:
+            line = f"Should something fail, take that one: pip install '{name}<={untried.tried}'"
+            return Check(name, "warning", f"{version}, newer than the newest tried ({untried.tried})", line)
+    return Check(name, "ok", f"{version} (newest tried: {NEWEST_TRIED[name]})" if name in NEWEST_TRIED else version)
 
 
 def _declared() -> dict[str, SpecifierSet]:

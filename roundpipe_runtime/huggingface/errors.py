@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from yobx_flatten.errors.tried_versions import VersionDependentError, without_cause
+
 from ..errors import ConfigError, RoundPipeError, RoundPipeWarning
 
 __all__ = [
@@ -20,7 +22,7 @@ REPLACED_FORWARD = (
 )
 
 
-class CutError(RoundPipeError, ValueError):
+class CutError(VersionDependentError, RoundPipeError, ValueError):
     """A model cannot be cut into layers.
 
     Attributes:
@@ -34,10 +36,10 @@ class CutError(RoundPipeError, ValueError):
         self.reason = reason
 
     def __reduce__(self) -> tuple[type[CutError], tuple[str, str]]:
-        return type(self), (self.reason, str(self))
+        return type(self), (self.reason, without_cause(self))
 
 
-class BatchStructureError(RoundPipeError, RuntimeError):
+class BatchStructureError(VersionDependentError, RoundPipeError, RuntimeError):
     """A batch takes another path through the model than the example that it was cut with."""
 
 

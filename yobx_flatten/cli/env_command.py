@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors.tried_versions import NEWEST_TRIED, untried_versions
 from ..terminal.output import say, say_json
 
 __all__ = ["env", "versions"]
@@ -50,11 +51,20 @@ def versions() -> dict[str, str | None]:
 
 
 def env(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
-    """Print the versions of everything that matters, for a report of a fault."""
+    """Print the versions of everything that matters, for a report of a fault, and the newest ones that were tried."""
     found = versions()
+    untried = untried_versions()
     if json:
-        say_json({**found, "executable": sys.executable})
+        newer = [one.library for one in untried]
+        say_json({**found, "executable": sys.executable, "newest_tried": NEWEST_TRIED, "newer_than_tried": newer})
         return 0
-    width = max(map(len, found))
-    say("\n".join(f"{name:{width}}  {version or 'not installed'}" for name, version in found.items()))
+    width, shown = max(map(len, found)), {name: version or "not installed" for name, version in found.items()}
+    wide = max(len(shown.get(name, "")) for name in NEWEST_TRIED)
+    for name, tried in NEWEST_TRIED.items():
+        if name in shown:
+            shown[name] = f"{shown[name]:{wide}}  (newest tried: {tried})"
+    say("\n".join(f"{name:{width}}  {version}" for name, version in shown.items()))
+    if untried:
+        lines = [f"{one}. Should something fail: pip install '{one.library}<={one.tried}'" for one in untried]
+        say("\n".join(["", *lines]))
     return 0

@@ -14,6 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..errors import ReplayError, describe_class
+from ..errors.tried_versions import without_cause
 from .spec_diff import compare_specs
 
 __all__ = ["compare_outputs", "is_text", "largest_difference"]
@@ -49,7 +50,7 @@ def compare_outputs(expected: Any, found: Any, names: Sequence[str]) -> dict[str
                 raise ReplayError(f"expected {_describe(one)}, found {_describe(other)}")
             difference = largest_difference(one, other)
         except ReplayError as error:
-            raise ReplayError(f"output {name!r}: {error}") from None
+            raise ReplayError(f"output {name!r}: {without_cause(error)}") from None
         if isinstance(one, (torch.Tensor, *_NUMBERS)):
             differences[name] = difference
     return differences

@@ -16,6 +16,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ..errors import FlattenError
+from ..errors.tried_versions import possible_cause
 from ..trees.walk import class_name, torch_leaves
 from .contents import Layouts
 from .explanation import Explanation, Failure, Row
@@ -70,10 +71,8 @@ def explain_error(
     if misfit := misfit_in_our_words(failure):
         return explain_misfit(failure, misfit, ())
     first = failure.message.strip().split("\n")[0]
-    return Explanation(
-        f"This error is not known here. torch reports: {type(error).__name__}{f': {first}' if first else ''}",
-        known=False,
-    )
+    text = f"This error is not known here. torch reports: {type(error).__name__}{f': {first}' if first else ''}"
+    return Explanation("\n".join(filter(None, (text, possible_cause()))), known=False)
 
 
 # -- classes that are not registered ----------------------------------------------------------------------------------

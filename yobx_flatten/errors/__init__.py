@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .tried_versions import VersionDependentError
+
 __all__ = [
     "AlreadyRegisteredError",
     "CacheStructureError",
@@ -30,7 +32,11 @@ __all__ = [
 
 
 class FlattenError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """Base of all errors that this package raises on purpose.
+
+    Those about a model, its caches and its programs also derive from ``VersionDependentError``: where a newer version
+    of a library is installed than any that was tried, their text ends with a line that names it.
+    """
 
 
 class InvalidArgumentError(FlattenError, TypeError):
@@ -45,31 +51,31 @@ class AlreadyRegisteredError(FlattenError, ValueError):
     """A class is registered already, with other functions."""
 
 
-class ModelSourceError(FlattenError, ValueError):
+class ModelSourceError(VersionDependentError, FlattenError, ValueError):
     """A model is not found, or cannot be loaded."""
 
 
-class NotRegisteredError(FlattenError, LookupError):
+class NotRegisteredError(VersionDependentError, FlattenError, LookupError):
     """A class is not registered (any more), or was not registered by this package and cannot be unregistered."""
 
 
-class RoundTripError(FlattenError, ValueError):
+class RoundTripError(VersionDependentError, FlattenError, ValueError):
     """An object that is flattened and unflattened is not equal to the original."""
 
 
-class SpecMismatchError(FlattenError, ValueError):
+class SpecMismatchError(VersionDependentError, FlattenError, ValueError):
     """An object does not have the structure that a program was exported with."""
 
 
-class StaticDataError(FlattenError, TypeError):
+class StaticDataError(VersionDependentError, FlattenError, TypeError):
     """The static part of a node (torch: *context*) cannot be stored."""
 
 
-class UnsetFieldError(FlattenError, AttributeError):
+class UnsetFieldError(VersionDependentError, FlattenError, AttributeError):
     """An object lacks a field that is a child or static data: a slot was never set."""
 
 
-class CacheStructureError(FlattenError, ValueError):
+class CacheStructureError(VersionDependentError, FlattenError, ValueError):
     """A cache is in a state that cannot be flattened or unflattened."""
 
 
@@ -77,11 +83,11 @@ class UnsupportedLayerError(CacheStructureError):
     """A cache holds a layer of a class that this version does not know."""
 
 
-class DynamicShapesError(FlattenError, ValueError):
+class DynamicShapesError(VersionDependentError, FlattenError, ValueError):
     """A ``dynamic_shapes`` specification does not fit the inputs."""
 
 
-class ReplayError(FlattenError, ValueError):
+class ReplayError(VersionDependentError, FlattenError, ValueError):
     """An exported program does not return what the eager model returns. ``report`` holds every case.
 
     Attributes:
@@ -93,7 +99,7 @@ class ReplayError(FlattenError, ValueError):
         self.report = report
 
 
-class RecordError(FlattenError, ValueError):
+class RecordError(VersionDependentError, FlattenError, ValueError):
     """Recorded calls are missing, do not hold what is asked of them, or cannot be read."""
 
 
@@ -117,7 +123,7 @@ class FolderExistsError(FlattenError, FileExistsError):
     """A folder that is to be written is not empty."""
 
 
-class GenerationError(FlattenError, RuntimeError):
+class GenerationError(VersionDependentError, FlattenError, RuntimeError):
     """A file cannot generate: it is missing, is not made for generation, or fails while it runs."""
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..errors import InvalidArgumentError, ReplayError, describe_class
+from ..errors.tried_versions import without_cause
 from ..huggingface.cache_names import forward_of, named_for
 from ..trees.naming import output_names
 from .padding import Padding
@@ -201,7 +202,8 @@ def replay(
         try:
             found = side.compare(padding.blank_leaves(eager, names), outputs, names, padding)
         except ReplayError as error:
-            return CaseResult(case.name, side.runtime, index, differences, seconds, f"step {index}, {error}")
+            reason = f"step {index}, {without_cause(error)}"
+            return CaseResult(case.name, side.runtime, index, differences, seconds, reason)
         for name, difference in found.items():
             differences[name] = max(differences.get(name, 0.0), difference)
     return CaseResult(case.name, side.runtime, len(expected), differences, seconds, left_out=tuple(padding.left_out))

@@ -25,6 +25,7 @@ from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, Rep
 from ..errors.dependencies import require
 from ..errors.log import STEP
 from ..errors.messages import first_line
+from ..errors.tried_versions import naming_untried_versions
 from ..huggingface.sliding_decoder import SlidingDecoder
 from ..runners.executorch_runner import require_executorch
 from ..runners.open import RUNTIMES, check_runtime, open_runner
@@ -168,7 +169,8 @@ def write_for(
         report.input_names, report.output_names = fed.traced.input_names, fed.traced.output_names
         with unproven_file(target) as file:
             logger.info("writing %s for %s", name, runtime, extra=STEP)
-            _WRITERS[runtime](fed, file, report, options)
+            with naming_untried_versions():
+                _WRITERS[runtime](fed, file, report, options)
             if not report.ok:
                 raise ReplayError(f"{report.failure()}\n{report}\nNothing was written to {target}.", report)
             if runtime == "onnxruntime":

@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 
 from ..diagnose.compare import compare_outputs, largest_difference
 from ..errors import ReplayError
+from ..errors.tried_versions import without_cause
 from ..huggingface.cache_names import cache_of
 from ..runners.ports import present_of
 from ..runners.program_runner import ProgramRunner
@@ -86,7 +87,7 @@ class ByName:
             try:
                 differences[name] = largest_difference(value, shown[name])
             except ReplayError as error:
-                raise ReplayError(f"output {name!r}: {error}") from None
+                raise ReplayError(f"output {name!r}: {without_cause(error)}") from None
         return differences
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from ..diagnose.export_errors import explain_error
 from ..diagnose.refused import explain_leaf
 from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
 from ..errors.log import STEP
+from ..errors.tried_versions import naming_untried_versions
 from ..huggingface.cache_names import CACHE
 from ..huggingface.layer_weights import Reader, offloaded_readers, streamed_readers
 from ..runners.ports import check_cache_outputs
@@ -108,7 +109,8 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
     swallowed = [] if example.shapes is None else swallowed_names(module, example.kwargs)
     try:
         leaves = pytree.tree_leaves(example.inputs)
-        with torch.no_grad(), fake_weights(module, leaves), named_in_forward(module, swallowed):
+        named = named_in_forward(module, swallowed)
+        with naming_untried_versions(), torch.no_grad(), fake_weights(module, leaves), named:
             program = torch.export.export(
                 module,
                 clone(example.args),

@@ -14,6 +14,7 @@ from ..diagnose.compare import largest_difference
 from ..diagnose.report import Report
 from ..errors import InvalidArgumentError, ReplayError, describe_class
 from ..errors.messages import table
+from ..errors.tried_versions import without_cause
 from ..huggingface.cache_names import spellings_of
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import open_session, require_onnxruntime
@@ -197,4 +198,4 @@ def _difference(expected: Any, found: Any) -> tuple[float, str | None]:
     try:
         return largest_difference(expected, found), None
     except ReplayError as error:
-        return float("inf"), str(error)
+        return float("inf"), without_cause(error)

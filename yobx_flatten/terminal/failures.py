@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable
 
 from ..errors import FlattenError, ReplayError
+from ..errors.tried_versions import VersionDependentError, possible_cause, without_cause
 
 __all__ = ["CHECK_FAILED", "INTERRUPTED", "REFUSED", "UserError", "explain_failure"]
 
@@ -59,7 +60,8 @@ def _status_and_text(error: BaseException, expected: tuple[type[Exception], ...]
         return CHECK_FAILED, str(error)  # with its report, case by case
     # the line to type belongs to the message: "Install it:\n    pip install ..."
     if isinstance(error, expected):
-        return REFUSED, " ".join(str(error).split())
+        line = possible_cause() if isinstance(error, VersionDependentError) else ""
+        return REFUSED, _with(line, " ".join(without_cause(error).split()))
     if _names(error) & {"ClickException", "TyperException"}:
         return REFUSED, f"{_click_message(error)} (see --help)"
     if isinstance(error, OSError) or _is_disk_full(error):
@@ -67,7 +69,11 @@ def _status_and_text(error: BaseException, expected: tuple[type[Exception], ...]
     if isinstance(error, MemoryError):
         return REFUSED, "out of memory"
     first = next((line for line in str(error).splitlines() if line.strip()), "no message")
-    return REFUSED, f"{type(error).__name__}: {first.strip()} (--debug shows where)"
+    return REFUSED, _with(possible_cause(), f"{type(error).__name__}: {first.strip()} (--debug shows where)")
+
+
+def _with(line: str, text: str) -> str:
+    return f"{text}\n{line}" if line else text
 
 
 def _names(error: BaseException) -> set[str]:

@@ -8,6 +8,7 @@ import torch
 
 from roundpipe_runtime.cli import doctor
 from roundpipe_runtime.cli.doctor import examine, train_difference
+from yobx_flatten.errors.tried_versions import NEWEST_TRIED
 
 
 def found(name):
@@ -58,6 +59,24 @@ def test_versions_are_compared_with_what_is_declared(monkeypatch, version, statu
     finding = found("transformers")
     assert finding.status == status
     assert ("pip install 'transformers>=4.56" in finding.remedy or "<6" in finding.remedy) is (status == "fail")
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "words"),
+    [
+        (NEWEST_TRIED["transformers"], "ok", "(newest tried: "),
+        ("4.57.0", "ok", "(newest tried: "),
+        ("5.99.0", "warning", "5.99.0, newer than the newest tried ("),
+    ],
+)
+def test_a_version_that_was_not_tried_is_a_warning(monkeypatch, version, status, words):
+    """It names the newest one that was, and the line that installs it."""
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "transformers" else real(name))
+    finding = found("transformers")
+    assert finding.status == status
+    assert f"{words}{NEWEST_TRIED['transformers']})" in finding.found
+    assert (f"pip install 'transformers<={NEWEST_TRIED['transformers']}'" in finding.remedy) is (status != "ok")
 
 
 def test_a_library_that_is_missing_is_a_warning_that_says_what_it_is_for(monkeypatch):

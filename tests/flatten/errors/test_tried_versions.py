@@ -1,0 +1,196 @@
+"""Where a library is installed in a newer version than any that was tried, errors that it may cause name it."""
+
+import importlib.metadata
+import json
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.version import Version
+
+import yobx_flatten
+from yobx_flatten import errors, explain_error, export_program
+from yobx_flatten.diagnose.compare import compare_outputs
+from yobx_flatten.errors.tried_versions import (
+    NEWEST_TRIED,
+    VersionDependentError,
+    naming_untried_versions,
+    possible_cause,
+    untried_versions,
+    without_cause,
+)
+from yobx_flatten.terminal.failures import UserError, explain_failure
+
+ROOT = Path(__file__).parents[3]
+LINE = "transformers 99.1.0 is newer than the newest tried (5.24.0): it may be the cause"
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Let libraries be installed in other versions; the three are as tried, unless a test states otherwise."""
+    real = importlib.metadata.version
+
+    def installed(**versions):
+        monkeypatch.setattr(
+            importlib.metadata, "version", lambda name: {**NEWEST_TRIED, **versions}.get(name) or real(name)
+        )
+
+    monkeypatch.setitem(NEWEST_TRIED, "transformers", "5.24.0")
+    installed()
+    return installed
+
+
+@pytest.fixture
+def newer(install):
+    """transformers in a version that nothing was tried with."""
+    install(transformers="99.1.0")
+
+
+def test_the_newest_tried_versions_are_those_of_development_or_of_make_newest():
+    """The newer of `constraints.txt` and of a run of `make newest` in which all steps passed."""
+    held = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE))
+    path = ROOT / "docs" / "data" / "newest.json"
+    ran = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"ok": False, "versions": {}}
+    ran = {name: Version(version).public for name, version in ran["versions"].items()} if ran["ok"] else {}
+    assert {name: max(held[name], ran.get(name, held[name]), key=Version) for name in NEWEST_TRIED} == NEWEST_TRIED
+
+
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [("5.24.0", []), ("5.24.0+cpu", []), ("4.56.2", []), ("5.24.1", ["5.24.1"]), ("5.25.0.dev0", ["5.25.0.dev0"])],
+)
+def test_a_version_is_untried_if_it_is_newer_than_all_that_were_tried(install, version, found):
+    """A build of a version is that version, and an older one is a matter of what is declared."""
+    install(transformers=version)
+    assert [one.installed for one in untried_versions()] == found
+
+
+def test_a_library_that_is_missing_is_not_untried(monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert untried_versions() == []
+    assert possible_cause() == ""
+
+
+def test_several_libraries_are_named_in_one_line(install):
+    install(transformers="99.1.0", onnxruntime="99.0.0")
+    assert possible_cause() == (
+        "transformers 99.1.0 is newer than the newest tried (5.24.0), and onnxruntime 99.0.0 is newer than the newest "
+        f"tried ({NEWEST_TRIED['onnxruntime']}): they may be the cause"
+    )
+
+
+# What models, caches and programs turned out to be; all others are about arguments, files and this machine.
+DEPENDENT = {
+    *("CacheStructureError", "DynamicShapesError", "GenerationError", "ModelSourceError", "NotRegisteredError"),
+    *("RecordError", "ReplayError", "RoundTripError", "SpecMismatchError", "StaticDataError", "UnsetFieldError"),
+    "UnsupportedLayerError",
+}
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_errors_that_a_newer_version_may_cause_end_with_its_name(name, newer):
+    """And only those; the line is the last one."""
+    error = getattr(errors, name)("no such thing")
+    assert str(error) == (f"no such thing\n{LINE}" if name in DEPENDENT else "no such thing")
+    assert without_cause(error) == "no such thing"
+
+
+def test_with_tried_versions_no_error_has_such_a_line(install):
+    assert str(errors.ReplayError("it differs")) == "it differs"
+
+
+def test_the_line_is_there_once_where_one_error_holds_another(newer):
+    """A comparison names the output around what was found there."""
+    with pytest.raises(errors.ReplayError) as caught:
+        compare_outputs({"logits": torch.zeros(2)}, {"logits": torch.zeros(3)}, ["logits"])
+    assert str(caught.value) == f"output 'logits': expected shape (2,), found (3,)\n{LINE}"
+
+
+def test_an_error_of_the_other_package_has_it_also_after_it_was_sent(newer):
+    """A process hands the text to another one, which adds the line itself."""
+    from roundpipe_runtime.huggingface.errors import BatchStructureError, CutError
+
+    error = pickle.loads(pickle.dumps(CutError("layers", "none found")))
+    assert (error.reason, error.args[-1], str(error)) == ("layers", "none found", f"none found\n{LINE}")
+    assert issubclass(BatchStructureError, VersionDependentError)
+
+
+class Branches(torch.nn.Module):
+    def forward(self, x):
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+def test_a_failed_export_has_the_line_as_a_note(newer):
+    """The error is torch's, whose text stays."""
+    with pytest.raises(Exception, match="Could not guard on data-dependent expression") as caught:
+        export_program(Branches(), (torch.ones(2),))
+    assert caught.value.__notes__ == [LINE]
+
+
+def test_a_failed_export_with_tried_versions_has_no_note(install):
+    with pytest.raises(Exception, match="Could not guard on data-dependent expression") as caught:
+        export_program(Branches(), (torch.ones(2),))
+    assert getattr(caught.value, "__notes__", []) == []
+
+
+def test_a_note_is_added_once_and_not_to_errors_that_have_the_line(newer):
+    for error, notes in ((KeyError("x"), [LINE]), (errors.ReplayError("x"), [])):
+        with pytest.raises(type(error)), naming_untried_versions(), naming_untried_versions():
+            raise error
+        assert getattr(error, "__notes__", []) == notes
+
+
+def test_an_error_that_is_not_known_is_explained_with_the_line(newer):
+    """One that is known has its cause."""
+    assert str(explain_error(RuntimeError("no idea"))).splitlines()[1:] == [LINE]
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (errors.GenerationError("it takes no cache:\n    export_onnx(model)"), "it takes no cache: export_onnx(model)"),
+        (errors.ReplayError("it differs\n  ok  logits"), "it differs\n  ok  logits"),
+        (TypeError("unexpected keyword"), "TypeError: unexpected keyword (--debug shows where)"),
+    ],
+)
+def test_the_command_line_shows_it_on_a_line_of_its_own(error, shown, newer, capsys):
+    explain_failure(error, debug=False)
+    assert capsys.readouterr().err == f"yobx-flatten: {shown}\n{LINE}\n"
+
+
+@pytest.mark.parametrize("error", [UserError("no such model"), FileNotFoundError("x"), MemoryError()])
+def test_the_command_line_names_no_version_for_what_was_typed_and_for_files(error, newer, capsys):
+    explain_failure(error, debug=False)
+    assert "newest tried" not in capsys.readouterr().err
+
+
+def test_env_names_the_newest_tried_versions(install, capsys):
+    """Next to the installed ones, and in JSON."""
+    from yobx_flatten.__main__ import main
+
+    assert main(["env"]) == 0
+    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines() if line}
+    for name, tried in NEWEST_TRIED.items():
+        assert lines[name] == f"{tried} (newest tried: {tried})"
+    assert lines["yobx-flatten"] == yobx_flatten.__version__
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["newest_tried"], found["newer_than_tried"]) == (NEWEST_TRIED, [])
+
+
+def test_env_states_that_a_version_is_newer_than_any_tried(newer, capsys):
+    """With the line that installs the one that was tried."""
+    from yobx_flatten.__main__ import main
+
+    assert main(["env"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "transformers 99.1.0 is newer than the newest tried (5.24.0). Should something fail: "
+        "pip install 'transformers<=5.24.0'"
+    )
+    assert main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["newer_than_tried"] == ["transformers"]

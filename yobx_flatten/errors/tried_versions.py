@@ -1,0 +1,96 @@
+"""The newest versions that were tried, and what to state where a newer one is installed.
+
+This is the one place of these versions. CONTRIBUTING.md ("Renewing the versions") says how they are renewed, and a test
+compares them with ``constraints.txt`` and with what `make newest` has recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+from collections.abc import Iterator
+
+__all__ = [
+    "NEWEST_TRIED",
+    "Untried",
+    "VersionDependentError",
+    "naming_untried_versions",
+    "possible_cause",
+    "untried_versions",
+    "without_cause",
+]
+
+NEWEST_TRIED = {"torch": "2.13.0", "transformers": "5.24.0", "onnxruntime": "1.32.0"}
+"""By library: the newest version with which everything was tried."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Untried:
+    """A library that is installed in a newer version than any that was tried."""
+
+    library: str
+    installed: str
+    tried: str
+
+    def __str__(self) -> str:
+        return f"{self.library} {self.installed} is newer than the newest tried ({self.tried})"
+
+
+def untried_versions() -> list[Untried]:
+    """Return the libraries that are installed in a newer version than any that was tried. Nothing is imported.
+
+    A build of a version is that version: ``2.13.0+cpu`` is 2.13.0.
+    """
+    from packaging.version import InvalidVersion, Version
+
+    found = []
+    for library, tried in NEWEST_TRIED.items():
+        try:
+            installed = Version(importlib.metadata.version(library)).public
+        except (importlib.metadata.PackageNotFoundError, InvalidVersion):
+            continue
+        if Version(installed) > Version(tried):
+            found.append(Untried(library, installed, tried))
+    return found
+
+
+def possible_cause() -> str:
+    """Return the line that follows an error's message where a newer version may be its cause; empty without one."""
+    untried = untried_versions()
+    if not untried:
+        return ""
+    return f"{', and '.join(map(str, untried))}: {'it' if len(untried) == 1 else 'they'} may be the cause"
+
+
+class VersionDependentError(Exception):
+    """An error that a newer version of a library may cause: its text ends with :func:`possible_cause`.
+
+    :func:`without_cause` returns the text without that line.
+    """
+
+    def __str__(self) -> str:
+        text, line = super().__str__(), possible_cause()
+        return text if not line or line in text else f"{text}\n{line}"
+
+
+def without_cause(error: BaseException) -> str:
+    """Return the text of an error without the line on versions, for a text that holds it as a part.
+
+    >>> without_cause(ValueError("no such thing"))
+    'no such thing'
+    """
+    text, line = str(error), possible_cause()
+    return text.removesuffix(f"\n{line}") if line and isinstance(error, VersionDependentError) else text
+
+
+@contextlib.contextmanager
+def naming_untried_versions() -> Iterator[None]:
+    """Add the line as a note to an error of another library that leaves the block: its text is not ours."""
+    try:
+        yield
+    except Exception as error:
+        line = possible_cause()
+        if line and not isinstance(error, VersionDependentError) and line not in getattr(error, "__notes__", ()):
+            error.add_note(line)
+        raise

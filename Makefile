@@ -18,6 +18,10 @@ COMPAT_TESTS ?= tests/flatten --ignore=tests/flatten/cli/test_demo.py \
 	trainer/test_checkpoints test_wrap test_wrap_as_model) \
 	tests/runtime/fine_tune/test_training.py
 
+# A folder with further programs for `make newest`, newest_*.py and a run.py that runs them; left out where it is missing.
+CASES ?= ../shared/cases
+NEWEST_ARGS ?=
+
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -35,7 +39,7 @@ NEEDS_dev := --editable '.[all]' --group dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch compat kills ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix genai runtimes clean distclean
+.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch compat newest kills ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix genai runtimes clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -101,6 +105,15 @@ executorch:  ## run the tests of ExecuTorch, in .venv-executorch: it brings torc
 
 compat:  ## run the tests of caches and of the Trainer also with older transformers (VERSIONS="4.56.2 5.23.0" for some of them)
 	@PYTHON="$(PYTHON)" .ci/compat "$(VERSIONS)" $(COMPAT_TESTS) $(PYTEST_ARGS)
+
+# What a user gets who installs today: without constraints.txt, and each time anew. torch for CUDA is 7 GB on Linux.
+NEWEST := .venv-newest/bin/python
+newest:  ## run what people run with the newest versions that pip installs, in .venv-newest, and record it
+	@test -x $(NEWEST) || $(PYTHON) -m venv .venv-newest
+	$(NEWEST) -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(NEWEST) -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
+		'.[transformers,onnx,cli,train]' --group newest
+	$(NEWEST) -m matrix.newest --cases "$(CASES)" $(NEWEST_ARGS)
 
 lint: $(VENV)/.has-lint  ## check style, formatting, spelling, and which folder imports which
 	$(BIN)/ruff check .
@@ -176,7 +189,7 @@ clean:  ## remove what the targets built, but not the virtual environment
 	find yobx_flatten roundpipe_runtime matrix tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## remove the virtual environments too
-	rm -rf $(VENV) .venv-compat-* .venv-executorch .venv-tasks
+	rm -rf $(VENV) .venv-compat-* .venv-executorch .venv-tasks .venv-newest
 
 # `--group` needs a newer pip than Python brings; its version comes from constraints.txt too.
 $(VENV)/.has-pip: pyproject.toml constraints.txt

@@ -16,6 +16,7 @@ from benchmark_tables import write_benchmarks
 from error_index import write_error_index
 from plan_table import write_plans
 from public_address import head_tags
+from tried_table import write_tried
 
 project = "yobx_flatten"
 author = "The yobx_flatten authors"
@@ -171,6 +172,7 @@ _write_command_lines()
 write_benchmarks(Path(__file__).parent / "_generated")
 write_plans(Path(__file__).parent / "_generated")
 write_error_index(Path(__file__).parent / "_generated")
+write_tried(Path(__file__).parent / "_generated")
 
 
 def _copy_notebooks() -> None:

@@ -8,8 +8,11 @@ import json
 import os
 import pathlib
 import platform
+import re
 from collections.abc import Iterable
 from typing import Any
+
+from packaging.version import Version
 
 __all__ = [
     "FAILED",
@@ -19,6 +22,7 @@ __all__ = [
     "installed_versions",
     "library_state",
     "passes",
+    "recorded_file",
     "regressions",
     "symbol_of",
     "untried",
@@ -27,6 +31,7 @@ __all__ = [
 
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime")
 FAILED = "did not run"
+_RECORDED = pathlib.Path(__file__).parent.parent / "docs" / "data"
 
 
 def installed_versions() -> dict[str, str]:
@@ -51,6 +56,24 @@ def library_state(folder: pathlib.Path) -> str:
         digest.update(path.relative_to(folder).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:10]
+
+
+def recorded_file(stem: str, folder: pathlib.Path = _RECORDED) -> pathlib.Path:
+    """Return the recorded results of the newest version of transformers.
+
+    Args:
+        stem: how the names of the files of a matrix begin: ``matrix``, ``cut``, ``runtimes``.
+        folder: holds the files; that of the committed ones by default.
+
+    >>> recorded_file("cut").name.startswith("cut-")
+    True
+    """
+    found = {
+        Version(version[1]): path
+        for path in folder.glob(f"{stem}-*.json")
+        if (version := re.fullmatch(rf"{stem}-([\d.]+)", path.stem))
+    }
+    return found[max(found)]
 
 
 class Results:

@@ -1,7 +1,7 @@
 """The newest versions that were tried, and what to state where a newer one is installed.
 
-This is the one place of these versions. CONTRIBUTING.md ("Renewing the versions") says how they are renewed, and a test
-compares them with ``constraints.txt`` and with what `make newest` has recorded.
+This is the one place of these versions. A test compares them with ``constraints.txt`` and with what `make newest` has
+recorded; CONTRIBUTING.md ("Renewing the versions") states how they are renewed.
 """
 
 from __future__ import annotations

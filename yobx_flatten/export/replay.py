@@ -195,7 +195,7 @@ def replay(
             with seeded(index):
                 outputs = side.run(clone(case.args), fed)
         except Exception as error:  # whatever the runtime raises is the result of this case
-            reason = f"step {index}: {type(error).__name__}: {str(error).strip()[:500]}"
+            reason = f"step {index}: {type(error).__name__}: {without_cause(error).strip()[:500]}"
             return CaseResult(case.name, side.runtime, index, differences, seconds, reason)
         seconds += time.perf_counter() - start
         names = output_names(eager, taken)

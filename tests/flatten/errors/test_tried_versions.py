@@ -111,6 +111,22 @@ def test_the_line_is_there_once_where_one_error_holds_another(newer):
     assert str(caught.value) == f"output 'logits': expected shape (2,), found (3,)\n{LINE}"
 
 
+def test_the_report_of_a_failed_proof_has_the_line_at_its_end_only(newer):
+    """Each case states what differs."""
+
+    class Counts(torch.nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            type(self).calls += 1
+            return x + type(self).calls
+
+    with pytest.raises(errors.ReplayError) as caught:
+        export_program(Counts(), (torch.ones(2),))
+    assert str(caught.value).count(LINE) == 1
+    assert str(caught.value).endswith(f"\n{LINE}")
+
+
 def test_an_error_of_the_other_package_has_it_also_after_it_was_sent(newer):
     """A process hands the text to another one, which adds the line itself."""
     from roundpipe_runtime.huggingface.errors import BatchStructureError, CutError

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from yobx_flatten.huggingface.cache_names import installed_name
+
 BAR = 50.0  # µs per node
 
 
@@ -63,7 +65,7 @@ def trees() -> dict[str, tuple[Any, int]]:
         "objects, one inside the other, 300": (chain, 301),
         "a list of 10,000 numbers in an object": (Plain([1] * 10_000, x), 10_003),
         # the cache, its list, 32 layers with two tensors each
-        "a cache of 32 layers": ({"past_key_values": cache(32)}, 3 + 32 + 64),
+        "a cache of 32 layers": ({installed_name(): cache(32)}, 3 + 32 + 64),
     }
 
 

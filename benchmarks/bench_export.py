@@ -209,6 +209,8 @@ class Eager:
         import torch
         import transformers
 
+        from yobx_flatten.huggingface.cache_names import installed_name
+
         rows = rows_of(cache)
         ids, mask = tokens(rows, past, new), torch.ones(rows, past + new, dtype=torch.int64)
         positions = torch.arange(past, past + new).expand(rows, -1)
@@ -218,7 +220,7 @@ class Eager:
             for layer, (keys, values) in cache.items():
                 held.update(keys, values, layer)
             start = time.process_time()  # the cache is made again for every call; that is not part of a token
-            found = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=held)
+            found = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, **{installed_name(): held})
             call.seconds = time.process_time() - start
             return found.logits[:, -1].numpy()
 
@@ -239,6 +241,8 @@ class Compiled:
         import torch
         import transformers
 
+        from yobx_flatten.huggingface.cache_names import installed_name
+
         held = transformers.StaticCache(config=self.model.config, max_cache_len=past + new)
         for layer, (keys, values) in cache.items():
             held.update(keys, values, layer)
@@ -251,7 +255,7 @@ class Compiled:
                 if hasattr(layer, "cumulative_length_int"):  # what a layer with a window counts with
                     layer.cumulative_length_int = past
             start = time.process_time()
-            found = self.compiled(input_ids=ids, position_ids=positions, past_key_values=held)
+            found = self.compiled(input_ids=ids, position_ids=positions, **{installed_name(): held})
             call.seconds = time.process_time() - start
             return found.logits[:, -1].numpy()
 
@@ -274,9 +278,11 @@ def past_of(model: Any, length: int, rows: int) -> dict[int, tuple[Any, Any]]:
     """All keys and values per layer, as the model itself computes them for that many tokens."""
     import transformers
 
+    from yobx_flatten.huggingface.cache_names import installed_name
+
     held = transformers.DynamicCache()  # without a configuration no layer drops what its window has passed
     for begin in range(0, length, 512):
-        model.model(input_ids=tokens(1, begin, min(512, length - begin)), past_key_values=held)
+        model.model(input_ids=tokens(1, begin, min(512, length - begin)), **{installed_name(): held})
     return {
         number: (layer.keys.repeat(rows, 1, 1, 1), layer.values.repeat(rows, 1, 1, 1))
         for number, layer in enumerate(held.layers)

@@ -18,6 +18,7 @@ import warnings
 import torch
 
 from yobx_flatten import OnnxGenerator, export_folder
+from yobx_flatten.huggingface.cache_names import cache_of, installed_name
 
 PROMPT, STEPS = 16, 10
 
@@ -55,19 +56,19 @@ class Eager:
     def step(self):
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
         position = self.mask.sum(-1, keepdim=True) - 1
-        cache = self.output.past_key_values
+        cache = cache_of(self.output)
         self.output = self.model(
             input_ids=self.token,
             attention_mask=self.mask,
             position_ids=position,
-            past_key_values=cache,
+            **{installed_name(): cache},
             use_cache=True,
         )
         self.token = self.output.logits[:, -1:].argmax(-1)
         return self.token[:, 0].tolist()
 
     def held(self):
-        layers = self.output.past_key_values.layers
+        layers = cache_of(self.output).layers
         return sum(part.numel() * 4 for layer in layers for part in (layer.keys, layer.values))
 
 

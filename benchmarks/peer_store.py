@@ -28,6 +28,7 @@ import yobx_flatten
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.flatten.storage.storage_values import TORCH_TYPES, Mode, Pair, State, random_tensor, same
+from yobx_flatten.huggingface.cache_names import installed_name
 
 SAME = "the same"
 
@@ -80,7 +81,7 @@ def values() -> dict[str, Any]:
         "StaticCache": yobx_flatten.make_static_cache([(torch.randn(1, 2, 8, 4),) * 2], max_cache_len=8),
         "EncoderDecoderCache": yobx_flatten.make_encoder_decoder_cache(cache(), cache()),
         "BaseModelOutput": outputs.BaseModelOutput(last_hidden_state=torch.ones(1, 2)),
-        "CausalLMOutputWithPast": outputs.CausalLMOutputWithPast(logits=y, past_key_values=cache()),
+        "CausalLMOutputWithPast": outputs.CausalLMOutputWithPast(logits=y, **{installed_name(): cache()}),
     }
 
 

@@ -1,7 +1,7 @@
 """Decode inputs for every family of models, and the loop that goes on from them.
 
 The text models get theirs from `yobx_flatten.decode_inputs`; here is what that function is not for: models whose
-state is not called ``past_key_values``, prompts with a picture, encoders that read pictures or sounds.
+state is no ``Cache``, prompts with a picture, encoders that read pictures or sounds.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from yobx_flatten import DecodeSizes, decode_inputs
+from yobx_flatten.huggingface.cache_names import argument_of, cache_of, installed_name, name_in
+from yobx_flatten.huggingface.state_decoder import has_states_alone
 
 from .media import IMAGE_TOKEN, encoder_inputs, picture_of, reads_media
-from .particular import PARTICULAR, NoCacheError
+from .particular import PARTICULAR, NoCacheError, carried
 
 __all__ = ["NoCacheError", "cache_name", "decode", "eager_loop", "go_on", "loop"]
 
-# how models name their state, as input and as output
-_CACHE_NAMES = ("past_key_values", "cache_params", "state", "past_buckets_states", "mems")
-# what else comes out of a call and goes into the next one
-_CARRIED = ("encoder_past_key_values", "padding_cache")
+# how models name a state that is no cache, as input and as output
+_STATE_NAMES = ("state", "past_buckets_states", "mems")
 # what a call takes for each of its tokens
 _PER_TOKEN = ("encoder_inputs_embeds", "image_attention_mask")
 
@@ -38,12 +38,13 @@ def cache_name(model: Any) -> str:
     picture = parameters.get("pixel_values")
     if picture is not None and picture.default is picture.empty:  # BLIP and its like read it again in every call
         raise NoCacheError(f"{type(model).__name__}.forward takes a picture in every call, and returns no cache")
-    if "kwargs" in parameters and hasattr(model, "get_decoder"):  # handed on to the language model (VibeVoice)
-        parameters |= inspect.signature(model.get_decoder().forward).parameters
-    for name in _CACHE_NAMES:
-        if name in parameters:
-            return name
-    raise NoCacheError(f"{type(model).__name__}.forward takes none of {', '.join(_CACHE_NAMES)}")
+    found = argument_of(model.forward)
+    if found is None and "kwargs" in parameters and hasattr(model, "get_decoder"):
+        found = argument_of(model.get_decoder().forward)  # handed on to the language model (VibeVoice)
+    found = found or next((name for name in _STATE_NAMES if name in parameters), None)
+    if found is None:
+        raise NoCacheError(f"{type(model).__name__}.forward takes no cache, and none of {', '.join(_STATE_NAMES)}")
+    return found
 
 
 def decode(model: Any, sizes: DecodeSizes, seed: int = 0) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def decode(model: Any, sizes: DecodeSizes, seed: int = 0) -> dict[str, Any]:
     if own is not None:
         with torch.no_grad():
             kwargs = own(model, sizes, seed)
-    elif name != "past_key_values":
+    elif name in _STATE_NAMES or has_states_alone(model):
         kwargs = _state_inputs(model, sizes, seed, name)
     elif reads_media(model):
         kwargs = _encoded_inputs(model, sizes, seed)
@@ -86,12 +87,7 @@ def _tokens(model: Any, sizes: DecodeSizes, seed: int) -> tuple[torch.Tensor, to
 
 
 def _text_inputs(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
-    try:
-        return decode_inputs(model, sizes, seed=seed)
-    except AttributeError as error:
-        if error.name == "past_key_values":
-            raise NoCacheError(f"{type(model).__name__} takes past_key_values, but returns none") from error
-        raise
+    return decode_inputs(model, sizes, seed=seed)
 
 
 def _state_inputs(model: Any, sizes: DecodeSizes, seed: int, name: str) -> dict[str, Any]:
@@ -102,7 +98,7 @@ def _state_inputs(model: Any, sizes: DecodeSizes, seed: int, name: str) -> dict[
     with torch.no_grad():
         outputs = model(input_ids=tokens[:, : sizes.past], use_cache=True, **prefill)
     keep = {"use_cache": True} if "use_cache" in takes else {}  # XLNet always does
-    return {"input_ids": tokens[:, sizes.past :], name: getattr(outputs, name, None), **keep}
+    return {"input_ids": tokens[:, sizes.past :], name: outputs.get(name, cache_of(outputs)), **keep}
 
 
 def _encoded_inputs(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
@@ -114,7 +110,7 @@ def _encoded_inputs(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]
     return {
         "decoder_input_ids": tokens[:, sizes.past :],
         "encoder_outputs": encoded,
-        "past_key_values": outputs.past_key_values,
+        installed_name(): cache_of(outputs),
     }
 
 
@@ -137,13 +133,13 @@ def _picture_inputs(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]
             prefill[name] = (prefill["input_ids"] == IMAGE_TOKEN).long()
     try:
         with torch.no_grad():
-            cache = model(**prefill, use_cache=True).past_key_values
+            cache = cache_of(model(**prefill, use_cache=True))
     except Exception:  # the form was right for the encoder, but not for the prompt
         cache = None
     positions = _positions(model, mask, past)
     if cache is None:
         return None
-    return {"input_ids": tokens[:, past:], "attention_mask": mask, **positions, "past_key_values": cache}
+    return {"input_ids": tokens[:, past:], "attention_mask": mask, **positions, installed_name(): cache}
 
 
 def _positions(model: Any, mask: torch.Tensor, past: int) -> dict[str, torch.Tensor]:
@@ -162,11 +158,11 @@ def _positions(model: Any, mask: torch.Tensor, past: int) -> dict[str, torch.Ten
 
 def following(kwargs: dict[str, Any], outputs: Any, tokens: torch.Tensor) -> dict[str, Any]:
     """Make the inputs of the next call: the cache that came out, these tokens, a longer mask."""
-    name = next(name for name in _CACHE_NAMES if name in kwargs)
+    name = _cache_in(kwargs)
     ids = _ids_name(kwargs)
     mask = "attention_mask" if ids == "input_ids" else "decoder_attention_mask"
-    after = {**kwargs, name: getattr(outputs, name), ids: tokens}
-    after |= {one: getattr(outputs, one) for one in _CARRIED if kwargs.get(one) is not None}
+    after = {**kwargs, name: outputs[name] if name in _STATE_NAMES else cache_of(outputs), ids: tokens}
+    after |= {one: value for one, value in carried(outputs).items() if kwargs.get(one) is not None}
     for one in _PER_TOKEN:
         if isinstance(kwargs.get(one), torch.Tensor):
             after[one] = kwargs[one][:, : kwargs[one].shape[1] * tokens.shape[1] // kwargs[ids].shape[1]]
@@ -175,6 +171,10 @@ def following(kwargs: dict[str, Any], outputs: Any, tokens: torch.Tensor) -> dic
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
         after["position_ids"] = kwargs["position_ids"][..., -1:] + 1 + torch.arange(tokens.shape[1])
     return after
+
+
+def _cache_in(kwargs: dict[str, Any]) -> str:
+    return name_in(kwargs) or next(name for name in _STATE_NAMES if name in kwargs)
 
 
 def _ids_name(kwargs: dict[str, Any]) -> str:
@@ -214,7 +214,7 @@ def eager_loop(model: Any, kwargs: dict[str, Any], steps: int = 3) -> list[torch
 
 def go_on(model: Any, kwargs: dict[str, Any], cache: Any, steps: int = 8) -> list[torch.Tensor]:
     """Generate greedily from a cache, which is changed, and return the logits of each step."""
-    name = next(name for name in _CACHE_NAMES if name in kwargs)
+    name = _cache_in(kwargs)
     kwargs, logits = {**kwargs, name: cache}, []
     for _ in range(steps):
         with torch.no_grad():

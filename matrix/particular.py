@@ -8,12 +8,21 @@ from typing import Any
 import torch
 
 from yobx_flatten import DecodeSizes
+from yobx_flatten.huggingface.cache_names import cache_of, installed_name
 
-__all__ = ["PARTICULAR", "NoCacheError"]
+__all__ = ["PARTICULAR", "NoCacheError", "carried"]
+
+# what comes out of a call next to the cache and goes into the next one; transformers 5.24 calls the first the second
+_CARRIED = ("encoder_past_key_values", "encoder_cache", "padding_cache")
 
 
 class NoCacheError(ValueError):
     """The model keeps nothing between two calls, so there is nothing to flatten."""
+
+
+def carried(outputs: Any) -> dict[str, Any]:
+    """Return what comes out of a call next to the cache and goes into the next one, by name."""
+    return {name: outputs[name] for name in _CARRIED if outputs.get(name) is not None}
 
 
 def _random(model: Any, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -27,8 +36,8 @@ def _dia(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
     source = _random(model, (sizes.batch, sizes.source), seed + 1) % config.encoder_config.vocab_size
     codes = _random(model, (sizes.batch, sizes.past + sizes.new, config.decoder_config.num_channels), seed)
     encoded = model.get_encoder()(input_ids=source)
-    cache = model(decoder_input_ids=codes[:, : sizes.past], encoder_outputs=encoded, use_cache=True).past_key_values
-    return {"decoder_input_ids": codes[:, sizes.past :], "encoder_outputs": encoded, "past_key_values": cache}
+    cache = cache_of(model(decoder_input_ids=codes[:, : sizes.past], encoder_outputs=encoded, use_cache=True))
+    return {"decoder_input_ids": codes[:, sizes.past :], "encoder_outputs": encoded, installed_name(): cache}
 
 
 def _kyutai(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
@@ -40,7 +49,7 @@ def _kyutai(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
     return {
         "input_ids": codes[:, sizes.past :],
         "attention_mask": mask,
-        "past_key_values": cache.past_key_values,
+        installed_name(): cache_of(cache),
         "use_cache": True,
     }
 
@@ -65,8 +74,8 @@ def _voxtral_realtime(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, An
         "input_ids": tokens[:, sizes.past :],
         "encoder_inputs_embeds": sound[:, factor * sizes.past :],
         "attention_mask": mask,
-        "past_key_values": past.past_key_values,
-        "encoder_past_key_values": past.encoder_past_key_values,
+        installed_name(): cache_of(past),
+        **carried(past),
         "num_delay_tokens": 1,
         "use_cache": True,
     }
@@ -82,8 +91,8 @@ def _prompt_with(model: Any, sizes: DecodeSizes, seed: int, **media: Any) -> dic
         cut = {name: value[:, start:stop] if name in _PER_TOKEN else value for name, value in media.items()}
         return {"input_ids": tokens[:, start:stop], "attention_mask": mask[:, :stop], **cut}
 
-    cache = model(**part(0, sizes.past), use_cache=True).past_key_values
-    return {**part(sizes.past, sizes.past + sizes.new), "past_key_values": cache, "use_cache": True}
+    cache = cache_of(model(**part(0, sizes.past), use_cache=True))
+    return {**part(sizes.past, sizes.past + sizes.new), installed_name(): cache, "use_cache": True}
 
 
 _PER_TOKEN = ("image_attention_mask", "image_embeds_position_mask")
@@ -116,9 +125,9 @@ def _prophetnet(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
         source = _random(model, (sizes.batch, sizes.source), seed + 1)
         name, encoded = "decoder_input_ids", {"encoder_outputs": model.get_encoder()(input_ids=source)}
     for step in range(sizes.past):
-        call = {name: tokens[:, step : step + 1], **encoded, "past_key_values": cache, "use_cache": True}
-        cache = model(**call).past_key_values
-    return {name: tokens[:, -1:], **encoded, "past_key_values": cache}
+        call = {name: tokens[:, step : step + 1], **encoded, installed_name(): cache, "use_cache": True}
+        cache = cache_of(model(**call))
+    return {name: tokens[:, -1:], **encoded, installed_name(): cache}
 
 
 def _udop(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
@@ -130,8 +139,8 @@ def _udop(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:
         input_ids=source, bbox=corners.sort(-1).values, attention_mask=torch.ones_like(source)
     )
     prefill = {"encoder_outputs": encoded, "attention_mask": encoded.attention_mask}
-    cache = model(decoder_input_ids=tokens[:, : sizes.past], use_cache=True, **prefill).past_key_values
-    return {"decoder_input_ids": tokens[:, sizes.past :], **prefill, "past_key_values": cache}
+    cache = cache_of(model(decoder_input_ids=tokens[:, : sizes.past], use_cache=True, **prefill))
+    return {"decoder_input_ids": tokens[:, sizes.past :], **prefill, installed_name(): cache}
 
 
 def _diffusion_gemma(model: Any, sizes: DecodeSizes, seed: int) -> dict[str, Any]:

@@ -59,17 +59,17 @@ class Decoder(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids, past_key_values, steering):
-        outputs = self.model(input_ids=input_ids, past_key_values=past_key_values)
+    def forward(self, input_ids, cache, steering):
+        outputs = self.model(input_ids=input_ids, cache=cache)
         guidance = steering["guidance"]
-        return outputs.logits + guidance.scale * guidance.bias, outputs.past_key_values
+        return outputs.logits + guidance.scale * guidance.bias, outputs.cache
 
 
 with torch.no_grad():
-    cache = model(input_ids=torch.zeros(2, 5, dtype=torch.int64)).past_key_values
+    cache = model(input_ids=torch.zeros(2, 5, dtype=torch.int64)).cache
 kwargs = {
     "input_ids": torch.ones(2, 3, dtype=torch.int64),
-    "past_key_values": cache,
+    "cache": cache,
     "steering": {
         "guidance": Guidance(torch.zeros(64)),
         "history": [torch.zeros(64), torch.ones(64)],

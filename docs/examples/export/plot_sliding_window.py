@@ -74,7 +74,7 @@ def keys_per_layer(feeds):
 session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 names = [output.name for output in session.get_outputs()]
 start = decode_inputs(model, DecodeSizes(batch=1, past=3, new=1), like=inputs)
-cache = start["past_key_values"]
+cache = start["cache"]
 feeds = {
     "input_ids": start["input_ids"].numpy(),
     "attention_mask": start["attention_mask"].numpy(),
@@ -90,7 +90,7 @@ with torch.no_grad():
         eager = model(
             input_ids=torch.from_numpy(feeds["input_ids"]),
             attention_mask=torch.from_numpy(feeds["attention_mask"]),
-            past_key_values=cache,
+            cache=cache,
         )
         feeds = {
             "input_ids": outputs["logits"][:, -1:].argmax(-1),

@@ -60,6 +60,15 @@ def is_running(pid):
         return False
 
 
+def test_what_a_step_writes_where_it_runs_is_gone_afterwards(tmp_path):
+    """The checkout stays as it is; what it holds is imported from there."""
+    source = "import os, matrix; open('made', 'w').close(); print('ok', os.getcwd(), matrix.__file__)"
+    assert run_step(program(source), tmp_path / "log", timeout=60.0).ok
+    place, imported = (tmp_path / "log").read_text(encoding="utf-8").split()[1:]
+    assert not Path(place).exists()
+    assert Path(imported).parents[1] == ROOT
+
+
 def test_a_reason_names_no_place_of_this_machine(tmp_path):
     source = (
         f"import os; print('FAIL', {str(ROOT)!r} + '/x', os.environ['TMPDIR'], {sys.prefix!r}); raise SystemExit(1)"

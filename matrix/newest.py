@@ -48,14 +48,15 @@ class Step:
     Attributes:
         name: what it shows, for a reader of the results.
         command: a program and its arguments.
-        shows: a pattern that its output has if something was done; a command that does nothing also ends with 0.
+        shows: a pattern that its output has if something was done, by default any text; a command that does nothing
+            also ends with 0.
         missing: why it cannot be run; empty if it can.
         optional: it may be missing.
     """
 
     name: str
     command: tuple[str, ...]
-    shows: str = ""
+    shows: str = r"\S"
     missing: str = ""
     optional: bool = False
 
@@ -163,9 +164,8 @@ def _reason(said: str, scratch: str) -> str:
 
 def unknown_of(log: pathlib.Path) -> dict[str, list[str]]:
     """Return what the last step has found: model types and classes that no table knows; nothing if it failed."""
-    lines = (
-        [line for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("{")] if log.exists() else []
-    )
+    said = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    lines = [line for line in said if line.startswith("{")]
     found: dict[str, list[str]] = json.loads(lines[-1]) if lines else {}
     return found
 
@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 1 if a step failed."""
     parser = argparse.ArgumentParser("python -m matrix.newest", description=__doc__, allow_abbrev=False)
     cases, default = pathlib.Path("../shared/cases"), "default docs/data/newest.json, where all steps are run"
-    parser.add_argument("--cases", metavar="FOLDER", type=pathlib.Path, default=cases, help="programs to run as well")
+    parser.add_argument("--cases", metavar="FOLDER", type=pathlib.Path, default=cases, help="further programs to run")
     parser.add_argument("--only", metavar="WORD", nargs="*", help="steps whose name has one of these words")
     parser.add_argument("--output", metavar="FILE", type=pathlib.Path, help=default)
     parser.add_argument("--timeout", metavar="SECONDS", type=float, default=3600.0, help="for one step (default 3600)")

@@ -20,6 +20,7 @@ __all__ = [
     "NoRoomError",
     "NotRegisteredError",
     "RecordError",
+    "ReplacedFunctionWarning",
     "ReplayError",
     "RoundTripError",
     "SpecMismatchError",
@@ -36,6 +37,13 @@ class FlattenError(Exception):
 
     Those about a model, its caches and its programs also derive from ``VersionDependentError``: where a newer version
     of a library is installed than any that was tried, their text ends with a line that names it.
+    """
+
+
+class ReplacedFunctionWarning(UserWarning):
+    """A function of a library that traces replace by name has other parameters than are known: it is traced as it is.
+
+    What is exported is compared with the model as always, so the comparison decides.
     """
 
 

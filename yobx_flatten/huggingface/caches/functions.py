@@ -276,7 +276,7 @@ def layers_of(cache: Any) -> list[Any]:
     if not hasattr(cache, "layers"):
         raise CacheStructureError(
             f"Expected a cache with layers, found {describe_class(cache)}. A DynamicCache is what "
-            "make_dynamic_cache(pairs) makes, or a model returns as past_key_values."
+            "make_dynamic_cache(pairs) makes, or a model returns as its cache."
         )
     if getattr(cache, "offloading", False):
         raise CacheStructureError(

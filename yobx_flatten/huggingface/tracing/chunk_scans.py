@@ -12,9 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
+from .replacement import replacement
+
 __all__ = ["CHUNK_SCANS"]
 
 
+@replacement
 def _mamba2_chunk_scan(original: Any) -> Any:
     def mamba2_chunk_scan(
         hidden_states: Any,
@@ -52,6 +55,7 @@ def _mamba2_chunk_scan(original: Any) -> Any:
     return mamba2_chunk_scan
 
 
+@replacement
 def _delta_rule(original: Any) -> Any:
     def chunk_delta_rule(
         query: Any,

@@ -6,7 +6,10 @@ experts in groups, by an operator, need no replacement.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+
+from .replacement import replacement
 
 __all__ = ["EXPERTS"]
 
@@ -17,7 +20,11 @@ def _gates(top_k_index: Any, top_k_weights: Any, experts: int) -> Any:
     return gates.scatter_add(1, top_k_index, top_k_weights).t().unsqueeze(-1)
 
 
+@replacement
 def _dbrx_experts(original: Any) -> Any:
+    if "top_k_index" not in inspect.signature(original).parameters:  # before 5.0
+        return original
+
     def forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         tokens = hidden_states.reshape(1, -1, self.hidden_size)
         shape = (-1, self.ffn_hidden_size, self.hidden_size)
@@ -29,6 +36,7 @@ def _dbrx_experts(original: Any) -> Any:
     return forward
 
 
+@replacement
 def _longcat_experts(original: Any) -> Any:
     def forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         gates = _gates(top_k_index, top_k_weights, self.total_experts)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from .replacement import replacement
+
 __all__ = ["mask_replacements"]
 
 
@@ -47,10 +49,11 @@ def _prepare_padding_mask(original: Any) -> Any:
     return prepare_padding_mask
 
 
+@replacement
 def _recurrent_mask(original: Any) -> Any:
     # Not mask[:, -new:]: a slice asks whether it begins at 0, as before the first token, and the answer is fixed.
     def create_recurrent_attention_mask(
-        config: Any, inputs_embeds: Any, attention_mask: Any, past_key_values: Any = None, **kwargs: Any
+        config: Any, inputs_embeds: Any, attention_mask: Any, cache: Any = None, **kwargs: Any
     ) -> Any:
         if attention_mask is None or attention_mask.ndim != 2:
             return None

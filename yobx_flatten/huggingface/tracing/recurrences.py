@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
+
+from .replacement import replacement
 
 __all__ = ["RECURRENCES"]
 
@@ -23,6 +26,11 @@ __all__ = ["RECURRENCES"]
 # Models of the first mamba have two ways: one new token goes on from the state, several start again from zero ("initial
 # hidden state is not supported by the kernel path"). Both are one scan, from the state or from zero. torch assumes that
 # a size that varies is 2 or more and drops what compares it with 1, so the number of tokens is asked of a tensor.
+
+
+def _caches_answer(*questions: str) -> bool:
+    """Whether caches have these methods, with which versions here ask for a state: not before 5.23."""
+    return all(hasattr(sys.modules["transformers.cache_utils"].Cache, name) for name in questions)
 
 
 class _Waiting(threading.local):
@@ -34,16 +42,16 @@ class _Waiting(threading.local):
 _WAITING = _Waiting()
 
 
+@replacement
 def _mamba_mixer(original: Any) -> Any:
-    if (
-        "mamba_selective_scan" not in inspect.unwrap(original).__globals__
-    ):  # versions whose scan is a part of this very function
+    # versions whose scan is a part of this very function, and those whose caches do not answer
+    if "mamba_selective_scan" not in inspect.unwrap(original).__globals__ or not _caches_answer("get_recurrent_state"):
         return original
 
-    def forward(self: Any, hidden_states: Any, cache_params: Any = None, *args: Any, **kwargs: Any) -> Any:
-        state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
+    def forward(again: Any, self: Any, hidden_states: Any, cache: Any = None, **others: Any) -> Any:
+        state = None if cache is None else cache.get_recurrent_state(self.layer_idx)
         with _waiting(state):
-            return original(self, hidden_states, cache_params, *args, **kwargs)
+            return again()
 
     return forward
 
@@ -58,6 +66,7 @@ def _waiting(state: Any) -> Iterator[None]:
         _WAITING.states = iter(())
 
 
+@replacement
 def _mamba_selective_scan(original: Any) -> Any:
     def mamba_selective_scan(
         hidden_states: Any,
@@ -70,6 +79,8 @@ def _mamba_selective_scan(original: Any) -> Any:
         delta_bias: Any = None,
         delta_softplus: bool = False,
         return_last_state: bool = False,
+        use_mambapy: bool = False,
+        use_associative_scan: bool = False,
         **kwargs: Any,
     ) -> Any:
         dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
@@ -109,6 +120,7 @@ def _scan(state: Any, decay: Any, added: Any) -> Any:
 # -- minimax ---------------------------------------------------------------------------------------------------------
 
 
+@replacement
 def _minimax_lightning_attention(original: Any) -> Any:
     # The original loops over the new tokens, or over blocks of them. What a token sees of another one fades with their
     # distance alone, so all of it is one product.
@@ -121,7 +133,7 @@ def _minimax_lightning_attention(original: Any) -> Any:
         hidden_states: Any,
         position_embeddings: Any,
         attention_mask: Any,
-        past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         batch, count, _ = hidden_states.shape
@@ -129,7 +141,7 @@ def _minimax_lightning_attention(original: Any) -> Any:
         states = apply_mask(states, attention_mask)
         states = states.reshape(batch, count, self.num_attention_heads, 3 * self.head_dim).transpose(1, 2)
         query, key, value = torch.split(states, self.head_dim, dim=3)
-        past = None if past_key_values is None else past_key_values.get_linear_cache(self.layer_idx)
+        past = None if cache is None else cache.get_linear_cache(self.layer_idx)
 
         token = torch.arange(count, device=query.device)
         distance = token[:, None] - token[None, :]
@@ -142,8 +154,8 @@ def _minimax_lightning_attention(original: Any) -> Any:
 
         output = self.norm(output.transpose(1, 2).reshape(batch, count, self.num_attention_heads * self.head_dim))
         output = self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * output)
-        if past_key_values is not None:
-            past_key_values.set_linear_cache(self.layer_idx, state)
+        if cache is not None:
+            cache.set_linear_cache(self.layer_idx, state)
         return output, state
 
     return forward
@@ -152,23 +164,24 @@ def _minimax_lightning_attention(original: Any) -> Any:
 # -- zaya ------------------------------------------------------------------------------------------------------------
 
 
+@replacement
 def _zaya_projection(original: Any) -> Any:
     # The original cuts the last new token off. With two of them one is left, and a trace takes a size of one for fixed.
     repeat = inspect.unwrap(original).__globals__.get("repeat_kv")
-    if repeat is None:
+    if repeat is None or not _caches_answer("get_conv_state", "get_recurrent_state"):
         return original
 
-    def forward(self: Any, hidden_states: Any, past_key_values: Any, conv_mask: Any = None) -> Any:
-        past = None if past_key_values is None else past_key_values.get_conv_state(self.layer_idx)
-        delayed = None if past_key_values is None else past_key_values.get_recurrent_state(self.layer_idx)
+    def forward(again: Any, self: Any, hidden_states: Any, cache: Any, conv_mask: Any = None) -> Any:
+        past = None if cache is None else cache.get_conv_state(self.layer_idx)
+        delayed = None if cache is None else cache.get_recurrent_state(self.layer_idx)
         if past is None or delayed is None:
-            return original(self, hidden_states, past_key_values, conv_mask)
+            return again()
         if conv_mask is not None:
             hidden_states = hidden_states * conv_mask[:, :, None].to(hidden_states.dtype)
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key = self.q_proj(hidden_states), self.k_proj(hidden_states)
         mixed = torch.cat([past, torch.cat([query, key], dim=-1).transpose(1, 2)], dim=-1)
-        past_key_values.update_conv_state(_last(mixed, self.conv_kernel_size, -1), self.layer_idx)
+        cache.update_conv_state(_last(mixed, self.conv_kernel_size, -1), self.layer_idx)
         mixed = self.conv_qk_grouped(self.conv_qk_depthwise(mixed)).transpose(1, 2)
 
         query = query.view(*shape)
@@ -179,7 +192,7 @@ def _zaya_projection(original: Any) -> Any:
         key = mixed[..., width:].view(*shape) + key
 
         delayed = torch.cat([delayed.unsqueeze(1), self.v_proj_delayed(hidden_states)], dim=1)
-        past_key_values.update_recurrent_state(_last(delayed, 1, 1).squeeze(1), self.layer_idx)
+        cache.update_recurrent_state(_last(delayed, 1, 1).squeeze(1), self.layer_idx)
         earlier = torch.arange(hidden_states.shape[1], device=hidden_states.device)
         value = torch.cat([self.v_proj_current(hidden_states), delayed.index_select(1, earlier)], dim=-1)
         return query, key, value.view(*shape)

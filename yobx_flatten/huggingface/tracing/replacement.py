@@ -2,7 +2,7 @@
 
 .. code-block:: text
 
-    a model calls          forward(hidden, past_key_values=c, attention_mask=m)      the names of its release
+    a model calls          forward(hidden, cache_of_its_release=c, attention_mask=m)
     a version reads        forward(again, self, hidden_states, cache, **others)      one name for the cache
     what it does not do    again(), again(position_ids=p)                            the original, with its own names
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from ...errors import ReplacedFunctionWarning
 from ...errors.tried_versions import NEWEST_TRIED
-from ..cache_names import argument_of
+from ..cache_names import argument_of, named_for
 
 __all__ = ["misfit", "replacement"]
 
@@ -80,33 +80,39 @@ def _named(function: Any) -> list[str]:
 
 def _called_as(version: Any, original: Any) -> Any:
     signature = inspect.signature(original)
-    kinds = {one.kind: name for name, one in signature.parameters.items()}
-    rest, more = kinds.get(inspect.Parameter.VAR_KEYWORD), kinds.get(inspect.Parameter.VAR_POSITIONAL)
     own, takes = argument_of(original), inspect.signature(version).parameters
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in takes.values())
+    takes_others = any(one.kind is one.VAR_KEYWORD for one in takes.values())
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # an older word for the cache goes through what the release decorates its functions with
-        if own is not None and own not in kwargs and not kwargs.keys() <= signature.parameters.keys():
-            from ..cache_names import named_for
-
-            kwargs = named_for(original, kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        others = given.pop(rest, {}) if rest is not None else {}
-        positional = given.pop(more, ()) if more is not None else ()
-        named = {_CACHE if name == own else name: value for name, value in given.items()}
+        # the signature is that below the decorators, which a release may have for its older words
+        bound = signature.bind(*args, **named_for(original, kwargs))
+        named: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            kind = signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                named |= value if takes_others else {}
+            elif kind is not inspect.Parameter.VAR_POSITIONAL:
+                named[_CACHE if name == own else name] = value
 
         def again(**changes: Any) -> Any:
-            if not changes:
-                return original(*args, **kwargs)
-            changed = {**given, **{own if name == _CACHE else name: value for name, value in changes.items()}}
-            return original(**changed, **others) if not positional else original(*args, **{**kwargs, **changes})
+            for name, value in changes.items():
+                bound.arguments[own if own is not None and name == _CACHE else name] = value
+            return original(*bound.args, **bound.kwargs)
 
-        if takes_all:
-            named |= others
-        if "again" in takes:
-            named["again"] = again
-        return version(**named)
+        return version(again=again, **named) if "again" in takes else version(**named)
 
     return call
+
+
+def _warn(original: Any, reason: str) -> None:
+    """Name a function that is not replaced, once per process."""
+    name = f"{original.__module__}.{original.__qualname__}"
+    if name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"{name} was to be replaced by a version that a trace can follow, and {reason}: it is traced as it is, and "
+            f"the replay decides. The newest transformers that was tried is {NEWEST_TRIED['transformers']}.",
+            ReplacedFunctionWarning,
+            stacklevel=2,
+        )

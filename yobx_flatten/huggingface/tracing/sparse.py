@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .replacement import replacement
+
 __all__ = ["SPARSE", "prepare_compressed"]
 
 # -- deepseek v4 -----------------------------------------------------------------------------------------------------
@@ -38,10 +40,11 @@ def prepare_compressed(layer: Any) -> None:
     held["entry_count"] = {name: max(count, 3) for name, count in held["entry_count"].items()}
 
 
+@replacement
 def _shared_update(original: Any) -> Any:
-    def update(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(again: Any, self: Any, key_states: Any, value_states: Any, **others: Any) -> tuple[Any, Any]:
         if getattr(self, "record_past", False):
-            return original(self, key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+            return again()  # type: ignore[no-any-return]
         sliding: Any = sys.modules["transformers.cache_utils"].DynamicSlidingWindowLayer
         keys, _ = sliding.update(self, key_states, value_states)
         self.values = self.keys  # one tensor is both
@@ -103,15 +106,22 @@ def _overlapping(before: Any, windows: Any, size: int, closed: Any) -> tuple[Any
 def _going_on(part: str, go_on: Callable[..., Any]) -> Callable[[Any], Any]:
     """Make the version of a ``forward`` for a cache that goes on; one that begins is the original's."""
 
+    @replacement
     def make(original: Any) -> Any:
         def forward(
-            self: Any, hidden_states: Any, q_residual: Any, position_ids: Any, past_key_values: Any, layer_idx: int
+            again: Any,
+            self: Any,
+            hidden_states: Any,
+            q_residual: Any,
+            position_ids: Any,
+            cache: Any,
+            layer_idx: int,
         ) -> Any:
-            layer = _layer_to_go_on(past_key_values, layer_idx, part)
+            layer = _layer_to_go_on(cache, layer_idx, part)
             if layer is None:
-                return original(self, hidden_states, q_residual, position_ids, past_key_values, layer_idx)
+                return again()
             compressed = _compressed(self, layer, part, hidden_states)
-            return go_on(self, compressed, hidden_states, q_residual, position_ids, past_key_values, layer_idx)
+            return go_on(self, compressed, hidden_states, q_residual, position_ids, cache, layer_idx)
 
         return forward
 
@@ -159,12 +169,11 @@ def _choice(module: Any, compressed: Any, hidden_states: Any, q_residual: Any, p
 # -- qwen 4 ----------------------------------------------------------------------------------------------------------
 
 
+@replacement
 def _qsa_indexer(original: Any) -> Any:
     # The original goes from query to query and asks which keys it sees. The visible keys of a row are numbered once:
     # a query sees the first of them, as a mask does that is causal and leaves out padding.
-    def forward(
-        self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, past_key_values: Any
-    ) -> Any:
+    def forward(self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any) -> Any:
         cos, sin = position_embeddings
         batch, queries, _ = hidden_states.shape
         rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
@@ -173,8 +182,8 @@ def _qsa_indexer(original: Any) -> Any:
         query = self.q_layernorm(query.reshape(batch, queries, -1, self.index_head_dim))
         now = torch.arange(queries, device=query.device) + (cos.shape[1] - queries)
         query = rotate(query, cos=cos.index_select(1, now), sin=sin.index_select(1, now), unsqueeze_dim=2)
-        if past_key_values is not None:
-            keys = past_key_values.update_indexer(keys, self.layer_idx)
+        if cache is not None:
+            keys = cache.update_indexer(keys, self.layer_idx)
 
         visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
         visible = visible[:, 0]  # (batch, queries, keys)

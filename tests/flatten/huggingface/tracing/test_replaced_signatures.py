@@ -1,0 +1,154 @@
+"""The functions of transformers that a trace replaces take what their versions read, in the installed release."""
+
+import importlib
+import inspect
+import sys
+import types
+import warnings
+
+import pytest
+
+pytest.importorskip("transformers")
+
+
+from yobx_flatten import errors
+from yobx_flatten.huggingface.tracing import masks, replacement
+from yobx_flatten.huggingface.tracing.layers import layer_replacements
+from yobx_flatten.huggingface.tracing.models import CHUNK_SCANS, EXPERTS, POSITIONS, RECURRENCES, SPARSE
+
+TABLES = (*CHUNK_SCANS, *EXPERTS, *POSITIONS, *RECURRENCES, *SPARSE)
+
+# parameters of the methods of layers, which their versions take by position or hand on
+OF_LAYERS = {
+    "self", "key_states", "value_states", "query_length", "cache_position", "cache_kwargs", "max_cache_len",
+    "sliding_window", "conv_states", "recurrent_states", "state_idx", "conv_kernel_size", "indexer_keys", "key",
+    "new_indexer_keys", "layer_idx", "batch_size", "number_of_states", "indexer_key_states",
+}  # fmt: skip
+
+
+def installed():
+    """Every function of the installed release that a table names: owner, name, what makes its version."""
+    for models, owner, name, make in TABLES:
+        for model in models:
+            try:
+                target = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+            except ImportError:  # a type that this release does not have
+                continue
+            target = target if owner is None else getattr(target, owner, None)
+            if target is not None and name in vars(target):
+                yield target, name, make
+
+
+def test_each_version_knows_the_parameters_of_what_it_replaces():
+    """No replacement of a table warns: all that is needed is there, and nothing that is not known."""
+    count = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", errors.ReplacedFunctionWarning)
+        for target, name, make in installed():
+            original = vars(target)[name]
+            version = make(original)
+            assert inspect.signature(version) == inspect.signature(original), (target, name)
+            count += version is not original
+    assert count >= 1
+
+
+def test_masks_and_layers_have_the_parameters_that_their_versions_know():
+    """A new parameter of a layer's method is noticed here, and not by a user."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", errors.ReplacedFunctionWarning)
+        for _, name, make in masks.mask_replacements():
+            make(vars(sys.modules["transformers.masking_utils"]).get(name) or vars(target_of(name))[name])
+    for cls, name, _ in layer_replacements():
+        takes = inspect.signature(vars(cls)[name]).parameters.values()
+        named = {one.name for one in takes if one.kind is one.POSITIONAL_OR_KEYWORD}
+        assert named <= OF_LAYERS, (cls, name, named - OF_LAYERS)
+
+
+def target_of(name):
+    """The module that has a function which masks replace."""
+    return next(module for module, found, _ in masks.mask_replacements() if found == name)
+
+
+@pytest.fixture
+def mixer():
+    """A layer as a model has it: its release has its own word for the cache."""
+
+    def forward(self, hidden, past_key_values=None, attention_mask=None, **kwargs):
+        return "original", hidden, past_key_values, attention_mask, kwargs
+
+    return forward
+
+
+def reads_cache(original):
+    """A version that changes the mask and hands everything on."""
+
+    def forward(again, self, hidden, cache=None, **others):
+        return again(hidden=-hidden), cache
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        (("self", 1, "c", "m"), {"more": 2}),
+        (("self", 1), {"past_key_values": "c", "attention_mask": "m", "more": 2}),
+        ((), {"self": "self", "hidden": 1, "attention_mask": "m", "past_key_values": "c", "more": 2}),
+    ],
+)
+def test_a_version_is_called_as_the_original_is(mixer, args, kwargs):
+    """By position or by the release's own names; what is handed on is complete."""
+    version = replacement.replacement(reads_cache)(mixer)
+    assert version(*args, **kwargs) == (("original", -1, "c", "m", {"more": 2}), "c")
+
+
+def test_another_signature_is_a_warning_with_its_name_once(mixer):
+    """The original stays, and the warning names the newest release that was tried."""
+
+    def make(original):
+        def forward(self, hidden, cache, rotations):
+            raise AssertionError
+
+        return forward
+
+    replacement._warned.clear()
+    with pytest.warns(errors.ReplacedFunctionWarning, match=r"mixer.*it takes no rotations.*was tried is 5\."):
+        assert replacement.replacement(make)(mixer) is mixer
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert replacement.replacement(make)(mixer) is mixer
+    replacement._warned.clear()
+
+
+def test_a_parameter_that_is_not_known_is_a_warning():
+    """It could change the result: a version without it does not stand for the original."""
+
+    def original(self, hidden, cache, scale): ...
+
+    def make(original):
+        def forward(self, hidden, cache): ...
+
+        return forward
+
+    replacement._warned.clear()
+    with pytest.warns(errors.ReplacedFunctionWarning, match=r"it takes scale, whose meaning is not known here"):
+        assert replacement.replacement(make)(original) is original
+    replacement._warned.clear()
+
+
+def test_a_changed_release_is_named_in_a_trace(monkeypatch):
+    """The tables are read through the same check: a model whose function changed keeps its own."""
+    from yobx_flatten.huggingface.tracing.models import model_replacements
+
+    changed = types.ModuleType("transformers.models.dbrx.modeling_dbrx")
+
+    class DbrxExperts:
+        def forward(self, hidden_states, top_k_index, top_k_weights, capacity): ...
+
+    changed.DbrxExperts = DbrxExperts
+    monkeypatch.setitem(sys.modules, changed.__name__, changed)
+    replacement._warned.clear()
+    (found,) = [row for row in model_replacements() if row[0] is DbrxExperts]
+    with pytest.warns(errors.ReplacedFunctionWarning, match=r"DbrxExperts\.forward.*it takes capacity"):
+        assert found[2](DbrxExperts.forward) is DbrxExperts.forward
+    replacement._warned.clear()

@@ -22,7 +22,7 @@ from .particular import PARTICULAR, NoCacheError, carried
 
 __all__ = ["NoCacheError", "cache_name", "decode", "eager_loop", "go_on", "loop"]
 
-# how models name a state that is no cache, as input and as output
+# how models name a state of another kind, as input and as output
 _STATE_NAMES = ("state", "past_buckets_states", "mems")
 # what a call takes for each of its tokens
 _PER_TOKEN = ("encoder_inputs_embeds", "image_attention_mask")

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..errors import CacheStructureError, describe_class
-from .caches.layers import LETTERS
+from .caches.layers import LETTERS, keeps_dtype
 
 __all__ = ["make_dynamic_cache", "make_encoder_decoder_cache", "make_static_cache"]
 
@@ -188,7 +188,9 @@ def _new_layer(cls: Any, options: dict[str, Any], letters: str, keys: torch.Tens
 
 
 def _fill(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
-    layer.keys, layer.values, layer.dtype, layer.device = keys, values, keys.dtype, keys.device
+    layer.keys, layer.values, layer.device = keys, values, keys.device
+    if keeps_dtype(layer.__class__):
+        layer.dtype = keys.dtype
     if "is_initialized" in vars(layer):  # transformers >= 4.57
         layer.is_initialized = True
 

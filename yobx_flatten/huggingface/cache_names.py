@@ -79,7 +79,7 @@ def name_in(values: Any) -> str | None:
     """
     if not isinstance(values, Mapping):
         return None
-    # the keys themselves: an output of transformers 5.24 answers to the older words, too
+    # the keys themselves: an output of transformers 5.24 also answers to the older words
     names = set(values.keys())
     for word in _WORDS:
         if word in names and (word != _USUAL or values[word] is None or is_cache(values[word])):
@@ -233,7 +233,7 @@ def after_cache(name: str) -> str | None:
     """Return what follows the word for the cache in the name of a file's input; ``None`` for any other input.
 
     Args:
-        name: of an input of a file, also of one that was written with another word.
+        name: the input of a file, also of one that was written with another word.
 
     >>> after_cache("past_key_values.0.key"), after_cache("cache_params.0.state"), after_cache("input_ids")
     ('.0.key', '.0.state', None)

@@ -66,7 +66,7 @@ class CacheSlot:
 
 
 def present_of(name: str) -> str | None:
-    """Return the output that takes the place of an input in the next call; ``None`` where it is no part of the cache.
+    """Return the output that takes the place of an input in the next call; ``None`` if it is not of the cache.
 
     >>> present_of("past_key_values.0.key"), present_of("input_ids")
     ('present.0.key', None)

@@ -8,6 +8,7 @@ import torch.utils._pytree as pytree
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from tests.cache_words import WORD, cache_of
 from tests.flatten.huggingface.tracing.one_graph import small_model
 from yobx_flatten import DecodeSizes, decode_inputs, register_flattening_functions
 from yobx_flatten.huggingface.builders import make_dynamic_cache
@@ -25,21 +26,21 @@ def test_every_cache_that_comes_out_goes_in_again():
         "input_ids": torch.zeros(2, 3, dtype=torch.int64),
         "attention_mask": torch.ones(2, 8, dtype=torch.int64),
         "encoder_inputs_embeds": torch.ones(2, 3, 4),
-        "past_key_values": caches(5),
-        "encoder_past_key_values": caches(20),
+        WORD: caches(5),
+        "encoder_cache": caches(20),
         "padding_cache": DynamicCache(),
         "use_cache": True,
     }
-    outputs = SimpleNamespace(
+    outputs = dict(
         logits=torch.zeros(2, 3, 7),
-        past_key_values=caches(8),
-        encoder_past_key_values=caches(32),
+        **{WORD: caches(8)},
+        encoder_cache=caches(32),
         padding_cache=None,
         encoder_inputs_embeds=torch.zeros(2, 3, 4),
     )
     following = next_inputs(kwargs, outputs)
-    assert following["past_key_values"] is outputs.past_key_values
-    assert following["encoder_past_key_values"] is outputs.encoder_past_key_values
+    assert cache_of(following) is cache_of(outputs)
+    assert following["encoder_cache"] is outputs["encoder_cache"]
     assert following["padding_cache"] is kwargs["padding_cache"]
     assert following["encoder_inputs_embeds"] is kwargs["encoder_inputs_embeds"]
     assert following["use_cache"] is True
@@ -63,7 +64,7 @@ def test_a_call_without_a_cache_is_the_last():
 def test_the_inputs_of_a_decode_call_are_contiguous(options):
     """New tokens, positions and the keys of a sliding layer are not slices of something larger."""
     model = small_model(*options)
-    names = ("input_ids", "attention_mask", "position_ids", "past_key_values")
+    names = ("input_ids", "attention_mask", "position_ids", WORD)
     inputs = decode_inputs(model, DecodeSizes(past=20), None if "T5" in options[0] else dict.fromkeys(names))
     with register_flattening_functions(patch_transformers=True):
         leaves = pytree.tree_leaves(inputs)

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import ModelOutput
 
 from tests import fresh_process
+from tests.cache_words import WORD, cache_of
 from tests.models import start
 from yobx_flatten import dynamic_shapes, export_program, register_flattening_functions
 from yobx_flatten.huggingface.diffusers_outputs import diffusers_recipes
@@ -115,14 +116,14 @@ def test_ours_and_theirs_name_the_same_leaves():
 def test_a_models_whole_output_comes_back(name):
     """Logits and the cache in it."""
     started = start(name, past=12)
-    one = CausalLMOutputWithPast(logits=torch.ones(2, 3), past_key_values=started.cache)
+    one = CausalLMOutputWithPast(logits=torch.ones(2, 3), **{WORD: started.cache})
     with register_flattening_functions(patch_transformers=True):
         leaves, spec = pytree.tree_flatten(one)
         rebuilt = pytree.tree_unflatten(leaves, spec)
         assert all(isinstance(leaf, torch.Tensor | int) for leaf in leaves)
     assert type(rebuilt) is CausalLMOutputWithPast
-    assert type(rebuilt.past_key_values) is type(started.cache)
-    assert rebuilt.past_key_values.get_seq_length() == 12
+    assert type(cache_of(rebuilt)) is type(started.cache)
+    assert cache_of(rebuilt).get_seq_length() == 12
 
 
 def test_every_wrong_registration_says_why_and_is_one_we_replace():
@@ -167,7 +168,7 @@ class Outer(ModelOutput):
     inner: Inner = None
     several: list = None
     hidden_states: tuple = None
-    past_key_values: object = None
+    cache: object = None
 
 
 def nested():
@@ -177,7 +178,7 @@ def nested():
         inner=Inner(features=x + 1),
         several=[Inner(features=x + 2, mask=x + 3)],
         hidden_states=(x + 4, x + 5),
-        past_key_values=start("llama", past=3).cache,
+        cache=start("llama", past=3).cache,
     )
 
 
@@ -188,10 +189,10 @@ NESTED_PATHS = [
     "['several'][0]['mask']",
     "['hidden_states'][0]",
     "['hidden_states'][1]",
-    "['past_key_values']['key_0']",
-    "['past_key_values']['value_0']",
-    "['past_key_values']['key_1']",
-    "['past_key_values']['value_1']",
+    "['cache']['key_0']",
+    "['cache']['value_0']",
+    "['cache']['key_1']",
+    "['cache']['value_1']",
 ]
 
 
@@ -214,7 +215,7 @@ def test_outputs_inside_outputs_come_back():
     assert all(a is b for a, b in zip(leaves, again, strict=True))
     assert (type(rebuilt), type(rebuilt.inner), type(rebuilt.several[0])) == (Outer, Inner, Inner)
     assert rebuilt.inner.mask is None
-    assert type(rebuilt.past_key_values) is type(one.past_key_values)
+    assert type(cache_of(rebuilt)) is type(cache_of(one))
 
 
 def test_fields_that_are_none_make_another_structure():
@@ -235,7 +236,7 @@ class Relay(torch.nn.Module):
             logits=outer.logits + outer.inner.features,
             inner=Inner(features=outer.several[0].mask * 2),
             hidden_states=(outer.hidden_states[1],),
-            past_key_values=outer.past_key_values,
+            **{WORD: cache_of(outer)},
         )
 
 
@@ -249,12 +250,12 @@ def test_an_output_is_exported_as_input_and_as_output():
             other[name] = pytree.tree_map(lambda x: x.repeat(2, 1), other[name])
         other.inner.features = torch.ones(4, 3)
         other.several[0]["features"] = other.several[0]["mask"] = torch.ones(4, 3)
-        other.past_key_values = start("llama", past=7, batch=4).cache
+        other.cache = start("llama", past=7, batch=4).cache
         found = program.module()(other)
     assert type(found) is Outer
     assert torch.equal(found.logits, other.logits + 1)
     assert torch.equal(found.inner.features, torch.full((4, 3), 2.0))
-    assert (len(found.hidden_states), found.past_key_values.get_seq_length()) == (1, 7)
+    assert (len(found.hidden_states), cache_of(found).get_seq_length()) == (1, 7)
     assert output_names(found)[:3] == ["logits", "inner.features", "hidden_states.0"]
 
 

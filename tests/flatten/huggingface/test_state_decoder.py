@@ -8,6 +8,7 @@ pytest.importorskip("transformers")
 
 from transformers.cache_utils import Cache
 
+from tests.cache_words import WORD, cache_of
 from yobx_flatten import DecodeSizes, decode_inputs, register_flattening_functions
 from yobx_flatten.huggingface.state_decoder import StateDecoder
 from yobx_flatten.model_folder.pieces import decoder_pieces
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 def zeros_before_the_first_token(cache, rows):
     """A cache in which nothing was read, made as a generation loop makes it: zeros, and keys of length 0."""
-    names = leaf_names({"past_key_values": cache})
+    names = leaf_names({WORD: cache})
     leaves, spec = pytree.tree_flatten(cache)
     parts = ["states" if "_states" in name else name.rpartition(".")[2] for name in names]
     sizes = [
@@ -40,10 +41,10 @@ def test_zeros_are_the_state_before_the_first_token(name):
     ids = torch.randint(3, 259, (3, 7), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :4], mask[2, :1] = 0, 0
-    like = dict.fromkeys(("input_ids", "attention_mask", "past_key_values"))
+    like = dict.fromkeys(("input_ids", "attention_mask", WORD))
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
-        cache = zeros_before_the_first_token(decode_inputs(decoder, DecodeSizes(), like)["past_key_values"], 3)
-        found = decoder(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        cache = zeros_before_the_first_token(decode_inputs(decoder, DecodeSizes(), like)[WORD], 3)
+        found = decoder(input_ids=ids, attention_mask=mask, **{WORD: cache}, use_cache=True)
         wanted = model(input_ids=ids, attention_mask=mask, use_cache=True)
     torch.testing.assert_close(found.logits[:, -1], wanted.logits[:, -1], atol=1e-4, rtol=1e-4)
 
@@ -52,12 +53,12 @@ def test_a_model_without_attention_takes_what_other_decoders_take():
     """The mask of all tokens, of which it needs the last ones; its scores are those of the text in one call."""
     model = small_model("mamba")
     (piece,) = decoder_pieces(model)
-    assert list(piece.kwargs) == ["input_ids", "attention_mask", "past_key_values"]
+    assert list(piece.kwargs) == ["input_ids", "attention_mask", WORD]
     ids = torch.randint(3, 259, (2, 8), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     with torch.no_grad():
         wanted = model(input_ids=ids, attention_mask=mask).logits[:, -1]
         read = piece.module(ids[:, :7], mask[:, :7])
-        found = piece.module(ids[:, 7:], mask, read.past_key_values)
+        found = piece.module(ids[:, 7:], mask, cache_of(read))
     torch.testing.assert_close(found.logits[:, -1], wanted, atol=1e-4, rtol=1e-4)

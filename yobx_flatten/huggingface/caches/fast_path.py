@@ -53,7 +53,7 @@ class LayerRead(NamedTuple):
     """How a layer was read: what its function is made from."""
 
     cls: Any
-    attributes: tuple[str, ...] | None  # all that it has; None where only those of its template count
+    attributes: tuple[str, ...] | int  # all that it has; their number where its template states which
     template: str  # as JSON
     leaf_count: int
 

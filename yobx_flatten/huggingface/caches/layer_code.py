@@ -120,13 +120,13 @@ def _compiled(start: str, name: str, writer: _Reader | _Filler) -> Callable[...,
 
 
 @functools.lru_cache(maxsize=1024)
-def reader(cls: type, names: tuple[str, ...] | None, template: str) -> Callable[..., bool]:
+def reader(cls: type, names: tuple[str, ...] | int, template: str) -> Callable[..., bool]:
     """Write the function that reads objects of a template.
 
     Args:
         cls: their class.
-        names: all their attributes; what the template does not mention is passed over. ``None`` to look at those that
-            the template mentions only, and not to ask for what follows from the leaves.
+        names: all their attributes; what the template does not mention is passed over. The number of them where their
+            names are known from the template: others are not looked at, nor what follows from the leaves.
         template: the template, as JSON.
 
     Returns:
@@ -139,8 +139,9 @@ def reader(cls: type, names: tuple[str, ...] | None, template: str) -> Callable[
 
 
 class _Reader:
-    def __init__(self, template: Template, names: tuple[str, ...] | None) -> None:
-        self.template, self.names = template, names
+    def __init__(self, template: Template, names: tuple[str, ...] | int) -> None:
+        self.template, self.names = template, None if isinstance(names, int) else names
+        self.attributes = names if isinstance(names, int) else len(names)
         self.scope = _Scope(Tensor=torch.Tensor, read_like=read_like, TEMPLATE=template)
         self.leaves: list[str] = []
         self.tensors: list[str] = []  # those of the leaves that are tensors
@@ -175,6 +176,8 @@ class _Reader:
 
     def _unpack(self) -> dict[str, str]:
         if self.names is None:
+            # one more is one that the template does not mention
+            self._check(f"len(obj.__dict__) != {self.attributes}")
             window = f"getattr(obj, {_WINDOW_TENSOR!r}, None)"  # not all versions of transformers have it
             return {**{name: f"obj.{name}" for name in self.template}, _WINDOW_TENSOR: window}
         self.body.append("held = obj.__dict__")

@@ -8,8 +8,8 @@ letter    class                        leaves                   counter         
           ``Layer``                                                                 its past
 ``S``     ``StaticLayer``              ``key``, ``value``,      ``position``        maximal length
                                        ``position``
-``X``     ``StaticSlidingWindow-``     ``key``, ``value``,      ``position`` and    window
-          ``Layer``                    ``position``             ``length``
+``X``     ``StaticSlidingWindow-``     ``key``, ``value``,      ``position`` and    window; ``c`` where it never
+          ``Layer``                    ``position``             ``length``          drops a token
 ========  ===========================  =======================  ==================  ==============================
 
 Every other class is flattened by its attributes: the letters are those of :data:`OTHER_LETTERS`, or the class's name.
@@ -23,7 +23,9 @@ here.
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
+import inspect
 import logging
 import re
 import sys
@@ -41,6 +43,7 @@ __all__ = [
     "PLACEHOLDERS",
     "LayerKind",
     "code_of",
+    "keeps_dtype",
     "kind_of",
     "kind_of_code",
     "letter_of",
@@ -92,6 +95,8 @@ class LayerKind:
         letter: its letter code.
         has_flag: instances have ``is_initialized`` (transformers >= 4.57); before, ``keys is None`` states it.
         has_recording: instances have ``record_past`` (transformers >= 5.17).
+        has_dtype: a filled layer has ``dtype`` (transformers < 5.24).
+        has_cropping: instances have ``_is_croppable`` (transformers >= 5.24).
         derived: attributes that a filled static layer takes from its tensors.
         has_position: a static layer counts in a tensor (transformers >= 5.10 or so).
     """
@@ -100,6 +105,8 @@ class LayerKind:
     letter: str
     has_flag: bool
     has_recording: bool
+    has_dtype: bool
+    has_cropping: bool
     derived: tuple[str, ...]
     has_position: bool
 
@@ -124,7 +131,17 @@ class LayerKind:
             return "D"
         if self.letter == "W":
             return f"W{layer.sliding_window}{'r' if getattr(layer, 'record_past', False) else ''}"
-        return f"{self.letter}{layer.max_cache_len}"
+        # the room that was asked for decides it, and the layer keeps the smaller of that and its window only
+        return f"{self.letter}{layer.max_cache_len}{'c' if getattr(layer, '_is_croppable', False) else ''}"
+
+    def knows(self, layer: Any) -> bool:
+        """Return whether the code and the tensors of a layer state all of its attributes.
+
+        One that a user, or a version of transformers that was not tried, has added is stored with the layer's others.
+        """
+        known = {"keys", "values", "dtype", "device", "is_initialized", "sliding_window", "record_past"}
+        known |= {"max_cache_len", "cumulative_length", "cumulative_length_int", "_is_croppable", *self.derived}
+        return known.union((PLACEHOLDERS, "_sliding_window_tensor")).issuperset(vars(layer))
 
     def is_filled(self, layer: Any, index: int) -> bool:
         """Return whether the layer holds keys and values.
@@ -163,13 +180,16 @@ class LayerKind:
             if self.has_recording:
                 template["record_past"] = ["fixed", parameter.endswith("r")]
         elif self.is_static:
-            template["max_cache_len"] = ["fixed", int(parameter)]
+            template["max_cache_len"] = ["fixed", int(parameter.rstrip("c"))]
+            if self.has_cropping:
+                template["_is_croppable"] = ["fixed", parameter.endswith("c")]
         if filled:
             if has_position:
                 template["cumulative_length"] = ["tensor"]
             if self.counter is not None:
                 template[self.counter] = ["length"]
-            template |= {"dtype": ["dtype", 0], "device": ["device", 0]}
+            template |= {"dtype": ["dtype", 0]} if self.has_dtype else {}
+            template["device"] = ["device", 0]
             leaves = {"keys": 0, "values": 1}
             template |= {name: ["shape", leaves[part], axis] for name, (part, axis) in self._sizes}
         return template
@@ -182,8 +202,10 @@ class LayerKind:
         """Make a layer that holds nothing yet: only here the constructor runs."""
         if self.letter == "D":
             return self.cls()
-        size = int(parameter.rstrip("r"))
+        size = int(parameter.rstrip("rc"))
         layer: Any = self.cls(size, size) if self.letter == "X" else self.cls(size)
+        if self.has_cropping:
+            layer._is_croppable = parameter.endswith("c")
         if parameter.endswith("r"):
             layer.activate_past_recording()
         return layer
@@ -248,7 +270,7 @@ def code_of(layer: Any) -> str:
     return f"{OTHER_LETTERS[cls.__name__]}{vars(layer).get('sliding_window', '')}"
 
 
-_CODE = re.compile(f"({'|'.join({*LETTERS.values(), *OTHER_LETTERS.values()})})([0-9]*r?)")
+_CODE = re.compile(f"({'|'.join({*LETTERS.values(), *OTHER_LETTERS.values()})})([0-9]*[rc]?)")
 
 
 def letter_of(code: str) -> str:
@@ -267,17 +289,27 @@ def _read_kind(cls: Any) -> LayerKind | None:
         say(logging.DEBUG, "no row for %s: flattened by its attributes", describe_class(cls))
         return None
     dynamic = sys.modules[cls.__module__].DynamicLayer
-    filled_by = getattr(getattr(cls, "lazy_initialization", None), "__code__", None)
-    names = filled_by.co_names if filled_by is not None and letter in "SX" else ()
+    filled_by = getattr(cls, "lazy_initialization", None)
+    names = inspect.unwrap(filled_by).__code__.co_names if filled_by is not None and letter in "SX" else ()
     return LayerKind(
         cls,
         letter,
         has_flag="is_initialized" in vars(dynamic()),
         has_recording=hasattr(cls, "activate_past_recording"),
+        has_dtype=keeps_dtype(cls),
+        has_cropping=letter == "X" and "_is_croppable" in inspect.unwrap(cls.__init__).__code__.co_names,
         derived=tuple(name for name in SIZES if name in names),
         # a tensor is counted up in place; older versions' sliding layers count in an integer of the same name
         has_position=letter in "SX" and "add_" in cls.update.__code__.co_names,
     )
+
+
+@functools.cache
+def keeps_dtype(cls: type) -> bool:
+    """Return whether layers of a class have the type of their keys as an attribute: not since transformers 5.24."""
+    fill = [vars(base)["lazy_initialization"] for base in cls.__mro__ if "lazy_initialization" in vars(base)]
+    written = (step for one in fill for step in dis.get_instructions(inspect.unwrap(one).__code__))
+    return any(step.opname == "STORE_ATTR" and step.argval == "dtype" for step in written)
 
 
 @functools.cache
@@ -294,7 +326,7 @@ def kind_of_code(code: str) -> tuple[LayerKind, str]:
         kind = kind_of(getattr(cache_utils, name, object))
         if letter == known and kind is not None:
             parameter = code[len(letter) :]
-            if not re.fullmatch({"D": "", "W": "[0-9]+r?"}.get(letter, "[0-9]+"), parameter):
+            if not re.fullmatch({"D": "", "W": "[0-9]+r?", "X": "[0-9]+c?"}.get(letter, "[0-9]+"), parameter):
                 break
             return kind, parameter
     raise UnsupportedLayerError(

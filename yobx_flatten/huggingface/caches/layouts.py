@@ -140,6 +140,8 @@ def _read(layers: list[Any], plain: bool) -> _ReadLayers:
     uncounted: list[tuple[int, str, str]] = []  # the keys of those that hold some and counted none
     for index, layer in enumerate(layers):
         kind = kind_of(type(layer))
+        if kind is not None and not kind.knows(layer):
+            kind = None
         count = len(values)
         if kind is None:
             template, code, lengths = _read_attributes(layer, index, values, names)
@@ -147,7 +149,7 @@ def _read(layers: list[Any], plain: bool) -> _ReadLayers:
             template, code, lengths = _read_row(kind, layer, index, values, names)
             if kind.letter == "D" and full is None and len(values) > count:
                 full = count
-        attributes = tuple(vars(layer)) if kind is None else None
+        attributes = tuple(vars(layer)) if kind is None else len(vars(layer))
         slides = slides and (not lengths or layer_slides(type(layer)))
         real = real and PLACEHOLDERS not in vars(layer)
         reads.append(LayerRead(type(layer), attributes, template, len(values) - count))

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..caches.layers import keeps_dtype
 from ..caches.length import length_leaf
 
 __all__ = ["layer_replacements"]
@@ -117,7 +118,9 @@ def _lazy_initialization(original: Any) -> Any:
 
 
 def _start_empty(layer: Any, key_states: Any, value_states: Any) -> None:
-    layer.dtype, layer.device = key_states.dtype, key_states.device
+    layer.device = key_states.device
+    if keeps_dtype(layer.__class__):
+        layer.dtype = key_states.dtype
     layer.keys, layer.values = key_states[..., :0, :], value_states[..., :0, :]
     layer.is_initialized = True
 

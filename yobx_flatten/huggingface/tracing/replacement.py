@@ -81,12 +81,14 @@ def _named(function: Any) -> list[str]:
 def _called_as(version: Any, original: Any) -> Any:
     signature = inspect.signature(original)
     own, takes = argument_of(original), inspect.signature(version).parameters
+    places = list(signature.parameters)
     takes_others = any(one.kind is one.VAR_KEYWORD for one in takes.values())
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         # the signature is that below the decorators, which a release may have for its older words
-        bound = signature.bind(*args, **named_for(original, kwargs))
+        kwargs = named_for(original, kwargs)
+        bound = signature.bind(*args, **kwargs)
         named: dict[str, Any] = {}
         for name, value in bound.arguments.items():
             kind = signature.parameters[name].kind
@@ -96,9 +98,16 @@ def _called_as(version: Any, original: Any) -> Any:
                 named[_CACHE if name == own else name] = value
 
         def again(**changes: Any) -> Any:
+            # as it was called: a decorator may look for an argument among those that are given by name
+            given, others = list(args), dict(kwargs)
             for name, value in changes.items():
-                bound.arguments[own if own is not None and name == _CACHE else name] = value
-            return original(*bound.args, **bound.kwargs)
+                name = own if own is not None and name == _CACHE else name
+                place = places.index(name)
+                if place < len(given):
+                    given[place] = value
+                else:
+                    others[name] = value
+            return original(*given, **others)
 
         return version(again=again, **named) if "again" in takes else version(**named)
 

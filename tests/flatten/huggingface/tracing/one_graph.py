@@ -12,6 +12,7 @@ import torch
 import transformers
 from transformers.cache_utils import StaticCache
 
+from tests.cache_words import WORD, cache_of
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes
 from yobx_flatten.huggingface.cases import next_inputs
 
@@ -56,7 +57,7 @@ def inputs(model: Any, sizes: DecodeSizes, room: int | None, seed: int = 0) -> d
     if room is None:
         return decode_inputs(model, sizes, seed=seed)
     cache = StaticCache(config=model.config, max_cache_len=room)
-    return decode_inputs(model, sizes, like={"input_ids": 0, "attention_mask": 0, "past_key_values": cache}, seed=seed)
+    return decode_inputs(model, sizes, like={"input_ids": 0, "attention_mask": 0, WORD: cache}, seed=seed)
 
 
 def export_decode(model: Any, sizes: DecodeSizes, *, room: int | None = None) -> Any:
@@ -82,7 +83,7 @@ def _steps(call: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     kwargs = copy.deepcopy(kwargs)
     for _ in range(STEPS):
         with torch.no_grad():
-            outputs = call(**{**kwargs, "past_key_values": copy.deepcopy(kwargs["past_key_values"])})
+            outputs = call(**{**kwargs, WORD: copy.deepcopy(cache_of(kwargs))})
         logits.append(outputs.logits)
         kwargs = next_inputs(kwargs, outputs)
     return logits

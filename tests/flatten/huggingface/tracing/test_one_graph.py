@@ -9,6 +9,7 @@ import torch
 import transformers.cache_utils as cache_utils
 
 from tests import fresh_process
+from tests.cache_words import WORD, cache_of
 from tests.cases import cases
 from tests.models import WINDOW, make_model
 from yobx_flatten import (
@@ -46,7 +47,7 @@ def _steps(call: object, kwargs: dict[str, object]) -> list[torch.Tensor]:
     logits = []
     kwargs = copy.deepcopy(kwargs)
     for _ in range(STEPS):
-        given = {**kwargs, "past_key_values": copy.deepcopy(kwargs["past_key_values"])}
+        given = {**kwargs, WORD: copy.deepcopy(cache_of(kwargs))}
         with torch.no_grad():
             outputs = call(**given)
         logits.append(outputs.logits)
@@ -105,7 +106,7 @@ def test_no_layer_of_the_program_keeps_more_than_its_window(exported):
     name, _, module = exported
     kwargs = decode_inputs(make_model(name), SIZES["past the window, a padded row"])
     with torch.no_grad():
-        cache = module(**copy.deepcopy(kwargs)).past_key_values
+        cache = cache_of(module(**copy.deepcopy(kwargs)))
     past = SIZES["past the window, a padded row"].past + 1
     kept = [past if type(layer) is cache_utils.DynamicLayer else WINDOW - 1 for layer in cache.layers]
     assert [layer.keys.shape[-2] for layer in cache.layers] == kept
@@ -134,7 +135,7 @@ def test_an_example_below_the_window_serves_lengths_past_it(name):
 def test_position_ids_may_be_given():
     """A program exported with `position_ids` takes those of a padded row."""
     model = make_model("gemma2")
-    like = dict.fromkeys(("input_ids", "attention_mask", "position_ids", "past_key_values"))
+    like = dict.fromkeys(("input_ids", "attention_mask", "position_ids", WORD))
     kwargs = decode_inputs(model, EXAMPLE, like=like)
     case = decode_inputs(model, SIZES["past the window, a padded row"], like=like)
     with register_flattening_functions(patch_transformers=True):
@@ -164,8 +165,8 @@ def test_prefill_is_exported_without_a_cache(name):
                 found, expected = program.module()(**call), model(**call)
                 torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=1e-5)
                 following = {"input_ids": other[:, :1], "use_cache": True}
-                after = model(**following, past_key_values=found.past_key_values).logits
-                wanted = model(**following, past_key_values=expected.past_key_values).logits
+                after = model(**following, **{WORD: cache_of(found)}).logits
+                wanted = model(**following, **{WORD: cache_of(expected)}).logits
             torch.testing.assert_close(after, wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -178,7 +179,7 @@ def test_a_program_exported_from_a_built_cache_takes_a_real_one():
     kwargs = {
         "input_ids": torch.randint(3, 90, (2, 3)),
         "attention_mask": torch.ones(2, 8, dtype=torch.int64),
-        "past_key_values": built,
+        WORD: built,
     }
     case = decode_inputs(model, DecodeSizes(batch=3, past=11, new=1))
     with register_flattening_functions(patch_transformers=True):
@@ -192,7 +193,7 @@ def test_a_saved_program_runs_in_a_fresh_process(tmp_path: pathlib.Path):
     """`torch.export.save`, then load and run in another process inside the block: the same result."""
     for name in ("gemma3", "mistral"):
         kwargs = decode_inputs(make_model(name), SIZES["past the window, a padded row, a chunk"])
-        cache = kwargs.pop("past_key_values")
+        cache = kwargs.pop(WORD)
         # no_grad: elsewhere torch 2.13 cannot load a `torch.no_grad()` region whose results nobody uses, and gemma3 in
         # transformers 5.0 has one ("Node.meta wrap_with_set_grad_enabled_1 is missing val field")
         with register_flattening_functions(patch_transformers=True), torch.no_grad():
@@ -200,7 +201,7 @@ def test_a_saved_program_runs_in_a_fresh_process(tmp_path: pathlib.Path):
             torch.export.save(program, tmp_path / f"{name}.pt2")
             leaves, spec = torch.utils._pytree.tree_flatten(cache)
             with torch.no_grad():
-                outputs = program.module()(**kwargs, past_key_values=copy.deepcopy(cache))
+                outputs = program.module()(**kwargs, **{WORD: copy.deepcopy(cache)})
         expected = torch.utils._pytree.tree_leaves(tuple(outputs.values())[:1])
         torch.save((kwargs, leaves, spec.context, expected), tmp_path / f"{name}.pt")
     script = """
@@ -212,11 +213,11 @@ def test_a_saved_program_runs_in_a_fresh_process(tmp_path: pathlib.Path):
                 program = torch.export.load(f"{sys.argv[1]}/{name}.pt2")
                 cache = unflatten_dynamic_cache(leaves, context)
                 with torch.no_grad():
-                    outputs = program.module()(**kwargs, past_key_values=cache)
+                    outputs = program.module()(**kwargs, **{sys.argv[2]: cache})
             assert torch.equal(outputs.logits, expected[0]), name
-            print(name, type(outputs.past_key_values).__name__)
+            print(name, type(outputs[sys.argv[2]]).__name__)
     """
-    ran = fresh_process.run("-c", textwrap.dedent(script), tmp_path, imported=fresh_process.TRAINER)
+    ran = fresh_process.run("-c", textwrap.dedent(script), tmp_path, WORD, imported=fresh_process.TRAINER)
     assert ran.stdout.splitlines() == ["gemma3 DynamicCache", "mistral DynamicCache"]
 
 
@@ -227,7 +228,7 @@ def test_the_interface_of_an_attention_with_a_window_is_kept():
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
         program = _program("mistral", preserve_module_call_signature=(kept,))
         signatures = {entry.fqn: entry.signature for entry in program.module_call_graph}
-        assert "past_key_values" in signatures[kept].in_spec.child(1).context
+        assert WORD in signatures[kept].in_spec.child(1).context
         unflattened = torch.export.unflatten(program)
         for sizes in SIZES.values():
             kwargs = decode_inputs(model, sizes)

@@ -8,6 +8,7 @@ import torch
 import transformers
 from transformers.cache_utils import StaticCache
 
+from tests.cache_words import cache_of
 from tests.cases import cases
 from tests.flatten.huggingface.tracing.one_graph import (
     WINDOW,
@@ -122,13 +123,13 @@ def test_a_static_cache_comes_out_as_the_eager_one():
             case = inputs(model, sizes, ROOM)
             ours, theirs = copy.deepcopy(case), copy.deepcopy(case)
             with torch.no_grad():
-                found, expected = program(**ours).past_key_values, model(**theirs).past_key_values
+                found, expected = cache_of(program(**ours)), cache_of(model(**theirs))
             for mine, eager in zip(found.layers, expected.layers, strict=True):
                 torch.testing.assert_close(mine.keys, eager.keys)
                 torch.testing.assert_close(mine.values, eager.values)
                 assert torch.equal(mine.cumulative_length, eager.cumulative_length)
                 assert getattr(mine, "cumulative_length_int", 0) == getattr(eager, "cumulative_length_int", 0)
-            for given, eager in zip(ours["past_key_values"].layers, expected.layers, strict=True):
+            for given, eager in zip(cache_of(ours).layers, expected.layers, strict=True):
                 torch.testing.assert_close(given.keys, eager.keys)
 
 

@@ -6,6 +6,7 @@ from transformers import ProphetNetConfig, ProphetNetForCausalLM
 from transformers.cache_utils import Cache
 
 from matrix.models import make_model
+from tests.cache_words import WORD, cache_of
 from tests.cases import cases
 from tests.flatten.huggingface.tracing.one_graph import WINDOW, assert_serves, export_decode, small_model, some_sizes
 from yobx_flatten import Case, DecodeSizes, export_onnx, register_flattening_functions
@@ -133,8 +134,8 @@ def test_a_model_that_takes_one_token_at_a_time_keeps_its_example(tmp_path):
     def after(batch, past):
         cache = None
         for step in range(past):
-            cache = model(tokens[:batch, step : step + 1], past_key_values=cache, use_cache=True).past_key_values
-        return {"input_ids": tokens[:batch, past : past + 1], "past_key_values": cache, "use_cache": True}
+            cache = cache_of(model(tokens[:batch, step : step + 1], **{WORD: cache}, use_cache=True))
+        return {"input_ids": tokens[:batch, past : past + 1], WORD: cache, "use_cache": True}
 
     with torch.no_grad():
         example, other = after(2, 5), after(3, 8)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.cache_words import WORD, cache_of
 from tests.models import WINDOW, make_model
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes
 from yobx_flatten.huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
@@ -19,21 +20,21 @@ def test_the_length_of_the_mask_stands_for_the_counter():
     given = decoder.inputs(kwargs)
     assert given["attention_mask"].tolist() == [[1] * 5] * 2
     assert given["position_ids"].tolist() == [[3, 4]] * 2
-    cache = kwargs["past_key_values"]
+    cache = cache_of(kwargs)
     with torch.no_grad():
         for step in range(WINDOW):
             found = decoder(**given)
-            expected = model(input_ids=given["input_ids"], past_key_values=cache, use_cache=True)
+            expected = model(input_ids=given["input_ids"], **{WORD: cache}, use_cache=True)
             torch.testing.assert_close(found["logits"], expected.logits, atol=1e-5, rtol=1e-5)
             assert given["position_ids"][0, 0] == 3 + 2 * step
             given = decoder.next_inputs(given, found, seed=step)
-    assert given["past_key_values"][0]["key"].shape[2] == WINDOW - 1
+    assert cache_of(given)[0]["key"].shape[2] == WINDOW - 1
 
 
 def test_only_caches_with_a_counter_are_meant():
     """Beside a full layer there is none."""
-    assert counts_by_itself(decode_inputs(make_model("mistral"), DecodeSizes())["past_key_values"])
-    assert not counts_by_itself(decode_inputs(make_model("gemma2"), DecodeSizes())["past_key_values"])
+    assert counts_by_itself(decode_inputs(make_model("mistral"), DecodeSizes())[WORD])
+    assert not counts_by_itself(decode_inputs(make_model("gemma2"), DecodeSizes())[WORD])
     assert not counts_by_itself(None)
 
 
@@ -64,6 +65,6 @@ def test_a_specification_for_the_model_becomes_one_for_its_parts():
     assert found["input_ids"] == {0: "rows"}
     assert found["attention_mask"] is None
     assert set(found["position_ids"]) == {0, 1}
-    assert [set(layer["key"]) for layer in found["past_key_values"]] == [{0, 2}, {0, 2}]
-    assert found["past_key_values"][1]["value"] is None
+    assert [set(layer["key"]) for layer in found["cache"]] == [{0, 2}, {0, 2}]
+    assert found["cache"][1]["value"] is None
     assert decoder.shapes(None) is None

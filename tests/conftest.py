@@ -1,4 +1,4 @@
-"""What every test gets: a check that it left no registry changed, and one set of Hypothesis settings."""
+"""What every test gets: checks of registries and of old names, and one set of Hypothesis settings."""
 
 import gc
 import logging
@@ -31,7 +31,7 @@ import hypothesis
 import pytest
 import torch.fx.config
 
-from tests import registry_snapshot
+from tests import deprecated_names, registry_snapshot
 
 # A first example pays for imports and compilation, so a deadline would measure those. The automatic run draws the same
 # examples every time: what it reports can be repeated.
@@ -52,6 +52,7 @@ def pytest_collection_finish() -> None:
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True
+    deprecated_names.listen()
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -73,6 +74,23 @@ def registries_left_as_found() -> Iterator[None]:
     changes = registry_snapshot.differences(before, registry_snapshot.take())
     if changes:
         pytest.fail("this test left registries changed:\n  " + "\n  ".join(changes), pytrace=False)
+
+
+@pytest.fixture
+def old_names_said() -> list[str]:
+    """Let the test use names that transformers has renamed; the value lists what it has said of them, so far."""
+    return deprecated_names.heard
+
+
+@pytest.fixture(autouse=True)
+def no_old_names(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the test in which transformers says that a name of ours is an old one, also where the line is swallowed."""
+    deprecated_names.listen()
+    yield
+    said = deprecated_names.said()
+    if said and "old_names_said" not in request.fixturenames:
+        lines = "\n  ".join(dict.fromkeys(said))
+        pytest.fail(f"this test uses names that transformers has renamed:\n  {lines}", pytrace=False)
 
 
 @pytest.fixture

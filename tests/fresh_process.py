@@ -30,6 +30,8 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests import deprecated_names
+
 __all__ = ["ROOT", "TRAINER", "Program", "run", "start"]
 
 _MODULES = {
@@ -190,6 +192,7 @@ class Program:
         if self.returncode is None:
             self.send_signal(signal.SIGKILL)
             self.wait()
+        deprecated_names.hear(self.stderr)
         self._folder.cleanup()
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..engine.config import RoundPipeRunConfig
@@ -21,8 +22,8 @@ from ..pipeline.call_types import forward_backward_method
 from .adapters import check_adapters, model_inside
 from .batch_loss import WholeBatchLoss
 from .batches import check_packed_texts, split_pictures
-from .cutting.caches import CACHE, HeldCache, has_layers, home, split_held
-from .cutting.capture import asked_for, install_hooks, is_cache
+from .cutting.caches import HeldCache, cache_argument, has_layers, home, split_held, with_own_name
+from .cutting.capture import asked_for, install_hooks
 from .cutting.cut import Cut, pieces_of, whole
 from .cutting.example import without_cache
 from .errors import moved_away, resized_late
@@ -97,7 +98,7 @@ class WrappedModel(RoundPipe):
             SplitError: inputs cannot be split into microbatches.
         """
         kwargs, config = self._rp_prepared(kwargs, roundpipe_run_config)
-        if is_cache(kwargs.get(CACHE)) or kwargs.get("use_cache"):
+        if is_cache(cache_of(kwargs)) or kwargs.get("use_cache"):
             kwargs, config = self._rp_with_cache(kwargs, config)
         outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
         return outputs[0] if config.merge_output is False else outputs
@@ -109,7 +110,7 @@ class WrappedModel(RoundPipe):
         check_adapters(kwargs)
         check_packed_texts(kwargs)
         model = self.cut.model
-        prepared = without_cache(model, dict(kwargs))
+        prepared = without_cache(model, with_own_name(model, dict(kwargs)))
         if asked_for(model, prepared) != "none":
             install_hooks(model)
         self.cut.sync()  # after it, as copies share the hooks of the model, and would install them again
@@ -137,21 +138,21 @@ class WrappedModel(RoundPipe):
                 "A cache is kept without gradients only, as layers that are called again would write it twice:\n"
                 "    with torch.no_grad(): model(..., use_cache=True)"
             )
-        cache = kwargs.get(CACHE)
+        name, cache = name_in(kwargs) or cache_argument(self.cut.model), cache_of(kwargs)
         cache = home(model_inside(self.cut.model)) if cache is None else cache
         merge = config.merge_output
-        if cache is None or not has_layers(cache) or not callable(merge):
+        if name is None or cache is None or not has_layers(cache) or not callable(merge):
+            made = "" if name is None else f"    model(..., {name}=DynamicCache(config=model.config))\n"
             raise ConfigError(
                 "A cache through a pipeline needs joined outputs, and a list of layers: give the model one, or none:\n"
-                "    model(..., past_key_values=DynamicCache(config=model.config))\n"
-                "    model(..., use_cache=False)"
+                f"{made}    model(..., use_cache=False)"
             )
         joined = functools.partial(merge_with_cache, cache, merge)
         cut = config.split_input
         if cut is not None and not callable(cut):
             raise ConfigError("A cache is split like its rows: with a cache, split_input can only be a function.")
         config = dataclasses.replace(config, merge_output=joined, split_input=split_held(cut))
-        return {**kwargs, CACHE: HeldCache(cache)}, config
+        return {**kwargs, name: HeldCache(cache)}, config
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as the model does, through the pipeline; on the host, if a trial before the first call fails.
@@ -251,8 +252,9 @@ class WrappedModel(RoundPipe):
             loss_fn, label = own_loss, None
         input_kwargs = {**(input_kwargs or {}), CALL_OPTIONS: options}
         kwargs, config = self._rp_prepared(input_kwargs, run_config)
-        if is_cache(kwargs.get(CACHE)) or kwargs.get("use_cache"):
-            raise ConfigError("forward_backward keeps no cache: leave past_key_values and use_cache out.")
+        if is_cache(cache_of(kwargs)) or kwargs.get("use_cache"):
+            names = " and ".join(name for name in (name_in(kwargs), "use_cache") if name and kwargs[name])
+            raise ConfigError(f"forward_backward keeps no cache: leave {names} out.")
         is_smoothed = options.smoothed_loss is not None
         computes_loss = is_smoothed or has_labels(model, kwargs)
         if computes_loss and not is_smoothed and has_auxiliary_loss(model, kwargs):

@@ -15,25 +15,36 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
+from torch import nn
 
 from yobx_flatten import register_flattening_functions
+from yobx_flatten.huggingface.cache_names import argument_of, name_in, named_for
 from yobx_flatten.recipe.aliases import Kwargs, TransformersModel
 
 from ...batch.joining import join
 from ...batch.spec import Replicate
 from ...batch.splitting import split
 from ...device.transfer import Static
+from ...errors import warn
+from ..adapters import model_inside
 from ..configuration import text_config
 
-__all__ = ["CACHE", "HeldCache", "has_layers", "home", "is_held", "join_held", "open_caches", "split_held", "swapped"]
-
-# Name of the argument and of the output that is a cache.
-CACHE = "past_key_values"
+__all__ = [
+    "HeldCache",
+    "cache_argument",
+    "has_layers",
+    "home",
+    "is_held",
+    "join_held",
+    "open_caches",
+    "split_held",
+    "swapped",
+    "with_own_name",
+]
 
 
 class HeldCache(Static):
@@ -183,6 +194,29 @@ def open_caches(
         yield swapped(args, opened), swapped(dict(kwargs), opened), views
 
 
+def cache_argument(model: nn.Module) -> str | None:
+    """Return the name of the argument of a model's forward that is its cache; ``None`` if it takes none."""
+    return argument_of(model_inside(model).forward)
+
+
+def with_own_name(model: nn.Module, kwargs: Kwargs) -> Kwargs:
+    """Return keyword arguments with the cache under the name that the model has for it.
+
+    Another one, such as that of an earlier version of transformers, is a `FutureWarning` at the line of the caller. The
+    model's forward runs for each phase and microbatch, so it would warn as often, at a line that is not the caller's.
+
+    Args:
+        model: model of transformers, or PEFT's model around one.
+        kwargs: keyword arguments of a call.
+    """
+    renamed = named_for(model_inside(model).forward, kwargs)
+    given, wanted = name_in(kwargs), name_in(renamed)
+    if given != wanted:
+        name = type(model_inside(model)).__name__
+        warn(f"{name} calls its cache `{wanted}`. Use `{wanted}` instead of `{given}`.", FutureWarning)
+    return renamed
+
+
 def home(model: TransformersModel) -> Any:
     """Return the empty cache that a model makes when it is called without one.
 
@@ -193,7 +227,7 @@ def home(model: TransformersModel) -> Any:
         The cache; ``None`` if the model makes caches of another class, or none.
     """
     makes = getattr(model, "_supports_default_dynamic_cache", None)
-    if makes is None or not makes() or CACHE not in inspect.signature(model.forward).parameters:
+    if makes is None or not makes() or cache_argument(model) is None:
         return None
     from transformers import DynamicCache, EncoderDecoderCache
 
@@ -236,7 +270,8 @@ def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
     """
 
     def split_input(args: Any, kwargs: Kwargs, num_microbatch: int) -> tuple[list[Any], list[Any]]:
-        rest = {name: value for name, value in kwargs.items() if name != CACHE}
+        name, cache = next((name, value) for name, value in kwargs.items() if is_held(value))
+        rest = {key: value for key, value in kwargs.items() if key != name}
         if cut is not None:
             made_args, made = cut(args, rest, num_microbatch)
         else:
@@ -244,8 +279,8 @@ def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
             rules = {"kwargs['cache_position']": Replicate} if "cache_position" in rest else None
             parts = split(args, rest, None, num_microbatch, split_input=rules)
             made_args, made = [part.args for part in parts], [part.kwargs for part in parts]
-        caches = _cut_cache(kwargs[CACHE], [_rows(one, named) for one, named in zip(made_args, made, strict=True)])
-        return made_args, [{**named, CACHE: held} for named, held in zip(made, caches, strict=True)]
+        caches = _cut_cache(cache, [_rows(one, named) for one, named in zip(made_args, made, strict=True)])
+        return made_args, [{**named, name: held} for named, held in zip(made, caches, strict=True)]
 
     return split_input
 
@@ -262,8 +297,8 @@ def _cut_cache(held: HeldCache, rows: Sequence[int]) -> list[HeldCache]:
     # an additional tensor with the rows, as an empty cache has no tensor to read the batch size from
     batch = torch.zeros(sum(rows))
     with register_flattening_functions(patch_transformers=True):
-        parts = split((), {CACHE: held.before(), "rows": batch}, None, len(rows))
-    return [HeldCache(part.kwargs[CACHE]) for part in parts]
+        parts = split((), {"held": held.before(), "rows": batch}, None, len(rows))
+    return [HeldCache(part.kwargs["held"]) for part in parts]
 
 
 def join_held(cache: Any, parts: Sequence[HeldCache], rows: Sequence[int]) -> None:

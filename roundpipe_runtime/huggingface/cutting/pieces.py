@@ -16,7 +16,7 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 from ..errors import BatchStructureError, CutError, MissingEmbeddingError
 from ..loss.call_options import run_with_options, split_options
 from ..loss.weights import rows_of_call
-from .caches import CACHE, is_held, open_caches, swapped
+from .caches import is_held, open_caches, swapped
 from .call_log import CallLog, Tree, box_content, fill_box, live
 from .capture import collecting
 from .cut_plan import CutPlan
@@ -121,9 +121,7 @@ class Phase(nn.Module):
         """
         session = PhaseSession(self.program, state, self.number)
         args, kwargs = state.call
-        held = kwargs.get(CACHE)
-        if is_held(held):
-            kwargs = {**kwargs, CACHE: session.hand_out(held)}
+        kwargs = {name: session.hand_out(value) if is_held(value) else value for name, value in kwargs.items()}
         # The code runs again from the start of the forward, so it must draw the numbers that it drew in earlier phases.
         # Two phases need this only where the numbers decide which layers run.
         if self.number and self.training and (self.program.phases > 2 or drops_layers(self.copy)):

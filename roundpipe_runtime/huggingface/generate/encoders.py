@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from yobx_flatten.huggingface.cache_names import cache_of, name_in
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..adapters import model_inside
-from ..cutting.caches import CACHE
 from ..cutting.capture import is_cache
 from ..cutting.check import evaluating, tolerance
 from ..cutting.cut import Cut, cut
@@ -148,7 +148,8 @@ def _first_rows(kwargs: Mapping[str, Any]) -> Kwargs:
 
 
 def _without_cache(kwargs: Mapping[str, Any]) -> Kwargs:
-    return {name: value for name, value in kwargs.items() if name not in (CACHE, "use_cache", "cache_position")}
+    left_out = {name_in(kwargs), "use_cache", "cache_position"}
+    return {name: value for name, value in kwargs.items() if name not in left_out}
 
 
 def _difference(
@@ -156,10 +157,10 @@ def _difference(
 ) -> str | None:
     """Why not to use the pipeline, after a call and one more token with a cache; ``None`` if both outputs agree."""
     calls: list[dict[str, Any]] = [example]
-    cache = kwargs.get(CACHE)
+    name, cache = name_in(kwargs), cache_of(kwargs)
     held: list[dict[str, Any]] = [{"use_cache": True} if cache is None and kwargs.get("use_cache") else {}] * 2
-    if cache is not None and is_cache(cache) and not cache.get_seq_length():
-        held = [{CACHE: copy.deepcopy(cache), "use_cache": True} for _ in range(2)]
+    if name is not None and cache is not None and is_cache(cache) and not cache.get_seq_length():
+        held = [{name: copy.deepcopy(cache), "use_cache": True} for _ in range(2)]
         calls.append({**example, "decoder_input_ids": example["decoder_input_ids"][:, -1:]})
     for call in calls:
         found, expected = (

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..adapters import model_inside
 from ..configuration import text_config
-from ..cutting.caches import home
+from ..cutting.caches import cache_argument, home
 from ..cutting.check import evaluating, tolerance
 from ..cutting.cut import Cut
 
@@ -97,12 +97,14 @@ def _difference(model: nn.Module, forward: Callable[..., Any], cache: Any) -> st
     tokens = torch.randint(min(5, vocabulary - 1), min(vocabulary, 100), (2, _PROMPT + 1), generator=generator)
     mask = torch.ones_like(tokens)
     mask[0, :_PADDING] = 0
+    name = cache_argument(model)
+    assert name is not None  # it has a home
     caches = (cache, copy.deepcopy(cache))
     runs: tuple[Callable[..., Any], ...] = (forward, model)
     for start, stop in ((0, _PROMPT), (_PROMPT, _PROMPT + 1)):
         call = {"input_ids": tokens[:, start:stop], "attention_mask": mask[:, :stop], "use_cache": True}
         found, expected = (
-            run(**call, past_key_values=held).logits[:, -1].double() for run, held in zip(runs, caches, strict=True)
+            run(**call, **{name: held}).logits[:, -1].double() for run, held in zip(runs, caches, strict=True)
         )
         found, expected = (torch.where(expected.isnan() & found.isnan(), 0.0, one) for one in (found, expected))
         difference = (found - expected).norm().item() / max(expected.norm().item(), 1e-30)

@@ -69,13 +69,13 @@ def test_a_cache_is_cut_along_the_axis_that_its_registration_declares():
     pytest.importorskip("transformers")
     cache = make_dynamic_cache([(torch.randn(4, 2, 3, 5), torch.randn(4, 2, 3, 5)) for _ in range(2)])
     with register_flattening_functions(patch_transformers=True):
-        parts = split((), {"input_ids": rows(4, 1), "past_key_values": cache}, None, 3)
-        alone = split((), {"past_key_values": cache, "table": torch.zeros(9)}, None, 3)
+        parts = split((), {"input_ids": rows(4, 1), "held": cache}, None, 3)
+        alone = split((), {"held": cache, "table": torch.zeros(9)}, None, 3)
     assert [part.rows for part in alone] == [2, 1, 1]
     for layer in range(2):
-        keys = [part.kwargs["past_key_values"].layers[layer].keys for part in parts]
+        keys = [part.kwargs["held"].layers[layer].keys for part in parts]
         assert torch.equal(torch.cat(keys), cache.layers[layer].keys)
-    assert [part.kwargs["past_key_values"].get_seq_length() for part in parts] == [3, 3, 3]
+    assert [part.kwargs["held"].get_seq_length() for part in parts] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("filled", [True, False])
@@ -88,14 +88,14 @@ def test_an_unregistered_cache_is_refused(filled):
     with pytest.raises(
         UnregisteredObjectError, match=re.escape("register_flattening_functions(patch_transformers=True)")
     ):
-        split((rows(4),), {"past_key_values": cache}, None, 2)
+        split((rows(4),), {"held": cache}, None, 2)
 
 
 def test_an_empty_registered_cache_is_one_per_microbatch():
     transformers = pytest.importorskip("transformers")
     with register_flattening_functions(patch_transformers=True):
-        first, second = split((rows(4),), {"past_key_values": transformers.DynamicCache()}, None, 2)
-    assert first.kwargs["past_key_values"] is not second.kwargs["past_key_values"]
+        first, second = split((rows(4),), {"held": transformers.DynamicCache()}, None, 2)
+    assert first.kwargs["held"] is not second.kwargs["held"]
 
 
 class TimeMajor:

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
 from roundpipe_runtime.distributed.pipelining import DistributedPipeline
 from yobx_flatten import pytree_dataclass, register_flattening_functions, static_field
+from yobx_flatten.huggingface.cache_names import cache_of
 
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
 ROWS, MICROBATCHES = 12, 4
@@ -157,7 +158,7 @@ class Back(nn.Module):
         self.head = nn.Linear(16, 11)
 
     def forward(self, output):
-        keys = output.past_key_values.layers[1].keys  # a gradient comes back through the cache, too
+        keys = cache_of(output).layers[1].keys  # a gradient comes back through the cache, too
         return {"logits": self.head(output.last_hidden_state) * keys.mean(), "depth": 1}
 
 

@@ -14,10 +14,17 @@ from roundpipe_runtime.huggingface.generate import encoders
 from roundpipe_runtime.huggingface.generate.encoders import GenerationPath, generation_paths
 from tests.runtime.huggingface.generate.test_generation import prompt
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, wrapped
+from yobx_flatten.huggingface.cache_names import argument_of, cache_of
 
 pytestmark = pytest.mark.slow
 
 OPTIONS = {"decoder_start_token_id": 2, "pad_token_id": 0, "max_new_tokens": 5, "min_new_tokens": 5}
+# The size of a sound
+SOUNDS = {
+    "speech:whisper": lambda config: (config.num_mel_bins, 2 * config.max_source_positions),
+    "speech:moonshine": lambda config: (2000,),
+    "speech:speech_to_text": lambda config: (60, config.input_feat_per_channel),
+}
 WAYS = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "top_k": 20},
@@ -32,13 +39,12 @@ def pair(name: str, **options):
     model = make_model(name).double().eval()
     model.config.decoder_start_token_id = 2
     plain = copy.deepcopy(model)
-    if name != "speech:whisper":
+    if name not in SOUNDS:
         return wrapped(model, microbatches=2, **options), plain, prompt()
-    config, torch_generator = model.config, torch.Generator().manual_seed(0)
-    shape = (3, config.num_mel_bins, 2 * config.max_source_positions)
-    sounds = torch.randn(shape, generator=torch_generator, dtype=torch.float64)
-    example = {"input_features": sounds[:2], "decoder_input_ids": torch.ones(2, 4, dtype=torch.long)}
-    return wrapped(model, microbatches=2, example=example, **options), plain, {"input_features": sounds}
+    shape = (3, *SOUNDS[name](model.config))
+    sounds = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    example = {model.main_input_name: sounds[:2], "decoder_input_ids": torch.ones(2, 4, dtype=torch.long)}
+    return wrapped(model, microbatches=2, example=example, **options), plain, {model.main_input_name: sounds}
 
 
 @pytest.mark.filterwarnings("ignore:.*generation.*")
@@ -53,6 +59,31 @@ def test_tokens_are_those_of_the_plain_model(name):
             found.append(model.generate(**inputs, **OPTIONS, **options))
         assert torch.equal(*found), way
         assert found[0].shape[1] >= 5
+    assert not any(path.is_on_host for path in pipeline._rp_paths())
+    pipeline.close()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("way", ["greedy", "beams"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "seq2seq:mbart",
+            "seq2seq:pegasus",
+            "seq2seq:marian",
+            "seq2seq:umt5",
+            "seq2seq:m2m_100",
+            "seq2seq:prophetnet",
+        ),
+        *("speech:moonshine", "speech:speech_to_text"),
+    ],
+)
+def test_more_models_generate_the_tokens_of_the_plain_model(name, way):
+    """Texts of unequal lengths with a mask, and sounds: both paths are pipelines, and the tokens are the same."""
+    pipeline, plain, inputs = pair(name)
+    found, expected = (model.generate(**inputs, **OPTIONS, **WAYS[way]) for model in (pipeline, plain))
+    assert torch.equal(found, expected)
     assert not any(path.is_on_host for path in pipeline._rp_paths())
     pipeline.close()
 
@@ -100,9 +131,10 @@ def test_outputs_beside_the_tokens():
     for name in ("logits", "encoder_hidden_states", "decoder_hidden_states"):
         pairs = zip(pytree.tree_leaves(found[name]), pytree.tree_leaves(expected[name]), strict=True)
         assert all(torch.allclose(one, other, rtol=1e-9) for one, other in pairs), name
-    assert found.past_key_values.is_updated == expected.past_key_values.is_updated == {0: True, 1: True}
+    both = [cache_of(one) for one in (found, expected)]
+    assert both[0].is_updated == both[1].is_updated == {0: True, 1: True}
     for side in ("self_attention_cache", "cross_attention_cache"):
-        caches = [getattr(one.past_key_values, side) for one in (found, expected)]
+        caches = [getattr(one, side) for one in both]
         for one, other in zip(*(cache.layers for cache in caches), strict=True):
             assert torch.allclose(one.keys, other.keys, rtol=1e-9)
 
@@ -141,8 +173,8 @@ def test_a_cache_of_both_sides_is_filled_as_the_plain_model_fills_it():
     tokens, held = hf_batch(3)["input_ids"][:, :4], []
     with torch.no_grad():
         for model in (pipeline, plain):
-            cache = model(**inputs, decoder_input_ids=tokens, use_cache=True).past_key_values
-            again = model(**inputs, decoder_input_ids=tokens[:, -1:], past_key_values=cache)
+            cache = cache_of(model(**inputs, decoder_input_ids=tokens, use_cache=True))
+            again = model(**inputs, decoder_input_ids=tokens[:, -1:], **{argument_of(plain.forward): cache})
             held.append((again.logits, cache))
     pipeline.close()
     (found, ours), (expected, theirs) = held

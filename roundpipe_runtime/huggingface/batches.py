@@ -5,12 +5,11 @@
     pixel_values     (patches of all pictures, ...)    cut by the pictures of each row, as image_grid_thw counts them
     image_grid_thw   (pictures, 3)                     likewise
     router_logits    (rows * length, experts)          rows come first, so parts are joined along axis 0
-    image_hidden_states    list of (tokens, width)     one for each image: lists are concatenated
+    image_outputs    what is joined by pictures, in :mod:`.encoder_outputs`
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from ..batch.joining import join
 from ..batch.spec import TensorChunkSpec, sizes
 from ..batch.splitting import split
 from ..errors import ConfigError, SplitError
+from .encoder_outputs import with_encoder_outputs, without_encoder_outputs
 
 __all__ = ["check_packed_texts", "join_outputs", "split_pictures"]
 
@@ -34,8 +34,6 @@ _PACKED = (
 
 # memories of XLNet: (length, rows, width), whatever the numbers are
 _ROWS_SECOND = "outputs['mems']"
-# what models return of pictures; lists there have an item for each
-_OF_PICTURES = ("image_hidden_states", "video_hidden_states")
 
 
 def check_packed_texts(kwargs: Mapping[str, Any]) -> None:
@@ -130,7 +128,7 @@ def join_outputs(outputs: Sequence[PyTree], weights: Sequence[float], rows: Sequ
     Returns:
         The output of the whole batch.
     """
-    outputs, pictures = _without_pictures(outputs)
+    outputs, of_pictures = without_encoder_outputs(outputs)
     rules = {}
     for column in zip(*(leaves(output, name="outputs") for output in outputs), strict=False):
         axis = _axis([leaf.value for leaf in column], rows)
@@ -139,57 +137,7 @@ def join_outputs(outputs: Sequence[PyTree], weights: Sequence[float], rows: Sequ
         if axis is not None:
             rules[column[0].path] = TensorChunkSpec(axis)
     joined = join(outputs, weights, rows=rows, merge=rules or None)
-    for (name, inner), column in pictures.items():
-        holder, key = (joined, name) if inner is None else (joined[name], inner)
-        holder[key] = _one_after_another(column)
-    return joined
-
-
-def _without_pictures(outputs: Sequence[Any]) -> tuple[Sequence[Any], dict[tuple[str, str | None], list[Any]]]:
-    """Outputs without their values of single images, and these values by place: of each output, or ``None``."""
-    if not all(isinstance(output, dict) for output in outputs):
-        return outputs, {}
-    made = [copy.copy(output) for output in outputs]
-    found: dict[tuple[str, str | None], list[Any]] = {}
-    for name in _OF_PICTURES:
-        column = [output.get(name) for output in outputs]
-        if _is_by_picture(column):
-            found[name, None] = column
-            for output in made:
-                output[name] = None
-        elif all(isinstance(value, dict) for value in column):
-            inner, parts = _by_picture_inside(column)
-            found.update({(name, key): values for key, values in parts.items()})
-            for output, value in zip(made, inner, strict=True):
-                output[name] = value
-    return made, found
-
-
-def _by_picture_inside(column: Sequence[Any]) -> tuple[list[Any], dict[str, list[Any]]]:
-    made = [copy.copy(value) for value in column]
-    found = {}
-    for key in ("last_hidden_state", "pooler_output"):
-        values = [value.get(key) for value in column]
-        if _is_by_picture(values):
-            found[key] = values
-            for value in made:
-                value[key] = None
-    return made, found
-
-
-def _is_by_picture(column: Sequence[Any]) -> bool:
-    """Whether there is a list in every microbatch that has images, or a tensor in some microbatches only."""
-    present = [value for value in column if value is not None]
-    is_list = bool(present) and all(isinstance(value, (list, tuple)) for value in present)
-    return is_list or (0 < len(present) < len(column) and all(isinstance(value, torch.Tensor) for value in present))
-
-
-def _one_after_another(column: Sequence[Any]) -> Any:
-    """Joined lists, or tensors joined along axis 0; a microbatch without images has neither."""
-    present = [value for value in column if value is not None]
-    if isinstance(present[0], torch.Tensor):
-        return torch.cat(present)
-    return type(present[0])(item for value in present for item in value)
+    return with_encoder_outputs(joined, of_pictures)
 
 
 def _axis(values: Sequence[Any], rows: Sequence[int]) -> int | None:

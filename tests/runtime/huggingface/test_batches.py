@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from roundpipe_runtime.errors import SplitError
+from roundpipe_runtime.errors import JoinError, SplitError
 from roundpipe_runtime.huggingface.batches import join_outputs, split_pictures
 
 CONFIG = types.SimpleNamespace(image_token_id=9)
@@ -96,6 +96,60 @@ def test_pictures_within_outputs_of_their_encoder():
         [1, 1, 1],
     )
     assert some["image_hidden_states"].shape == (10, 2)
+
+
+def encoded(*pictures: torch.Tensor, **more) -> dict:
+    """What an encoder returns of pictures, each (patches, width), in one tensor for all of them."""
+    return {"last_hidden_state": torch.stack(pictures), "pooler_output": [one[:1] for one in pictures], **more}
+
+
+def picture(number: float, patches: int = 4) -> torch.Tensor:
+    return torch.full((patches, 5), number)
+
+
+def test_outputs_of_an_encoder_have_an_item_for_each_picture():
+    """Two rows with a picture, one without, one with two: tensors, lists and what each layer gave, in their order."""
+    parts = []
+    for pictures in ([picture(1.0), picture(2.0)], [], [picture(3.0), picture(4.0)]):
+        inner = encoded(*pictures, hidden_states=(None, torch.stack(pictures))) if pictures else None
+        parts.append({"logits": torch.ones(max(len(pictures), 1), 7), "image_outputs": inner, "last": 1})
+    joined = join_outputs(parts, [2.0, 1.0, 2.0], [2, 1, 2])
+    assert joined["logits"].shape == (5, 7)
+    found = joined["image_outputs"]
+    assert list(found) == ["last_hidden_state", "pooler_output", "hidden_states"]
+    assert found["last_hidden_state"][:, 0, 0].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert [one[0, 0].item() for one in found["pooler_output"]] == [1.0, 2.0, 3.0, 4.0]
+    assert found["hidden_states"][0] is None
+    assert torch.equal(found["hidden_states"][1], found["last_hidden_state"])
+    assert parts[1]["image_outputs"] is None
+
+
+def test_pictures_in_one_sequence_are_joined_along_it():
+    """Encoders that put all pictures after one another: also where two microbatches have as many patches."""
+    for sizes in ((4, 6), (4, 4)):
+        parts = []
+        for number, patches in enumerate(sizes):
+            pictures = [picture(number, patches // 2), picture(number, patches // 2)]
+            inner = encoded(*pictures) | {"last_hidden_state": torch.cat(pictures)[None]}
+            parts.append({"image_outputs": inner})
+        found = join_outputs(parts, [1.0, 1.0], [1, 1])["image_outputs"]["last_hidden_state"]
+        assert found[0, :, 0].tolist() == [0.0] * sizes[0] + [1.0] * sizes[1]
+        assert found.shape[0] == 1
+    for part in parts:
+        part["image_outputs"]["attentions"] = (torch.rand(1, 2, 4, 4),)
+    with pytest.raises(JoinError, match=r"'an item of attentions' of pictures: tensors of shapes .*\n.*merge_output"):
+        join_outputs(parts, [1.0, 1.0], [1, 1])
+
+
+def test_a_table_beside_the_pictures_stays_one():
+    """The same in microbatches with other pictures, it is none of them; with the same pictures they are counted."""
+    table = torch.ones(3, 5)
+    parts = [{"image_outputs": encoded(picture(number), table=table.clone())} for number in (1.0, 2.0)]
+    found = join_outputs(parts, [1.0, 1.0], [1, 1])["image_outputs"]
+    assert torch.equal(found["table"], table)
+    assert found["last_hidden_state"].shape == (2, 4, 5)
+    alike = join_outputs([parts[0], parts[0]], [1.0, 1.0], [1, 1])["image_outputs"]
+    assert alike["last_hidden_state"].shape == (2, 4, 5)
 
 
 def test_memories_have_rows_second():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from yobx_flatten import leaves
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ...device.events import Event
@@ -62,7 +63,8 @@ def check_equivalence(
             loss, cut = engine.forward_backward(args, kwargs, None, objective, True, config)
     finally:
         engine.close()
-    pairs = [*zip(_tensors(cut), _tensors(outputs), strict=True), (loss, expected)]
+    there, here = _tensors(cut), _tensors(outputs)
+    pairs = [*((there.get(path), here.get(path)) for path in {**there, **here}), (loss, expected)]
     worst_output = max((_distance(one, other) for one, other in pairs), default=0.0)
     least = 0.1 * max(map(typical, plain.digests.values()), default=0.0)
     worst, name = 0.0, ""
@@ -113,7 +115,7 @@ def objective(outputs: PyTree, labels: Any) -> torch.Tensor:
         CutError: no output requires a gradient.
     """
     total: torch.Tensor | None = None
-    for tensor in _tensors(outputs):
+    for tensor in _tensors(outputs).values():
         if tensor.requires_grad:
             weights = torch.linspace(0.5, 1.5, tensor.numel()).to(tensor).reshape(tensor.shape)
             finite = torch.where(tensor.isfinite(), tensor, 0.0)
@@ -136,10 +138,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _tensors(outputs: PyTree) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+def _tensors(outputs: PyTree) -> dict[str, torch.Tensor]:
+    """The tensors by key path: the order of an output's entries is that in which the model has set them."""
+    found = {leaf.path: leaf.value for leaf in leaves(outputs, name="outputs") if isinstance(leaf.value, torch.Tensor)}
+    return dict(sorted(found.items()))
 
 
-def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+def _distance(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    """How far a tensor is from what it should be; infinitely, if there is only one of them."""
+    if one is None or other is None:
+        return math.inf
     one, other = (t if t.is_floating_point() or t.is_complex() else t.double() for t in (one, other))
     return distance(digest(one), digest(other))

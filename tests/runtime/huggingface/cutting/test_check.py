@@ -54,6 +54,29 @@ def test_a_wrong_number_is_refused():
     assert caught.value.reason == "values"
 
 
+def test_outputs_are_compared_by_name():
+    """A model may set entries in another order than that of their class, in which an output is built again."""
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+
+    class Late(Toy):
+        def forward(self, input_ids):
+            return late(super().forward(input_ids))
+
+    def late(x):
+        made = outputs.BaseModelOutputWithPooling(last_hidden_state=x, hidden_states=(2 * x[:, :1],))
+        made.pooler_output = x[:, 0]  # before the hidden states, among the fields of the class
+        return made
+
+    model = Late().double()
+    assert list(model(tokens(2))) == ["last_hidden_state", "hidden_states", "pooler_output"]
+    pieces = pieces_of(model)
+    pieces[-1] = Piece(model.head, lambda head, x: late(head(x)))
+    assert check_equivalence(model, pieces, (tokens(2),), {}).outputs == 0.0
+    pieces[-1] = Piece(model.head, lambda head, x: outputs.BaseModelOutputWithPooling(head(x)))
+    with pytest.raises(CutError, match="outputs differ by inf"):
+        check_equivalence(model, pieces, (tokens(2),), {})
+
+
 def test_a_missing_gradient_is_refused():
     """The same outputs, but nothing flows through the second layer."""
     model = Toy().double()

@@ -24,7 +24,7 @@ class Fact(NamedTuple):
     """What is known of one leaf without keeping it.
 
     Attributes:
-        path: the way to it, with dots: ``past_key_values.key_0``.
+        path: the way to it, with dots: ``cache.key_0``.
         dtype: the dtype of a tensor, ``None`` for anything else.
         shape: the shape of a tensor, ``()`` for anything else.
         device: where the tensor was.

@@ -17,7 +17,7 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 def plain_names(tree: Any) -> list[str]:
-    """Name every leaf by its keys alone, as ``torch.export`` does: ``past_key_values.key_0``.
+    """Name every leaf by its keys alone, as ``torch.export`` does: ``cache.key_0``.
 
     Exporters that are given no names use these, with underscores.
 
@@ -42,8 +42,8 @@ def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str,
     Returns:
         The position of a leaf by the graph's name. A name without a leaf is not there.
 
-    >>> match(["x", "past_key_values_key_0"], [["past_key_values.0.key", "past_key_values.key_0"], ["x"]])
-    {'x': 1, 'past_key_values_key_0': 0}
+    >>> match(["x", "cache_key_0"], [["past_key_values.0.key", "cache.key_0"], ["x"]])
+    {'x': 1, 'cache_key_0': 0}
     >>> match(["a", "b"], [["0"], ["1"]])
     {'a': 0, 'b': 1}
     >>> match(["a", "b"], [["a"], ["y"]])

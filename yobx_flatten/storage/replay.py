@@ -90,7 +90,7 @@ def replay_case(
     """Run a model file on the inputs of a case, and compare what it returns with the outputs of the case.
 
     Inputs and outputs are found by name: ``past_key_values.0.key`` as :func:`export_onnx` and tools for generation
-    name them, ``past_key_values_key_0`` as ``torch.onnx.export`` does, or by their order where
+    name them, ``cache_key_0`` as ``torch.onnx.export`` does, or by their order where
     the leaves have no names.
 
     Args:

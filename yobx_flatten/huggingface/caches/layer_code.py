@@ -95,13 +95,15 @@ class _Unchanged:
 
     def __init__(self, data: Any) -> None:
         self._data = data
+        self._type = type(load_static(data))
         self._last: tuple[Any, dict[str, Any]] | None = None
 
     def differs(self, value: Any) -> bool:
         """Return whether a value is another than the stored one."""
         if self._last is not None and value is self._last[0] and value.__dict__ == self._last[1]:
             return False
-        if bool(dump_static(value) != self._data):
+        # 2 and 2.0 are equal, and not the same attribute
+        if type(value) is not self._type or bool(dump_static(value) != self._data):
             return True
         if callable(getattr(value, "to_dict", None)):
             self._last = (value, copy.deepcopy(value.__dict__))

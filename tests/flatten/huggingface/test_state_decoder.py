@@ -46,14 +46,14 @@ def test_zeros_are_the_state_before_the_first_token(name):
         cache = zeros_before_the_first_token(decode_inputs(decoder, DecodeSizes(), like)[WORD], 3)
         found = decoder(input_ids=ids, attention_mask=mask, **{WORD: cache}, use_cache=True)
         wanted = model(input_ids=ids, attention_mask=mask, use_cache=True)
-    torch.testing.assert_close(found.logits[:, -1], wanted.logits[:, -1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found["logits"][:, -1], wanted.logits[:, -1], atol=1e-4, rtol=1e-4)
 
 
 def test_a_model_without_attention_takes_what_other_decoders_take():
     """The mask of all tokens, of which it needs the last ones; its scores are those of the text in one call."""
     model = small_model("mamba")
     (piece,) = decoder_pieces(model)
-    assert list(piece.kwargs) == ["input_ids", "attention_mask", WORD]
+    assert list(piece.kwargs) == ["input_ids", "attention_mask", "cache"]
     ids = torch.randint(3, 259, (2, 8), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
@@ -61,4 +61,4 @@ def test_a_model_without_attention_takes_what_other_decoders_take():
         wanted = model(input_ids=ids, attention_mask=mask).logits[:, -1]
         read = piece.module(ids[:, :7], mask[:, :7])
         found = piece.module(ids[:, 7:], mask, cache_of(read))
-    torch.testing.assert_close(found.logits[:, -1], wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found["logits"][:, -1], wanted, atol=1e-4, rtol=1e-4)

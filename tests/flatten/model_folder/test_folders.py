@@ -149,7 +149,7 @@ def test_the_module_without_a_counter_does_what_the_model_does():
     """The length of the mask stands in for the number of tokens seen, past the window, too."""
     model = small_model("mistral")
     piece = decoder_pieces(model)[0]
-    assert "past_key_values" in piece.kwargs
+    assert "cache" in piece.kwargs
     for case in piece.cases:
         kwargs = case.kwargs
         with torch.no_grad():

@@ -118,7 +118,7 @@ def test_encoder_and_decoder_are_recorded_on_their_own():
     assert [(call.kind, call.past) for call in decoder] == [("prefill", 0), ("decode", 1), ("decode", 2), ("decode", 3)]
     axes = decoder.axes()
     assert axes.names[f"{WORD}.self_attention_cache.key_0", 2] == "past"
-    assert axes.names["past_key_values.cross_attention_cache.key_0", 2] == "source"
+    assert axes.names[f"{WORD}.cross_attention_cache.key_0", 2] == "source"
     assert axes.names["encoder_hidden_states", 1] == "source"
 
 

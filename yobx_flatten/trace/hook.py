@@ -14,6 +14,7 @@ are not touched.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import functools
 import importlib
@@ -259,18 +260,21 @@ class _PlainAttention:
     def __init__(self) -> None:
         self._holders: list[int] = []  # threads
         self._choice = contextlib.ExitStack()
+        # torch 2.15 notes the choice in a context variable also, which must be put back in the context that set it:
+        # one of our own, since the thread of the first trace is not always that of the last
+        self._context = contextvars.Context()
 
     def __enter__(self) -> None:
         with LOCK:
             if not self._holders:
-                self._choice.enter_context(sdpa_kernel(SDPBackend.MATH))
+                self._context.run(self._choice.enter_context, sdpa_kernel(SDPBackend.MATH))
             self._holders.append(threading.get_ident())
 
     def __exit__(self, *exception: object) -> None:
         with LOCK:
             self._holders.remove(threading.get_ident())
             if not self._holders:
-                self._choice.close()
+                self._context.run(self._choice.close)
 
     def forget_others(self) -> None:
         """End the traces of all other threads."""
@@ -278,7 +282,7 @@ class _PlainAttention:
             held = bool(self._holders)
             self._holders = [thread for thread in self._holders if thread == threading.get_ident()]
             if held and not self._holders:
-                self._choice.close()
+                self._context.run(self._choice.close)
 
 
 _PLAIN_ATTENTION = _PlainAttention()

@@ -102,8 +102,10 @@ class _Unchanged:
         """Return whether a value is another than the stored one."""
         if self._last is not None and value is self._last[0] and value.__dict__ == self._last[1]:
             return False
-        # 2 and 2.0 are equal, and not the same attribute
+        # 2 and 2.0 are equal, as are 0.0 and -0.0, and not the same attribute
         if type(value) is not self._type or bool(dump_static(value) != self._data):
+            return True
+        if type(value) is float and repr(value) != repr(self._data):
             return True
         if callable(getattr(value, "to_dict", None)):
             self._last = (value, copy.deepcopy(value.__dict__))

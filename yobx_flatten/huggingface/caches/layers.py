@@ -300,7 +300,7 @@ def _read_kind(cls: Any) -> LayerKind | None:
         has_cropping=letter == "X" and "_is_croppable" in inspect.unwrap(cls.__init__).__code__.co_names,
         derived=tuple(name for name in SIZES if name in names),
         # a tensor is counted up in place; older versions' sliding layers count in an integer of the same name
-        has_position=letter in "SX" and "add_" in cls.update.__code__.co_names,
+        has_position=letter in "SX" and "add_" in inspect.unwrap(cls.update).__code__.co_names,
     )
 
 

@@ -42,6 +42,7 @@ from .adapted_shapes import adapted_shapes
 from .compiled_packages import called_contiguous, remembering_strides
 from .ignored_inputs import refusal_of_ignored_inputs
 from .integer_inputs import with_integers
+from .nested_kwargs import check_nested_kwargs
 from .onnx_operators import TRANSLATIONS, Translation, add_translation
 from .onnx_registry import filled_registry, remembering_decompositions
 from .stored_programs import remembering_expressions, remembering_hints
@@ -206,6 +207,7 @@ class ExportHook:
                     kwargs = None if kwargs is None else support.named_for(mod.forward, kwargs)
                     if isinstance(dynamic_shapes, Mapping):
                         dynamic_shapes = support.named_for(mod.forward, dynamic_shapes)
+                check_nested_kwargs(original, mod, kwargs, dynamic_shapes)
             dynamic_shapes = adapted_shapes(mod, args, kwargs, dynamic_shapes, REGISTRY.recipe_in_force)
             args, kwargs = _without_slices(args), _without_slices(kwargs)
             with contextlib.ExitStack() as stack:

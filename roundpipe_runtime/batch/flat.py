@@ -12,9 +12,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch.utils._pytree as pytree
-
 from yobx_flatten import Leaf, leaves
+from yobx_flatten.private_names.of_torch import pytree
 
 from ..device.block_masks import HeldMask, held, is_block_mask, leaf_test
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from yobx_flatten import compare_specs, leaves
+from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.trees import Leaf
 
 from ..errors import JoinError

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.utils._pytree as pytree
+from yobx_flatten.private_names.of_torch import pytree
 
 from ..device.block_masks import HeldMask, cut_mask, held, leaf_test
 from ..errors import SplitError

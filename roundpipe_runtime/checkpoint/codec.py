@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
 
 from .errors import CheckpointError
 from .shards import is_sharded

@@ -131,7 +131,7 @@ def cut_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         tensor = tensor.reshape(target.shape)  # a number is a vector of one where it is in processes
     if not is_sharded(target) or is_sharded(tensor) or tensor.shape != target.shape:
         return tensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from yobx_flatten.private_names.of_torch import compute_local_shape_and_global_offset
 
     sizes, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
     local = tensor[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]

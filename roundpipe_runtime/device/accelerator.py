@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from yobx_flatten.private_names.of_torch import storage_use_count
+
 from ..errors import DeviceError, DeviceMemoryError
 from .clock import EventClock
 from .events import NOW, Event
@@ -317,7 +319,7 @@ def is_held_elsewhere(tensor: torch.Tensor) -> bool:
     Args:
         tensor: tensor that the caller holds, and no view of it.
     """
-    count = getattr(torch._C, "_storage_Use_Count", None)
+    count = storage_use_count()
     return count is None or count(tensor.untyped_storage()._cdata) > _OWN_REFERENCES
 
 

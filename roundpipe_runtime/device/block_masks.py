@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
 __all__ = ["HeldMask", "cut_mask", "held", "is_block_mask", "leaf_test", "parts_of_mask"]

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from yobx_flatten import find_unregistered
+from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
 from ..errors import UnregisteredObjectError

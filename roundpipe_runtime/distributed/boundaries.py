@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
+
+from yobx_flatten.private_names.of_torch import FakeTensorMode, pytree
 
 from ..device.transfer import TreeStructure, flatten_value
 from ..errors import ConfigError, StageError

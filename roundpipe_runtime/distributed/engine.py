@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
+
+from yobx_flatten.private_names.of_torch import pytree
 
 from ..batch.flat import FlatBatch, FlatMicrobatch
 from ..device.interrupts import Uninterrupted

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from yobx_flatten.private_names.of_torch import backend_options, default_store
+
 from ..errors import ConfigError
 from .alarm import Alarm
 from .errors import rank_failed_in_step, ranks_gone
@@ -141,7 +143,7 @@ class MeshRanks(Ranks):
             dist.new_group, self._members, timeout=timeout, backend="gloo", use_local_synchronization=is_part
         )
         self._groups: dict[Channel, Any] = {channel: self._new_group() for channel in _CHANNELS}
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         self.alarm = Alarm(store, self.rank, self.size, prefix=self._groups["control"].group_name)
         self._lock = threading.Lock()
 
@@ -292,7 +294,7 @@ def check_mesh(mesh: Any) -> None:
 def job_timeout() -> datetime.timedelta | None:
     """Return how long the default group waits, which the user gave to ``init_process_group``."""
     with contextlib.suppress(RuntimeError, AttributeError):  # it may have no backend for the host
-        options = dist.group.WORLD._get_backend(torch.device("cpu")).options  # type: ignore[union-attr] # it is there
+        options = backend_options(torch.device("cpu"))
         found: datetime.timedelta = options._timeout
         return found
     return None

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import Sampler
+
+from yobx_flatten.private_names.of_torch import pytree
 
 from ..errors import ConfigError
 from .replicas import rows_of_rank

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
+from yobx_flatten.private_names.of_torch import default_store
+
 from ..errors import DistributedError
 from .alarm import Alarm
 from .errors import format_failure, ranks_gone
@@ -48,7 +50,7 @@ class StageLine:
             self.group = dist.new_group(
                 self._members, timeout=job_timeout(), backend=self._backend, use_local_synchronization=is_part
             )
-            store, prefix = dist.distributed_c10d._get_default_store(), self.group.group_name
+            store, prefix = default_store(), self.group.group_name
         self._alarm = Alarm(store, self._members.index(rank), self._size, prefix=prefix)
 
     @contextlib.contextmanager

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from yobx_flatten.private_names.of_torch import pytree
 
 from ..batch.arguments import check_labels
 from ..batch.flat import FlatBatch, FlatMicrobatch

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils import _pytree as pytree
+
+from yobx_flatten.private_names.of_torch import pytree
 
 from ..device.transfer import HostValue, separate
 from .run import Run

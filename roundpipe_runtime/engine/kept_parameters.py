@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
 
 from ..device.virtual import Device
 from ..errors import DeviceMemoryError

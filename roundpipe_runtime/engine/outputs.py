@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from yobx_flatten.private_names.of_torch import pytree
 
 from ..batch.joining import common_spec, join
 from ..batch.packed import RoundPipePackedData

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
+
+from yobx_flatten.private_names.of_torch import pytree
 
 from ..device.generator import generator_alone, generator_lock
 from ..errors import StageError

@@ -8,7 +8,8 @@ from typing import TypeAlias, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from yobx_flatten.private_names.of_torch import NormBase
 
 from ..device.events import Event
 from ..device.virtual import Device
@@ -303,4 +304,4 @@ def _addend(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _tracks_statistics(module: nn.Module) -> bool:
     """Whether a norm writes its running statistics: torch's kernels do so without counting a version."""
-    return isinstance(module, _NormBase) and module.training and module.track_running_stats
+    return isinstance(module, NormBase) and module.training and module.track_running_stats

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from yobx_flatten.private_names.of_torch import TorchDispatchMode, pytree
 
 __all__ = ["Footprint", "storage_bytes"]
 

@@ -17,7 +17,8 @@ from unittest import mock
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from yobx_flatten.private_names.of_torch import TorchDispatchMode
 
 from .meta_results import MetaResults
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from yobx_flatten import FlattenError
+from yobx_flatten.private_names.of_torch import default_store
 
 from ..checkpoint.ranks import CheckpointRanks
 from ..distributed.errors import format_failure, ranks_disagree
@@ -93,7 +94,7 @@ class Job:
         if self.size == 1:
             return True
         try:
-            count: int = dist.distributed_c10d._get_default_store().add(f"roundpipe/{what}", 1)
+            count: int = default_store().add(f"roundpipe/{what}", 1)
         except RuntimeError:  # the store is gone, with the process that had it
             return True
         return count == 1

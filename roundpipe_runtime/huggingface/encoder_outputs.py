@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
 from ..batch.joining import join

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in
+from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..engine.config import RoundPipeRunConfig

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
 
 from ..device.generator import generator_alone
 from ..errors import ConfigError, StageError

@@ -15,11 +15,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.utils.hooks import RemovableHandle
+
+from yobx_flatten.private_names.of_torch import optimizer_post_hooks
 
 __all__ = [
     "PART",
@@ -141,7 +142,7 @@ def under_way(optimizer: Optimizer, ended: threading.Event) -> None:
 
 def other_post_hooks(optimizer: Optimizer) -> bool:
     """Report whether anything but this package has a hook after the steps of an optimizer."""
-    everywhere = _global_optimizer_post_hooks.values()
+    everywhere = optimizer_post_hooks.values()
     return bool(optimizer._optimizer_step_post_hooks) or any(hook not in _OWN for hook in everywhere)
 
 

@@ -11,10 +11,9 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch.utils._pytree as pytree
-
 from ..errors import InvalidArgumentError, NotRegisteredError, describe_class
 from ..errors.dependencies import require
+from ..private_names.of_torch import pytree
 from ..recipe.contract import Flatten, FlattenWithKeys, Recipe, Unflatten, require_callable, require_node
 from ..recipe.keys import torch_key
 from ..recipe.roundtrip import check_round_trip

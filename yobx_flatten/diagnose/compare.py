@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from ..errors import ReplayError, describe_class
 from ..errors.tried_versions import without_cause
+from ..private_names.of_torch import pytree
 from .spec_diff import compare_specs
 
 __all__ = ["compare_outputs", "is_text", "largest_difference"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.utils._pytree as pytree
-
 from ..errors import InvalidArgumentError, NotRegisteredError, describe_class
+from ..private_names.of_torch import pytree
 from ..recipe.contract import Recipe, require_class
 from ..recipe.roundtrip import CHECKS
 from ..registry.claims import REGISTRY

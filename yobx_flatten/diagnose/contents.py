@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..private_names.of_torch import DisableTorchFunctionSubclass
 from ..trees.walk import NUMBERS, format_key
 
 __all__ = ["Layout", "Layouts", "is_known_base", "size_in_bytes"]
@@ -154,7 +155,7 @@ def size_in_bytes(tensor: Any) -> int:
     """What a tensor or an array takes, if every element takes its own place; 0 where that is not known."""
     try:
         if issubclass(type(tensor), torch.Tensor):
-            with torch._C.DisableTorchFunctionSubclass():  # a subclass can answer with code of its own
+            with DisableTorchFunctionSubclass():  # a subclass can answer with code of its own
                 return int(torch.Tensor.numel(tensor) * torch.Tensor.element_size(tensor))
         numpy = sys.modules.get("numpy")
         if numpy is not None and issubclass(type(tensor), numpy.ndarray):

@@ -7,9 +7,9 @@ import re
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from ..errors.messages import format_bytes
+from ..private_names.of_torch import get_node_type, pytree
 from ..trees.walk import children_of, class_name, format_entry
 from .contents import Layouts
 from .opaque import Unregistered, find_unregistered, format_count
@@ -123,7 +123,7 @@ class _PartReader:
 
     def part(self, label: str, path: str, obj: Any, depth: int) -> _Part:
         # from below to above, unlike the walk: equal parts are drawn once
-        node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(obj))
+        node = pytree.SUPPORTED_NODES.get(get_node_type(obj))
         if node is None:
             return self._leaf(label, path, obj)
         if id(obj) in self._inside or depth > _DEEPEST:
@@ -158,7 +158,7 @@ def _node_text(node: Any, obj: Any, keys: list[Any]) -> str:
         )  # our own way to write it: the names of the children, the values of static fields, the keys
         if static[0] == names[:own] and [names[own:]] == static[2:] + [[]] * (3 - len(static)):
             static = static[1] or None
-    if static is None or (type(static) is list and static == names) or pytree._get_node_type(obj) is not cls:
+    if static is None or (type(static) is list and static == names) or get_node_type(obj) is not cls:
         return name
     return f"{name}, static {_one_line(static)}"
 

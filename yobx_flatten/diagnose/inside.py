@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch.utils._pytree as pytree
-
+from ..private_names.of_torch import get_node_type, pytree
 from .contents import Layouts, size_in_bytes
 
 __all__ = ["Holder", "holders_in"]
@@ -96,7 +95,7 @@ class _Walk:
         holder = None
         if not covered and type(obj) not in _CONTAINERS:
             covered = self._covers(type(obj))
-            if pytree._get_node_type(obj) not in pytree.SUPPORTED_NODES:
+            if get_node_type(obj) not in pytree.SUPPORTED_NODES:
                 holder = Holder(path, obj)
                 self.holders.append(holder)
         self._totals[id(obj)] = (0, 0)

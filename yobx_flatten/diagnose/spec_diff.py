@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterator
 from typing import Any, cast
 
-import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 
 from ..errors import InvalidArgumentError, describe_class
+from ..private_names.of_torch import pytree
 from ..recipe.fields import is_mapping_like
 
 __all__ = ["Difference", "compare_spec_texts", "compare_specs"]

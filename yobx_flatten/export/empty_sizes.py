@@ -78,8 +78,9 @@ def _value(size: Size, sizes: Mapping[str, int], example: int) -> int:
 def _runs(program: ExportedProgram, shapes: _Shapes) -> bool:
     """Whether torch computes the shapes of all values, from those of the inputs."""
     # half a second: sympy
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from ..private_names.of_torch import FakeTensorMode
 
     values = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")]
     weights = [tuple(value.shape) for value in values[: len(values) - len(shapes)]]

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from ..declare.scopes import options_in_use
 from ..errors import DynamicShapesError
 from ..huggingface.cache_names import forward_of, name_in, named_for
 from ..huggingface.layer_weights import offloaded_readers, streamed_readers
+from ..private_names.of_torch import pytree
 from ..storage.matching import leaves_of
 from ..trees.arguments import check_no_modules, shapes_by_name
 from ..trees.naming import leaf_names

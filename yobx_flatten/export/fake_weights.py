@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..huggingface.layer_weights import paused
+from ..private_names.of_torch import FakeTensor, FakeTensorMode
 
 __all__ = ["fake_weights"]
 

@@ -15,12 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, ExportGraphSignature, InputKind, OutputKind
 
 from ..errors import InvalidArgumentError
 from ..errors.dependencies import is_installed
+from ..private_names.of_torch import OpOverload, pytree
 from ..runners.signature import Signature, Size
 from .size_relations import relations_of
 from .traced import Traced
@@ -88,7 +88,7 @@ def _write_to_copies(module: torch.fx.GraphModule, inputs: Collection[str]) -> N
     for node in module.graph.find_nodes(op="placeholder"):
         reached, written = {node}, False
         for user in module.graph.nodes:  # in order: what is a view of a view comes after it
-            if user.op != "call_function" or not isinstance(user.target, torch._ops.OpOverload):
+            if user.op != "call_function" or not isinstance(user.target, OpOverload):
                 continue
             for argument, value in zip(user.target._schema.arguments, user.args, strict=False):
                 if argument.alias_info is not None and value in reached:
@@ -206,7 +206,7 @@ def _origins(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 def _name(node: torch.fx.Node) -> str:
     """The name of a node's operator, without its overload; empty where torch has none of it."""
     target = node.target
-    return target._schema.name.rpartition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
+    return target._schema.name.rpartition("::")[2] if isinstance(target, OpOverload) else ""
 
 
 def _length_of_range(place: Any) -> Any:

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 
@@ -20,6 +19,7 @@ from ..declare.scopes import options_in_use, register_flattening_functions
 from ..diagnose.spec_diff import compare_specs
 from ..errors import InvalidArgumentError, SpecMismatchError, describe_class
 from ..huggingface.cache_names import name_in
+from ..private_names.of_torch import pytree
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
 from ..trees.naming import leaf_names

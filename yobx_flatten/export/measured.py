@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from ..errors.log import STEP
 from ..huggingface.sliding_decoder import SlidingDecoder
+from ..private_names.of_torch import pytree
 from ..runners.runner import Runner
 from ..trees.naming import output_names
 from .example import Example

@@ -57,8 +57,9 @@ def _passes(rules: list[Any]) -> Any:
     try:
         import onnx_ir.passes as infra
         import onnx_ir.passes.common as common
-        from onnxscript.optimizer import _constant_folding as folding
         from onnxscript.rewriter import RewritePass, pattern
+
+        from ..private_names.of_onnxscript import constant_folding as folding
 
         fold = folding.FoldConstantsPass(
             shape_inference=True,

@@ -38,7 +38,8 @@ def read_lazily(model: Any, readers: Mapping[str, Reader]) -> None:
         FlattenError: when a weight has neither data nor a reader.
     """
     import onnx_ir as ir
-    from torch._subclasses.fake_tensor import is_fake
+
+    from ..private_names.of_torch import is_fake
 
     made: dict[int, Any] = {}  # what is tied stays tied
     for name, value in model.graph.initializers.items():

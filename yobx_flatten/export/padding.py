@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
+
+from ..private_names.of_torch import pytree
 
 __all__ = ["Padding"]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
-import torch.utils._pytree as pytree
 
 from ..errors import InvalidArgumentError
+from ..private_names.of_torch import pytree
 from .replay import Case
 from .room import weight_bytes
 

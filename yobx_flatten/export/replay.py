@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.utils._pytree as pytree
 
 from ..errors import InvalidArgumentError, ReplayError, describe_class
 from ..errors.tried_versions import without_cause
 from ..huggingface.cache_names import forward_of, named_for
+from ..private_names.of_torch import pytree
 from ..trees.naming import output_names
 from .padding import Padding
 from .undisturbed import seeded, undisturbed

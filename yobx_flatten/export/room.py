@@ -26,7 +26,7 @@ def weight_bytes(module: torch.nn.Module) -> int:
     >>> weight_bytes(torch.nn.Linear(3, 2))
     32
     """
-    from torch._subclasses.fake_tensor import FakeTensor
+    from ..private_names.of_torch import FakeTensor
 
     found = {}
     for tensor in (*module.parameters(), *module.buffers()):

@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from ..diagnose.compare import compare_outputs, largest_difference
 from ..errors import ReplayError
 from ..errors.tried_versions import without_cause
 from ..huggingface.cache_names import cache_of
+from ..private_names.of_torch import pytree
 from ..runners.ports import present_of
 from ..runners.program_runner import ProgramRunner
 from ..runners.runner import Runner

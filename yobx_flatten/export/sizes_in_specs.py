@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 
 from ..errors import StaticDataError
+from ..private_names.of_torch import pytree
 
 __all__ = ["check_static_parts"]
 

@@ -11,6 +11,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ..errors import MissingDependencyError
+from ..private_names.of_torch import aot_compile
 from ..runners.signature import KEY, Signature
 from .empty_sizes import refused_when_empty
 from .flat_program import flat_program, quietly, signature_of
@@ -62,7 +63,7 @@ def write_package(traced: Traced, path: pathlib.Path) -> None:
 
 def _compile(program: ExportedProgram, signature: Signature, path: pathlib.Path) -> None:
     with quietly("torch._inductor"):
-        torch._inductor.aoti_compile_and_package(
+        aot_compile(
             program,
             package_path=str(path),
             inductor_configs={"aot_inductor.metadata": {KEY: signature.to_json()}},

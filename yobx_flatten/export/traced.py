@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
 
@@ -19,6 +18,7 @@ from ..errors.log import STEP
 from ..errors.tried_versions import naming_untried_versions
 from ..huggingface.cache_names import CACHE
 from ..huggingface.layer_weights import Reader, offloaded_readers, streamed_readers
+from ..private_names.of_torch import pytree
 from ..runners.ports import check_cache_outputs
 from ..trees.naming import output_names
 from ..trees.walk import torch_leaves

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, OutputSpec
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..private_names.of_torch import OpOverload, enable_python_dispatcher, pytree
 
 __all__ = ["decompose_untranslated"]
 
@@ -45,7 +45,7 @@ def decompose_untranslated(program: ExportedProgram, table: Mapping[Any, Callabl
         or to its state.
     """
     try:
-        from torch._export.utils import _check_valid_to_preserve, _is_cia_op
+        from ..private_names.of_torch import check_valid_to_preserve, is_composite
     except ImportError:  # of another torch
         return None
 
@@ -53,7 +53,7 @@ def decompose_untranslated(program: ExportedProgram, table: Mapping[Any, Callabl
         if target in table:
             return False
         # torch decomposes what may return its own argument even if it is translated: those translations are untested
-        return target is _ATEN.contiguous.default or not _is_cia_op(target) or bool(_check_valid_to_preserve(target))
+        return target is _ATEN.contiguous.default or not is_composite(target) or bool(check_valid_to_preserve(target))
 
     signature = program.graph_signature
     writes = (signature.buffers_to_mutate, signature.user_inputs_to_mutate)
@@ -121,7 +121,7 @@ def _converted(
         return copy_of
     if target is operator.getitem and not isinstance(copied[node.args[0]], torch.fx.Node):  # type: ignore[index] # a node
         return copied[node.args[0]][node.args[1]]  # type: ignore[index] # of an operator that was decomposed
-    if not isinstance(target, torch._ops.OpOverload) or is_kept(target):
+    if not isinstance(target, OpOverload) or is_kept(target):
         return graph.node_copy(node, copied.__getitem__)
     return _traced_alone(node, graph, copied, table)
 

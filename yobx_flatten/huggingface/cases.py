@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from ..errors import FlattenError, InvalidArgumentError, describe_class
+from ..private_names.of_torch import pytree
 from .cache_names import argument_of, cache_of, forward_of, installed_name, name_in, named_for
 from .contiguous import contiguous
 from .layer_weights import device_of_inputs

@@ -36,9 +36,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-import torch.utils._pytree as pytree
-from torch.utils._pytree import MappingKey
-
+from ..private_names.of_torch import MappingKey, pytree
 from ..recipe.contract import Recipe
 from ..recipe.fields import functions_of, is_mapping_like
 from .loaded import ModelClasses, classes_of, subclasses_of

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.export import Dim
 
 from ..errors import GenerationError, InvalidArgumentError
@@ -25,6 +24,7 @@ from ..huggingface.cache_names import CACHE, argument_of, cache_of, installed_na
 from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes, keeps_all, slides
 from ..huggingface.sliding_decoder import SlidingDecoder, counts_by_itself, why_not_sliding
 from ..huggingface.state_decoder import StateDecoder, has_states_alone
+from ..private_names.of_torch import pytree
 from ..recipe.aliases import PlainCache, TransformersModel
 from ..trees.shapes import dynamic_shapes
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from ..declare.scopes import register_flattening_functions
 from ..export.replay import Case, clone
 from ..generate.settings import settings_of
+from ..private_names.of_torch import pytree
 from ..recipe.aliases import TransformersModel
 from ..trees.naming import leaf_names, output_names
 from .blockwise_decoder import BlockwiseDecoder

@@ -35,9 +35,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey
 
 from ..errors import InvalidRegistrationError, UnsetFieldError, describe_class
+from ..private_names.of_torch import GetAttrKey, MappingKey, SequenceKey
 from .contract import Flatten, FlattenWithKeys, Unflatten, require_node
 from .hashable import own_copy
 from .static_codec import check_static

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, is_typeddict
 
 import torch
-from torch.utils._pytree import KeyEntry, SequenceKey, is_namedtuple_class
 
 from ..errors import InvalidRegistrationError, describe_class
+from ..private_names.of_torch import KeyEntry, SequenceKey, is_namedtuple_class
 
 __all__ = [
     "Flatten",

@@ -23,9 +23,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch.utils._pytree import GetAttrKey, SequenceKey
-
 from ..errors import InvalidRegistrationError, describe_class
+from ..private_names.of_torch import GetAttrKey, SequenceKey
 from .codegen import checked, functions_from_fields, name_functions, require_content
 from .contract import Flatten, FlattenWithKeys, Recipe, Unflatten, require_node
 from .hashable import own_copy

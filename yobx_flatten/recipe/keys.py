@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils._pytree import GetAttrKey, KeyEntry, MappingKey, SequenceKey
+from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceKey
 
 __all__ = ["torch_key"]
 

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MemberDescriptorType
 from typing import Any
 
-from torch.utils._pytree import MappingKey
-
 from ..errors import RoundTripError
+from ..private_names.of_torch import MappingKey
 from .codegen import builtin_base
 from .contract import Flatten, FlattenWithKeys, Unflatten
 

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from ..errors import RoundTripError, StaticDataError, describe_class
+from ..private_names.of_torch import TorchDispatchMode, get_node_type, pop_mode, push_mode, pytree
 from .contract import Recipe
 from .hashable import hashable
 
@@ -234,15 +233,15 @@ def _recorded() -> Iterator[dict[str, None]]:
     # `with recorder:` also writes down, for the whole process, that a mode is on; two threads that do so at the same
     # time leave that note behind (torch.utils._python_dispatch, torch 2.13)
     recorder = _OperatorLog()
-    _push_mode(recorder)
+    push_mode(recorder)
     try:
         yield recorder.operators
     finally:
-        _pop_mode()
+        pop_mode()
 
 
 def _is_leaf(child: Any) -> bool:
-    return pytree._get_node_type(child) not in pytree.SUPPORTED_NODES
+    return get_node_type(child) not in pytree.SUPPORTED_NODES
 
 
 def _difference(found: list[Any], expected: list[Any]) -> str:

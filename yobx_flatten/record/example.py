@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.export import Dim
 
 from ..errors import RecordError
+from ..private_names.of_torch import pytree
 from ..trees.shapes import dynamic_shapes
 from .axes import Axes, Place
 from .call import Call

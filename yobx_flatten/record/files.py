@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from ..errors import RecordError
 from ..errors.dependencies import require
+from ..private_names.of_torch import pytree
 from ..recipe.static_codec import dump_static, load_static
 from .snapshot import Fact, Snapshot, libraries_in_use
 

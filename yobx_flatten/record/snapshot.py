@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..diagnose.contents import Layouts
 from ..diagnose.opaque import find_unregistered
 from ..errors import NotRegisteredError
+from ..private_names.of_torch import pytree
 from ..trees.node import check_no_cycles, key_name, leaf_places, own_children, recipe_for
 from ..trees.walk import Place
 

@@ -19,9 +19,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from torch.utils._pytree import GetAttrKey, KeyEntry, MappingKey, SequenceKey
-
 from ..errors import AlreadyRegisteredError, describe_class
+from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceKey
 from ..recipe.contract import Recipe
 from ..recipe.hashable import hashable, original
 from .waiting import Waiting

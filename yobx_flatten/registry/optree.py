@@ -11,8 +11,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from torch.utils._pytree import GetAttrKey, KeyEntry, MappingKey, SequenceKey
-
+from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceKey
 from ..recipe.contract import Recipe
 from .optree_table import order_kept, register_again, registered, unregister
 from .waiting import Waiting

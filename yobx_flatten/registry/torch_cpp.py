@@ -10,8 +10,12 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
-import torch.utils._pytree as pytree
-
+from ..private_names.of_torch import (
+    NODE_REGISTRY_LOCK,
+    cxx_pytree_exists,
+    cxx_pytree_is_imported,
+    cxx_pytree_pending,
+)
 from ..recipe.contract import Recipe
 from .optree_table import order_kept, register_again, registered, unregister
 
@@ -34,12 +38,12 @@ class TorchCpp:
 
     def read(self, cls: type) -> Any:
         """Return the pending entry or optree's, or ``None``."""
-        if not pytree._cxx_pytree_exists:
+        if not cxx_pytree_exists():
             return None
-        with pytree._NODE_REGISTRY_LOCK:
-            if pytree._cxx_pytree_imported:
+        with NODE_REGISTRY_LOCK:
+            if cxx_pytree_is_imported():
                 return registered(_NAMESPACE, cls)
-            for place, entry in enumerate(pytree._cxx_pytree_pending_imports):
+            for place, entry in enumerate(cxx_pytree_pending()):
                 if entry[0][0] is cls:
                     return _Pending(place, entry)
             return None
@@ -48,17 +52,17 @@ class TorchCpp:
         """Return whether the C++ side holds this recipe, or will once it is imported."""
         found = self.read(recipe.cls)
         if found is None:
-            return not pytree._cxx_pytree_exists
+            return not cxx_pytree_exists()
         flatten = found.entry[0][1] if isinstance(found, _Pending) else found.flatten_func
         return flatten is recipe.flatten
 
     def write(self, recipe: Recipe) -> None:
         """Put the recipe in place of what is there."""
-        if not pytree._cxx_pytree_exists:
+        if not cxx_pytree_exists():
             return
-        with pytree._NODE_REGISTRY_LOCK:
+        with NODE_REGISTRY_LOCK:
             found = self.read(recipe.cls)
-            if pytree._cxx_pytree_imported:
+            if cxx_pytree_is_imported():
                 with order_kept(found):
                     if found is not None:
                         unregister(_NAMESPACE, recipe.cls)
@@ -70,15 +74,15 @@ class TorchCpp:
             else:
                 entry = (recipe.cls, recipe.flatten, recipe.unflatten), {"serialized_type_name": recipe.name}
                 place = _drop_pending(recipe.cls, None)
-                pytree._cxx_pytree_pending_imports.insert(sys.maxsize if place is None else place, entry)
+                cxx_pytree_pending().insert(sys.maxsize if place is None else place, entry)
 
     def restore(self, recipe: Recipe, found: Any) -> None:
         """Bring back what was found, also when the C++ side was imported in between."""
-        if not pytree._cxx_pytree_exists:
+        if not cxx_pytree_exists():
             return
         cls = recipe.cls
-        with pytree._NODE_REGISTRY_LOCK:
-            if pytree._cxx_pytree_imported:
+        with NODE_REGISTRY_LOCK:
+            if cxx_pytree_is_imported():
                 current = registered(_NAMESPACE, cls)
                 if current is not None and current.flatten_func is not recipe.flatten:
                     return  # other code registered the class after us
@@ -92,7 +96,7 @@ class TorchCpp:
                 return
             place = _drop_pending(cls, recipe)
             if isinstance(found, _Pending) and self.read(cls) is None:
-                pytree._cxx_pytree_pending_imports.insert(found.place if place is None else place, found.entry)
+                cxx_pytree_pending().insert(found.place if place is None else place, found.entry)
 
 
 def _register(cls: type, flatten: Any, unflatten: Any) -> None:
@@ -102,7 +106,7 @@ def _register(cls: type, flatten: Any, unflatten: Any) -> None:
 
 def _drop_pending(cls: type, recipe: Recipe | None) -> int | None:
     """Remove a class, or one recipe of it, from the pending list; return where it stood first."""
-    pending, place = pytree._cxx_pytree_pending_imports, None
+    pending, place = cxx_pytree_pending(), None
     for index in reversed(range(len(pending))):
         waiting, flatten, _ = pending[index][0]
         if waiting is cls and (recipe is None or flatten is recipe.flatten):

@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import torch.fx._pytree as fx_pytree
-
 from ..errors import SpecMismatchError, describe_class
+from ..private_names.of_torch import fx_pytree
 from ..recipe.contract import Recipe
 
 __all__ = ["TorchFx"]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch.utils._pytree as pytree
-
+from ..private_names.of_torch import NODE_REGISTRY_LOCK, pytree, register_python_node, serialised_node
 from ..recipe.contract import Recipe
 from ..recipe.static_codec import dump_static, load_static
 
@@ -43,12 +42,12 @@ class TorchPython:
     def write(self, recipe: Recipe) -> None:
         """Put the recipe into the tables."""
         cls = recipe.cls
-        with pytree._NODE_REGISTRY_LOCK:
+        with NODE_REGISTRY_LOCK:
             name = _free_name(recipe)
             dump, load = (None, None) if recipe.plain_static else (dump_static, load_static)
             if cls not in pytree.SUPPORTED_NODES:
                 # torch's function also refuses what cannot be a node at all (opaque types)
-                pytree._private_register_pytree_node(
+                register_python_node(
                     cls,
                     recipe.flatten,
                     recipe.unflatten,
@@ -62,7 +61,7 @@ class TorchPython:
                 pytree.SUPPORTED_NODES[cls] = pytree.NodeDef(
                     cls, recipe.flatten, recipe.unflatten, recipe.flatten_with_keys
                 )
-                pytree.SUPPORTED_SERIALIZED_TYPES[cls] = pytree._SerializeNodeDef(cls, name, dump, load)
+                pytree.SUPPORTED_SERIALIZED_TYPES[cls] = serialised_node(cls, name, dump, load)
                 pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[name] = cls
                 pytree.CONSTANT_NODES.discard(cls)
             _forget_loaded_specs()
@@ -70,7 +69,7 @@ class TorchPython:
     def restore(self, recipe: Recipe, found: _FoundNode | None) -> None:
         """Bring the tables back, unless another library registered the class after us."""
         cls = recipe.cls
-        with pytree._NODE_REGISTRY_LOCK:
+        with NODE_REGISTRY_LOCK:
             if cls in pytree.SUPPORTED_NODES and not self.holds(recipe):
                 return
             serial = pytree.SUPPORTED_SERIALIZED_TYPES.get(cls)

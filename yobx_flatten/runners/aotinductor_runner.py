@@ -14,6 +14,7 @@ import torch
 
 from ..errors import DamagedFileError, FlattenError, ForeignFileError, UntrustedFileError
 from ..errors.messages import first_line
+from ..private_names.of_torch import aot_load, has_instructions
 from .checked_runner import CheckedRunner
 from .signature import KEY, Signature
 
@@ -113,7 +114,7 @@ def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]
             "or know who did."
         )
     try:
-        package = torch._inductor.aoti_load_package(str(path))
+        package = aot_load(str(path))
     except Exception as error:  # torch raises whatever the loader of shared libraries does
         raise failure(f"torch cannot load {path}: {first_line(error)}") from error
     return AOTInductorRunner(package, signature, path.name)
@@ -122,11 +123,7 @@ def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]
 def _machine(signature: Signature, metadata: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """What a package was made for, and what is here: code that the processor does not know would end the process."""
     made = str(metadata.get("AOTI_CPU_ISA", ""))
-    lacks = [
-        name
-        for name, has in (("AVX512", torch.cpu._is_avx512_supported), ("AVX2", torch.cpu._is_avx2_supported))
-        if name in made.upper().split() and not has()
-    ]
+    lacks = [name for name in ("AVX512", "AVX2") if name in made.upper().split() and not has_instructions(name)]
     return [
         ("the system", str(metadata.get("AOTI_PLATFORM", "")), sys.platform),
         ("the processor", str(metadata.get("AOTI_MACHINE", "")), platform.machine()),

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 
@@ -17,6 +16,7 @@ from ..declare.scopes import options_in_use, register_flattening_functions
 from ..errors import FlattenError, GenerationError, ReplayError
 from ..errors.dependencies import is_installed
 from ..errors.messages import first_line
+from ..private_names.of_torch import pytree
 from ..trees.naming import leaf_names, output_names
 from .ports import CacheSlot, Port, cache_slots, split_cache, with_rows
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 
 from ..errors import DamagedFileError, FlattenError, NotRegisteredError, StaticDataError
+from ..private_names.of_torch import get_node_type, pytree
 from ..recipe.static_codec import dump_static
 from ..trees.naming import leaf_names
 from ..trees.node import check_no_cycles, recipe_for
@@ -56,7 +56,7 @@ def flatten_tree(tree: Any) -> Structure:
     seen: dict[int, tuple[Any, str]] = {}  # by id; the leaf itself is kept, so that no other takes its id
 
     def visit(obj: Any) -> dict[str, Any]:
-        node = _functions_of(type(obj), pytree._get_node_type(obj))
+        node = _functions_of(type(obj), get_node_type(obj))
         if node is not None:
             children, static = node.flatten(obj)
             cls = f"{type(obj).__module__}:{type(obj).__qualname__}"

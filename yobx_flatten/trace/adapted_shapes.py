@@ -21,9 +21,9 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.export import Dim, ShapesCollection
 
+from ..private_names.of_torch import pytree
 from ..recipe.contract import Recipe
 
 __all__ = ["adapted_shapes"]
@@ -41,7 +41,7 @@ def adapted_shapes(module: Any, args: Any, kwargs: Any, shapes: Any, recipe_of: 
         shapes: as ``torch.export.export`` was given them.
         recipe_of: our recipe of a class, ``None`` for a class that is not ours.
     """
-    from torch.export.dynamic_shapes import _combine_args
+    from ..private_names.of_torch import combine_args
 
     by_tensor = isinstance(shapes, ShapesCollection)
     if by_tensor:
@@ -49,7 +49,7 @@ def adapted_shapes(module: Any, args: Any, kwargs: Any, shapes: Any, recipe_of: 
     if not isinstance(shapes, (dict, tuple, list)):
         return shapes
     try:
-        named = _combine_args(module, args, kwargs)
+        named = combine_args(module, args, kwargs)
     except TypeError:  # arguments that do not fit are torch's to report
         return shapes
     return _Adapting(recipe_of, by_tensor).adapt(dict(named), shapes)

@@ -29,12 +29,11 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import torch
-import torch.fx.experimental._config as fx_config
-import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import NotRegisteredError
+from ..private_names.of_torch import fx_config, pytree, spec_protocols
 from ..registry.claims import REGISTRY
 from ..registry.locking import LOCK
 from ..registry.patches import AttributePatch, ImportedPatch
@@ -107,10 +106,8 @@ class ExportHook:
         ]
         self._on_program = AttributePatch(ExportedProgram, "__init__", _remembering(ExportedProgram.__init__))
         self._on_load = [
-            AttributePatch(
-                pytree._SUPPORTED_PROTOCOLS, number, protocol._replace(json_to_treespec=self._importing(protocol))
-            )
-            for number, protocol in pytree._SUPPORTED_PROTOCOLS.items()
+            AttributePatch(spec_protocols, number, protocol._replace(json_to_treespec=self._importing(protocol)))
+            for number, protocol in spec_protocols.items()
         ]
 
     @property
@@ -339,7 +336,7 @@ def _sizes_differ(*trees: Any) -> bool:
 @contextlib.contextmanager
 def _fake_tensor_cache_off() -> Iterator[None]:
     # Also a setting per thread; imported here because it brings all of dynamo.
-    import torch._dynamo.config as dynamo_config
+    from ..private_names.of_torch import dynamo_config
 
     found = dynamo_config.fake_tensor_cache_enabled
     dynamo_config.fake_tensor_cache_enabled = False

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 
 from ..errors import SpecMismatchError, describe_class
+from ..private_names.of_torch import pytree
 
 __all__ = ["refusal_of_ignored_inputs"]
 

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, SymIntArgument
+
+from ..private_names.of_torch import pytree
 
 __all__ = ["StoredInteger", "with_integers"]
 

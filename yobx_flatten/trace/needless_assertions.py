@@ -15,7 +15,8 @@ from typing import Any
 import sympy  # type: ignore[import-untyped] # it has no stubs
 import torch
 from torch.export import ExportedProgram
-from torch.utils._sympy.functions import Max, Min
+
+from ..private_names.of_torch import Max, Min
 
 __all__ = ["without_needless_assertions"]
 

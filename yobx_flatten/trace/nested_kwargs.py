@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.export import Dim
 
 from ..errors import InvalidArgumentError
+from ..private_names.of_torch import pytree
 
 __all__ = ["check_nested_kwargs"]
 

@@ -13,8 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from ..private_names.of_torch import operator_names, operators_with_kernel
 from ..registry.locking import LOCK
 
 __all__ = ["filled_registry", "remembering_decompositions"]
@@ -69,10 +68,12 @@ def remembering_decompositions(original: Callable[[Any], dict[Any, Any]]) -> Cal
 
 def _decomposed() -> tuple[Any, ...]:
     """Return what decompositions are made of: the operators, those that others are made of, and Python's own."""
+    from ..private_names.of_torch import decompositions
+
     return (
-        torch._C._dispatch_get_all_op_names(),
-        torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"),
-        list(torch._decomp.decomposition_table.items()),
+        operator_names(),
+        operators_with_kernel("CompositeImplicitAutograd"),
+        list(decompositions.items()),
     )
 
 
@@ -81,6 +82,6 @@ def _known() -> tuple[Any, ...]:
     registration = sys.modules.get("onnxscript.function_libs.torch_lib.registration")
     functions = getattr(registration, "default_registry", {}).items()
     return (
-        torch._C._dispatch_get_all_op_names(),
+        operator_names(),
         [(name, *entry.overloads, *entry.complex) for name, entry in functions],
     )

@@ -23,13 +23,13 @@ def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         original: the method.
     """
-    from torch.onnx._internal.fx.passes.type_promotion import get_type_promotion_rule
+    from ..private_names.of_torch import type_promotion_rule
 
     @functools.wraps(original)
     def run_node(self: Any, n: torch.fx.Node) -> Any:
         if n.op != "call_function" or "val" not in n.meta:
             return original(self, n)
-        rule = get_type_promotion_rule(n, self.type_promotion_table)
+        rule = type_promotion_rule(n, self.type_promotion_table)
         if rule:
             with self._set_current_node(n):
                 self._maybe_promote_node(n, rule)

@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch.utils._pytree import SUPPORTED_NODES
+
+from ..private_names.of_torch import dispatch_depth, pytree
 
 __all__ = ["string_type"]
 
@@ -258,8 +259,8 @@ def _other(writer: _Writer, obj: Any) -> str:
         return f"{_name(obj)}({writer.items(pair for pair in found if pair[1] is not None)})"
     if isinstance(obj, Mapping):
         return _mapping(writer, obj)
-    if type(obj) in SUPPORTED_NODES:
-        children, _ = SUPPORTED_NODES[type(obj)].flatten_fn(obj)
+    if type(obj) in pytree.SUPPORTED_NODES:
+        children, _ = pytree.SUPPORTED_NODES[type(obj)].flatten_fn(obj)
         return f"{_name(obj)}({writer.join(children, ', ')})"
     return _opaque(writer, obj)
 
@@ -308,7 +309,7 @@ def _tensor(writer: _Writer, obj: Any) -> str:
     place = ("C" if obj.device.type in ("cpu", "meta") else "G") if writer.device else ""
     text = place + _array_text(writer, "F" if fake else "T", code, obj.shape)
     # Reading a value inside a trace fails, or leaves a node in the graph.
-    tracing = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    tracing = torch.compiler.is_compiling() or dispatch_depth() > 0
     if not writer.values or fake or obj.is_meta or tracing:
         return text
     return text + _values(writer, _torch_values, obj)

@@ -6,9 +6,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch.utils._pytree as pytree
-
 from ..errors import InvalidArgumentError
+from ..private_names.of_torch import get_node_type, pytree
 from ..recipe.aliases import PyTree
 from ..recipe.contract import Recipe
 from ..registry.claims import REGISTRY
@@ -48,7 +47,7 @@ def node_of(obj: Any) -> Node | None:
     if recipe is not None:
         pairs, _ = recipe.flatten_with_keys(obj)
         return Node([key for key, _ in pairs], [child for _, child in pairs], recipe)
-    node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(obj))
+    node = pytree.SUPPORTED_NODES.get(get_node_type(obj))
     if node is None:
         return None
     if node.flatten_with_keys_fn is not None:

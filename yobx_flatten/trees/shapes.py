@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.export import Dim
 
 from ..errors import DynamicShapesError, InvalidArgumentError, describe_class
 from ..huggingface.cache_names import CACHE, name_in, word_in_files
+from ..private_names.of_torch import DimHint, get_node_type, pytree
 from ..recipe.contract import Recipe
 from .node import Node, check_no_cycles, key_name, node_of, own_children
 from .walk import walk
@@ -255,7 +255,7 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 def _builtin_kind(obj: Any, node: Node | None = None) -> Any:
     """The type that the specification of a built-in container must also have; ``None`` for a registered class."""
-    kind = pytree._get_node_type(obj)
+    kind = get_node_type(obj)
     kind = tuple if kind is torch.Size else kind  # torch rebuilds it as a tuple before it looks
     return kind if kind in pytree.BUILTIN_TYPES and (node is None or node.recipe is None) else None
 
@@ -299,7 +299,7 @@ def _check(obj: Any, shapes: Any, path: _Path) -> None:
 
 
 def _spec_class(shapes: Any) -> Any:
-    kind = pytree._get_node_type(shapes)
+    kind = get_node_type(shapes)
     return type(shapes) if kind is namedtuple else kind
 
 
@@ -335,7 +335,7 @@ def _check_leaf(obj: Any, shapes: Any, path: _Path) -> None:
 
 
 def _is_dim(dim: Any) -> bool:
-    return isinstance(dim, (str, torch.export.Dim, torch.export.dynamic_shapes._DimHint)) or dim is None
+    return isinstance(dim, (str, torch.export.Dim, DimHint)) or dim is None
 
 
 def _must_vary(dim: Any) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch.utils._pytree as pytree
-
 from ..errors import describe_class
+from ..private_names.of_torch import get_node_type, pytree
 from ..recipe.aliases import PyTree
 
 __all__ = [
@@ -107,7 +106,7 @@ def torch_children(name: str) -> Children:
     """
 
     def children(obj: Any, keys: tuple[Any, ...]) -> list[tuple[Any, Any]] | None:
-        node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(obj))
+        node = pytree.SUPPORTED_NODES.get(get_node_type(obj))
         return None if node is None else children_of(node, obj, name, keys)
 
     return children

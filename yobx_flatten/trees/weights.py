@@ -21,7 +21,7 @@ def has_no_data(module: torch.nn.Module, leaves: Iterable[Any], brought: Collect
         leaves: the leaves of its inputs.
         brought: names of weights that are brought when a layer is called; none by default.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
+    from ..private_names.of_torch import FakeTensor
 
     weights = [(name, tensor) for name, tensor in _state(module) if name not in brought]
     for name, tensor in [*weights, *(("an input", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))]:

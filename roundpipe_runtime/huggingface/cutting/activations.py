@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs
 
 from .call_log import BoxUse, CallLog, CallSpec, Tree

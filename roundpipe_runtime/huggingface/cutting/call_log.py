@@ -8,8 +8,8 @@ from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any, Literal
 
 import torch
-from torch.utils import _pytree as pytree
 
+from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
 from ...device.transfer import Static

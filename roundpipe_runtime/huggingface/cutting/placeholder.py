@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, TensorBase, make_wrapper_subclass
+
 __all__ = ["Key", "NeedsValue", "Placeholder", "holds_placeholder"]
 
 
@@ -31,7 +33,7 @@ class NeedsValue(BaseException):
 
 # What a placeholder with a known form answers.
 _FORM = {
-    *(vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "ndim")),
+    *(vars(TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "ndim")),
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.is_floating_point,
@@ -65,9 +67,9 @@ class Placeholder(torch.Tensor):
     def __new__(cls, key: Key, like: torch.Tensor | None) -> Placeholder:
         """Make a placeholder, which takes no memory."""
         known = like is not None and not (isinstance(like, Placeholder) and not like.has_form)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             form = like if known and like is not None else torch.empty(0)
-            made: Placeholder = torch.Tensor._make_wrapper_subclass(
+            made: Placeholder = make_wrapper_subclass(
                 cls, form.shape, dtype=form.dtype, device=form.device, requires_grad=False
             )
         made.key = key
@@ -82,10 +84,10 @@ class Placeholder(torch.Tensor):
         """Answer questions about a known form; leave the forward for everything else."""
         found = _first([*args, *(kwargs or {}).values()])
         if found is None or func in _ALWAYS or (found.has_form and func in _FORM):
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if found.has_form and func in _OF_FORM and args[0] is found:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 form = torch.empty((), dtype=found.dtype, device=found.device).expand(found.shape)
             return func(form, *args[1:], **(kwargs or {}))
         raise NeedsValue(found.key)

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from yobx_flatten.huggingface.cache_names import cache_of, name_in
+from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..adapters import model_inside

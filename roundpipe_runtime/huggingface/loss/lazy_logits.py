@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, TensorBase, make_wrapper_subclass, pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..adapters import model_inside
@@ -31,7 +31,7 @@ __all__ = ["LazyLogits", "NotLazy", "lazy_head", "loss_only"]
 _SMALL = 2**24
 
 _FORM = {
-    *(vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "ndim")),
+    *(vars(TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "ndim")),
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.is_floating_point,
@@ -73,7 +73,7 @@ class LazyLogits(torch.Tensor):
         with torch.no_grad():  # no row states the dtype, also under autocast
             probe = _done(functional.linear(hidden.reshape(-1, hidden.shape[-1])[:0], *head), steps)
         shape = (*hidden.shape[:-1], head[0].shape[0])
-        made: LazyLogits = torch.Tensor._make_wrapper_subclass(
+        made: LazyLogits = make_wrapper_subclass(
             cls, shape, dtype=probe.dtype, device=hidden.device, requires_grad=False
         )
         made.hidden, made.head, made.steps = hidden, head, tuple(steps)
@@ -110,7 +110,7 @@ class LazyLogits(torch.Tensor):
         if _writes(func, kwargs):
             raise NotLazy
         if func in _FORM:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         found = _lazy(func, args, kwargs)
         if found is not None:

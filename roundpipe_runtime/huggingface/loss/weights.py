@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from yobx_flatten.private_names.of_torch import DisableTorchFunction, pytree
 from yobx_flatten.recipe.aliases import PyTree
 
 from ...errors import LossError
@@ -72,7 +72,7 @@ class _Watch(TorchFunctionMode):
             else:
                 self.items.sums += 1
             if type(args[0] if args else None) in (torch.Tensor, torch.nn.Parameter):
-                with torch._C.DisableTorchFunction():
+                with DisableTorchFunction():
                     return func(*args, **kwargs)
         return func(*args, **kwargs)
 

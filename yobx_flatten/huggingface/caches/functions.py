@@ -18,9 +18,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from torch.utils._pytree import MappingKey
-
 from ...errors import CacheStructureError, describe_class
+from ...private_names.of_torch import MappingKey
 from .layers import kind_of, letter_of
 from .layouts import flatten_layers, holds_full_only, is_leaf_name, unflatten_layers
 

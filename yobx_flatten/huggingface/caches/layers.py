@@ -35,6 +35,7 @@ import torch
 
 from ...errors import CacheStructureError, UnsupportedLayerError, describe_class
 from ...errors.log import say
+from ...private_names.of_torch import dispatch_depth, functorch, is_jit_tracing
 from .state import SIZES, Template
 
 __all__ = [
@@ -246,9 +247,9 @@ def _has_window_tensor(cls: type) -> bool:
 
 
 def _may_be_traced() -> bool:
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or is_jit_tracing():
         return True
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    return dispatch_depth() > 0 or functorch.peek_interpreter_stack() is not None
 
 
 def kind_of(cls: type) -> LayerKind | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...private_names.of_torch import functorch, is_jit_tracing
 from ...trace.integer_inputs import StoredInteger
 
 __all__ = ["length_leaf", "length_of", "slides"]
@@ -64,8 +65,8 @@ def length_of(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor) or leaf.dim() or _has_no_value():
         return leaf
     plain = leaf
-    while torch._C._functorch.is_functorch_wrapped_tensor(plain):  # vmap: the counts of several caches
-        plain = torch._C._functorch.get_unwrapped(plain)
+    while functorch.is_functorch_wrapped_tensor(plain):  # vmap: the counts of several caches
+        plain = functorch.get_unwrapped(plain)
     if type(plain) is not torch.Tensor or plain.is_meta:  # fake, functional, ...
         return leaf
     numbers = {plain.item()} if not plain.dim() else set(plain.reshape(-1).tolist())
@@ -77,4 +78,4 @@ def length_of(leaf: Any) -> Any:
 
 
 def _has_no_value() -> bool:
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return torch.compiler.is_compiling() or is_jit_tracing()

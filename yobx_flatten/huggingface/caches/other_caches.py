@@ -14,9 +14,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-import torch.utils._pytree as pytree
-from torch.utils._pytree import MappingKey
-
+from ...private_names.of_torch import MappingKey, pytree
 from ...recipe.contract import Recipe
 from ..loaded import ModelClasses, classes_of, subclasses_of
 from .fast_path import object_builder, read_object

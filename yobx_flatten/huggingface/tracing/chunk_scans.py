@@ -94,7 +94,7 @@ def _delta_rule(original: Any) -> Any:
 
 def _scan(step: Any, start: Any, given: tuple[Any, ...]) -> tuple[Any, Any]:
     """The last state, and the outputs of all tokens; tokens are axis 1 of what is given and of the outputs."""
-    from torch._higher_order_ops.scan import scan
+    from ...private_names.of_torch import scan
 
     state, outputs = scan(step, start, tuple(part.transpose(0, 1) for part in given))
     return state, outputs.transpose(0, 1)

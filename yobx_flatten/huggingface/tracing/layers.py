@@ -146,8 +146,9 @@ def _sliding_init(original: Any) -> Any:
 
 @contextlib.contextmanager
 def _without_new_tensors() -> Iterator[None]:
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+    from ...private_names.of_torch import unset_fake_temporarily
 
     with unset_fake_temporarily(), disable_proxy_modes_tracing():
         yield

@@ -58,10 +58,10 @@ def _patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
             # 5.17 imports every model that it patches, and some use torch.jit.script
             warnings.filterwarnings("ignore", r".torch\.jit\.script. is deprecated", DeprecationWarning)
             importlib.import_module(_MODULE)
-            from transformers.exporters.utils import _PATCHES
+            from ...private_names.of_transformers import export_patches
     except ImportError:  # a private name
         return []
-    return list(_PATCHES.get("dynamo", ()))
+    return list(export_patches.get("dynamo", ()))
 
 
 def _imported(path: str) -> Any:

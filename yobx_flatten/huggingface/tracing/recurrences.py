@@ -108,7 +108,7 @@ def _start(state: Any, added: Any) -> Any:
 
 def _scan(state: Any, decay: Any, added: Any) -> Any:
     """All states of ``state = decay * state + added``, along the first axis."""
-    from torch._higher_order_ops.scan import scan
+    from ...private_names.of_torch import scan
 
     def step(state: Any, given: Any) -> tuple[Any, Any]:
         state = given[0] * state + given[1]

@@ -19,9 +19,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from ...errors.dependencies import is_installed
+from ...private_names.of_torch import dict_flatten_with_keys, pytree
 from ...registry.locking import LOCK
 from ...registry.patches import AttributePatch, TracePatch, tracing_here
 from ...trace.onnx_operators import Translation
@@ -75,7 +75,7 @@ class TransformersTracing:
         for cls in subclasses_of(model_output):
             node = pytree.SUPPORTED_NODES.get(cls)
             if cls not in self._keys_given and node is not None and node.flatten_with_keys_fn is None:
-                keyed = node._replace(flatten_with_keys_fn=pytree._dict_flatten_with_keys)
+                keyed = node._replace(flatten_with_keys_fn=dict_flatten_with_keys)
                 patch = self._keys_given[cls] = AttributePatch(pytree.SUPPORTED_NODES, cls, keyed)
                 patch.acquire()
 
@@ -153,8 +153,8 @@ def _grouped_products(operator: Any) -> Callable[..., Any]:
         with warnings.catch_warnings():
             # 5.17's exporters import every model that they patch, and some use torch.jit.script
             warnings.filterwarnings("ignore", r".torch\.jit\.script. is deprecated", DeprecationWarning)
-            from transformers.exporters.exporter_onnx import _ONNX_TRANSLATION_TABLE
-        return _ONNX_TRANSLATION_TABLE[operator](*args, **kwargs)
+            from ...private_names.of_transformers import onnx_translations
+        return onnx_translations[operator](*args, **kwargs)
 
     return translate
 

@@ -1,0 +1,93 @@
+"""Private names of torch, onnxscript and transformers are imported in one file per library, and are there."""
+
+import ast
+import pathlib
+
+import pytest
+
+import roundpipe_runtime
+import yobx_flatten
+from yobx_flatten.private_names import lookup, of_onnxscript, of_torch, of_transformers
+
+LIBRARIES = {"torch", "onnxscript", "transformers"}
+# torch documents these under their names
+PUBLIC = {"torch._check", "torch._assert"}
+HOME = "private_names"
+
+
+def is_private(path):
+    """Whether a dotted path of one of the libraries has a private part; operators are named by their namespace."""
+    parts = path.split(".")
+    private = [part for part in parts[1:] if part.startswith("_") and not part.startswith("__")]
+    return parts[0] in LIBRARIES and bool(private) and parts[1] != "ops" and path not in PUBLIC
+
+
+def private_uses(source):
+    """Line and path of every private name that a module imports, or reads off a module that it imported."""
+    tree, modules, found = ast.parse(source), {"pytree": "torch.utils._pytree"}, []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                modules[name.asname or name.name.split(".")[0]] = name.name if name.asname else name.name.split(".")[0]
+                found.append((node.lineno, name.name))
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for name in node.names:
+                modules[name.asname or name.name] = f"{node.module}.{name.name}"
+                found.append((node.lineno, f"{node.module}.{name.name}"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            parts, below = [], node
+            while isinstance(below, ast.Attribute):
+                parts.append(below.attr)
+                below = below.value
+            if isinstance(below, ast.Name) and below.id in modules:
+                found.append((node.lineno, ".".join([modules[below.id], *reversed(parts)])))
+    return [(line, path) for line, path in found if is_private(path)]
+
+
+@pytest.mark.parametrize("package", [yobx_flatten, roundpipe_runtime], ids=lambda package: package.__name__)
+def test_they_are_imported_in_one_file_per_library(package):
+    """A release that drops one changes that file, and no other."""
+    root = pathlib.Path(package.__file__).parent
+    found = [
+        f"{path.relative_to(root.parent).as_posix()}:{line} {name}"
+        for path in sorted(root.rglob("*.py"))
+        if HOME not in path.parts
+        for line, name in private_uses(path.read_text(encoding="utf-8"))
+    ]
+    assert not found
+
+
+def test_the_rule_sees_imports_and_attributes():
+    """And lets documented names and operators pass."""
+    source = (
+        "import torch\nimport torch._dynamo.config as c\nfrom torch.export._trace import _export\n"
+        "torch._C._functorch\npytree._get_node_type\ntorch._check(True)\ntorch.ops.aten._assert_scalar\n"
+    )
+    assert sorted({line for line, _ in private_uses(source)}) == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("module", [of_torch, of_onnxscript, of_transformers], ids=lambda module: module.__name__)
+def test_every_name_is_in_the_installed_release(module):
+    """A name that a release drops is named here; those of parts that are not installed are left out."""
+    if module is of_onnxscript:
+        pytest.importorskip("onnxscript")
+    if module is of_transformers:
+        pytest.importorskip("transformers.exporters", reason="transformers before 5.17 has no exporters")
+    missing = []
+    for name in module.__all__:
+        try:
+            getattr(module, name)
+        except ImportError as error:
+            missing.append(str(error))
+    assert not missing
+
+
+def test_a_name_that_is_gone_states_what_to_use():
+    """With the version, the place, and the file to change."""
+    names = {"tracer": lookup.Private("torch.fx", "_no_such_tracer", "torch.fx.Tracer")}
+    find = lookup.lookup_in("torch", names)
+    with pytest.raises(ImportError, match=r"torch 2\.\S+ has no torch\.fx\._no_such_tracer(.|\n)*torch\.fx\.Tracer"):
+        find("tracer")
+    with pytest.raises(AttributeError):
+        find("another")

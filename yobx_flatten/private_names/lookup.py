@@ -1,0 +1,62 @@
+"""Private names are looked up when they are first used, and a release without one is named."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["Private", "lookup_in"]
+
+
+class Private(NamedTuple):
+    """Where a private name stands.
+
+    Attributes:
+        module: the module that has it.
+        name: its name there, with dots for an attribute of a class.
+        instead: what to use where a release has it no more.
+    """
+
+    module: str
+    name: str
+    instead: str
+
+
+def lookup_in(library: str, names: Mapping[str, Private]) -> Callable[[str], Any]:
+    """Make the ``__getattr__`` of a module that hands out private names of a library.
+
+    Args:
+        library: the name of its distribution.
+        names: by the name that is handed out.
+
+    Returns:
+        The function; it raises ``AttributeError`` for any other name, and ``ImportError`` with the version, the place
+        and what to use instead where a release has not got the name.
+    """
+
+    @functools.cache
+    def find(name: str) -> Any:
+        private = names[name]
+        try:
+            found: Any = importlib.import_module(private.module)
+            for part in private.name.split("."):
+                if not hasattr(found, part):  # a module that nothing has imported yet
+                    importlib.import_module(f"{found.__name__}.{part}")
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            raise ImportError(
+                f"{library} {importlib.metadata.version(library)} has no {private.module}.{private.name}, which this "
+                f"project uses. Install a version that was tried (yobx-flatten env), or change "
+                f"yobx_flatten/private_names: {private.instead}."
+            ) from error
+        return found
+
+    def __getattr__(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(name)
+        return find(name)
+
+    return __getattr__

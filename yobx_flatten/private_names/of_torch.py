@@ -1,0 +1,232 @@
+"""Private names of torch. Those that bring dynamo, sympy or inductor along are imported when they are used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx._pytree as fx_pytree
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import GetAttrKey, KeyEntry, MappingKey, SequenceKey, is_namedtuple_class
+
+from .lookup import Private, lookup_in
+
+if TYPE_CHECKING:
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._export.utils import _check_valid_to_preserve as check_valid_to_preserve
+    from torch._export.utils import _is_cia_op as is_composite
+    from torch._higher_order_ops.scan import scan
+    from torch._ops import OpOverload
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake, unset_fake_temporarily
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.export.dynamic_shapes import _combine_args as combine_args
+    from torch.export.dynamic_shapes import _DimHint as DimHint
+    from torch.nn.modules.batchnorm import _NormBase as NormBase
+    from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_post_hooks
+    from torch.utils._python_dispatch import _pop_mode as pop_mode
+    from torch.utils._python_dispatch import _push_mode as push_mode
+    from torch.utils._sympy.functions import Max, Min
+
+    # modules and tables that count as untyped
+    decompositions: Any
+    dynamo_config: Any
+    fx_config: Any
+    type_promotion_rule: Any
+
+__all__ = [
+    "NODE_REGISTRY_LOCK",
+    "DimHint",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GetAttrKey",
+    "KeyEntry",
+    "MappingKey",
+    "Max",
+    "Min",
+    "NormBase",
+    "OpOverload",
+    "SequenceKey",
+    "TensorBase",
+    "TorchDispatchMode",
+    "aot_compile",
+    "aot_load",
+    "backend_options",
+    "check_valid_to_preserve",
+    "combine_args",
+    "compute_local_shape_and_global_offset",
+    "cxx_pytree_exists",
+    "cxx_pytree_is_imported",
+    "cxx_pytree_pending",
+    "decompositions",
+    "default_store",
+    "dict_flatten_with_keys",
+    "dispatch_depth",
+    "dynamo_config",
+    "enable_python_dispatcher",
+    "functorch",
+    "fx_config",
+    "fx_pytree",
+    "get_node_type",
+    "has_instructions",
+    "is_composite",
+    "is_fake",
+    "is_jit_tracing",
+    "is_namedtuple_class",
+    "is_traceable_wrapper_subclass",
+    "make_wrapper_subclass",
+    "operator_names",
+    "operators_with_kernel",
+    "optimizer_post_hooks",
+    "pop_mode",
+    "push_mode",
+    "pytree",
+    "register_python_node",
+    "scan",
+    "serialised_node",
+    "spec_protocols",
+    "storage_use_count",
+    "type_promotion_rule",
+    "unset_fake_temporarily",
+]
+
+# -- the pytree ------------------------------------------------------------------------------------------------------
+# Gone: torch.utils.pytree, torch's public module, which from 2.13 on has functions and no tables.
+
+NODE_REGISTRY_LOCK = pytree._NODE_REGISTRY_LOCK
+get_node_type = pytree._get_node_type
+dict_flatten_with_keys = pytree._dict_flatten_with_keys
+register_python_node = pytree._private_register_pytree_node
+serialised_node = pytree._SerializeNodeDef
+# version of the format -> how specs of programs are stored and read
+spec_protocols = pytree._SUPPORTED_PROTOCOLS
+
+
+def cxx_pytree_exists() -> bool:
+    """Return whether torch can use its C++ pytree: where optree is installed."""
+    return bool(pytree._cxx_pytree_exists)
+
+
+def cxx_pytree_is_imported() -> bool:
+    """Return whether it is in use; until then registrations wait in :func:`cxx_pytree_pending`."""
+    return bool(pytree._cxx_pytree_imported)
+
+
+def cxx_pytree_pending() -> list[Any]:
+    """Return the registrations that wait for the first import of the C++ pytree: torch's own list."""
+    return pytree._cxx_pytree_pending_imports
+
+
+# -- tensors and what sees each operator -------------------------------------------------------------------------------
+# Gone: torch.overrides and torch.utils._python_dispatch have the modes; a wrapper subclass has no public constructor.
+
+DisableTorchFunction = torch._C.DisableTorchFunction
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+TensorBase = torch._C.TensorBase
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+functorch = torch._C._functorch
+
+
+def dispatch_depth() -> int:
+    """Return how many modes see each operator: more than none in a trace."""
+    return int(torch._C._len_torch_dispatch_stack())
+
+
+def is_jit_tracing() -> bool:
+    """Return whether ``torch.jit.trace`` is at work. Gone: ``torch.jit.is_tracing``, which is slower."""
+    return torch._C._get_tracing_state() is not None
+
+
+def storage_use_count() -> Any:
+    """Return torch's count of who uses a storage, or ``None``: then all are taken for used."""
+    return getattr(torch._C, "_storage_Use_Count", None)
+
+
+# -- operators -------------------------------------------------------------------------------------------------------
+
+
+def operator_names() -> list[str]:
+    """Return the names of all operators. Gone: walk ``torch.ops``, which knows those that were used only."""
+    return list(torch._C._dispatch_get_all_op_names())
+
+
+def has_instructions(name: str) -> bool:
+    """Return whether this processor has ``"AVX2"`` or ``"AVX512"``. Gone: ``torch.backends.cpu.get_cpu_capability``."""
+    return bool(getattr(torch.cpu, f"_is_{name.lower()}_supported")())
+
+
+def operators_with_kernel(key: str) -> list[str]:
+    """Return the names of the operators that have a kernel for a dispatch key."""
+    return list(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+def default_store() -> Any:
+    """Return the store of the process group. Gone: a ``TCPStore`` of our own on another port."""
+    return importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
+
+
+def backend_options(device: torch.device) -> Any:
+    """Return the options of the process group's backend for a device: its timeout. Gone: the default timeout."""
+    return torch.distributed.group.WORLD._get_backend(device).options  # type: ignore[union-attr] # it is there
+
+
+# -- inductor: documented by torch under these names -----------------------------------------------------------------
+
+
+def aot_compile(*args: Any, **kwargs: Any) -> Any:
+    """Compile a program to a package; see ``torch._inductor.aoti_compile_and_package``."""
+    return importlib.import_module("torch._inductor").aoti_compile_and_package(*args, **kwargs)
+
+
+def aot_load(path: str) -> Any:
+    """Load a package; see ``torch._inductor.aoti_load_package``."""
+    return importlib.import_module("torch._inductor").aoti_load_package(path)
+
+
+# -- names that come when they are used --------------------------------------------------------------------------------
+
+_FAKE, _DISPATCH = "torch._subclasses.fake_tensor", "torch.utils._python_dispatch"
+_NAMES = {
+    "DimHint": Private("torch.export.dynamic_shapes", "_DimHint", "type(torch.export.Dim.AUTO)"),
+    "FakeTensor": Private(_FAKE, "FakeTensor", "a tensor on the meta device, which has one device only"),
+    "FakeTensorMode": Private(_FAKE, "FakeTensorMode", "the meta device"),
+    "Max": Private("torch.utils._sympy.functions", "Max", "sympy.Max"),
+    "Min": Private("torch.utils._sympy.functions", "Min", "sympy.Min"),
+    "NormBase": Private("torch.nn.modules.batchnorm", "_NormBase", "the public classes of batch and instance norm"),
+    "OpOverload": Private("torch._ops", "OpOverload", "type(torch.ops.aten.add.Tensor)"),
+    "check_valid_to_preserve": Private(
+        "torch._export.utils", "_check_valid_to_preserve", "decompose all composite operators"
+    ),
+    "combine_args": Private(
+        "torch.export.dynamic_shapes", "_combine_args", "inspect.signature(forward).bind(*args, **kwargs).arguments"
+    ),
+    "compute_local_shape_and_global_offset": Private(
+        "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "DTensor.__create_chunk_list__"
+    ),
+    "dynamo_config": Private("torch._dynamo", "config", "torch.compiler.config"),
+    "enable_python_dispatcher": Private(
+        "torch._dispatch.python", "enable_python_dispatcher", "ExportedProgram.run_decompositions of the whole program"
+    ),
+    "fx_config": Private("torch.fx.experimental", "_config", "torch.compiler.config"),
+    "is_composite": Private("torch._export.utils", "_is_cia_op", "OpOverload.decompose, which raises where it is not"),
+    "is_fake": Private(_FAKE, "is_fake", "isinstance(tensor, FakeTensor)"),
+    "optimizer_post_hooks": Private(
+        "torch.optim.optimizer", "_global_optimizer_post_hooks", "no hooks of all optimizers on steps by layers"
+    ),
+    "pop_mode": Private(_DISPATCH, "_pop_mode", "TorchDispatchMode as a context manager"),
+    "push_mode": Private(_DISPATCH, "_push_mode", "TorchDispatchMode as a context manager"),
+    "decompositions": Private("torch._decomp", "decomposition_table", "the default table of run_decompositions"),
+    "scan": Private("torch._higher_order_ops.scan", "scan", "a loop over tokens, in a program for one number of them"),
+    "type_promotion_rule": Private(
+        "torch.onnx._internal.fx.passes.type_promotion", "get_type_promotion_rule", "run every operator, as torch does"
+    ),
+    "unset_fake_temporarily": Private(_FAKE, "unset_fake_temporarily", "no tensor made inside a trace"),
+}
+if not TYPE_CHECKING:
+    __getattr__ = lookup_in("torch", _NAMES)

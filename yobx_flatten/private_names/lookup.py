@@ -30,7 +30,7 @@ def lookup_in(library: str, names: Mapping[str, Private]) -> Callable[[str], Any
 
     Args:
         library: the name of its distribution.
-        names: by the name that is handed out.
+        names: where each name stands, by the name that is handed out.
 
     Returns:
         The function; it raises ``AttributeError`` for any other name, and ``ImportError`` with the version, the place

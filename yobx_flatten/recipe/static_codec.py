@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import StaticDataError, describe_class
+from .safe_names import find_named
 
-__all__ = ["check_static", "dump_static", "is_array", "load_static", "locate"]
+__all__ = ["check_static", "dump_static", "is_array", "load_static"]
 
 _PLAIN = (str, int, float, bool, type(None))
 _Put = Callable[[Any, str], Any]  # (part, where it stands in the whole) -> JSON
@@ -31,25 +32,6 @@ class _Kind(NamedTuple):
     fits: Callable[[Any], bool]
     to_json: Callable[[Any, _Put], Any]
     from_json: Callable[[Any], Any]
-
-
-def locate(name: str) -> Any:
-    """Find what ``module:qualified.name`` names."""
-    module, _, qualified = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in qualified.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def _locate_class(name: str, base: type) -> Any:
-    """Find a class that is called while it is looked up: anything else is not what was stored."""
-    found = locate(name)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise StaticDataError(
-            f"A stored tree spec names {name} as a subclass of {base.__name__}, and it is {describe_class(found)}."
-        )
-    return found
 
 
 def is_array(value: Any) -> bool:
@@ -179,10 +161,10 @@ class _NoNameError(Exception):
 
 def _name_of(value: Any) -> str:
     name = f"{getattr(value, '__module__', None)}:{getattr(value, '__qualname__', None)}"
-    try:
-        found = locate(name)
-    except (ImportError, AttributeError, ValueError):
-        found = None
+    module, _, qualified = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        found = getattr(found, part, None)
     if found is not value:
         raise _NoNameError(value)
     return name
@@ -210,7 +192,7 @@ def _is_of(library: str, name: str, value: Any) -> bool:
 
 
 def _numpy_dtype(name: str) -> Any:
-    return importlib.import_module("numpy").dtype(locate(name))
+    return importlib.import_module("numpy").dtype(find_named(name, "numpy scalar"))
 
 
 def _is_numpy_dtype(value: Any) -> bool:
@@ -227,10 +209,36 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _load_dataclass(name: str, values: dict[str, Any]) -> Any:
-    obj = object.__new__(locate(name))
+    cls = find_named(name, "dataclass")
+    obj = object.__new__(cls)
+    fields = {field.name for field in dataclasses.fields(cls)}
+    if not values.keys() <= fields:  # __class__, say, which would make it another object
+        raise StaticDataError(f"A file sets {sorted(values.keys() - fields)} of {name}, which are no fields of it.")
     for field, value in values.items():
         object.__setattr__(obj, field, load_static(value))
     return obj
+
+
+def _load_namedtuple(name: str, values: list[Any]) -> Any:
+    cls = find_named(name, "namedtuple")
+    if len(values) != len(cls._fields):
+        raise StaticDataError(f"A file gives {len(values)} values for {name}, which has {len(cls._fields)} fields.")
+    return tuple.__new__(cls, [load_static(value) for value in values])  # without a constructor of its own
+
+
+def _load_config(name: str, text: str) -> Any:
+    values = json.loads(text)
+    # these name code beside the configuration
+    if not isinstance(values, dict) or values.keys() & {"auto_map", "custom_pipelines"}:
+        raise StaticDataError(f"A file holds a configuration {name} that names code of its own.")
+    return find_named(name, "config").from_dict(values)
+
+
+def _load_dtype(name: Any) -> torch.dtype:
+    found = vars(torch).get(name) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise StaticDataError(f"A file names {name!r}, which is not a dtype of torch.")
+    return found
 
 
 def _put_all(values: Any, put: _Put) -> list[Any]:
@@ -255,19 +263,19 @@ _KINDS: dict[str, _Kind] = {
     "flag": _Kind(
         lambda v: isinstance(v, enum.Flag),
         lambda v, put: [_name_of(type(v)), v.value],
-        lambda d: _locate_class(d[0], enum.Flag)(d[1]),
+        lambda d: find_named(d[0], "flag")(d[1]),
     ),
     "enum": _Kind(
         lambda v: isinstance(v, enum.Enum),
         lambda v, put: [_name_of(type(v)), v.name],
-        lambda d: _locate_class(d[0], enum.Enum)[d[1]],
+        lambda d: find_named(d[0], "enum")[d[1]],
     ),
     "size": _Kind(lambda v: type(v) is torch.Size, lambda v, put: list(v), torch.Size),
     "tuple": _Kind(lambda v: type(v) is tuple, _put_all, lambda d: tuple(load_static(x) for x in d)),
     "namedtuple": _Kind(
         lambda v: isinstance(v, tuple) and hasattr(v, "_fields"),
         lambda v, put: [_name_of(type(v)), [put(x, f".{name}") for name, x in zip(v._fields, v, strict=True)]],
-        lambda d: _locate_class(d[0], tuple)._make(load_static(x) for x in d[1]),
+        lambda d: _load_namedtuple(*d),
     ),
     "set": _Kind(lambda v: type(v) is set, _put_sorted, lambda d: {load_static(x) for x in d}),
     "frozenset": _Kind(lambda v: type(v) is frozenset, _put_sorted, lambda d: frozenset(load_static(x) for x in d)),
@@ -276,7 +284,7 @@ _KINDS: dict[str, _Kind] = {
     "dtype": _Kind(
         lambda v: isinstance(v, torch.dtype),
         lambda v, put: str(v).removeprefix("torch."),
-        lambda d: getattr(torch, d),
+        _load_dtype,
     ),
     "device": _Kind(lambda v: isinstance(v, torch.device), lambda v, put: str(v), torch.device),
     "slice": _Kind(
@@ -287,7 +295,7 @@ _KINDS: dict[str, _Kind] = {
     "range": _Kind(lambda v: isinstance(v, range), lambda v, put: [v.start, v.stop, v.step], lambda d: range(*d)),
     "complex": _Kind(lambda v: type(v) is complex, lambda v, put: [v.real, v.imag], lambda d: complex(*d)),
     "bytes": _Kind(lambda v: type(v) is bytes, lambda v, put: v.hex(), bytes.fromhex),
-    "class": _Kind(lambda v: isinstance(v, type), lambda v, put: _name_of(v), locate),
+    "class": _Kind(lambda v: isinstance(v, type), lambda v, put: _name_of(v), lambda d: find_named(d, "class")),
     "numpy_dtype": _Kind(_is_numpy_dtype, lambda v, put: _name_of(v.type), _numpy_dtype),
     "numpy": _Kind(
         lambda v: _is_of("numpy", "generic", v) and _is_numpy_dtype(v.dtype) and not v.dtype.hasobject,
@@ -298,7 +306,7 @@ _KINDS: dict[str, _Kind] = {
     "config": _Kind(
         lambda v: callable(getattr(v, "to_dict", None)) and callable(getattr(type(v), "from_dict", None)),
         lambda v, put: [_name_of(type(v)), json.dumps(v.to_dict(), sort_keys=True, default=str)],
-        lambda d: locate(d[0]).from_dict(json.loads(d[1])),
+        lambda d: _load_config(*d),
     ),
     "dataclass": _Kind(
         _is_dataclass,
@@ -308,6 +316,10 @@ _KINDS: dict[str, _Kind] = {
         ],
         lambda d: _load_dataclass(*d),
     ),
-    "function": _Kind(lambda v: callable(v) and _has_name(v), lambda v, put: _name_of(v), locate),
-    "constant": _Kind(lambda v: _constant_name(v) is not None, lambda v, put: _constant_name(v), locate),
+    "function": _Kind(
+        lambda v: callable(v) and _has_name(v), lambda v, put: _name_of(v), lambda d: find_named(d, "function")
+    ),
+    "constant": _Kind(
+        lambda v: _constant_name(v) is not None, lambda v, put: _constant_name(v), lambda d: find_named(d, "constant")
+    ),
 }

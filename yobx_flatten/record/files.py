@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from ..errors import RecordError
+from ..errors import FlattenError, RecordError
 from ..errors.dependencies import require
+from ..errors.messages import first_line
 from ..private_names.of_torch import pytree
 from ..recipe.static_codec import dump_static, load_static
 from .snapshot import Fact, Snapshot, libraries_in_use
@@ -97,11 +98,16 @@ def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], dict[str, Any]]:
         raise RecordError(
             f"{path} is not a recorded call, or it is damaged ({type(error).__name__}: {error})."
         ) from None
-    if head.pop("version") != _VERSION:
-        raise RecordError(f"{path} was written by a newer version:\n    pip install --upgrade yobx-flatten")
-    about = head.pop("about")
-    with libraries_in_use():
-        return {name: _stored(path, name, _facts(part), _spec(path, part)) for name, part in head.items()}, about
+    try:
+        if head.pop("version") != _VERSION:
+            raise RecordError(f"{path} was written by a newer version:\n    pip install --upgrade yobx-flatten")
+        about = head.pop("about")
+        with libraries_in_use():
+            return {name: _stored(path, name, _facts(part), _spec(path, part)) for name, part in head.items()}, about
+    except FlattenError:
+        raise
+    except Exception as error:  # whatever torch's reader and the wrong types of a file raise
+        raise RecordError(f"{path} is damaged ({type(error).__name__}: {first_line(error)}).") from error
 
 
 def _stored(path: pathlib.Path, name: str, facts: tuple[Fact, ...], spec: Any) -> Snapshot:
@@ -127,10 +133,29 @@ def _facts(part: Mapping[str, Any]) -> tuple[Fact, ...]:
 
 
 def _spec(path: pathlib.Path, part: Mapping[str, Any]) -> Any:
+    _check_factories(json.loads(part["spec"]))
     try:
         return pytree.treespec_loads(part["spec"])
     except NotImplementedError as error:  # torch's word for a class that is not registered
         raise RecordError(f"{path}: {error} Register the classes of the arguments before you load the calls.") from None
+
+
+def _check_factories(spec: Any) -> None:
+    """Refuse what torch would import for a file: the function that fills a ``defaultdict``, unless it is built in."""
+    if isinstance(spec, list):
+        for part in spec:
+            _check_factories(part)
+    elif isinstance(spec, dict):
+        if spec.get("type") == "collections.defaultdict" and not _is_built_in(spec.get("context")):
+            raise RecordError("a defaultdict is filled by something that is not built in")
+        for part in spec.values():
+            _check_factories(part)
+
+
+def _is_built_in(context: Any) -> bool:
+    factory = context if isinstance(context, dict) else {}
+    names = {cls.__name__ for cls in (list, dict, set, tuple, int, float, str, bool)}
+    return factory.get("default_factory_module") == "builtins" and factory.get("default_factory_name") in names
 
 
 def _storable(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,10 +16,11 @@ import torch
 
 from ..errors import DamagedFileError, FlattenError, NotRegisteredError, StaticDataError
 from ..private_names.of_torch import get_node_type, pytree
+from ..recipe.safe_names import import_known
 from ..recipe.static_codec import dump_static
 from ..trees.naming import leaf_names
 from ..trees.node import check_no_cycles, recipe_for
-from .safe_static import import_served, load_trusted
+from .safe_static import load_trusted
 from .values import Payload, Source, read_leaf, write_leaf
 
 __all__ = ["Structure", "flatten_tree", "unflatten_tree", "unique"]
@@ -102,6 +103,7 @@ def unflatten_tree(json: Any, source: Source, device: Any) -> Any:
             node = _node_named(part["node"])
             children = [visit(child) for child in part["children"]]
             static = load_trusted(part["static"])
+            _check_called(part["node"], node, static)
             try:
                 return node.unflatten(children, static)
             except Exception as error:  # whatever the function of a registration raises
@@ -162,12 +164,25 @@ def _functions_of(cls: type, node_type: Any) -> _Functions | None:
     return None if node is None else _Functions(node.flatten_fn, node.unflatten_fn)
 
 
+def _check_called(name: str, node: _Functions, static: Any) -> None:
+    """Refuse static data that torch's own functions would call: a named tuple's class, what fills a defaultdict."""
+    if name == "collections:defaultdict":
+        factory = static[0]
+        if factory is not None and not (isinstance(factory, type) and factory.__module__ == "builtins"):
+            raise DamagedFileError(f"{name} is filled by {factory!r} in this file: only built-in types may be.")
+        return
+    of_named_tuples = pytree.SUPPORTED_NODES[collections.namedtuple].unflatten_fn  # type: ignore[index] # its key
+    own = f"{getattr(static, '__module__', None)}:{getattr(static, '__qualname__', None)}"
+    if node.unflatten is of_named_tuples and own != name:
+        raise DamagedFileError(f"{name} is made by {static!r} in this file, and not by itself.")
+
+
 def _node_named(name: str) -> _Functions:
     module, _, qualified = name.partition(":")
-    import_served(module)
+    import_known(module)
     cls: Any = sys.modules.get(module)
-    for part in qualified.split("."):
-        cls = getattr(cls, part, None)
+    for part in qualified.split("."):  # without a module's __getattr__
+        cls = vars(cls).get(part) if isinstance(cls, (type, type(sys))) else None
     if not isinstance(cls, type):  # a class that was defined in a function has no other place than the table
         cls = next((c for c in pytree.SUPPORTED_NODES.copy() if f"{c.__module__}:{c.__qualname__}" == name), None)
     found = None

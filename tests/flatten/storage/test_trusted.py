@@ -1,5 +1,6 @@
 """A file chooses neither what is imported nor what is called."""
 
+import dataclasses
 import enum
 import functools
 import sys
@@ -73,9 +74,70 @@ def test_a_module_that_is_not_imported_stays_so(tmp_path, monkeypatch):
     assert "a_stranger" not in sys.modules
 
 
-def test_a_served_library_without_the_module_is_named():
-    with pytest.raises(NotRegisteredError, match=r"numpy\.no_such_part.*\n    pip install numpy"):
-        load_trusted({"!class": "numpy.no_such_part:Thing"})
+def test_a_known_library_without_the_module_is_named():
+    name = "transformers.models.no_such_model.modeling_no_such_model"
+    with pytest.raises(NotRegisteredError, match=rf"{name}.*\n    pip install transformers"):
+        load_trusted({"!class": f"{name}:Thing"})
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "numpy.f2py.__main__", "numpy.no_such_part", "torch.utils.bottleneck.__main__", "transformers.commands.serving",
+        "transformers.models.llama.convert_llama_weights_to_hf", "transformers.models.llama.modeling_mistral",
+        "diffusers.commands.env", "diffusers.models.__main__", "antigravity",
+    ],
+)  # fmt: skip
+def test_no_other_module_is_imported(module):
+    """Not even one of a library that is installed: some act when they are imported."""
+    with pytest.raises(NotRegisteredError, match="a file does not choose what is"):
+        load_trusted({"!class": f"{module}:Thing"})
+    assert module not in sys.modules
+
+
+@dataclasses.dataclass
+class Options:
+    """What a registered class may keep."""
+
+    mode: str = "a"
+
+
+class Ends:
+    """An object that acts when it is dropped."""
+
+    def __del__(self):
+        TRACES.append(self)
+
+
+TRACES = []
+
+
+@pytest.mark.parametrize("field", ["__class__", "__dict__", "other", "_mode"])
+def test_a_dataclass_takes_its_fields_only(field):
+    """`__class__` among them would make it an object of any class."""
+    name = "tests.flatten.storage.test_trusted"
+    assert load_trusted({"!dataclass": [f"{name}:Options", {"mode": "b"}]}) == Options("b")
+    with pytest.raises(DamagedFileError, match=f"{field}.*no fields of it"):
+        load_trusted({"!dataclass": [f"{name}:Options", {field: {"!class": f"{name}:Ends"}}]})
+    assert TRACES == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"!class": "logging:FileHandler"},
+        {"!class": "subprocess:Popen"},
+        {"!dataclass": ["tests.flatten.storage.test_trusted:Ends", {}]},
+        {"!config": ["transformers:LlamaConfig", '{"auto_map": {"AutoConfig": "a--b.C"}}']},
+        {"!config": ["tests.flatten.storage.test_trusted:Trap", "[]"]},
+        {"!namedtuple": ["tests.flatten.storage.storage_values:Pair", [1]]},
+    ],
+    ids=repr,
+)
+def test_what_could_act_is_refused(data):
+    """Classes of Python's own library, objects that act when they are dropped, configurations that name code."""
+    with pytest.raises(DamagedFileError):
+        load_trusted(data)
 
 
 def trap(value):

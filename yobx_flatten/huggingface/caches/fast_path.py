@@ -25,6 +25,7 @@ from .layer_code import filler, reader
 from .layers import PLACEHOLDERS
 from .length import length_leaf
 from .state import Template, follow_state, leaf_paths, leaf_types, read_state
+from .stored_templates import read_template
 
 __all__ = [
     "Builders",
@@ -208,7 +209,7 @@ class LayerBuild(NamedTuple):
 def object_builder(cls: type, template: str) -> Callable[[Sequence[Any]], Any]:
     """Make the function that builds one object around its leaves; ``None`` when they are not what its leaves are."""
     new: Any = builtin_base(cls).__new__
-    fill, count = filler(cls, template), len(leaf_types(json.loads(template)))
+    fill, count = filler(cls, template), len(leaf_types(read_template(template)))
 
     def build_one(leaves: Sequence[Any]) -> Any:
         if len(leaves) != count:

@@ -32,7 +32,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import json
 import keyword
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -41,9 +40,11 @@ from typing import Any
 import torch
 
 from ...recipe.codegen import run_source
-from ...recipe.static_codec import dump_static, load_static, locate
+from ...recipe.static_codec import dump_static, load_static
 from .layers import make_window_tensor, window_tensors
 from .state import Template, follows_leaf, leaf_paths, leaf_types, read_like
+from .stored_classes import part_class
+from .stored_templates import read_template
 
 __all__ = ["filler", "reader"]
 
@@ -138,7 +139,7 @@ def reader(cls: type, names: tuple[str, ...] | int, template: str) -> Callable[.
         counted, once for as many as agree. ``False``, or an error, when an object is not as the template states;
         nothing may be used then.
     """
-    writer = _Reader(json.loads(template), names)
+    writer = _Reader(read_template(template), names)
     return _compiled(f"<read {cls.__module__}.{cls.__qualname__}", "read", writer)
 
 
@@ -233,7 +234,7 @@ class _Reader:
             self._read_all(rest[0], value, [name] * len(rest[0]))
         elif kind == "object":
             attributes = list(rest[1])
-            cls, names = self.scope.name(locate(rest[0])), self.scope.name(attributes)
+            cls, names = self.scope.name(part_class(rest[0])), self.scope.name(attributes)
             self._check(f"type({value}) is not {cls} or [*{value}.__dict__] != {names}")
             self._read_all(rest[1].values(), f"{value}.__dict__.values()", attributes)
         else:
@@ -341,7 +342,7 @@ def filler(cls: type, template: str) -> Callable[..., None]:
         ``fill(objects, length, *columns)``: objects without attributes, the number of tokens seen, and for each leaf of
         the template the sequence of its values, real ones. It raises when the leaves do not suit the template.
     """
-    writer = _Filler(cls, json.loads(template))
+    writer = _Filler(cls, read_template(template))
     return _compiled(f"<fill {cls.__module__}.{cls.__qualname__}", "fill", writer)
 
 
@@ -399,7 +400,7 @@ class _Filler:
             return f"[{items}]" if kind == "list" else f"({items})"
         if kind == "object":
             held = (f"{name!r}: {self._write(below)}" for name, below in rest[1].items())
-            return f"part({self.scope.name(locate(rest[0]))}, {{{', '.join(held)}}})"
+            return f"part({self.scope.name(part_class(rest[0]))}, {{{', '.join(held)}}})"
         fixed = load_static(rest[0])
         # caches of one model share its configuration
         if type(fixed) in _LITERALS or isinstance(fixed, _KEPT) or callable(getattr(fixed, "to_dict", None)):

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import CacheStructureError, SpecMismatchError
-from ...recipe.static_codec import locate
 from .fast_path import Builders, LayerBuild, LayerRead, is_rule, key_count, learn, read_as_before
 from .layers import PLACEHOLDERS, LayerKind, code_of, kind_of, kind_of_code, make_window_tensor, remember
 from .length import length_leaf, length_of
 from .length import slides as layer_slides
 from .state import LENGTHS, Template, build_state, follow_state, leaf_paths, read_state
+from .stored_classes import layer_class
+from .stored_templates import read_template
 
 __all__ = [
     "LENGTH",
@@ -310,7 +311,7 @@ def _make_plan(names: tuple[str, ...]) -> _Plan:
         if part == "layer":
             index, cls_name, dumped = rest.split("=", 2)
             by_attributes.add(index)
-            cls, template, empty = locate(cls_name), json.loads(dumped), None
+            cls, template, empty = layer_class(cls_name), read_template(dumped), None
             rebuild = functools.partial(rebuild_by_attributes, cls, template)
         else:
             code, _, index = rest.rpartition("_")

@@ -7,9 +7,7 @@ attributes.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import json
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
@@ -21,7 +19,8 @@ from .fast_path import object_builder, read_object
 from .functions import axes_of_leaf, label_of_leaf, layers_of, new_cache
 from .layers import PLACEHOLDERS
 from .layouts import flatten_layers, holds_full_only, is_leaf_name, rebuild_by_attributes, unflatten_layers
-from .state import Template, build_state
+from .state import build_state
+from .stored_templates import read_template
 
 __all__ = ["cache_recipes", "cache_recipes_of_module"]
 
@@ -109,7 +108,7 @@ def _cache_functions(cls: Any) -> tuple[Any, Any]:
         count = sum(map(is_leaf_name, names))
         cache = new_cache(cls, unflatten_layers(leaves[:count], names), grows=plain and holds_full_only(names))
         if split < len(context):
-            template = _template(context[split])
+            template = read_template(context[split].removeprefix(_OWN))
             held, _, real = build_state(template, iter(leaves[count:]), 0)
             vars(cache).update(held)
             if not real:
@@ -117,12 +116,6 @@ def _cache_functions(cls: Any) -> tuple[Any, Any]:
         return cache
 
     return flatten, unflatten
-
-
-@functools.lru_cache(maxsize=1024)
-def _template(name: str) -> Template:
-    template: Template = json.loads(name.removeprefix(_OWN))
-    return template
 
 
 # -- no Cache at all -------------------------------------------------------------------------------------------------
@@ -136,7 +129,11 @@ def _plain_functions(cls: type) -> tuple[Any, Any]:
     def unflatten(values: Iterable[Any], context: list[str], output_type: type | None = None) -> Any:
         leaves = list(values)
         obj = object_builder(cls, context[0].removeprefix(_OWN))(leaves)
-        return rebuild_by_attributes(cls, _template(context[0]), iter(leaves), 0) if obj is None else obj
+        return (
+            rebuild_by_attributes(cls, read_template(context[0].removeprefix(_OWN)), iter(leaves), 0)
+            if obj is None
+            else obj
+        )
 
     return flatten, unflatten
 

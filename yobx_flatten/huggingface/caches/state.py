@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from ...errors import StaticDataError, describe_class
-from ...recipe.static_codec import dump_static, load_static, locate
+from ...recipe.static_codec import dump_static, load_static
+from .stored_classes import part_class
 
 __all__ = [
     "LENGTHS",
@@ -264,7 +265,7 @@ def build_state(template: Template, leaves: Iterator[Any], length: Any) -> tuple
             values = [build(below) for below in entry[1]]
             return values if kind == "list" else tuple(values)
         if kind == "object":
-            obj: Any = object.__new__(locate(entry[1]))
+            obj: Any = object.__new__(part_class(entry[1]))
             obj.__dict__.update({attribute: build(below) for attribute, below in entry[2].items()})
             return obj
         return load_static(entry[1])

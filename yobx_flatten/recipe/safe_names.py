@@ -1,0 +1,165 @@
+"""What a name in a file stands for, found without importing or calling what the file chose.
+
+A file can come from anywhere. Static data name enums, dataclasses, configurations and functions as ``module:name``, and
+to look a name up could be to import its module. So a name is looked up in modules that the program has imported
+already, or in those of a fixed table: the modules in which model libraries define caches, outputs and configurations.
+What is found must be of the kind that is asked for, bear that name, and be nothing of Python's own library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import NotRegisteredError, StaticDataError, describe_class
+
+__all__ = ["find_named", "import_known", "may_be_imported"]
+
+# Modules that only define classes. Each name in them is a part of this pattern: a file cannot choose others.
+_KNOWN = re.compile(
+    r"numpy|ml_dtypes"
+    r"|transformers\.(?:cache_utils|modeling_outputs|configuration_utils|tokenization_utils_base|feature_extraction_utils)"
+    r"|transformers\.models\.(?P<model>[a-z0-9_]+)\.(?:modeling|configuration)_(?P=model)"
+    r"|diffusers\.(?:utils\.outputs|(?:models|pipelines|schedulers)(?:\.[a-z0-9][a-z0-9_]*)+)"
+)
+
+
+def may_be_imported(module: str) -> bool:
+    """Return whether a module is one of the fixed table, which are imported for a file that names a class of theirs.
+
+    >>> may_be_imported("transformers.models.llama.modeling_llama"), may_be_imported("numpy.f2py.__main__")
+    (True, False)
+    """
+    return _KNOWN.fullmatch(module) is not None
+
+
+def import_known(module: str) -> None:
+    """Import a module of the fixed table; do nothing for any other.
+
+    Raises:
+        NotRegisteredError: when the library is not installed, or does not have the module.
+    """
+    if module in sys.modules or not may_be_imported(module):
+        return
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        library = module.partition(".")[0]
+        raise NotRegisteredError(
+            f"The file holds something of {module}, which cannot be imported ({error}):\n    pip install {library}"
+        ) from error
+
+
+def find_named(name: Any, kind: str) -> Any:
+    """Find what a name in a file stands for.
+
+    Args:
+        name: ``module:qualified.name``.
+        kind: what it has to be: ``"class"``, ``"enum"``, ``"flag"``, ``"namedtuple"``, ``"dataclass"``, ``"config"``,
+            ``"function"``, ``"constant"`` or ``"numpy scalar"``.
+
+    Returns:
+        The class, function or object. Nothing of it is called.
+
+    Raises:
+        NotRegisteredError: when its module is not imported; the message has the line to type.
+        StaticDataError: when it is something else.
+    """
+    if not isinstance(name, str):
+        raise StaticDataError(f"A file names {describe_class(name)} where it should name a {kind}.")
+    module, _, qualified = name.partition(":")
+    import_known(module)
+    if module not in sys.modules:
+        raise NotRegisteredError(
+            f"The file holds {qualified} of the module {module}, which is not imported; a file does not choose what is "
+            f"imported. Import it first:\n    import {module}"
+        )
+    found: Any = sys.modules[module]
+    for part in qualified.split("."):
+        # a module's own dictionary: `getattr` would run its __getattr__
+        found = vars(found).get(part) if isinstance(found, type(sys)) else getattr(found, part, None)
+    if not _FITS[kind](found, name):
+        raise StaticDataError(f"A file names {name!r}, which is no {kind} that a file may name.")
+    return found
+
+
+def _bears(found: Any, name: str) -> bool:
+    """Whether something was defined where the file states: a module also holds what it imported itself."""
+    return f"{getattr(found, '__module__', None)}:{getattr(found, '__qualname__', None)}" == name
+
+
+def _is_of_python(name: str) -> bool:
+    """Whether a name is of the standard library, where some classes and functions run what they are given."""
+    return name.partition(":")[0].partition(".")[0] in sys.stdlib_module_names - {"__main__"}
+
+
+# what stands for itself in static data, as a type of elements or a factory of containers
+_BUILTINS = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+_PLAIN = {f"builtins:{cls.__name__}" for cls in _BUILTINS}
+_PLAIN |= {"builtins:NoneType", "builtins:object", "collections:OrderedDict", "collections:deque"}
+
+
+def _is_class(base: type) -> Callable[[Any, str], bool]:
+    return lambda found, name: (
+        isinstance(found, type)
+        and issubclass(found, base)
+        and _bears(found, name)
+        and (name in _PLAIN or not _is_of_python(name))
+    )
+
+
+def _is_plain_dataclass(found: Any, name: str) -> bool:
+    """Whether an object of a dataclass runs no code when it is made from its fields, nor when it is dropped."""
+    return _is_class(object)(found, name) and dataclasses.is_dataclass(found) and not hasattr(found, "__del__")
+
+
+# of Python's own functions, those that compute from what they are given
+_FUNCTIONS = ("abs", "all", "any", "divmod", "len", "max", "min", "pow", "round", "sorted", "sum")
+_PURE = {f"builtins:{name}" for name in _FUNCTIONS} | {"json:dumps", "json:loads"}
+_PURE_MODULES = ("cmath", "math", "operator", "_operator")
+
+
+def _is_function(found: Any, name: str) -> bool:
+    is_function = callable(found) and not isinstance(found, type) and _bears(found, name)
+    module, _, qualified = name.partition(":")
+    is_pure = name in _PURE or (module in _PURE_MODULES and qualified != "call")
+    return is_function and (is_pure or not _is_of_python(name))
+
+
+_SENTINELS = {"builtins:Ellipsis", "builtins:NotImplemented", "dataclasses:MISSING", "dataclasses:KW_ONLY"}
+
+
+def _is_constant(found: Any, name: str) -> bool:
+    is_constant = type(found).__module__ == name.partition(":")[0]
+    return is_constant and (name in _SENTINELS or not _is_of_python(name))
+
+
+def _is_numpy_scalar(found: Any, name: str) -> bool:
+    generic = getattr(sys.modules.get("numpy"), "generic", None)
+    return generic is not None and isinstance(found, type) and issubclass(found, generic)
+
+
+def _is_config(found: Any, name: str) -> bool:
+    """Whether a class is a configuration of transformers: another one's ``from_dict`` may do anything."""
+    base = getattr(sys.modules.get("transformers.configuration_utils"), "PretrainedConfig", None)
+    return base is not None and isinstance(found, type) and issubclass(found, base) and _bears(found, name)
+
+
+_FITS: dict[str, Callable[[Any, str], bool]] = {
+    "flag": lambda found, name: isinstance(found, type) and issubclass(found, enum.Flag) and _bears(found, name),
+    "enum": lambda found, name: isinstance(found, type) and issubclass(found, enum.Enum) and _bears(found, name),
+    "namedtuple": lambda found, name: (
+        _is_class(tuple)(found, name) and hasattr(found, "_fields") and not hasattr(found, "__del__")
+    ),
+    "dataclass": _is_plain_dataclass,
+    "config": _is_config,
+    "class": _is_class(object),
+    "numpy scalar": _is_numpy_scalar,
+    "function": _is_function,
+    "constant": _is_constant,
+}

@@ -228,7 +228,7 @@ def _load_namedtuple(name: str, values: list[Any]) -> Any:
 
 def _load_config(name: str, text: str) -> Any:
     values = json.loads(text)
-    # these name code beside the configuration
+    # these name code next to the configuration
     if not isinstance(values, dict) or values.keys() & {"auto_map", "custom_pipelines"}:
         raise StaticDataError(f"A file holds a configuration {name} that names code of its own.")
     return find_named(name, "config").from_dict(values)

@@ -37,7 +37,10 @@ def generate(
         typer.Option(help="Runtime; by default that of the folder. openvino also runs ONNX files."),
     ] = None,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Load machine code (AOTInductor): you know who made it.")
+        bool,
+        typer.Option(
+            "--trust", help="Load what may run code (AOTInductor, pickles of programs): you know who made it."
+        ),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, at the end.")] = False,
 ) -> int:

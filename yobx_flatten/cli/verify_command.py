@@ -18,7 +18,10 @@ __all__ = ["verify"]
 def verify(
     folder: Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder that export wrote.")],
     trust: Annotated[
-        bool, typer.Option("--trust", help="Load machine code (AOTInductor): you know who made it.")
+        bool,
+        typer.Option(
+            "--trust", help="Load what may run code (AOTInductor, pickles of programs): you know who made it."
+        ),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:

@@ -26,6 +26,7 @@ class ProgramGenerator(Generator):
             ``save`` wrote, or a folder as :func:`export_folder` writes it.
         prefill: a program or file for the first call, which takes no cache; needed where ``model`` does not take an
             empty cache.
+        trust: whether you know who wrote the files, see :func:`.program_runner.open_program`; ``False`` by default.
         settings: special tokens; by default read from ``config.json`` and ``generation_config.json`` next to the file.
 
     Raises:
@@ -51,19 +52,20 @@ class ProgramGenerator(Generator):
         *,
         prefill: ExportedModel | ExportedProgram | str | os.PathLike[str] | None = None,
         settings: GenerationSettings | None = None,
+        trust: bool = False,
     ) -> None:
         given = {"decoder": model, **({} if prefill is None else {"prefill": prefill})}
         if isinstance(model, (str, os.PathLike)):
             found: dict[str, Any] = {**find_parts(pathlib.Path(model), ".pt2", None)}
             settings = settings or read_settings(found["decoder"].parent)
             given = {**found, **{part: value for part, value in given.items() if part != "decoder"}}
-        runners: dict[str, Any] = {part: _runner(value, part) for part, value in given.items()}
+        runners: dict[str, Any] = {part: _runner(value, part, trust) for part, value in given.items()}
         super().__init__(Parts(**runners), settings or GenerationSettings())
 
 
-def _runner(value: Any, part: str) -> ProgramRunner:
+def _runner(value: Any, part: str, trust: bool) -> ProgramRunner:
     if isinstance(value, (str, os.PathLike)):
-        return ProgramRunner(open_program(value), pathlib.Path(value).name)
+        return ProgramRunner(open_program(value, trust=trust), pathlib.Path(value).name)
     program = value.program if isinstance(value, ExportedModel) else value
     if not isinstance(program, ExportedProgram):
         raise InvalidArgumentError(

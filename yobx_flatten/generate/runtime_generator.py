@@ -73,7 +73,7 @@ def generator_for(
     if runtime == "onnxruntime":
         return OnnxGenerator(model, threads=threads, pack=pack)
     if runtime == "torch":
-        return ProgramGenerator(model)
+        return ProgramGenerator(model, trust=trust)
     return RuntimeGenerator(model, runtime, trust=trust)
 
 

@@ -23,8 +23,8 @@ def _onnx(path: pathlib.Path, caller: str, failure: type[FlattenError], **option
     return OnnxRunner(open_session(path, caller=caller, failure=failure, **options), path.name)
 
 
-def _program(path: pathlib.Path, caller: str, failure: type[FlattenError]) -> Runner:
-    return ProgramRunner(open_program(path, failure=failure), path.name)
+def _program(path: pathlib.Path, caller: str, failure: type[FlattenError], *, trust: bool) -> Runner:
+    return ProgramRunner(open_program(path, trust=trust, failure=failure), path.name)
 
 
 def _package(path: pathlib.Path, caller: str, failure: type[FlattenError], *, trust: bool) -> Runner:
@@ -103,8 +103,8 @@ def open_runner(
     Args:
         path: the file.
         runtime: the library that runs it, one of :data:`RUNTIMES`; ``None``, the default, for that of the file.
-        trust: whether the caller knows who wrote the file; asked for a package of AOTInductor only, which holds machine
-            code. ``False`` by default.
+        trust: whether the caller knows who wrote the file; asked for a package of AOTInductor, which holds machine
+            code, and for a program whose pickle holds more than registered classes. ``False`` by default.
         caller: the function that the user called, for the message where the library is missing.
         failure: class of the error where there is no such file, or it cannot be loaded.
         **options: options of the library: for an ONNX file in onnxruntime ``options`` and ``providers``, see
@@ -126,6 +126,6 @@ def open_runner(
     chosen = runtime_of(file) if runtime is None else runtime
     if file.suffix not in RUNTIMES[chosen]:
         raise InvalidArgumentError(f"{chosen} runs files with the suffix {' or '.join(RUNTIMES[chosen])}, not {file}.")
-    if chosen == "aotinductor":
+    if chosen in ("aotinductor", "torch"):
         options["trust"] = trust
     return RUNNERS[chosen](file, caller, failure, **options)

@@ -13,36 +13,45 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 
 from ..declare.scopes import options_in_use, register_flattening_functions
-from ..errors import FlattenError, GenerationError, ReplayError
+from ..errors import FlattenError, GenerationError, ReplayError, UntrustedFileError
 from ..errors.dependencies import is_installed
 from ..errors.messages import first_line
 from ..private_names.of_torch import pytree
 from ..trees.naming import leaf_names, output_names
 from .ports import CacheSlot, Port, cache_slots, split_cache, with_rows
+from .stored_pickles import known_pickles_only
 
 __all__ = ["ProgramRunner", "open_program"]
 
 
-def open_program(path: str | os.PathLike[str], *, failure: type[FlattenError] = GenerationError) -> ExportedProgram:
+def open_program(
+    path: str | os.PathLike[str], *, trust: bool = False, failure: type[FlattenError] = GenerationError
+) -> ExportedProgram:
     """Load a program that ``ExportedModel.save`` stored.
 
     Args:
         path: the file.
+        trust: whether the caller knows who wrote the file: its example inputs are a pickle. ``False`` by default; then
+            they may hold tensors, containers and registered classes.
         failure: class of the error where there is no such file, or it is damaged.
 
     Returns:
         The program.
 
     Raises:
+        UntrustedFileError: when the example inputs hold anything else, and ``trust`` is not passed.
         FlattenError: of the class ``failure``; its cause is torch's own error.
     """
     if not os.path.isfile(path):
         raise failure(f"There is no file {os.fspath(path)}.")
     if is_installed("transformers"):
         import transformers  # noqa: F401 # the block registers the caches of what is imported
+    known_only = contextlib.nullcontext() if trust else known_pickles_only(path)
     try:
-        with register_flattening_functions(**options_in_use()):
+        with register_flattening_functions(**options_in_use()), known_only:
             return torch.export.load(os.fspath(path))
+    except UntrustedFileError:
+        raise
     except Exception as error:  # torch raises whatever its reader of archives does
         raise failure(f"torch.export cannot load {os.fspath(path)}: {first_line(error)}") from error
 

@@ -26,7 +26,7 @@ def layer_class(name: Any) -> type:
     of_library = found is not None and found.__module__ == cache_utils.__name__ and found.__name__.endswith("Layer")
     if found is None or not (of_library or issubclass(found, bases)):
         raise CacheStructureError(
-            f"The names of a cache hold {name!r}, which is no class of layers that is defined here. If it is "
+            f"The names of a cache hold {name!r}, not a class of layers that is defined here. If it is "
             "one, import its module first."
         )
     return found
@@ -43,7 +43,7 @@ def part_class(name: Any) -> type:
     of_quanto = module.startswith("optimum.quanto.") and "Optimizer" in qualified
     of_transformers = module.startswith("transformers.") and "Cache" in qualified
     if found is None or not (of_quanto or of_transformers):
-        raise CacheStructureError(f"The names of a cache hold {name!r}, which is no part of a layer defined here.")
+        raise CacheStructureError(f"The names of a cache hold {name!r}, not a part of a layer defined here.")
     return found
 
 

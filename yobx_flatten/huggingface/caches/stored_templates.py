@@ -36,7 +36,7 @@ def read_template(text: str) -> Template:
     try:
         template = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _refused(f"it is no JSON ({error})") from None
+        raise _refused(f"it is not JSON ({error})") from None
     _Check().attributes(template, 0)
     return template  # type: ignore[no-any-return] # checked
 

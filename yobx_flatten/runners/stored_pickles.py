@@ -1,0 +1,96 @@
+"""What a stored program keeps as a pickle: its example inputs, and tensors of subclasses. A stranger's runs code.
+
+torch reads it with its restricted unpickler first, and with the whole of ``pickle`` where that refuses, as it does a
+cache. For a file that is not trusted the second is left out, and the first also knows the classes that are registered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..errors import UntrustedFileError
+from ..errors.messages import first_line
+from ..huggingface.loaded import subclasses_of
+from ..private_names.of_torch import pytree
+from ..registry.patches import AttributePatch
+
+__all__ = ["known_pickles_only"]
+
+_REMEDY = "If you know who wrote the file:\n    trust=True, on the command line --trust"
+
+
+class _Reading(threading.local):
+    is_restricted = False
+
+
+_READING = _Reading()
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@contextlib.contextmanager
+def known_pickles_only(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let ``torch.load`` read tensors, containers and registered classes only, in this thread.
+
+    Args:
+        path: the file that is loaded inside, which is looked at first.
+
+    Raises:
+        UntrustedFileError: from the loading inside, when a pickle holds anything else; at once, when the file holds
+            objects that torch makes by calling their classes.
+    """
+    _check_entries(path)
+    with _ONE_AT_A_TIME:
+        patch = AttributePatch(torch, "load", _restricted(torch.load))
+        patch.acquire()
+        _READING.is_restricted = True
+        try:
+            yield
+        finally:
+            _READING.is_restricted = False
+            patch.release()
+
+
+def _check_entries(path: str | os.PathLike[str]) -> None:
+    with contextlib.suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:  # torch names what it is
+        scripted = [name for name in archive.namelist() if name.rpartition("/")[2].startswith("custom_obj")]
+        if scripted:
+            raise UntrustedFileError(
+                f"{os.fspath(path)} holds {scripted[0]}, an object that torch makes by calling its class. {_REMEDY}"
+            )
+
+
+def _restricted(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        if not _READING.is_restricted:
+            return original(*args, **kwargs)
+        kwargs.pop("weights_only", None)
+        try:
+            with torch.serialization.safe_globals(_known_classes()):
+                return original(*args, weights_only=True, **kwargs)
+        except Exception as error:  # whatever the unpickler raises for a class that it does not know
+            raise UntrustedFileError(
+                "The program holds a pickle with more than tensors and registered classes, which runs code when it is "
+                f"loaded ({first_line(error)[:160]}). {_REMEDY}"
+            ) from error
+
+    return load
+
+
+def _known_classes() -> list[Any]:
+    """The classes that are registered, and the layers of caches, which their caches hold."""
+    cache_utils = sys.modules.get("transformers.cache_utils")
+    bases = [getattr(cache_utils, name, None) for name in ("CacheLayerMixin", "LinearAttentionCacheLayerMixin")]
+    layers = [cls for base in bases if base is not None for cls in subclasses_of(base)]
+    # torch keeps one entry for all named tuples, under a function
+    return [*(cls for cls in pytree.SUPPORTED_NODES.copy() if inspect.isclass(cls)), *layers]

@@ -157,8 +157,9 @@ def _reason(said: str, scratch: str) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     failed = [line for line in lines if _FAILED.search(line)] or lines[-1:]
     text = "\n".join(line[:_REASON_LETTERS] for line in failed[:_REASON_LINES])
-    for place, shown in ((scratch, "TMP"), (str(ROOT), "."), (sys.prefix, "ENV"), (str(pathlib.Path.home()), "~")):
-        text = text.replace(place, shown)
+    places = {scratch: "TMP", str(ROOT): ".", sys.prefix: "ENV", str(pathlib.Path.home()): "~"}
+    for place in sorted(places, key=len, reverse=True):  # one may be inside another, as .venv is inside the checkout
+        text = text.replace(place, places[place])
     return text
 
 

@@ -1,7 +1,6 @@
 """One test per row of the list of what the runtime does otherwise than the one whose interface it has."""
 
 import copy
-import os
 import pickle
 import subprocess
 import sys
@@ -34,19 +33,15 @@ F = nn.functional
 MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=4)
 
 PROGRAM = """
-import sys, threading, time
-start = time.process_time()
+import sys, threading
 import torch
-torchs = time.process_time() - start
-before = threading.active_count()
-start = time.process_time()  # what others do on the machine counts for nothing
+before, loaded = threading.active_count(), set(sys.modules)
 import roundpipe_runtime
-took = time.process_time() - start
 assert threading.active_count() == before, threading.enumerate()
 assert not torch.cuda.is_initialized()
+print(*{name.partition(".")[0] for name in set(sys.modules) - loaded})
 roundpipe_runtime.RoundPipe(torch.nn.Linear(2, 2), devices="virtual:2")
 assert threading.active_count() == before, threading.enumerate()
-print(took, torchs)
 """
 
 
@@ -77,23 +72,11 @@ def assert_gradients(model, expected):
 
 
 def test_the_import_needs_no_accelerator_and_starts_nothing():
-    """In a fresh process: no thread, no accelerator, and at most 0.3 s more than torch; a wrapped model starts none.
-
-    A machine on which torch itself takes long may take a fifth of that.
-    """
-    # as after an installation: what is left to compile is compiled once, by the first one
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    took = []
-    for _ in range(4):  # and a busy machine is slow now and then
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, env=environment
-        )
-        assert done.returncode == 0, done.stderr
-        ours, torchs = map(float, done.stdout.split())
-        took.append(ours / max(0.3, torchs / 5))
-        if took[-1] < 1:
-            break
-    assert min(took) < 1
+    """In a fresh process: no thread, no accelerator, no library besides torch; a wrapped model starts none."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    libraries = {name for name in done.stdout.split() if name not in sys.stdlib_module_names}
+    assert libraries == {"roundpipe_runtime", "yobx_flatten"}
 
 
 @pytest.mark.parametrize("where", ["layer", "loss", "step", "split"])

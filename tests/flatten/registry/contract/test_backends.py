@@ -17,6 +17,7 @@ from tests.flatten.pair import Pair, flatten, flatten_with_keys, unflatten
 from tests.registry_snapshot import changes_since
 from yobx_flatten.errors import SpecMismatchError
 from yobx_flatten.recipe.contract import Recipe
+from yobx_flatten.registry import torch_python
 from yobx_flatten.registry.jax import Jax
 from yobx_flatten.registry.optree import NAMESPACE, Optree
 from yobx_flatten.registry.torch_cpp import TorchCpp
@@ -55,7 +56,7 @@ class PythonLibrary:
     """`torch.utils._pytree`, as the tests see it."""
 
     backend = TorchPython()
-    write_calls = (pytree, "_private_register_pytree_node")
+    write_calls = (torch_python, "register_python_node")
 
     def register(self, cls, name=None):
         other_libraries.register(cls, name=name)

@@ -14,6 +14,7 @@ from torch.export import Dim
 from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
 from ..trace.hook import EXPORT_HOOK
 from ..trees.arguments import check_arguments, did_you_mean, inputs_by_name, shapes_by_name
+from ..trees.dynamic_specs import by_parameter, without_specs
 from ..trees.node import find_cycle, format_cycle
 from ..trees.shapes import check_dynamic_shapes
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
@@ -135,7 +136,7 @@ def check_inputs(
         found += _devices(module, tensors)
     found += _duplicates(tensors)
     found += _slices(tensors)
-    shapes, misfit = _shapes(inputs, dynamic_shapes)
+    shapes, misfit = _shapes(module, inputs, dynamic_shapes)
     found += misfit
     if shapes is not None and not misfit:
         axes = list(varying_axes(inputs, shapes))
@@ -296,13 +297,16 @@ def _leaves_gaps(tensor: torch.Tensor) -> bool:
 # -- sizes that are to vary ------------------------------------------------------------------------------------------
 
 
-def _shapes(inputs: dict[str, Any], shapes: Any) -> tuple[Any, list[Finding]]:
+def _shapes(module: Any, inputs: dict[str, Any], shapes: Any) -> tuple[Any, list[Finding]]:
     if shapes is None:
         return None, []
     try:
         if isinstance(shapes, str) and shapes == "auto":
             return write_dynamic_shapes(inputs), []
-        if not isinstance(shapes, Mapping):
+        shapes, assumptions = by_parameter(getattr(module, "forward", module), shapes)
+        if isinstance(shapes, Mapping):
+            shapes = without_specs(inputs, shapes, assumptions).shapes
+        else:
             shapes = shapes_by_name(inputs, shapes)
         check_dynamic_shapes(inputs, dict(shapes))
     except DynamicShapesError as error:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,13 +16,16 @@ from ..huggingface.cache_names import forward_of, name_in, named_for
 from ..huggingface.layer_weights import offloaded_readers, streamed_readers
 from ..private_names.of_torch import pytree
 from ..storage.matching import leaves_of
+from ..trace.dynamic_specs import attached_spec
 from ..trees.arguments import check_no_modules, shapes_by_name
+from ..trees.dynamic_specs import by_parameter, without_specs
 from ..trees.naming import leaf_names
 from ..trees.shapes import check_dynamic_shapes, shapes_of_leaves, without_names
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
 from ..trees.weights import has_no_data
 from .bounds import Bounds
 from .replay import Case, clone
+from .stated_sizes import Relation, names_of, relations_of
 from .swallowed import check_spelling, swallowed_names
 from .undisturbed import undisturbed
 
@@ -44,6 +47,7 @@ class Example:
         why_not: reason why inputs of other sizes cannot be made; empty where they can.
         remarks: notes for the report.
         bounds: the largest sizes; ``None`` without them.
+        relations: what the caller stated of sizes, which the trace asserts.
     """
 
     module: torch.nn.Module
@@ -56,6 +60,7 @@ class Example:
     why_not: str = ""
     remarks: tuple[str, ...] = ()
     bounds: Bounds | None = None
+    relations: tuple[Relation, ...] = ()
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -142,6 +147,7 @@ def make_example(
     """
     # the cache may be given under the word of another version of transformers
     kwargs = named_for(forward_of(module), kwargs)
+    shapes, assumptions = by_parameter(forward_of(module), _chosen(module, shapes))
     if isinstance(shapes, Mapping):
         shapes = named_for(forward_of(module), shapes)
     inputs = _by_name(module, args, kwargs)
@@ -150,13 +156,15 @@ def make_example(
     no_data = has_no_data(module, pytree.tree_leaves(inputs), brought)
     why_not, remarks = sizes_of(module, args, kwargs)
     given = not (shapes is None or (isinstance(shapes, str) and shapes == "auto"))
-    specs, axis_names = _complete(module, inputs, kwargs, shapes, bounds)
+    found = _complete(module, inputs, kwargs, shapes, assumptions, bounds)
     cache_is = name_in(kwargs) or ""
     why_not, notes = no_data or why_not, tuple(remarks)
-    example = Example(module, args, kwargs, specs, axis_names, cache_is, no_data, why_not, notes, bounds)
+    example = Example(
+        module, args, kwargs, found.shapes, found.names, cache_is, no_data, why_not, notes, bounds, found.relations
+    )
     fixed = _fixed_axes(example, given)
     if fixed and not example.why_not:
-        example = _replaced(example, shapes, fixed, bounds)
+        example = _replaced(example, shapes, assumptions, fixed, bounds)
     if fixed and example.why_not:
         remark = f"sizes of 0 and 1 in the example stay fixed ({', '.join(fixed)}): pass an example of size 2 or more."
         example = dataclasses.replace(example, remarks=(*example.remarks, remark))
@@ -206,7 +214,9 @@ def sizes_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     return why_not, [missing] if missing else []
 
 
-def _replaced(example: Example, shapes: Any, fixed: list[str], bounds: Bounds | None) -> Example:
+def _replaced(
+    example: Example, shapes: Any, assumptions: tuple[Any, ...], fixed: list[str], bounds: Bounds | None
+) -> Example:
     """The example in sizes that torch does not fix, if the model takes it; else with the reason why not."""
     from ..huggingface.cases import DecodeSizes
 
@@ -220,31 +230,66 @@ def _replaced(example: Example, shapes: Any, fixed: list[str], bounds: Bounds | 
         return dataclasses.replace(
             example, why_not=f"the model refuses {DecodeSizes()} ({type(error).__name__}: {lines[0]})"
         )
-    specs, axis_names = _complete(module, _by_name(module, example.args, larger), larger, shapes, bounds)
+    found = _complete(module, _by_name(module, example.args, larger), larger, shapes, assumptions, bounds)
     remark = (
         f"the example was replaced by one of {DecodeSizes()}: torch.export fixes sizes of 0 and 1 ({', '.join(fixed)})."
     )
     remarks = (*example.remarks, remark)
-    return dataclasses.replace(example, kwargs=larger, shapes=specs, axis_names=axis_names, remarks=remarks)
+    return dataclasses.replace(
+        example,
+        kwargs=larger,
+        shapes=found.shapes,
+        axis_names=found.names,
+        relations=found.relations,
+        remarks=remarks,
+    )
 
 
 # -- dynamic shapes ----------------------------------------------------------------------------------------------------
 
 
+class _Completed(NamedTuple):
+    shapes: Any  # in the form torch wants them: by parameter name
+    names: dict[tuple[str, int], str]
+    relations: tuple[Relation, ...] = ()
+
+
+def _chosen(module: torch.nn.Module, shapes: Any) -> Any:
+    """The shapes that were passed, or those that the decorator of torch 2.15 attached to ``forward``."""
+    attached = attached_spec(forward_of(module))
+    if attached is None or shapes is None:
+        return shapes
+    if isinstance(shapes, str) and shapes == "auto":
+        return attached
+    raise DynamicShapesError(
+        f"dynamic_shapes: {type(module).__qualname__}.forward has shapes of its own, by @dynamic_spec(...). Take them "
+        'away, or use them:\n    dynamic_shapes="auto"'
+    )
+
+
 def _complete(
-    module: torch.nn.Module, inputs: Mapping[str, Any], kwargs: Mapping[str, Any], shapes: Any, bounds: Bounds | None
-) -> tuple[Any, dict[tuple[str, int], str]]:
-    """Dynamic shapes for all inputs, in the form torch wants them: by parameter name; and the names in them."""
+    module: torch.nn.Module,
+    inputs: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+    shapes: Any,
+    assumptions: tuple[Any, ...],
+    bounds: Bounds | None,
+) -> _Completed:
+    """Dynamic shapes for all inputs, the names in them, and what they state of sizes."""
     if shapes is None:
-        return None, {}
+        return _Completed(None, {})
     check_spelling(module, swallowed_names(module, kwargs))
     if isinstance(shapes, str) and shapes == "auto":
-        specs, names = write_dynamic_shapes(inputs), {}
+        found = _Completed(write_dynamic_shapes(inputs), {})
     else:
-        shapes = shapes_by_name(inputs, shapes)
+        stated = without_specs(inputs, shapes_by_name(inputs, shapes), assumptions)
+        shapes = stated.shapes
         check_dynamic_shapes(inputs, shapes)
-        specs, names = without_names(shapes), _named_axes(inputs, shapes)
-    return specs if bounds is None else bounds.on(inputs, specs), names
+        names = names_of(inputs, stated)
+        found = _Completed(
+            without_names(shapes), {**_named_axes(inputs, shapes), **names}, relations_of(inputs, stated)
+        )
+    return found if bounds is None else found._replace(shapes=bounds.on(inputs, found.shapes))
 
 
 def _fixed_axes(example: Example, given: bool) -> list[str]:

@@ -27,6 +27,7 @@ from .example import Example
 from .fake_weights import fake_weights
 from .replay import clone
 from .sizes_in_specs import check_static_parts
+from .stated_sizes import asserted_in_forward
 from .swallowed import check_all_read, named_in_forward, swallowed_names
 from .undisturbed import draws_random_numbers, own_written_state, undisturbed, written_state
 
@@ -110,7 +111,8 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
     try:
         leaves = pytree.tree_leaves(example.inputs)
         named = named_in_forward(module, swallowed)
-        with naming_untried_versions(), torch.no_grad(), fake_weights(module, leaves), named:
+        asserted = asserted_in_forward(module, example.args, example.kwargs, example.names, example.relations)
+        with naming_untried_versions(), torch.no_grad(), fake_weights(module, leaves), named, asserted:
             program = torch.export.export(
                 module,
                 clone(example.args),

@@ -41,7 +41,7 @@ def without_counter(example: Example, traced: Traced, report: ExportReport) -> E
             found = decoder(**clone(inputs))
         if largest_difference(expected["logits"], found["logits"]) <= report.tolerance:
             fed = make_example(decoder, (), inputs, decoder.shapes(example.shapes), example.bounds)
-            return dataclasses.replace(fed, axis_names=example.axis_names)
+            return dataclasses.replace(fed, axis_names=example.axis_names, relations=example.relations)
         why_not = "the model computes something else from the length of the mask"
     report.remark(f"{CACHE}.length, how many tokens were seen, is an input that other tools do not feed: {why_not}.")
     return None

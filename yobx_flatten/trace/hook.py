@@ -39,6 +39,7 @@ from ..registry.locking import LOCK
 from ..registry.patches import AttributePatch, ImportedPatch
 from .adapted_shapes import adapted_shapes
 from .compiled_packages import called_contiguous, remembering_strides
+from .dynamic_specs import refuse_specs_of_keys
 from .ignored_inputs import refusal_of_ignored_inputs
 from .integer_inputs import with_integers
 from .nested_kwargs import check_nested_kwargs
@@ -205,6 +206,7 @@ class ExportHook:
                     if isinstance(dynamic_shapes, Mapping):
                         dynamic_shapes = support.named_for(mod.forward, dynamic_shapes)
                 check_nested_kwargs(original, mod, kwargs, dynamic_shapes)
+                refuse_specs_of_keys(mod, args, kwargs, dynamic_shapes, REGISTRY.recipe_in_force)
             dynamic_shapes = adapted_shapes(mod, args, kwargs, dynamic_shapes, REGISTRY.recipe_in_force)
             args, kwargs = _without_slices(args), _without_slices(kwargs)
             with contextlib.ExitStack() as stack:

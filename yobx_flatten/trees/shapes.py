@@ -21,7 +21,15 @@ from ..recipe.contract import Recipe
 from .node import Node, check_no_cycles, key_name, node_of, own_children
 from .walk import walk
 
-__all__ = ["check_dynamic_shapes", "dynamic_shapes", "make_dynamic_shapes_kv_cache", "shapes_of_leaves"]
+__all__ = [
+    "builtin_kind",
+    "check_dynamic_shapes",
+    "dynamic_shapes",
+    "make_dynamic_shapes_kv_cache",
+    "same_container",
+    "shapes_of_leaves",
+    "without_names",
+]
 
 _Path = tuple[str, ...]
 
@@ -203,7 +211,7 @@ def _write(
         _write(child, (*path, key_name(key)), _axes(node.recipe, key), overrides, bounds)
         for key, child in zip(node.keys, node.children, strict=True)
     ]
-    return _same_container(obj, node, below)
+    return same_container(obj, node, below)
 
 
 def _write_leaf(obj: Any, path: _Path, axes: dict[int, str] | None, bounds: Mapping[str, int]) -> Any:
@@ -236,9 +244,9 @@ def _axes(recipe: Recipe | None, key: Any) -> dict[int, str] | None:
     return None if recipe is None or recipe.axes is None else recipe.axes(key_name(key))
 
 
-def _same_container(obj: Any, node: Node, below: list[Any]) -> Any:
+def same_container(obj: Any, node: Node, below: list[Any]) -> Any:
     """Put entries together as torch wants them: built-in containers and named tuples as they are, else as a list."""
-    kind = _builtin_kind(obj, node)
+    kind = builtin_kind(obj, node)
     if kind is None or kind is list:
         return below
     if kind in _DICTS:
@@ -253,7 +261,7 @@ def _same_container(obj: Any, node: Node, below: list[Any]) -> Any:
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
-def _builtin_kind(obj: Any, node: Node | None = None) -> Any:
+def builtin_kind(obj: Any, node: Node | None = None) -> Any:
     """The type that the specification of a built-in container must also have; ``None`` for a registered class."""
     kind = get_node_type(obj)
     kind = tuple if kind is torch.Size else kind  # torch rebuilds it as a tuple before it looks
@@ -271,7 +279,7 @@ def _check(obj: Any, shapes: Any, path: _Path) -> None:
         _check_leaf(obj, shapes, path)
         return
     names = [key_name(key) for key in node.keys]
-    kind = _builtin_kind(obj, node)
+    kind = builtin_kind(obj, node)
     if kind in _DICTS:
         if not isinstance(shapes, Mapping):
             raise _misfit(path, "a dict with the same keys", shapes)

@@ -27,7 +27,17 @@ def _other() -> list[Case]:
     return [Case("five rows", (), {"x": torch.ones(5, 3), "more": torch.ones(5, 3)})]
 
 
-@pytest.mark.parametrize("shapes", ["auto", {"x": ROWS, "more": ROWS}, None], ids=["auto", "given", "fixed"])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        "auto",
+        {"x": ROWS, "more": ROWS},
+        {"x": ROWS, "kwargs": {"more": ROWS}},
+        {"x": ROWS, "**kwargs": {"more": ROWS}},
+        None,
+    ],
+    ids=["auto", "given", "by its parameter", "as torch 2.15 calls it", "fixed"],
+)
 def test_they_vary_like_the_others(shapes):
     """torch.export alone takes fixed sizes only."""
     module = Keeps()

@@ -1,0 +1,274 @@
+"""Shapes as ``torch.fx.experimental.dynamic_spec`` states them, in the form of ``dynamic_shapes``.
+
+.. code-block:: text
+
+    B = ShapeVar("batch", max=64)
+    ParamsSpec({                                       {
+        "x": TensorSpec([B, STATIC]),          -->         "x": {0: Dim.DYNAMIC(max=64)},
+        "y": TensorSpec([B * 2, STATIC]),                  "y": {0: Dim.DYNAMIC},
+        "n": IntVar("steps", min=1),                       "n": Dim.DYNAMIC,
+    })                                                 }   and every size with its expression: B, B * 2, steps
+
+torch 2.15 itself makes sizes without a value of them, with which few models can be traced ("Could not guard on
+data-dependent expression u1 > 1"), and it takes none for a cache. Here the sizes have the values of the example. What
+the expressions state is asserted in the trace (see :mod:`yobx_flatten.export.stated_sizes`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.export import Dim
+
+from ..errors import DynamicShapesError, describe_class
+from ..trace.dynamic_specs import elements_of, opened_spec, spec_classes
+from .node import Node, key_name, node_of
+from .shapes import builtin_kind, same_container
+
+__all__ = ["Size", "Stated", "by_parameter", "without_specs"]
+
+
+class Size(NamedTuple):
+    """A size that a specification speaks of.
+
+    Attributes:
+        leaf: the number of the leaf, in the order of the inputs.
+        axis: the axis; ``None`` for a number.
+        path: the place, for messages.
+        value: its value in the example.
+        expression: what it is, in sympy's symbols.
+        variable: the variable, where it is one by itself.
+    """
+
+    leaf: int
+    axis: int | None
+    path: str
+    value: int
+    expression: Any
+    variable: Any
+
+    @property
+    def place(self) -> str:
+        """The place, for messages."""
+        return self.path if self.axis is None else f"{self.path}: axis {self.axis}"
+
+
+class Stated(NamedTuple):
+    """A specification in the form of ``dynamic_shapes``.
+
+    Attributes:
+        shapes: by parameter name.
+        sizes: the sizes that vary.
+        assumptions: what holds of them, each an expression of sympy.
+    """
+
+    shapes: dict[str, Any]
+    sizes: tuple[Size, ...]
+    assumptions: tuple[Any, ...]
+
+
+def by_parameter(forward: Callable[..., Any], shapes: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return what a specification states of each input by its name, and its assumptions.
+
+    Args:
+        forward: the function that is called with the inputs.
+        shapes: a ``ShapesSpec``, a ``ParamsSpec``, or a dict of the same form: the entries of ``"*args"`` and of
+            ``"**kwargs"``, which may also be called as the function calls them, get the names of the inputs. Anything
+            else is returned as it is.
+    """
+    shapes, assumptions = opened_spec(shapes)
+    if not isinstance(shapes, Mapping):
+        return shapes, assumptions
+    named = dict(shapes)
+    try:
+        parameters = list(inspect.signature(forward).parameters.values())
+    except (TypeError, ValueError):  # of a scripted module nothing is known
+        return named, assumptions
+    rest = {p.kind: p.name for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    if "*args" in named and inspect.Parameter.VAR_POSITIONAL in rest:
+        entries, classes = named.pop("*args"), spec_classes()
+        named[rest[inspect.Parameter.VAR_POSITIONAL]] = tuple(entries) if classes is None else classes.SeqSpec(entries)
+    swallowing = rest.get(inspect.Parameter.VAR_KEYWORD)
+    for key in ("**kwargs", swallowing):
+        if key in named and swallowing is not None and isinstance(named[key], Mapping):
+            named |= named.pop(key)
+    return named, assumptions
+
+
+def without_specs(inputs: Mapping[str, Any], shapes: Mapping[str, Any], assumptions: tuple[Any, ...] = ()) -> Stated:
+    """Write the entries of a specification as ``dynamic_shapes``; others stay as they are.
+
+    Args:
+        inputs: the inputs by parameter name.
+        shapes: an entry for each of them.
+        assumptions: see :func:`by_parameter`; none by default.
+
+    Raises:
+        DynamicShapesError: when a specification does not fit the inputs, or their sizes.
+    """
+    classes = spec_classes()
+    if classes is None:  # nobody can have made one
+        return Stated(dict(shapes), (), ())
+    writing = _Writing(classes)
+    written = {name: writing.write(value, shapes.get(name), (name,)) for name, value in inputs.items()}
+    # what has no entry, or is no input, is found where the result is checked
+    written = {name: written.get(name, entry) for name, entry in shapes.items()}
+    _check_values(writing.sizes, assumptions)
+    return Stated(written, tuple(writing.sizes), assumptions)
+
+
+class _Writing:
+    def __init__(self, classes: Any) -> None:
+        self.classes, self.leaves = classes, 0
+        self.sizes: list[Size] = []
+
+    def write(self, obj: Any, spec: Any, path: tuple[str, ...]) -> Any:
+        """Write one entry; an entry of ``dynamic_shapes`` is returned as it is, and its leaves are counted."""
+        node = node_of(obj)
+        if node is None:
+            self.leaves += 1
+            return self.of_leaf(obj, spec, path)
+        names = [key_name(key) for key in node.keys]
+        found = self.entries(obj, node, names, spec, path)
+        entries = [None] * len(names) if found is None else found
+        children = zip(node.children, entries, names, strict=True)
+        below = [self.write(child, entry, (*path, name)) for child, entry, name in children]
+        untouched = all(one is entry for one, entry in zip(below, entries, strict=True))
+        # an entry of dynamic_shapes keeps its class, which may not fit: that is checked elsewhere
+        is_spec = isinstance(spec, (self.classes.SeqSpec, self.classes.DictSpec, self.classes.ObjectSpec))
+        return spec if found is None or (untouched and not is_spec) else same_container(obj, node, below)
+
+    def entries(self, obj: Any, node: Node, names: list[str], spec: Any, path: tuple[str, ...]) -> list[Any] | None:
+        """One entry for each child; ``None`` where there is no specification."""
+        place, kind = ".".join(path), builtin_kind(obj, node)
+        keys: list[Any] = list(obj) if isinstance(obj, Mapping) and kind is not None else names
+        if isinstance(spec, self.classes.SeqSpec):
+            entries = elements_of(spec)
+            if not isinstance(obj, (list, tuple)):
+                raise self.misfit(place, names, obj, spec)
+            if len(entries) > len(names):
+                raise DynamicShapesError(f"{place}: {len(entries)} entries in a SeqSpec for {len(names)} elements.")
+            return entries + [None] * (len(names) - len(entries))
+        if isinstance(spec, (self.classes.DictSpec, self.classes.ObjectSpec)):
+            if isinstance(obj, (list, tuple)) and not hasattr(obj, "_fields"):
+                raise self.misfit(place, names, obj, spec)
+            keys = list(getattr(obj, "_fields", keys))
+            given = dict(spec.items())
+            unknown = [key for key in given if key not in keys]
+            if unknown:
+                raise DynamicShapesError(
+                    f"{place}: the {type(spec).__name__} has entries {unknown} that {describe_class(type(obj))} has "
+                    f"not. Its children are {keys}; one without an entry stays as it is."
+                )
+            return [given.get(key) for key in keys]
+        if isinstance(spec, (self.classes.TensorSpec, torch.SymInt)):
+            raise self.misfit(place, names, obj, spec)
+        if isinstance(spec, (list, tuple)) and len(spec) == len(names):  # dynamic_shapes, perhaps of specifications
+            return list(spec)
+        if isinstance(spec, Mapping) and kind is not None and set(spec) == set(keys):
+            return [spec[key] for key in keys]
+        return None
+
+    def misfit(self, place: str, names: list[str], obj: Any, spec: Any) -> DynamicShapesError:
+        if isinstance(obj, Mapping):
+            fitting = "a DictSpec by its keys"
+        elif isinstance(obj, (list, tuple)):
+            fitting = "a SeqSpec"
+        else:
+            fitting = "an ObjectSpec by the names of its children"
+        return DynamicShapesError(
+            f"{place}: expected {fitting}, {names}, for {describe_class(type(obj))}, found {_kind(spec)}."
+        )
+
+    def of_leaf(self, obj: Any, spec: Any, path: tuple[str, ...]) -> Any:
+        place = ".".join(path)
+        if isinstance(spec, self.classes.TensorSpec):
+            if not isinstance(obj, torch.Tensor):
+                raise DynamicShapesError(f"{place}: a TensorSpec for {describe_class(type(obj))}, which is no tensor.")
+            if len(spec) != obj.dim():
+                raise DynamicShapesError(
+                    f"{place}: expected one entry for each of the {obj.dim()} axes of shape {tuple(obj.shape)}, found "
+                    f"{len(spec)} in the TensorSpec."
+                )
+            found = {axis: self.of_size(size, spec[axis], place, axis) for axis, size in enumerate(obj.shape)}
+            return {axis: dim for axis, dim in found.items() if dim is not None}
+        if isinstance(spec, torch.SymInt) or (type(spec) is int and not isinstance(obj, torch.Tensor)):
+            if type(obj) is not int:
+                hint = " Leave it out: it stays as it is." if isinstance(obj, torch.Tensor) and not obj.dim() else ""
+                raise DynamicShapesError(
+                    f"{place}: {_kind(spec)} is for an integer, found {describe_class(type(obj))}.{hint}"
+                )
+            return self.of_size(obj, spec, place, None)
+        if isinstance(spec, (self.classes.DictSpec, self.classes.SeqSpec, self.classes.ObjectSpec)):
+            raise DynamicShapesError(
+                f"{place}: found a {type(spec).__name__} for {describe_class(type(obj))}, which has no children."
+            )
+        return spec
+
+    def of_size(self, size: int, spec: Any, path: str, axis: int | None) -> Any:
+        if spec is None:
+            return None
+        if isinstance(spec, torch.SymInt):
+            variable = spec if isinstance(spec, self.classes.IntVar) else None
+            found = Size(self.leaves - 1, axis, path, size, spec.node.expr, variable)
+            self.sizes.append(found)
+            if axis is None or variable is None:
+                return Dim.DYNAMIC
+            _check_range(found)
+            least = variable.min if variable.min is not None and variable.min > 2 else None
+            return Dim.DYNAMIC if least is variable.max is None else Dim.DYNAMIC(min=least, max=variable.max)
+        if spec != size:
+            place = path if axis is None else f"{path}: axis {axis}"
+            raise DynamicShapesError(f"{place} is to be {spec}, but is {size} in the example.")
+        return None
+
+
+def _check_values(sizes: list[Size], assumptions: tuple[Any, ...]) -> None:
+    """Refuse an example that is not as its specification states."""
+    first: dict[Any, Size] = {}
+    for size in sizes:
+        if size.variable is not None:
+            _check_range(size)
+            found = first.setdefault(size.expression, size)
+            if found.value != size.value:
+                raise DynamicShapesError(
+                    f"{size.place} is {_name(size.expression)} and {size.value} in the example, but {found.place} is "
+                    f"{found.value} under that name. Sizes of one variable are equal: give it one of its own."
+                )
+    values = {symbol: size.value for symbol, size in first.items()}
+    stated = [(size.place, size.expression, size.value) for size in sizes]
+    for place, expression, value in [*stated, *(("assumptions", one, True) for one in assumptions)]:
+        unknown = sorted(_name(symbol) for symbol in expression.free_symbols - values.keys())
+        if unknown:
+            raise DynamicShapesError(
+                f"{place}: {_name(expression)} depends on {unknown}, which is the size of no axis by itself."
+            )
+        found_value = expression.subs(values)
+        if found_value != value:
+            named = {_name(symbol): value for symbol, value in values.items() if symbol in expression.free_symbols}
+            wrong = "does not hold" if value is True else f"is {found_value}, but the size is {value},"
+            raise DynamicShapesError(f"{place}: {_name(expression)} {wrong} in the example, where sizes are {named}.")
+
+
+def _check_range(size: Size) -> None:
+    least, most = size.variable.min, size.variable.max
+    if (least is not None and size.value < least) or (most is not None and size.value > most):
+        limits = [f"at least {least}"] * (least is not None) + [f"at most {most}"] * (most is not None)
+        raise DynamicShapesError(
+            f"{size.place} is {size.value} in the example, and {_name(size.expression)} is {', '.join(limits)}."
+        )
+
+
+def _kind(spec: Any) -> str:
+    return type(spec).__name__ if not isinstance(spec, torch.SymInt) else _name(spec.node.expr)
+
+
+def _name(expression: Any) -> str:
+    """An expression without the numbers that tell variables of one name apart."""
+    text = str(expression)
+    for symbol in sorted(map(str, expression.free_symbols), key=len, reverse=True):
+        text = text.replace(symbol, symbol.partition("#")[0])
+    return text

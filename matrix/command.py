@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .gate import judge
-from .results import Results, failures, installed_versions, library_state, symbol_of
+from .results import Results, failures, installed_versions, library_state, recorded_file, symbol_of
 from .runner import Limits, Runner, Work
 
 __all__ = [
@@ -88,7 +88,10 @@ def check_options(
     if unknown:
         parser.error(f"--columns: {', '.join(sorted(unknown))} is not a column; they are {', '.join(columns)}")
     options.columns = [column for column in columns if column in (options.columns or columns)]
-    options.output = options.output or ROOT / "docs" / "data" / f"{name}.json"
+    own = ROOT / "docs" / "data" / f"{name}.json"
+    # pages show what was recorded last, until all types have run with what is installed
+    shown = (options.page is not None or options.failures) and not own.exists()
+    options.output = options.output or (recorded_file(name.partition("-")[0]) if shown else own)
 
 
 def types_among(names: list[str], only: list[str]) -> list[str]:

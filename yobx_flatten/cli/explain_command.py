@@ -10,6 +10,7 @@ import typer
 from ..declare.scopes import register_flattening_functions
 from ..diagnose.drawing import explain as draw
 from ..errors import ForeignFileError, GenerationError
+from ..files.scratch import is_folder
 from ..record.calls import RecordedCalls
 from ..record.files import call_files
 from ..runners.onnx_session import open_session
@@ -42,7 +43,7 @@ def explain(
     """
     path = pathlib.Path(target)
     if path.exists():
-        drawn = _folder(path) if path.is_dir() else [_file(path)]
+        drawn = _folder(path) if is_folder(path) else [_file(path)]
     elif is_object_name(target):
         drawn = [_object(target, object_of(target), plain=plain)]
     else:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
+from ..files.scratch import is_folder
 from ..generate.sampling import Sampling
 from ..model_folder.opened import open_generator
 from ..model_folder.source import require_transformers
@@ -50,7 +51,7 @@ def generate(
     tokenizer is used.
     """
     sampling = Sampling(do_sample=sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise UserError(f"there is no folder {folder}")
     generator = open_generator(folder, runtime=runtime, threads=threads, trust=trust)
     tokenizer = _tokenizer(folder)

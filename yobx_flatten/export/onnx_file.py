@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import os
 import pathlib
-import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +15,8 @@ from torch.export import ExportedProgram
 
 from ..errors import FlattenError, InvalidArgumentError, ReplayError
 from ..errors.messages import first_line
+from ..files.onnx_data import data_files_of
+from ..files.scratch import data_path, move_in, publish_files, scratch_for
 from ..huggingface.layer_weights import Reader
 from ..runners.onnx_session import open_session
 from .onnx_attention import fuse_attention
@@ -159,7 +158,7 @@ class UnprovenFile:
 
     def __init__(self, target: pathlib.Path, folder: pathlib.Path) -> None:
         self.target, self.folder = target, folder
-        # external data is stored under the file's own name, so the file has its own name from the first
+        # other files refer to it, and it to its weights, by their final names
         self.path = folder / target.name
 
     def save(self, converted: torch.onnx.ONNXProgram) -> int:
@@ -179,39 +178,30 @@ class UnprovenFile:
             onnx_ir.external_data.load_to_model(model)  # of a file whose weights were next to it
             onnx_ir.save(model, self.path)
         else:
-            write_weights(model, self.folder / f"{self.path.name}.data")
+            write_weights(model, data_path(self.path, self.target))
             onnx_ir.save(model, self.path)
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def replace_by(self, model: Any) -> int:
         """Write another model in its place, whose weights may be those of the file; return the number of bytes."""
         old = [file for file in self.folder.iterdir() if file.is_file()]
-        other = UnprovenFile(self.path, self.folder / "replacement")
+        other = UnprovenFile(self.target, self.folder / "replacement")
         other.folder.mkdir()
         size = other.save_model(model)
         for file in old:
             file.unlink()
-        other.publish()
+        move_in(other.folder, self.folder)
         other.folder.rmdir()
         return size
 
     def publish(self) -> None:
         """Give it its name, in place of a file of that name and of the weights next to that."""
-        stale = _external_weights(self.target)
-        self._move(self.target.parent)
-        for file in stale - _external_weights(self.target):
-            file.unlink(missing_ok=True)
+        publish_files(self.folder, self.target, data_files_of(self.target) - data_files_of(self.path))
 
     def keep(self, folder: pathlib.Path) -> pathlib.Path:
         """Move it to a folder where it can be looked at; return the path."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self._move(folder)
+        move_in(self.folder, folder)
         return folder / self.path.name
-
-    def _move(self, folder: pathlib.Path) -> None:
-        # weights first: a reader that finds the model finds them
-        for file in sorted(self.folder.iterdir(), key=lambda file: file == self.path):
-            os.replace(file, folder / file.name)
 
 
 @contextlib.contextmanager
@@ -221,28 +211,8 @@ def unproven_file(target: pathlib.Path) -> Iterator[UnprovenFile]:
     Args:
         target: the path it is to have. Its folder is made if it is not there.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
-    try:
+    with scratch_for(target) as folder:
         yield UnprovenFile(target, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _external_weights(path: pathlib.Path) -> set[pathlib.Path]:
-    """The file of weights that an ONNX file refers to, if it has the name that the exporter gives it."""
-    if not path.is_file():
-        return set()
-    import onnx
-
-    try:
-        model: Any = onnx.load(path, load_external_data=False)
-    except Exception:  # whatever it is, it is not an ONNX file, and refers to nothing
-        return set()
-    name = f"{path.name}.data"
-    tensors = [*model.graph.initializer]
-    refers = any(entry.key == "location" and entry.value == name for t in tensors for entry in t.external_data)
-    return {path.parent / name} if refers else set()
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import os
 import pathlib
 
 from ..errors import GenerationError
+from ..files.scratch import is_folder
 
 __all__ = ["LAYOUTS", "find_parts"]
 
@@ -40,7 +41,7 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
     """
     if not path.exists():
         raise GenerationError(f"There is no {path}.")
-    if not path.is_dir():
+    if not is_folder(path):
         return {"decoder": path, **({} if prefill is None else {"prefill": pathlib.Path(prefill)})}
     for layout in LAYOUTS:
         found = {part: path / f"{name}{suffix}" for part, name in layout.items()}

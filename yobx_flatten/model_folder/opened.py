@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 
+from ..files.scratch import is_folder
 from ..generate.generator import Generator
 from ..generate.runtime_generator import generator_for
 from ..runners.open import check_runtime
@@ -59,7 +60,7 @@ def open_generator(
         check_runtime(runtime)
     path = pathlib.Path(folder)
     chosen = runtime_of_folder(path) if runtime is None else runtime
-    if (path / MANIFEST).is_file():
+    if is_folder(path) and (path / MANIFEST).is_file():
         check_digests(path, read_manifest(path).sha256)
     return generator_for(path, chosen, threads=threads, trust=trust)
 
@@ -70,6 +71,6 @@ def runtime_of_folder(path: pathlib.Path) -> str:
     Args:
         path: the folder.
     """
-    if (path / MANIFEST).is_file():
+    if is_folder(path) and (path / MANIFEST).is_file():
         return read_manifest(path).runtime
-    return "torch" if path.is_dir() and any(path.glob("*.pt2")) else "onnxruntime"
+    return "torch" if any(path.glob("*.pt2")) else "onnxruntime"

@@ -15,6 +15,7 @@ from ..diagnose.report import Report
 from ..errors import FlattenError, ForeignFileError, ReplayError
 from ..errors.messages import first_line, table
 from ..export.quality import Quality
+from ..files.scratch import is_folder
 from ..generate.runtime_generator import generator_for
 from ..runners.onnx_session import has_mapped_weights, mapped_options
 from ..runners.open import open_runner
@@ -131,7 +132,7 @@ def verify_folder(
     (True, 'generate')
     """
     path = pathlib.Path(folder)
-    if not path.is_dir():
+    if not is_folder(path):
         raise ForeignFileError(f"There is no folder {path}. To write it: yobx-flatten export MODEL -o {path}")
     manifest = read_manifest(path)
     check_digests(path, manifest.sha256)

@@ -8,14 +8,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import logging
 import os
 import pathlib
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -36,6 +34,7 @@ from ..export.replay import Case
 from ..export.report import TOLERANCES, ExportReport
 from ..export.room import check_room
 from ..export.text_cases import text_cases
+from ..files.scratch import publish_folder, scratch_for, settle
 from ..recipe.aliases import TransformersModel
 from ..runners.open import RUNTIMES
 from ..storage.cases import save_case
@@ -215,7 +214,7 @@ def export_folder(
         rows = (8 if proof == "full" else 2) if batch is None else batch
         tokens = python_text(model, None if source is None else pathlib.Path(source), rows)
         quantization = dataclasses.replace(quantization, tokens=fitting_text(tokens, largest))
-    with _appears_when_done(place) as work:
+    with scratch_for(place) as work:
         reports, cases = {}, {}
         shared: list[str] = []
         for piece in pieces:
@@ -261,6 +260,7 @@ def export_folder(
         verified = verify_folder(work, trust=True)  # of what was made here
         if not verified.ok and proof != "none":
             raise ReplayError(f"The exported {type(model).__qualname__} does not do what the model does.\n{verified}")
+        publish_folder(work, place)
     return ExportedFolder(place, task, reports, dataclasses.replace(verified, path=place))
 
 
@@ -285,6 +285,7 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
         FolderExistsError: naming it.
         OSError: naming it, and the reason.
     """
+    settle(folder)  # what a killed export was about to replace is there again
     if folder.exists() and not folder.is_dir():
         raise FolderExistsError(f"{folder} is a file. Name a folder that is new or empty.")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
@@ -352,20 +353,3 @@ def _store_generation(model: TransformersModel, task: str, batch: int | None, to
     outputs = {"sequences": case.sequences, "new_tokens": case.new_tokens, "margins": case.margins}
     save_case(work / "cases/generate.case", case.inputs, outputs, name=f"{case.new_tokens} tokens, greedily")
     return "cases/generate.case"
-
-
-@contextlib.contextmanager
-def _appears_when_done(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A hidden folder next to the target, which takes its place at the end, or is removed."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = target.parent / f".{target.name}.partial-{os.getpid()}"
-    work.mkdir()
-    try:
-        yield work
-        old = target.parent / f".{target.name}.old-{os.getpid()}"
-        if target.exists():
-            os.replace(target, old)
-        os.replace(work, target)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)

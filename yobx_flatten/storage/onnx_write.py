@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import tempfile
 import zlib
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from ..errors import InvalidArgumentError
+from ..files.onnx_data import data_files_of
+from ..files.scratch import data_path, publish_files, scratch_for
 from ..runners.elements import UINT8, require_onnx
 from .structure import Structure, unique
 from .values import Payload
@@ -203,10 +204,10 @@ def save(
 ) -> int:
     """Write a structure to a file, and to a second one next to it if there is much of it.
 
-    Both are written under other names, and renamed when they are complete.
+    Both are written in a hidden folder, and moved when they are complete.
 
     Args:
-        path: the file; ``<path>.data`` is the second one.
+        path: the file. The second one is ``<path>.data``, or ``<path>.1f0e3dad.data`` where that name is in use.
         structure: what to store.
         function: what the user called, for messages.
         content: what the file holds, for the reader.
@@ -222,21 +223,15 @@ def save(
     if not external_data:
         check_size(total, function, "leave external_data as it is")
     require_onnx(function)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data_path, replaced = path.with_name(f"{path.name}.data"), path.exists()
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".partial", dir=path.parent) as folder:
-        written = pathlib.Path(folder)
+    with scratch_for(path) as folder:
+        written, data = folder / path.name, data_path(folder / path.name, path)
         if external_data:
-            with open(written / data_path.name, "wb") as external:
-                _write(written / path.name, structure, function, content, external, data_path.name)
+            with open(data, "wb") as external:
+                _write(written, structure, function, content, external, data.name)
         else:
-            _write(written / path.name, structure, function, content, None, "")
-        files = sorted(written.iterdir(), reverse=True)  # the data first: a model without them is of no use
-        size = sum(file.stat().st_size for file in files)
-        for file in files:
-            os.replace(file, path.parent / file.name)
-    if replaced and not external_data:
-        data_path.unlink(missing_ok=True)  # of the file that was there before
+            _write(written, structure, function, content, None, "")
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        publish_files(folder, path, data_files_of(path) - {data.name})
     return size
 
 

@@ -1,0 +1,220 @@
+"""A file, a file with data and a folder are there whole, old or new: whatever ends the process, and whenever."""
+
+import os
+import threading
+
+import pytest
+
+from yobx_flatten.errors import StoredFileError
+from yobx_flatten.files import scratch
+from yobx_flatten.files.scratch import data_path, is_folder, publish_files, publish_folder, scratch_for, settle
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a process is killed in a fork")
+
+
+def write_file(target, text):
+    with scratch_for(target) as folder:
+        (folder / target.name).write_text(text, encoding="utf-8")
+        publish_files(folder, target)
+
+
+def write_with_data(target, text):
+    """The file holds the name of its data, as an ONNX file does."""
+    with scratch_for(target) as folder:
+        data = data_path(folder / target.name, target)
+        data.write_text(text, encoding="utf-8")
+        (folder / target.name).write_text(data.name, encoding="utf-8")
+        before = {target.read_text(encoding="utf-8")} if target.exists() else set()
+        publish_files(folder, target, before)
+
+
+def write_folder(target, text):
+    with scratch_for(target) as folder:
+        (folder / "deep").mkdir()
+        (folder / "deep" / "content").write_text(text, encoding="utf-8")
+        publish_folder(folder, target)
+
+
+def read(write, target):
+    """What a reader finds; `None` where nothing has the name."""
+    if write is write_folder:
+        return (target / "deep" / "content").read_text(encoding="utf-8") if is_folder(target) else None
+    if not target.exists():
+        return None
+    found = target.read_text(encoding="utf-8")
+    return found if write is write_file else (target.parent / found).read_text(encoding="utf-8")
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def killed(write, target, calls):
+    """Write in a process that ends after so many calls that change names, as by `kill -9`; return whether it ended."""
+    child = os.fork()
+    if not child:
+        left = calls
+
+        def dying(real):
+            def call(*given, **options):
+                nonlocal left
+                real(*given, **options)
+                left -= 1
+                if not left:
+                    os._exit(9)
+
+            return call
+
+        os.replace, os.unlink, os.mkdir = dying(os.replace), dying(os.unlink), dying(os.mkdir)
+        write(target, "new")
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+WRITERS = pytest.mark.parametrize("write", [write_file, write_with_data, write_folder])
+
+
+@WRITERS
+@pytest.mark.parametrize("first", [True, False], ids=["nothing before", "over an old one"])
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(write, first, tmp_path):
+    """And the next write ends with the new one, and with nothing else."""
+    for calls in range(1, 30):
+        place = tmp_path / str(calls)
+        place.mkdir()
+        target = place / "target"
+        if not first:
+            write(target, "old")
+        was_killed = killed(write, target, calls)
+        found = read(write, target)
+        assert found in ({"new", None} if first else {"old", "new"}), calls
+        assert found == "new" or was_killed
+        write(target, "newest")
+        assert read(write, target) == "newest"
+        data = {read(write_file, target)} if write is write_with_data else set()
+        assert set(names(place)) == {"target", *data}, calls
+        if not was_killed:
+            break
+    assert not was_killed
+    assert calls > 3
+
+
+@WRITERS
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_rename_that_fails_leaves_the_old_one(write, call, tmp_path, monkeypatch):
+    target = tmp_path / "target"
+    write(target, "old")
+    before, real, count = names(tmp_path), os.replace, 0
+
+    def failing(old, new):
+        nonlocal count
+        count += 1
+        if count == call:
+            raise OSError(5, "Input/output error")
+        real(old, new)
+
+    monkeypatch.setattr(os, "replace", failing)
+    if call == 2 and write is write_file:  # it needs one
+        write(target, "new")
+        assert read(write, target) == "new"
+        return
+    with pytest.raises(OSError, match="Input/output error"):
+        write(target, "new")
+    monkeypatch.undo()
+    assert read(write, target) == "old"
+    assert names(tmp_path) == before
+
+
+def test_where_the_old_folder_cannot_get_its_name_back_the_error_says_where_it_is(tmp_path, monkeypatch):
+    target, real, count = tmp_path / "target", os.replace, 0
+    write_folder(target, "old")
+
+    def failing(old, new):
+        nonlocal count
+        count += 1
+        if count > 1:
+            raise OSError(30, "Read-only file system")
+        real(old, new)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(
+        OSError, match=r"what was in .*target is in .*\.target\.writing-\w+/old until target is written"
+    ):
+        write_folder(target, "new")
+    with pytest.raises(StoredFileError, match=r"target is being replaced.*\.target\.writing-\w+/old"):
+        is_folder(target)
+    monkeypatch.undo()
+    assert read(write_folder, target) == "new"  # it was complete
+    assert names(tmp_path) == ["target"]
+
+
+def test_what_is_being_written_is_left_alone(tmp_path):
+    """Two processes write to one name: neither takes the other's folder for a leftover."""
+    target = tmp_path / "target"
+    with scratch_for(target) as ours:
+        child = os.fork()
+        if not child:
+            write_folder(target, "theirs")
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        (ours / "deep").mkdir()
+        (ours / "deep" / "content").write_text("ours", encoding="utf-8")
+        assert read(write_folder, target) == "theirs"
+        publish_folder(ours, target)
+    assert read(write_folder, target) == "ours"
+    assert names(tmp_path) == ["target"]
+
+
+def test_threads_that_write_to_one_name_leave_one_of_their_files(tmp_path):
+    target, failed = tmp_path / "target", []
+
+    def write(number):
+        try:
+            for turn in range(10):
+                write_file(target, f"{number}.{turn}" * 1000)
+        except OSError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert target.read_text(encoding="utf-8") in {f"{number}.9" * 1000 for number in range(4)}
+    assert names(tmp_path) == ["target"]
+
+
+def test_lists_of_a_stranger_remove_nothing_of_the_user(tmp_path):
+    """A hidden folder may come with an archive; what it lists is removed where it has the name of such data only."""
+    (tmp_path / "mine.data").write_text("mine", encoding="utf-8")
+    (tmp_path / "target.data").write_text("data", encoding="utf-8")
+    laid = tmp_path / "runs" / ".target.writing-xxxx"
+    (laid / "new").mkdir(parents=True)
+    (laid / "new" / "target").write_text("", encoding="utf-8")
+    listed = ["../mine.data", "../target.data", "mine.data", "", ".", "..", str(tmp_path / "mine.data")]
+    (laid / "others").write_text("\n".join(listed), encoding="utf-8")
+    settle(laid.parent / "target")
+    assert names(tmp_path) == ["mine.data", "runs", "target.data"]
+    assert names(laid.parent) == []
+
+
+def test_a_link_is_no_leftover(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "old").mkdir()
+    (tmp_path / ".target.writing-1").symlink_to(tmp_path / "elsewhere")
+    assert not is_folder(tmp_path / "target")
+    assert names(tmp_path / "elsewhere") == ["old"]
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Flushed: the contents, then the folder with them; and the folder with the new name afterwards."""
+    events = []
+    real = scratch.flush_tree
+    monkeypatch.setattr(scratch, "flush_tree", lambda folder: (events.append("flush"), real(folder)))
+    replace, fsync = os.replace, os.fsync
+    monkeypatch.setattr(os, "replace", lambda old, new: (events.append("name"), replace(old, new)))
+    monkeypatch.setattr(os, "fsync", lambda number: (events.append("fsync"), fsync(number)))
+    write_file(tmp_path / "target", "x")
+    assert events[0] == "flush"
+    assert "fsync" in events[: events.index("name")]
+    assert events[-1] == "fsync"

@@ -1,0 +1,48 @@
+"""Wait until files are on the disk: without it, a crash of the machine may leave a name without contents."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+
+__all__ = ["flush_folder", "flush_tree", "opened_folder"]
+
+
+def flush_tree(folder: pathlib.Path) -> None:
+    """Flush a folder and everything in it to the disk."""
+    for path in sorted([folder, *folder.rglob("*")], reverse=True):  # what is in a folder before the folder
+        if path.is_symlink():
+            continue
+        if path.is_dir():
+            flush_folder(path)
+        else:
+            with open(path, "r+b") as file:  # some systems flush only what may be written
+                os.fsync(file.fileno())
+
+
+def flush_folder(folder: pathlib.Path) -> None:
+    """Flush the names in a folder to the disk."""
+    with opened_folder(folder) as flush:
+        flush()
+
+
+class opened_folder(contextlib.AbstractContextManager["opened_folder"]):  # noqa: N801 # used like a function
+    """A folder whose names can be flushed later, when no file can be opened any more.
+
+    Args:
+        folder: the folder.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        # Windows opens no folders
+        self._number = None if os.name == "nt" else os.open(folder, os.O_RDONLY)
+
+    def __call__(self) -> None:
+        """Flush the names."""
+        if self._number is not None:
+            os.fsync(self._number)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._number is not None:
+            os.close(self._number)

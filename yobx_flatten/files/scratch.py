@@ -1,0 +1,248 @@
+"""Write a file or a folder under a hidden name, and give it its own when it is complete.
+
+::
+
+    runs/model.onnx                          complete: what has this name always is
+    runs/.model.onnx.writing-x7_k2/          what one process writes
+        lock/held                            locked as long as that process lives
+        new/                                 what is written
+        others                               names of files that get their places next to the target before it does
+        stale                                names of files that the target no longer refers to then
+        old/                                 the folder that had the name before, for the time of two renames
+
+A process that is killed leaves the hidden folder and no lock. The next one that writes to the same name, or opens it,
+finishes what was complete and removes the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import pathlib
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+from ..errors import StoredFileError
+from .flush import flush_tree, opened_folder
+
+__all__ = [
+    "data_path",
+    "is_data_of",
+    "is_folder",
+    "move_in",
+    "publish_files",
+    "publish_folder",
+    "scratch_for",
+    "settle",
+]
+
+_LOCK = "lock/held"  # filelock makes the folder above its file anew, and that must not be the hidden one
+_NEW, _OLD, _OTHERS, _STALE = "new", "old", "others", "stale"
+
+
+@contextlib.contextmanager
+def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yield an empty hidden folder on the disk of the target, which is gone afterwards.
+
+    Args:
+        target: the file or folder that is written. What other processes left of it is settled first.
+
+    Raises:
+        OSError: when the folder cannot be made.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    settle(target)
+    folder, lock = _locked_folder(target)
+    try:
+        (folder / _NEW).mkdir()
+        yield folder / _NEW
+    finally:
+        lock.release()
+        if target.exists() or not (folder / _OLD).exists():  # the only form there is stays
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+    """Return where data go that a file refers to: ``NAME.data``, or a name that nothing next to the target has.
+
+    The data of an earlier file keep their name, so whoever finds that file finds its data.
+
+    Args:
+        written: the file in its hidden folder.
+        target: the path it is to have.
+    """
+    name = f"{target.name}.data"
+    return written.with_name(f"{target.name}.{secrets.token_hex(4)}.data" if (target.parent / name).exists() else name)
+
+
+def is_data_of(name: str, target: pathlib.Path) -> bool:
+    """Whether a name is one that :func:`data_path` gives to data of a file."""
+    return re.fullmatch(re.escape(target.name) + r"(\.[0-9a-f]{8})?\.data", name) is not None
+
+
+def publish_files(new: pathlib.Path, target: pathlib.Path, stale: Collection[str] = ()) -> None:
+    """Give files their names: all others first, that of the target then, and remove what is stale last.
+
+    Args:
+        new: the folder that :func:`scratch_for` yielded.
+        target: the file; others get their places next to it.
+        stale: names of files next to the target that nothing refers to afterwards.
+
+    Raises:
+        OSError: when a file cannot be moved. Then the target is the old one.
+    """
+    others = [file.name for file in sorted(new.iterdir()) if file.name != target.name]
+    for name, files in ((_OTHERS, others), (_STALE, stale)):
+        (new.parent / name).write_text("\n".join(files), encoding="utf-8")
+    flush_tree(new.parent)
+    moved: list[str] = []
+    with opened_folder(target.parent) as flush:
+        try:
+            for name in others:
+                os.replace(new / name, target.parent / name)
+                moved.append(name)
+            flush()
+            os.replace(new / target.name, target)
+        except BaseException:
+            _unlink(target.parent, moved)
+            raise
+        # it is the new one now: what goes wrong from here on is no reason for an error
+        with contextlib.suppress(OSError):
+            flush()
+    _unlink(target.parent, stale)
+
+
+def publish_folder(new: pathlib.Path, target: pathlib.Path) -> None:
+    """Give a folder its name, in place of a folder of that name.
+
+    Args:
+        new: the folder that :func:`scratch_for` yielded.
+        target: its path.
+
+    Raises:
+        OSError: when it cannot be moved. Then the old folder is under its name; where that fails as well, the message
+            has the name it is under until :func:`settle`.
+    """
+    flush_tree(new.parent)
+    old = new.parent / _OLD
+    with opened_folder(target.parent) as flush:
+        if target.exists():
+            os.replace(target, old)
+        try:
+            os.replace(new, target)
+        except OSError as error:
+            if old.exists() and not target.exists():
+                _give_back(old, target, error)
+            raise
+        with contextlib.suppress(OSError):
+            flush()
+
+
+def move_in(new: pathlib.Path, folder: pathlib.Path) -> None:
+    """Move all files to a folder, where they can be looked at."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in sorted(new.iterdir()):
+        os.replace(file, folder / file.name)
+
+
+def settle(target: pathlib.Path) -> None:
+    """Finish or remove what killed processes left of a file or folder; leave alone what is being written.
+
+    Args:
+        target: its path.
+
+    Raises:
+        OSError: when the folder that had the name cannot get it back, as on a disk that is read-only.
+    """
+    for left in _left_of(target):
+        lock = _lock_of(left)
+        if lock is None:
+            continue  # somebody writes there, or nobody may
+        try:
+            _settle_one(left, target)
+        finally:
+            lock.release()
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def is_folder(path: pathlib.Path) -> bool:
+    """Whether there is a folder, also one that a killed process was about to replace.
+
+    Args:
+        path: its path.
+
+    Raises:
+        StoredFileError: when it is being replaced, or cannot get its name back.
+    """
+    if not path.exists() and path.name:
+        reason = ""
+        try:
+            settle(path)
+        except OSError as error:
+            reason = f" ({error})"
+        hidden = [left / _OLD for left in _left_of(path) if (left / _OLD).is_dir()]
+        if hidden and not path.exists():
+            raise StoredFileError(
+                f"{path} is being replaced, or a process was killed while it did that{reason}. What was in it is in "
+                f"{hidden[0]}."
+            )
+    return path.is_dir()
+
+
+def _left_of(target: pathlib.Path) -> list[pathlib.Path]:
+    pattern = f".{glob.escape(target.name)}.writing-*"
+    return [path for path in sorted(target.parent.glob(pattern)) if path.is_dir() and not path.is_symlink()]
+
+
+def _settle_one(left: pathlib.Path, target: pathlib.Path) -> None:
+    new, old = left / _NEW, left / _OLD
+    if old.is_dir() and not target.exists():  # it was about to be replaced by one that is complete
+        os.replace(new if new.is_dir() else old, target)
+    # of a file, what was moved before it is of no use without it; and where it was moved, what it replaces is
+    names = left / (_OTHERS if (new / target.name).exists() else _STALE)
+    listed = names.read_text(encoding="utf-8", errors="replace").split("\n") if names.is_file() else []
+    # a list of a stranger removes nothing but such data
+    _unlink(target.parent, [name for name in listed if is_data_of(name, target) and not (new / name).exists()])
+
+
+def _give_back(old: pathlib.Path, target: pathlib.Path, why: OSError) -> None:
+    try:
+        os.replace(old, target)
+    except OSError:
+        found = f"what was in {target} is in {old} until {target.name} is written or opened the next time"
+        raise OSError(why.errno, f"{why.strerror}; {found}") from why
+
+
+def _unlink(folder: pathlib.Path, names: Iterable[str]) -> None:
+    for name in names:
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+
+
+def _locked_folder(target: pathlib.Path) -> tuple[pathlib.Path, Any]:
+    while True:
+        folder = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=target.parent))
+        lock = _lock_of(folder)
+        if lock is not None:
+            return folder, lock
+        # another process took it for a leftover before it had its lock
+
+
+def _lock_of(folder: pathlib.Path) -> Any:
+    """The lock of a hidden folder, acquired; ``None`` where another process has it, or the folder is gone."""
+    import filelock
+
+    lock = filelock.FileLock(folder / _LOCK, timeout=0, thread_local=False, is_singleton=False)
+    try:
+        lock.acquire()
+    except (filelock.Timeout, OSError):
+        return None
+    if (folder / _LOCK).exists():
+        return lock
+    lock.release()
+    return None

@@ -18,7 +18,9 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 
-from .manifest import MANIFEST, flush_folder, is_complete, write_manifest
+from yobx_flatten.files.flush import flush_folder
+
+from .manifest import MANIFEST, is_complete, write_manifest
 
 __all__ = [
     "appearing",

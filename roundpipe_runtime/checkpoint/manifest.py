@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pathlib
 from collections.abc import Mapping
 
+from yobx_flatten.files.flush import flush_tree
+
 from .errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ["MANIFEST", "describe_files", "flush_folder", "flush_tree", "is_complete", "verify", "write_manifest"]
+__all__ = ["MANIFEST", "describe_files", "is_complete", "verify", "write_manifest"]
 
 MANIFEST = "checkpoint.json"
 _VERSION = 1
@@ -42,26 +43,6 @@ def write_manifest(folder: pathlib.Path, files: Mapping[str, object] | None = No
     with open(folder / MANIFEST, "w", encoding="utf-8") as file:
         json.dump({"format": _VERSION, "files": described}, file, indent=2)
     flush_tree(folder)
-
-
-def flush_tree(folder: pathlib.Path) -> None:
-    """Flush a folder and everything in it to the disk."""
-    for path in sorted([folder, *folder.rglob("*")], reverse=True):  # what is in a folder before the folder
-        if path.is_dir():
-            flush_folder(path)
-        else:
-            _flush(path)
-
-
-def flush_folder(folder: pathlib.Path) -> None:
-    """Flush the names in a folder to the disk."""
-    if os.name == "nt":  # which opens no folders
-        return
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def is_complete(folder: pathlib.Path) -> bool:
@@ -133,8 +114,3 @@ def _is_inside(name: str) -> bool:
 def _digest(path: pathlib.Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: pathlib.Path) -> None:
-    with open(path, "r+b") as file:  # some systems flush only what may be written
-        os.fsync(file.fileno())

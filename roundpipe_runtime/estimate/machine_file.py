@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pathlib
 from typing import Any
+
+from yobx_flatten.files.document import read_document
+from yobx_flatten.files.scratch import write_text
 
 from ..errors import ConfigError
 from .hardware import Hardware, device_kind
@@ -23,9 +27,7 @@ def save_machine(machine: Hardware, path: str | os.PathLike[str]) -> None:
         machine: devices and host.
         path: file to write.
     """
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(dataclasses.asdict(machine), file, indent=1)
-        file.write("\n")
+    write_text(path, json.dumps(dataclasses.asdict(machine), indent=1) + "\n")
 
 
 def load_machine(path: str | os.PathLike[str]) -> Hardware:
@@ -49,19 +51,12 @@ def load_machine(path: str | os.PathLike[str]) -> Hardware:
         OSError: the file cannot be read.
     """
     name = os.fspath(path)
-    try:
-        with open(path, encoding="utf-8") as file:
-            content: Any = json.load(file)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name} is not a machine profile: it is not JSON ({error}).") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{name} is not a machine profile: it is JSON, but not an object.")
+    content = read_document(pathlib.Path(path), dict[str, Any], failure=ConfigError, remedy=_remedy(name))
     missing = [key for key in _REQUIRED if key not in content]
     unknown = sorted(set(content) - {field.name for field in dataclasses.fields(Hardware)})
     if missing or unknown:
         what = f"{missing[0]} is missing" if missing else f"{unknown[0]} is not one of its entries"
-        raise ConfigError(f"{name} is not a machine profile: {what}. To measure this machine:\n"
-                          f"    roundpipe doctor --machine {name}")  # fmt: skip
+        raise ConfigError(f"{name} is not a machine profile: {what}. {_remedy(name)}")
     names = content["names"]
     if not isinstance(names, list) or not names or not all(isinstance(one, str) and one for one in names):
         raise ConfigError(f'{name}: names must be a list of devices, like ["cuda:0"], found {names!r}.')
@@ -83,6 +78,10 @@ def load_machine(path: str | os.PathLike[str]) -> Hardware:
             "origin": content.get("origin") or origin,
         }
     )
+
+
+def _remedy(name: str) -> str:
+    return f"To measure this machine:\n    roundpipe doctor --machine {name}"
 
 
 def _is_rate(value: Any) -> bool:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import pathlib
-import shutil
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..checkpoint.folder import appearing
-from ..checkpoint.manifest import flush_tree
+from yobx_flatten.files.scratch import publish_folder, scratch_for, settle
+
 from ..huggingface.adapters import is_adapted, model_inside
 from .adapters import quiet_peft
 from .errors import FineTuneError
@@ -32,17 +31,16 @@ def check_output(folder: str | os.PathLike[str], *, overwrite: bool = False) -> 
         FineTuneError: the folder exists, or it cannot be created.
     """
     path = pathlib.Path(folder)
+    settle(path.absolute())
     if path.exists() and not overwrite:
         raise FineTuneError(f"{path} exists. Name another folder, or replace it: --overwrite")
-    half = _half(path)
     try:
-        half.mkdir(parents=True, exist_ok=True)
-        (half / "trial").touch()
+        with scratch_for(path.absolute()) as half:
+            (half / "trial").touch()
     except OSError as error:
         raise FineTuneError(
             f"{path} cannot be written: {error.strerror or error}. Name another folder: --output DIR"
         ) from error
-    shutil.rmtree(half, ignore_errors=True)
 
 
 def save_model(
@@ -71,12 +69,13 @@ def save_model(
     """
     path = pathlib.Path(folder)
     check_output(path, overwrite=overwrite)
-    with appearing(path.absolute(), seal=flush_tree) as half:
+    with scratch_for(path.absolute()) as half:
         if tokenizer.eos_token_id is not None and not source.has_weights:
             _tell_end(model, tokenizer.eos_token_id)
         model.save_pretrained(half)  # type: ignore[operator] # attributes of modules have no types
         tokenizer.save_pretrained(half)
         _verify(model, half, source)
+        publish_folder(half, path.absolute())
     return path
 
 
@@ -108,8 +107,3 @@ def _verify(model: nn.Module, folder: pathlib.Path, source: ModelSource) -> None
             raise FineTuneError(
                 f"{name} is not loaded as it was saved. The model was not written; its checkpoint stays."
             )
-
-
-def _half(path: pathlib.Path) -> pathlib.Path:
-    absolute = path.absolute()
-    return absolute.with_name(f".{absolute.name}.writing")

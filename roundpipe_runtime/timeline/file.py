@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
+import pathlib
 from collections.abc import Sequence
 from typing import Any
+
+from yobx_flatten.files.document import read_document
 
 from ..errors import RoundPipeError
 from .record import KINDS, Record, Timeline
@@ -77,14 +79,8 @@ def merge_timelines(paths: Sequence[str | os.PathLike[str]]) -> Timeline:
 def _read(path: str | os.PathLike[str]) -> tuple[Timeline, float | None]:
     """The timeline, and the time of day of its first record, if the file has it."""
     name = os.fspath(path)
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except (ValueError, RecursionError) as error:  # no JSON, no text, or nested without end
-        size = os.path.getsize(path)
-        what = f"it is not JSON ({error})" if size else "it is empty"
-        raise TimelineFileError(f"{name} is not a timeline: {what}. {_FIX}") from error
-    events = content.get("traceEvents") if isinstance(content, dict) else None
+    content = read_document(pathlib.Path(path), dict[str, Any], failure=TimelineFileError, remedy=_FIX)
+    events = content.get("traceEvents")
     if not isinstance(events, list):
         raise TimelineFileError(f"{name} is not a timeline: it is JSON, but not a trace. {_FIX}")
     devices = _devices(events)

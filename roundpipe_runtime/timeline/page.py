@@ -8,6 +8,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from yobx_flatten.files.scratch import write_text
+
 from .bubbles import CAUSES, bubbles_of
 from .record import KINDS, Record
 
@@ -27,8 +29,7 @@ def save_page(records: Sequence[Record], path: str | os.PathLike[str], *, title:
     template = importlib.resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     # no text of a record can end the script that it stands in
     data = json.dumps({"title": title, **_data(records)}, separators=(",", ":")).replace("<", "\\u003c")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(template.replace("/*DATA*/", data))
+    write_text(path, template.replace("/*DATA*/", data))
 
 
 def _data(records: Sequence[Record]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from yobx_flatten.files.scratch import write_text
+
 __all__ = ["KINDS", "Record", "Timeline", "current_timeline"]
 
 _CURRENT: contextvars.ContextVar[Timeline | None] = contextvars.ContextVar("roundpipe_timeline", default=None)
@@ -165,8 +167,7 @@ class Timeline:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_chrome_trace` as JSON."""
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(self.to_chrome_trace(), file)
+        write_text(path, json.dumps(self.to_chrome_trace()))
 
 
 def _span(records: Sequence[Record]) -> tuple[float, float]:

@@ -23,6 +23,7 @@ from torch.export import ExportedProgram
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..errors import InvalidArgumentError, ReplayError
 from ..errors.log import STEP
+from ..files.scratch import publish_files, scratch_for
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
 from .bounds import Bounds
@@ -99,10 +100,12 @@ class ExportedModel:
         registered before that.
 
         Args:
-            path: the file to write, usually with the suffix ``.pt2``.
+            path: the file to write, usually with the suffix ``.pt2``. It appears when it is complete.
         """
-        with register_flattening_functions(**self._patches):
-            torch.export.save(self.program, path)
+        target = pathlib.Path(path)
+        with register_flattening_functions(**self._patches), scratch_for(target) as folder:
+            torch.export.save(self.program, folder / target.name)
+            publish_files(folder, target)
 
     def to_transformers(self) -> Any:
         """Return the program as ``transformers.exporters`` returns one: called, saved and loaded by its code.

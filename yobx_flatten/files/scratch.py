@@ -39,6 +39,7 @@ __all__ = [
     "publish_folder",
     "scratch_for",
     "settle",
+    "write_text",
 ]
 
 _LOCK = "lock/held"  # filelock makes the folder above its file anew, and that must not be the hidden one
@@ -83,6 +84,19 @@ def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
 def is_data_of(name: str, target: pathlib.Path) -> bool:
     """Whether a name is one that :func:`data_path` gives to data of a file."""
     return re.fullmatch(re.escape(target.name) + r"(\.[0-9a-f]{8})?\.data", name) is not None
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file of text, in UTF-8, that is there whole or not at all.
+
+    Args:
+        path: the file.
+        text: what is to be in it.
+    """
+    target = pathlib.Path(path)
+    with scratch_for(target) as folder:
+        (folder / target.name).write_text(text, encoding="utf-8")
+        publish_files(folder, target)
 
 
 def publish_files(new: pathlib.Path, target: pathlib.Path, stale: Collection[str] = ()) -> None:

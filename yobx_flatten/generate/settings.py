@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 
 from ..errors import GenerationError, InvalidArgumentError
+from ..files.damage import damage_as
+from ..files.document import read_document
 from .pictures import Pictures
 from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
 
@@ -118,12 +119,10 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
     """
     found: list[Mapping[str, Any]] = []
     for name in ("config.json", "generation_config.json"):
-        path = folder / name
-        try:
-            found.append(json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {})
-        except ValueError as error:
-            raise GenerationError(f"{path} is damaged: {error}.") from None
-    return settings_of(*found)
+        path, form = folder / name, dict[str, Any]
+        found.append(read_document(path, form, failure=GenerationError, finite=False) if path.exists() else {})
+    with damage_as(GenerationError, f"config.json or generation_config.json in {folder}"):
+        return settings_of(*found)
 
 
 def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> GenerationSettings:

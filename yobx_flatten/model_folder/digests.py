@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Iterable, Mapping
 
 from ..errors import DamagedFileError
+from ..files.document import inside
 
 __all__ = ["check_digests", "digests"]
 
@@ -40,8 +41,7 @@ def check_digests(folder: pathlib.Path, expected: Mapping[str, str]) -> None:
         DamagedFileError: naming the first that is missing or another one.
     """
     for name, digest in expected.items():
-        if pathlib.PurePath(name).name != name or not (folder / name).is_file():
-            raise DamagedFileError(f"{folder} has no {name}, which its manifest names.")
+        inside(folder, name, DamagedFileError)
         if digests(folder, [name]) != {name: digest}:
             raise DamagedFileError(
                 f"{folder / name} is not the file that was exported: copy it again, or export again."

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from typing import Any
 
 from ..errors import DamagedFileError, ForeignFileError
+from ..export.quality import Quality
+from ..export.report import TOLERANCES
+from ..files.document import read_document
+from ..runners.open import RUNTIMES
 
 __all__ = ["MANIFEST", "FolderManifest", "read_manifest", "write_manifest"]
 
@@ -29,8 +32,7 @@ class FolderManifest:
         cases: paths of the stored cases, by the file that they are for; those for generation by ``""``.
         versions: versions of the libraries that made it, by name.
         proof: what was replayed before the folder appeared: ``"full"``, ``"sample"``, or ``"none"``: unproven.
-        quality: for each file with quantised weights, how far it was from the model: the attributes of a
-            :class:`.quality.Quality`.
+        quality: for each file with quantised weights, how far it was from the model.
         cache: form of the cache of the file that generates: ``"growing"``, where each call returns a longer one, or
             ``"shared"``, where calls may write into one piece of memory, layer by layer where the layers allow it.
         runtime: the library that runs the files: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or
@@ -47,7 +49,7 @@ class FolderManifest:
     cases: dict[str, list[str]]
     versions: dict[str, str]
     proof: str = "full"  # folders of version 1 do not state it
-    quality: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    quality: dict[str, Quality] = dataclasses.field(default_factory=dict)
     cache: str = "growing"
     runtime: str = ""
     sha256: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -76,17 +78,24 @@ def read_manifest(folder: pathlib.Path) -> FolderManifest:
         DamagedFileError: when it cannot be read.
     """
     path = folder / MANIFEST
-    if not path.is_file():
+    if not path.exists():
         raise ForeignFileError(
             f"{folder} holds no {MANIFEST}: yobx-flatten export did not write it. "
             "To write one: yobx-flatten export MODEL -o DIR"
         )
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if found.pop("format_version") > _VERSION:
-            raise ForeignFileError(f"{path} was written by a newer version:\n    pip install --upgrade yobx-flatten")
-        return FolderManifest(**found)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, ForeignFileError):
-            raise
-        raise DamagedFileError(f"{path} is damaged ({type(error).__name__}: {error}).") from None
+    if read_document(path, _Version, failure=DamagedFileError).format_version > _VERSION:
+        raise ForeignFileError(f"{path} was written by a newer version:\n    pip install --upgrade yobx-flatten")
+    found = read_document(path, FolderManifest, failure=DamagedFileError)
+    if found.runtime not in RUNTIMES or found.dtype not in TOLERANCES:
+        raise DamagedFileError(f"{path} is damaged: no folder is for {found.runtime!r} in {found.dtype!r}.")
+    # an author who states more than that would have every folder verified
+    if not 0 <= found.tolerance <= TOLERANCES[found.dtype]:
+        raise DamagedFileError(
+            f"{path} states the tolerance {found.tolerance}; that of {found.dtype} is {TOLERANCES[found.dtype]}."
+        )
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Version:
+    format_version: int

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from ..diagnose.report import Report
-from ..errors import FlattenError, ForeignFileError, ReplayError
+from ..errors import DamagedFileError, FlattenError, ForeignFileError, ReplayError
 from ..errors.messages import first_line, table
 from ..export.quality import Quality
+from ..files.document import inside
 from ..files.scratch import is_folder
 from ..generate.runtime_generator import generator_for
 from ..runners.onnx_session import has_mapped_weights, mapped_options
@@ -137,7 +138,7 @@ def verify_folder(
     manifest = read_manifest(path)
     check_digests(path, manifest.sha256)
     checks, opened = [], _Opened(path, manifest, trust)
-    stored = {name: Quality(**found) for name, found in manifest.quality.items()}
+    stored = manifest.quality
     # each of two scores may be off by as much
     tolerance = max([manifest.tolerance, *(quality.max_difference for quality in stored.values())])
     for name in stored:
@@ -145,7 +146,7 @@ def verify_folder(
     for name, case_path in _cases(manifest):
         if name in stored:
             continue
-        case = load_case(path / case_path)
+        case = load_case(inside(path, case_path, DamagedFileError))
         if on_check is not None:
             on_check(f"{name or 'generate'}: {case.name}")
         file = None  # the last one, so that it can be closed
@@ -181,7 +182,7 @@ def _check_quality(
     start = time.perf_counter()
     shown = f"{len(cases)} cases"
     try:
-        found = measure_again(stored, (load_case(folder / case) for case in cases), runner)
+        found = measure_again(stored, (load_case(inside(folder, case, DamagedFileError)) for case in cases), runner)
     except (ReplayError, KeyError) as failed:
         seconds = time.perf_counter() - start
         return FolderCheck(name, shown, float("inf"), False, seconds, first_line(failed))
@@ -206,7 +207,7 @@ class _Opened:
         if self._runner is None or name != self._name:
             self._name, self._runner = name, None  # a large file is closed before the next is opened
             if name:
-                path = self._folder / name
+                path = inside(self._folder, name, DamagedFileError)
                 options = {"options": mapped_options(path)} if self._maps(name) else {}
                 self._runner = open_runner(path, **self._how, **options)
         return self._runner

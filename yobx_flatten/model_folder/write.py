@@ -252,7 +252,7 @@ def export_folder(
         names = [piece.stem + suffix for piece in pieces]
         name, tolerance = type(model).__qualname__, TOLERANCES[dtype]
         cache = "shared" if shared else "growing"
-        quality = {name: dataclasses.asdict(report.quality) for name, report in reports.items() if report.quality}
+        quality = {name: report.quality for name, report in reports.items() if report.quality}
         described = (name, task, form, dtype, tolerance, names, cases, versions, proof, quality, cache)
         made = sorted(file.name for file in work.iterdir() if file.suffix in (suffix, ".bin"))
         sha256 = {} if runtime in ("onnxruntime", "torch") else digests(work, made)

@@ -21,6 +21,7 @@ import torch
 from ..errors import FlattenError, RecordError
 from ..errors.dependencies import require
 from ..errors.messages import first_line
+from ..files.scratch import publish_files, scratch_for
 from ..private_names.of_torch import pytree
 from ..recipe.static_codec import dump_static, load_static
 from .snapshot import Fact, Snapshot, libraries_in_use
@@ -67,8 +68,7 @@ def write_call(
     from safetensors.torch import save_file
 
     path = folder / f"call-{index:05}{_SUFFIX}"
-    half = path.with_suffix(".half")
-    try:
+    with scratch_for(path) as half:
         head = {"version": _VERSION, "about": dict(about), **{name: _to_json(part) for name, part in parts.items()}}
         tensors = {
             f"{name}.{number}": _storable(leaf)
@@ -76,10 +76,8 @@ def write_call(
             for number, leaf in enumerate(part.leaves())
             if isinstance(leaf, torch.Tensor)
         }
-        save_file(tensors, half, metadata={_KEY: json.dumps(head)})
-        os.replace(half, path)
-    finally:
-        half.unlink(missing_ok=True)
+        save_file(tensors, half / path.name, metadata={_KEY: json.dumps(head)})
+        publish_files(half, path)
     return {name: _stored(path, name, part.facts, part.spec) for name, part in parts.items()}
 
 

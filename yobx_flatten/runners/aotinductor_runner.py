@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import platform
 import sys
@@ -14,6 +13,7 @@ import torch
 
 from ..errors import DamagedFileError, FlattenError, ForeignFileError, UntrustedFileError
 from ..errors.messages import first_line
+from ..files.document import parse_document
 from ..private_names.of_torch import aot_load, has_instructions
 from .checked_runner import CheckedRunner
 from .signature import KEY, Signature
@@ -74,12 +74,12 @@ def read_package(path: pathlib.Path) -> tuple[Signature, Mapping[str, Any]]:
             if broken is not None or not names or archive.getinfo(names[0]).file_size > _LARGEST:
                 what = broken or "its metadata"
                 raise DamagedFileError(f"{path} is damaged: {what}. Copy it again, or export again.")
-            metadata: Any = json.loads(archive.read(names[0]))
+            metadata = parse_document(archive.read(names[0]), dict[str, Any], str(path), failure=DamagedFileError)
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         if isinstance(error, DamagedFileError):
             raise
         raise DamagedFileError(f"{path} cannot be read: {first_line(error)}") from error
-    if not isinstance(metadata, dict) or KEY not in metadata:
+    if not isinstance(metadata.get(KEY), str):
         raise ForeignFileError(f"{path} was not written by to_aotinductor: it does not state its inputs.")
     signature = Signature.from_json(metadata[KEY], str(path))
     for what, made, here in _machine(signature, metadata):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import DamagedFileError, FlattenError, ForeignFileError
+from ..files.document import parse_document
 from .ports import Port
 from .relations import Expression, format_expression, from_lists, holds, names_in
 
@@ -163,8 +164,8 @@ class Signature:
             ForeignFileError: when it is of a newer version.
             DamagedFileError: when it is anything else.
         """
+        found = parse_document(text, dict[str, Any], f"The signature in {where}", failure=DamagedFileError)
         try:
-            found = json.loads(text)
             if found["format"] > _FORMAT:
                 raise ForeignFileError(f"{where} is of a newer version:\n    pip install --upgrade yobx-flatten")
             inputs = [(str(name), _dtype(dtype), tuple(map(_size, sizes))) for name, dtype, sizes in found["inputs"]]

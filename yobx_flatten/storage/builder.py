@@ -10,7 +10,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import InvalidArgumentError, describe_class
+from ..errors import DamagedFileError, InvalidArgumentError, describe_class
+from ..files.damage import damage_as
 from ..recipe.static_codec import is_array
 from ..runners.elements import ELEMENTS, STRING
 from .nested import read
@@ -198,7 +199,9 @@ def create_input_tensors_from_onnx_model(
     model, folder = open_model(proto, function)
     name = "The model" if folder is None else os.fspath(proto)
     structure = structure_of(model, name)
-    return unflatten_tree(structure, RunOutputs(model, None if folder is None else proto, engine, sep), device)
+    outputs = RunOutputs(model, None if folder is None else proto, engine, sep)
+    with damage_as(DamagedFileError, name):
+        return unflatten_tree(structure, outputs, device)
 
 
 def _records(part: dict[str, Any]) -> list[dict[str, Any]]:

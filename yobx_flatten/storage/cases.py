@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import Any
 
-from ..errors import DamagedFileError
+from ..errors import DamagedFileError, describe_class
 from .nested import read
 from .onnx_write import save
 from .structure import flatten_tree
@@ -84,4 +84,7 @@ def load_case(path: str | os.PathLike[str], *, device: Any = "cpu") -> StoredCas
     found = read(path, "load_case", device=device, content="case")
     if not isinstance(found, dict) or set(found) != {"inputs", "outputs", "name"}:
         raise DamagedFileError(f"{os.fspath(path)} is damaged: it holds no inputs and outputs.")
+    if not isinstance(found["name"], str):
+        kind = describe_class(found["name"])
+        raise DamagedFileError(f"{os.fspath(path)} is damaged: the name of the case is {kind}.")
     return StoredCase(**found)

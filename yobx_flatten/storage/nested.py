@@ -6,7 +6,8 @@ import os
 import typing
 from typing import Any, TypeVar, overload
 
-from ..errors import InvalidArgumentError, describe_class
+from ..errors import DamagedFileError, InvalidArgumentError, describe_class
+from ..files.damage import damage_as
 from .onnx_read import Initializers, open_model, structure_of
 from .onnx_write import save
 from .structure import flatten_tree, unflatten_tree
@@ -114,4 +115,5 @@ def read(given: Any, function: str, *, device: Any, content: str | None) -> Any:
     model, folder = open_model(given, function)
     name = "The model" if folder is None else os.fspath(given)
     structure = structure_of(model, name, content)
-    return unflatten_tree(structure, Initializers(model, folder, name), device)
+    with damage_as(DamagedFileError, name):
+        return unflatten_tree(structure, Initializers(model, folder, name), device)

@@ -10,12 +10,14 @@ import zlib
 from typing import Any, BinaryIO
 
 from ..errors import DamagedFileError, ForeignFileError, InvalidArgumentError, describe_class
+from ..files.document import check_regular
 from ..runners.elements import Element, require_onnx
 from .onnx_write import CHECKSUM, CONTENT, FORMAT, STRUCTURE, VERSION, crc_of_strings
 
 __all__ = ["Initializers", "open_model", "structure_of"]
 
 _PIECE = 16 * 2**20  # bytes read at once
+_LARGEST = 2**31  # bytes; protobuf reads no more
 _KNOWN_VERSION = 1
 
 
@@ -38,6 +40,7 @@ def open_model(given: Any, function: str) -> tuple[Any, pathlib.Path | None]:
     if not isinstance(given, (str, os.PathLike)):
         raise InvalidArgumentError(f"{function} takes a path or an onnx.ModelProto, found {describe_class(given)}.")
     path = pathlib.Path(given)
+    check_regular(path, DamagedFileError, _LARGEST)
     data = path.read_bytes()
     if not data:
         raise DamagedFileError(f"{path} is empty.")
@@ -64,7 +67,8 @@ def structure_of(model: Any, name: str, content: str | None = None) -> Any:
         ForeignFileError: when another program wrote it, or a newer version of this package, or it holds something else.
         DamagedFileError: when the structure is not the one that was written.
     """
-    found = {entry.key: entry.value for entry in model.metadata_props}
+    # protobuf gives bytes for a text that is none
+    found = {entry.key: entry.value for entry in model.metadata_props if isinstance(entry.value, str)}
     if found.get(FORMAT) != "nested-values":
         raise ForeignFileError(
             f"{name} holds no nested values: the key {FORMAT!r} is not among its metadata. It is a model, or was "
@@ -82,7 +86,7 @@ def structure_of(model: Any, name: str, content: str | None = None) -> Any:
     if str(zlib.crc32(text.encode())) != found.get(CHECKSUM):
         raise DamagedFileError(f"{name} is damaged: its structure is not the one that was written.")
     try:
-        return json.loads(text)
+        return json.loads(text)  # static data are any that JSON has; what stands where is checked as it is read
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"{name} is damaged: its structure is not JSON ({error}).") from error
 

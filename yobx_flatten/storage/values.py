@@ -26,6 +26,8 @@ __all__ = ["Payload", "Source", "read_leaf", "write_leaf"]
 
 Record = dict[str, Any]
 
+_DRAWN = 10**9  # bytes; random numbers take no place in a file, so nothing else bounds them
+
 
 @dataclasses.dataclass(frozen=True)
 class Payload:
@@ -258,6 +260,8 @@ def _read_tensor(record: Record, source: Source) -> torch.Tensor:
     if not isinstance(dtype, torch.dtype) or record["dtype"] not in ELEMENTS:
         raise DamagedFileError(f"{record['name']!r} is of type {record['dtype']!r}, which this torch does not have.")
     if "seed" in record:
+        if math.prod(shape) * 4 > _DRAWN:
+            raise DamagedFileError(f"{record['name']!r} states random numbers of shape {shape}: more than 1 GB.")
         return torch.rand(shape, generator=torch.Generator().manual_seed(record["seed"])).to(dtype)
     element = ELEMENTS[record["dtype"]]
     nbytes = math.prod(shape) * dtype.itemsize

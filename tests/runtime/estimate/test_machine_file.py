@@ -28,8 +28,9 @@ def test_a_profile_is_typed_in(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "is not JSON"),
-        ("[]", "not an object"),
+        ("", "is empty"),
+        ("{", "is not JSON"),
+        ("[]", "Expected `object`"),
         (json.dumps({"names": ["cuda:0"]}), r"flops is missing.*\n.*roundpipe doctor --machine"),
         (json.dumps({**TYPED, "ram": 1}), "ram is not one of its entries"),
         (json.dumps({**TYPED, "names": []}), "names must be a list"),

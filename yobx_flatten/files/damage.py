@@ -1,0 +1,38 @@
+"""What the wrong contents of a file raise, as one error that names the file."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from ..errors import FlattenError
+from ..errors.messages import first_line
+
+__all__ = ["damage_as"]
+
+
+@contextlib.contextmanager
+def damage_as(failure: type[Exception], where: str, *own: type[Exception], remedy: str = "") -> Iterator[None]:
+    """Turn what readers of other libraries raise, and wrong types, into one error.
+
+    Documents are checked by their form first. This is for what is behind it: safetensors, protobuf and torch raise
+    errors of many classes for data that do not fit together.
+
+    Args:
+        failure: class of the error.
+        where: the file, for the message.
+        own: errors that come out as they are, next to ours and those of the system.
+        remedy: the end of the message: what to do.
+
+    Returns:
+        A context manager.
+    """
+    try:
+        yield
+    except (FlattenError, OSError):
+        raise
+    except own:
+        raise
+    except Exception as error:
+        reason = first_line(error) or "no reason stated"
+        raise failure(f"{where} is damaged ({type(error).__name__}: {reason}).{remedy and ' '}{remedy}") from error

@@ -1,0 +1,126 @@
+"""Documents of JSON that a stranger may have made: of the stated form, or an error that names the place."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import stat
+from typing import Any, TypeVar
+
+__all__ = ["check_regular", "inside", "parse_document", "read_document"]
+
+T = TypeVar("T")
+
+_LARGEST = 2**30  # bytes; a timeline of days has less
+
+
+def read_document(
+    path: pathlib.Path, form: type[T], *, failure: type[Exception], remedy: str = "", finite: bool = True
+) -> T:
+    """Read a file of JSON.
+
+    Args:
+        path: the file.
+        form: what it holds: a dataclass, whose fields have types, or a type such as ``dict[str, float]``.
+        failure: class of the error.
+        remedy: the end of the message: what to do.
+        finite: whether ``Infinity`` and ``NaN`` are refused, which configurations of transformers may hold.
+
+    Returns:
+        The document.
+
+    Raises:
+        Exception: of the class ``failure``, when it is no regular file, too large, no JSON, or of another form.
+        OSError: when the file cannot be read.
+    """
+    check_regular(path, failure, _LARGEST)
+    return parse_document(path.read_bytes(), form, str(path), failure=failure, remedy=remedy, finite=finite)
+
+
+def parse_document(
+    text: str | bytes,
+    form: type[T],
+    where: str,
+    *,
+    failure: type[Exception],
+    remedy: str = "",
+    finite: bool = True,
+) -> T:
+    """Parse JSON as :func:`read_document` does.
+
+    What is nested deeper than Python calls itself is refused.
+
+    Args:
+        text: the JSON.
+        form: what it holds.
+        where: what it is called in messages.
+        failure: class of the error.
+        remedy: the end of the message.
+        finite: whether ``Infinity`` and ``NaN`` are refused.
+    """
+    import msgspec
+
+    try:
+        text = text if isinstance(text, str) else text.decode("utf-8")
+        # Python's parser, as texts may hold what is no character alone ("\\ud800"), which msgspec refuses
+        found = json.loads(text, parse_float=_finite, parse_constant=_finite) if finite else json.loads(text)
+        return msgspec.convert(found, form)
+    except RecursionError:
+        what = "it is nested too deeply"
+    except msgspec.MsgspecError as error:
+        what = str(error)
+    except ValueError as error:  # no JSON, no text, or a number that is none
+        what = f"it is not JSON ({error})" if text else "it is empty"
+    raise failure(f"{where} is damaged: {what}.{remedy and ' '}{remedy}")
+
+
+def _finite(number: str) -> float:
+    found = float(number)
+    if not math.isfinite(found):
+        raise ValueError(f"{number} is no finite number")
+    return found
+
+
+def inside(folder: pathlib.Path, name: Any, failure: type[Exception]) -> pathlib.Path:
+    """Return the path of a file that a document names, in the folder of the document or below.
+
+    Args:
+        folder: the folder.
+        name: what the document has, with slashes.
+        failure: class of the error.
+
+    Raises:
+        Exception: of the class ``failure``, when the name leads anywhere else, or to no regular file.
+    """
+    parts = pathlib.PurePosixPath(name).parts if isinstance(name, str) and "\\" not in name and "\0" not in name else ()
+    if not parts or ".." in parts or pathlib.PurePosixPath(name).is_absolute() or pathlib.PureWindowsPath(name).drive:
+        raise failure(f"{folder} names the file {name!r}, which is not in the folder.")
+    path = folder.joinpath(*parts)
+    try:
+        check_regular(path, failure)
+    except (FileNotFoundError, NotADirectoryError):
+        raise failure(f"{folder} names the file {name!r}, which is not there.") from None
+    return path
+
+
+def check_regular(path: pathlib.Path, failure: type[Exception], most: int | None = None) -> None:
+    """Refuse what is no file on a disk: a folder, a device without an end, a pipe that nobody writes to.
+
+    Links to files are followed, as the caches of hubs are made of them.
+
+    Args:
+        path: the file.
+        failure: class of the error.
+        most: the largest number of bytes; any by default.
+
+    Raises:
+        Exception: of the class ``failure``, when it is something else, or larger.
+        OSError: when there is no such file.
+    """
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise failure(f"{path} is not a file on a disk.")
+    if most is not None and found.st_size > most:
+        raise failure(f"{path} has {found.st_size / 1e6:.0f} MB, and no such file has more than {most / 1e6:.0f} MB.")

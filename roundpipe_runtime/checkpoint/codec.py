@@ -188,6 +188,13 @@ _WRITERS: dict[type, _Writer] = {
 _Reader = Callable[[Any, Mapping[str, torch.Tensor]], Any]
 
 
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return found
+
+
 def _pairs(stored: Any, tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
     return {decode(key, tensors): decode(item, tensors) for key, item in stored}
 
@@ -204,6 +211,6 @@ _READERS: dict[str, _Reader] = {
     "$float": lambda stored, tensors: float(stored),
     "$bytes": lambda stored, tensors: bytes.fromhex(stored),
     "$complex": lambda stored, tensors: complex(stored),
-    "$dtype": lambda stored, tensors: getattr(torch, stored),
+    "$dtype": lambda stored, tensors: _dtype(stored),
     "$device": lambda stored, tensors: torch.device(stored),
 }

@@ -10,15 +10,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.files.damage import damage_as
+
 from ..device.worker import add_note_once
-from ..errors import warn
+from ..errors import RoundPipeError, warn
 from .errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
 from .folder import checkpoints_in, is_checkpoint
 from .manifest import verify
-from .model_state import check_masters, check_model, optimizer_targets, restore_parameters, restore_progress
+from .model_state import (
+    check_masters,
+    check_model,
+    check_progress,
+    optimizer_targets,
+    restore_parameters,
+    restore_progress,
+)
 from .optimizer_state import check_optimizer, restore_optimizer
 from .ranks import CheckpointRanks, ranks_of
-from .rng import restore_random_state
+from .rng import check_random_state, restore_random_state
 from .save import finish_writing, training_objects
 from .tensor_files import need_safetensors, open_tensors
 from .training_state import TRAINING, TrainingObjects, read_training, read_weights
@@ -124,7 +133,7 @@ def _restore(path: pathlib.Path, model: nn.Module, parts: TrainingObjects, ranks
     with contextlib.ExitStack() as stack:
         undo = stack.enter_context(contextlib.ExitStack())
         stored, tensors = ranks.together(lambda: _read(path, model, parts, stack))
-        ranks.together(lambda: _restore_parts(stored, model, parts, undo))
+        ranks.together(lambda: _restore_parts(path, stored, model, parts, undo))
         undo.pop_all()
         try:
             ranks.together(lambda: _restore_model(stored, tensors, model))
@@ -132,32 +141,39 @@ def _restore(path: pathlib.Path, model: nn.Module, parts: TrainingObjects, ranks
             add_note_once(error, "The checkpoint may be loaded in part. Start again, and load it once more.")
             raise
     restore_random_state(stored["random"])
-    return dict(stored["data"])
+    data: dict[str, Any] = stored["data"]
+    return data
 
 
 def _read(
     path: pathlib.Path, model: nn.Module, parts: TrainingObjects, stack: contextlib.ExitStack
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     targets = optimizer_targets(model)
-    stored = read_training(path, targets=targets)
-    files = stack.enter_context(open_tensors(path, "model"))
-    tensors = read_weights(path, files, dict(model.named_parameters()))
-    check_model(model, stored["model"], tensors, goes_on=bool(parts.optimizers))
-    _check_parts(stored, parts)
-    if parts.optimizers:
-        check_masters(model, stored["progress"])
-    for optimizer, state in zip(parts.optimizers, stored["optimizers"], strict=False):
-        check_optimizer(optimizer, state, targets)
+    with damage_as(DamagedCheckpointError, str(path), RoundPipeError):
+        stored = read_training(path, targets=targets)
+        if not isinstance(stored["data"], dict):
+            raise TypeError("the place in the data is no dictionary")
+        check_random_state(stored["random"])
+        files = stack.enter_context(open_tensors(path, "model"))
+        tensors = read_weights(path, files, dict(model.named_parameters()))
+        check_model(model, stored["model"], tensors, goes_on=bool(parts.optimizers))
+        check_progress(model, stored["progress"])
+        _check_parts(stored, parts)
+        if parts.optimizers:
+            check_masters(model, stored["progress"])
+        for optimizer, state in zip(parts.optimizers, stored["optimizers"], strict=False):
+            check_optimizer(optimizer, state, targets)
     return stored, tensors
 
 
 def _restore_parts(
-    stored: dict[str, Any], model: nn.Module, parts: TrainingObjects, undo: contextlib.ExitStack
+    path: pathlib.Path, stored: dict[str, Any], model: nn.Module, parts: TrainingObjects, undo: contextlib.ExitStack
 ) -> None:
     targets = optimizer_targets(model)
     for optimizer, state in zip(parts.optimizers, stored["optimizers"], strict=False):
         undo.callback(undo_of(optimizer))
-        restore_optimizer(optimizer, state, targets)
+        with damage_as(DamagedCheckpointError, str(path), RoundPipeError):
+            restore_optimizer(optimizer, state, targets)
     for scheduler, state in zip(parts.schedulers, stored["schedulers"], strict=False):
         undo.callback(undo_of(scheduler))
         scheduler.load_state_dict(state)

@@ -16,6 +16,7 @@ from .errors import CheckpointError
 __all__ = [
     "check_masters",
     "check_model",
+    "check_progress",
     "collect_parameters",
     "collect_progress",
     "optimizer_targets",
@@ -104,6 +105,31 @@ def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
             f"The optimizer that was saved worked on {dtype} copies of {len(homeless)} parameters, like {homeless[0]}, "
             f"and the one given does not. Make the pipeline as it was:\n    RoundPipe(model, optim_dtype={dtype})"
         )
+
+
+def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
+    """Check that a stored progress has the form of one, before anything is changed.
+
+    Args:
+        model: model to load into.
+        stored: result of :func:`collect_progress`, from a file.
+
+    Raises:
+        CheckpointError: a gradient or a copy for the optimizer has another shape than its parameter.
+        TypeError: something is of another type.
+    """
+    for entry in stored["pipelines"].values():
+        runs, replicas = entry["runs"], entry.get("replicas")
+        if type(runs) is not int or runs < 0 or not (replicas is None or isinstance(replicas, (int, dict, list))):
+            raise TypeError("a number of runs is none")
+    targets = optimizer_targets(model)
+    for table in (stored["masters"], stored["gradients"], stored["buffers"]):
+        for name, value in table.items():
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"{name} is no tensor")
+            target = targets.get(name)
+            if table is not stored["buffers"] and target is not None and value.shape != target.shape:
+                raise CheckpointError(f"The checkpoint is of another model: {name} is {_described(value)} in it.")
 
 
 def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["random_state", "restore_random_state"]
+__all__ = ["check_random_state", "random_state", "restore_random_state"]
 
 
 def random_state() -> dict[str, Any]:
@@ -22,6 +22,24 @@ def random_state() -> dict[str, Any]:
         states = [library.get_rng_state(number) for number in range(library.device_count())]
         state["accelerator"] = {"type": kind, "states": states}
     return state
+
+
+def check_random_state(state: Any) -> None:
+    """Try the states from :func:`random_state` in generators that nobody uses, before anything is changed.
+
+    Raises:
+        Exception: of the class that a generator raises for what is no state.
+    """
+    torch.Generator().set_state(state["torch"])
+    random.Random().setstate(state["python"])  # nothing is drawn
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        numpy.random.RandomState().set_state(state["numpy"])
+    stored = state.get("accelerator")
+    kind, library = _accelerator()
+    if stored is not None and library is not None and kind == stored["type"]:
+        for number, generator in enumerate(stored["states"][: library.device_count()]):
+            torch.Generator(device=f"{kind}:{number}").set_state(generator)
 
 
 def restore_random_state(state: dict[str, Any]) -> None:

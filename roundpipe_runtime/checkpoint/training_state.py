@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from yobx_flatten.files.document import read_document
+
 from .codec import decode, encode
 from .config_files import config_files
-from .errors import CheckpointError
+from .errors import CheckpointError, DamagedCheckpointError
 from .model_state import collect_parameters, collect_progress, optimizer_targets
 from .optimizer_state import named_state
 from .ranks import CheckpointRanks
@@ -258,7 +260,7 @@ def read_values(
     Returns:
         The values by key.
     """
-    stored = json.loads((folder / f"{stem}.json").read_text(encoding="utf-8"))
+    stored = read_document(folder / f"{stem}.json", dict[str, Any], failure=DamagedCheckpointError)
     wanted = {key: stored[key] for key in (stored if only is None else only)}
     places = _places(wanted, targets or {})
     with open_tensors(folder, stem) as tensors:

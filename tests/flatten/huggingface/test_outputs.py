@@ -236,7 +236,7 @@ class Relay(torch.nn.Module):
             logits=outer.logits + outer.inner.features,
             inner=Inner(features=outer.several[0].mask * 2),
             hidden_states=(outer.hidden_states[1],),
-            **{WORD: cache_of(outer)},
+            cache=outer.cache,
         )
 
 
@@ -255,7 +255,7 @@ def test_an_output_is_exported_as_input_and_as_output():
     assert type(found) is Outer
     assert torch.equal(found.logits, other.logits + 1)
     assert torch.equal(found.inner.features, torch.full((4, 3), 2.0))
-    assert (len(found.hidden_states), cache_of(found).get_seq_length()) == (1, 7)
+    assert (len(found.hidden_states), found.cache.get_seq_length()) == (1, 7)
     assert output_names(found)[:3] == ["logits", "inner.features", "hidden_states.0"]
 
 

@@ -1,5 +1,7 @@
 """Tests of roundpipe_runtime.checkpoint.load: the newest that is whole, and nothing by half."""
 
+import hashlib
+import json
 import random
 import warnings
 
@@ -289,3 +291,61 @@ def test_the_place_in_the_data_may_be_anything_that_is_data(tmp_path):
     other = torch.Generator()
     other.set_state(found["sampler"]["generator"])
     assert torch.equal(torch.randn(2, generator=other), torch.randn(2, generator=generator))
+
+
+def changed_by_its_author(path, name, content):
+    """A file of a checkpoint is another one, and the manifest says so."""
+    (path / name).write_bytes(content)
+    manifest = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
+    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "checkpoint.json").write_text(json.dumps(manifest), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"random": {"python": [3, [1, 2, 3], None]}},
+        {"random": []},
+        {"data": 5},
+        {"data": {"$dtype": "load"}},
+        {"data": {"a": {"$tensor": "nothing"}}},
+        {"data": {"a": {"$unknown": 1}}},
+        {"optimizers": 5},
+        {"optimizers": [{}]},
+        {"model": None},
+        {"progress": {"pipelines": {}, "masters": {}, "gradients": {"0.weight": 5}, "buffers": {}}},
+        {"progress": {"pipelines": {"": {"runs": "x"}}, "masters": {}, "gradients": {}, "buffers": {}}},
+    ],
+    ids=str,
+)
+def test_what_its_author_changed_is_one_error_and_changes_nothing(tmp_path, change):
+    """The digests are right: only the contents are not."""
+    model = filled(1.0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    path = save_checkpoint(tmp_path, model, optimizer=optimizer).path
+    training = json.loads((path / "training.json").read_text(encoding="utf-8"))
+    merged = {key: {**training[key], **value} if key == "random" and value else value for key, value in change.items()}
+    changed_by_its_author(path, "training.json", json.dumps({**training, **merged}).encode())
+    other = filled(7.0)
+    optimizer = torch.optim.Adam(other.parameters(), lr=0.5)
+    states = random.getstate(), torch.get_rng_state()
+    with pytest.raises((CheckpointError, DamagedCheckpointError)):
+        load_checkpoint(path, other, optimizer=optimizer)
+    assert value_of(other) == {7.0}
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff" * 64, (2**40).to_bytes(8, "little") + b"{}"], ids=str)
+def test_tensors_that_are_none_are_one_error(tmp_path, name, content):
+    model = filled(1.0)
+    path = save_checkpoint(
+        tmp_path, model, optimizer=torch.optim.Adam(model.parameters()), data={"x": torch.ones(2)}
+    ).path
+    changed_by_its_author(path, name, content)
+    other = filled(7.0)
+    with pytest.raises(DamagedCheckpointError, match="is damaged"):
+        load_checkpoint(path, other)
+    assert value_of(other) == {7.0}

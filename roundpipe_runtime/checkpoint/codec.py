@@ -191,7 +191,7 @@ _Reader = Callable[[Any, Mapping[str, torch.Tensor]], Any]
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
+        raise TypeError(f"{name} is not a dtype")
     return found
 
 

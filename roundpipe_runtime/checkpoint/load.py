@@ -152,7 +152,7 @@ def _read(
     with damage_as(DamagedCheckpointError, str(path), RoundPipeError):
         stored = read_training(path, targets=targets)
         if not isinstance(stored["data"], dict):
-            raise TypeError("the place in the data is no dictionary")
+            raise TypeError("the place in the data is not a dictionary")
         check_random_state(stored["random"])
         files = stack.enter_context(open_tensors(path, "model"))
         tensors = read_weights(path, files, dict(model.named_parameters()))

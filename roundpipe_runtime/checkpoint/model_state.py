@@ -126,7 +126,7 @@ def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
     for table in (stored["masters"], stored["gradients"], stored["buffers"]):
         for name, value in table.items():
             if not isinstance(value, torch.Tensor):
-                raise TypeError(f"{name} is no tensor")
+                raise TypeError(f"{name} is not a tensor")
             target = targets.get(name)
             if table is not stored["buffers"] and target is not None and value.shape != target.shape:
                 raise CheckpointError(f"The checkpoint is of another model: {name} is {_described(value)} in it.")

@@ -25,10 +25,10 @@ def random_state() -> dict[str, Any]:
 
 
 def check_random_state(state: Any) -> None:
-    """Try the states from :func:`random_state` in generators that nobody uses, before anything is changed.
+    """Try the states from :func:`random_state` in new generators, before anything is changed.
 
     Raises:
-        Exception: of the class that a generator raises for what is no state.
+        Exception: of the class that a generator raises for what is not a state.
     """
     torch.Generator().set_state(state["torch"])
     random.Random().setstate(state["python"])  # nothing is drawn

@@ -1,4 +1,4 @@
-"""What the caller stated of sizes, asserted in the trace: the program then asserts it too, and a file states it.
+"""What the caller stated of sizes, asserted in the trace: then the program also asserts it, and a file states it.
 
 .. code-block:: text
 

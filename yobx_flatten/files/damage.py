@@ -15,7 +15,7 @@ __all__ = ["damage_as"]
 def damage_as(failure: type[Exception], where: str, *own: type[Exception], remedy: str = "") -> Iterator[None]:
     """Turn what readers of other libraries raise, and wrong types, into one error.
 
-    Documents are checked by their form first. This is for what is behind it: safetensors, protobuf and torch raise
+    Documents are checked by their form first. This is for the rest: safetensors, protobuf and torch raise
     errors of many classes for data that do not fit together.
 
     Args:

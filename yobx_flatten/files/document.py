@@ -32,7 +32,7 @@ def read_document(
         The document.
 
     Raises:
-        Exception: of the class ``failure``, when it is no regular file, too large, no JSON, or of another form.
+        Exception: of the class ``failure``, when it is not a regular file, too large, not JSON, or of another form.
         OSError: when the file cannot be read.
     """
     check_regular(path, failure, _LARGEST)
@@ -64,7 +64,7 @@ def parse_document(
 
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
-        # Python's parser, as texts may hold what is no character alone ("\\ud800"), which msgspec refuses
+        # Python's parser, as texts may hold half a character ("\\ud800"), which msgspec refuses
         found = json.loads(text, parse_float=_finite, parse_constant=_finite) if finite else json.loads(text)
         return msgspec.convert(found, form)
     except RecursionError:
@@ -79,7 +79,7 @@ def parse_document(
 def _finite(number: str) -> float:
     found = float(number)
     if not math.isfinite(found):
-        raise ValueError(f"{number} is no finite number")
+        raise ValueError(f"{number} is not a finite number")
     return found
 
 
@@ -106,7 +106,7 @@ def inside(folder: pathlib.Path, name: Any, failure: type[Exception]) -> pathlib
 
 
 def check_regular(path: pathlib.Path, failure: type[Exception], most: int | None = None) -> None:
-    """Refuse what is no file on a disk: a folder, a device without an end, a pipe that nobody writes to.
+    """Refuse what is not a file on a disk: a folder, a device without an end, a pipe without a writer.
 
     Links to files are followed, as the caches of hubs are made of them.
 

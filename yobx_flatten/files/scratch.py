@@ -71,7 +71,7 @@ def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
 def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
     """Return where data go that a file refers to: ``NAME.data``, or a name that nothing next to the target has.
 
-    The data of an earlier file keep their name, so whoever finds that file finds its data.
+    The data of an earlier file keep their name, so a reader that finds the file finds its data.
 
     Args:
         written: the file in its hidden folder.
@@ -125,7 +125,7 @@ def publish_files(new: pathlib.Path, target: pathlib.Path, stale: Collection[str
         except BaseException:
             _unlink(target.parent, moved)
             raise
-        # it is the new one now: what goes wrong from here on is no reason for an error
+        # it is the new one now: what goes wrong from here on needs no error
         with contextlib.suppress(OSError):
             flush()
     _unlink(target.parent, stale)
@@ -139,7 +139,7 @@ def publish_folder(new: pathlib.Path, target: pathlib.Path) -> None:
         target: its path.
 
     Raises:
-        OSError: when it cannot be moved. Then the old folder is under its name; where that fails as well, the message
+        OSError: when it cannot be moved. Then the old folder is under its name; where that also fails, the message
             has the name it is under until :func:`settle`.
     """
     flush_tree(new.parent)
@@ -176,7 +176,7 @@ def settle(target: pathlib.Path) -> None:
     for left in _left_of(target):
         lock = _lock_of(left)
         if lock is None:
-            continue  # somebody writes there, or nobody may
+            continue  # another process writes there, or no process may
         try:
             _settle_one(left, target)
         finally:

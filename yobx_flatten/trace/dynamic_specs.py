@@ -23,7 +23,7 @@ _ATTACHED = "_dynamic_spec"
 
 
 def spec_classes() -> Any:
-    """Return the module of the classes; ``None`` where nobody imported it, or an older torch has others in it."""
+    """Return the module of the classes; ``None`` where it is not imported, or an older torch has others in it."""
     module = sys.modules.get("torch.fx.experimental.dynamic_spec")
     return module if all(hasattr(module, name) for name in _CLASSES) else None
 

@@ -60,7 +60,7 @@ class Stated(NamedTuple):
     """A specification in the form of ``dynamic_shapes``.
 
     Attributes:
-        shapes: by parameter name.
+        shapes: entries by parameter name.
         sizes: the sizes that vary.
         assumptions: what holds of them, each an expression of sympy.
     """
@@ -110,11 +110,11 @@ def without_specs(inputs: Mapping[str, Any], shapes: Mapping[str, Any], assumpti
         DynamicShapesError: when a specification does not fit the inputs, or their sizes.
     """
     classes = spec_classes()
-    if classes is None:  # nobody can have made one
+    if classes is None:  # none can have been made
         return Stated(dict(shapes), (), ())
     writing = _Writing(classes)
     written = {name: writing.write(value, shapes.get(name), (name,)) for name, value in inputs.items()}
-    # what has no entry, or is no input, is found where the result is checked
+    # what has no entry, or is not an input, is found where the result is checked
     written = {name: written.get(name, entry) for name, entry in shapes.items()}
     _check_values(writing.sizes, assumptions)
     return Stated(written, tuple(writing.sizes), assumptions)
@@ -187,7 +187,9 @@ class _Writing:
         place = ".".join(path)
         if isinstance(spec, self.classes.TensorSpec):
             if not isinstance(obj, torch.Tensor):
-                raise DynamicShapesError(f"{place}: a TensorSpec for {describe_class(type(obj))}, which is no tensor.")
+                raise DynamicShapesError(
+                    f"{place}: a TensorSpec for {describe_class(type(obj))}, which is not a tensor."
+                )
             if len(spec) != obj.dim():
                 raise DynamicShapesError(
                     f"{place}: expected one entry for each of the {obj.dim()} axes of shape {tuple(obj.shape)}, found "
@@ -267,7 +269,7 @@ def _kind(spec: Any) -> str:
 
 
 def _name(expression: Any) -> str:
-    """An expression without the numbers that tell variables of one name apart."""
+    """An expression without the numbers that distinguish variables of one name."""
     text = str(expression)
     for symbol in sorted(map(str, expression.free_symbols), key=len, reverse=True):
         text = text.replace(symbol, symbol.partition("#")[0])

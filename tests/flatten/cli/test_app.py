@@ -200,7 +200,7 @@ def test_the_installed_command_is_the_same_function():
     pyproject = pathlib.Path(__file__).parents[3] / "pyproject.toml"
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     assert project["scripts"]["yobx-flatten"] == "yobx_flatten.__main__:main"
-    assert {"torch", "typer", "rich", "packaging", "psutil"} == {
+    assert {"torch", "typer", "rich", "packaging", "psutil", "filelock", "msgspec"} == {
         line.partition(">")[0] for line in project["dependencies"]
     }
 

@@ -71,7 +71,7 @@ def written(tmp_path, content):
         ({"traceEvents": [ROW, {**RECORD, "ts": "0"}]}, "has no time"),
         ({"traceEvents": [ROW, {**RECORD, "ts": 10**400}]}, "has no time"),
         ({"traceEvents": [ROW, {**RECORD, "dur": -1}]}, "has no time"),
-        ({"traceEvents": [ROW, {**RECORD, "dur": float("nan")}]}, "NaN is no finite number"),
+        ({"traceEvents": [ROW, {**RECORD, "dur": float("nan")}]}, "NaN is not a finite number"),
     ],
 )
 def test_files_of_something_else_are_refused(tmp_path, content, message):

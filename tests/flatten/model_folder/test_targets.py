@@ -136,7 +136,7 @@ def test_a_file_that_was_changed_is_refused(exported, tmp_path):
     with pytest.raises(DamagedFileError, match="is not the file that was exported"):
         verify_folder(copy, trust=True)
     (copy / name).unlink()
-    with pytest.raises(DamagedFileError, match="names the file .* which is not there"):
+    with pytest.raises(DamagedFileError, match=r"names the file .* which is not there"):
         open_generator(copy, trust=True)
 
 

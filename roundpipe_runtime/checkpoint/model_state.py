@@ -119,9 +119,9 @@ def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
         TypeError: something is of another type.
     """
     for entry in stored["pipelines"].values():
-        runs, replicas = entry["runs"], entry.get("replicas")
-        if type(runs) is not int or runs < 0 or not (replicas is None or isinstance(replicas, (int, dict, list))):
-            raise TypeError("a number of runs is none")
+        counts = [entry["runs"], *([entry["replicas"]] if entry.get("replicas") is not None else [])]
+        if not all(type(count) is int and count >= 0 for count in counts):
+            raise TypeError(f"runs and replicas are counts, found {counts}")
     targets = optimizer_targets(model)
     for table in (stored["masters"], stored["gradients"], stored["buffers"]):
         for name, value in table.items():

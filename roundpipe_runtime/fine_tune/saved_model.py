@@ -31,10 +31,10 @@ def check_output(folder: str | os.PathLike[str], *, overwrite: bool = False) -> 
         FineTuneError: the folder exists, or it cannot be created.
     """
     path = pathlib.Path(folder)
-    settle(path.absolute())
-    if path.exists() and not overwrite:
-        raise FineTuneError(f"{path} exists. Name another folder, or replace it: --overwrite")
     try:
+        settle(path.absolute())  # what a killed process was about to replace is there again
+        if path.exists() and not overwrite:
+            raise FineTuneError(f"{path} exists. Name another folder, or replace it: --overwrite")
         with scratch_for(path.absolute()) as half:
             (half / "trial").touch()
     except OSError as error:

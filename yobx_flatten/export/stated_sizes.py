@@ -25,6 +25,7 @@ from ..runners.relations import COMPARISONS, Expression
 from ..trace.dynamic_specs import attached_spec, forget_attached
 from ..trees.dynamic_specs import Stated
 from ..trees.naming import leaf_names
+from .replaced_forward import replaced_forward
 from .size_relations import as_expression
 
 __all__ = ["Place", "Relation", "asserted_in_forward", "names_of", "relations_of"]
@@ -134,14 +135,8 @@ def asserted_in_forward(
 
     forget_attached(forward)  # these are in dynamic_shapes now, and torch takes only one of the two
     forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined] # what inspect reads first
-    held = module.__dict__
-    before = {"forward": held["forward"]} if "forward" in held else {}
-    held["forward"] = forward
-    try:
+    with replaced_forward(module, forward):
         yield
-    finally:
-        del held["forward"]
-        held.update(before)
 
 
 _Value = Callable[[list[Any]], Any]

@@ -17,6 +17,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ..errors import InvalidArgumentError
+from .replaced_forward import replaced_forward
 
 __all__ = ["check_all_read", "check_spelling", "named_in_forward", "swallowed_names"]
 
@@ -60,14 +61,8 @@ def named_in_forward(module: torch.nn.Module, names: Sequence[str]) -> Iterator[
         return original(*args, **kwargs)
 
     forward.__signature__ = inspect.Signature([*kept, *added])  # type: ignore[attr-defined] # what inspect reads first
-    held = module.__dict__
-    before = {"forward": held["forward"]} if "forward" in held else {}
-    held["forward"] = forward
-    try:
+    with replaced_forward(module, forward):
         yield
-    finally:
-        del held["forward"]
-        held.update(before)
 
 
 def check_spelling(module: torch.nn.Module, names: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ __all__ = ["damage_as"]
 
 
 @contextlib.contextmanager
-def damage_as(failure: type[Exception], where: str, *own: type[Exception], remedy: str = "") -> Iterator[None]:
+def damage_as(failure: type[Exception], where: str, *own: type[Exception]) -> Iterator[None]:
     """Turn what readers of other libraries raise, and wrong types, into one error.
 
     Documents are checked by their form first. This is for the rest: safetensors, protobuf and torch raise
@@ -22,17 +22,15 @@ def damage_as(failure: type[Exception], where: str, *own: type[Exception], remed
         failure: class of the error.
         where: the file, for the message.
         own: errors that come out as they are, next to ours and those of the system.
-        remedy: the end of the message: what to do.
 
     Returns:
         A context manager.
     """
     try:
         yield
-    except (FlattenError, OSError):
+    except (FlattenError, OSError, MemoryError):  # too little memory is not the fault of a file
         raise
     except own:
         raise
     except Exception as error:
-        reason = first_line(error) or "no reason stated"
-        raise failure(f"{where} is damaged ({type(error).__name__}: {reason}).{remedy and ' '}{remedy}") from error
+        raise failure(f"{where} is damaged ({type(error).__name__}: {first_line(error)}).") from error

@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 import stat
-from typing import Any, TypeVar
+from typing import TypeVar
 
 __all__ = ["check_regular", "inside", "parse_document", "read_document"]
 
@@ -83,7 +83,7 @@ def _finite(number: str) -> float:
     return found
 
 
-def inside(folder: pathlib.Path, name: Any, failure: type[Exception]) -> pathlib.Path:
+def inside(folder: pathlib.Path, name: object, failure: type[Exception]) -> pathlib.Path:
     """Return the path of a file that a document names, in the folder of the document or below.
 
     Args:
@@ -94,8 +94,9 @@ def inside(folder: pathlib.Path, name: Any, failure: type[Exception]) -> pathlib
     Raises:
         Exception: of the class ``failure``, when the name leads anywhere else, or to no regular file.
     """
-    parts = pathlib.PurePosixPath(name).parts if isinstance(name, str) and "\\" not in name and "\0" not in name else ()
-    if not parts or ".." in parts or pathlib.PurePosixPath(name).is_absolute() or pathlib.PureWindowsPath(name).drive:
+    parts = pathlib.PurePosixPath(name).parts if isinstance(name, str) else ()
+    # a backslash or a drive leads elsewhere on Windows, and no system has a zero in a name
+    if not parts or parts[0] == "/" or ".." in parts or any(sign in part for part in parts for sign in "\\:\0"):
         raise failure(f"{folder} names the file {name!r}, which is not in the folder.")
     path = folder.joinpath(*parts)
     try:

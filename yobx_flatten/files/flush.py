@@ -17,8 +17,12 @@ def flush_tree(folder: pathlib.Path) -> None:
         if path.is_dir():
             flush_folder(path)
         else:
-            with open(path, "r+b") as file:  # some systems flush only what may be written
-                os.fsync(file.fileno())
+            # Windows flushes only what is opened for writing, and a file may be read-only, as its source was
+            number = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+            try:
+                os.fsync(number)
+            finally:
+                os.close(number)
 
 
 def flush_folder(folder: pathlib.Path) -> None:

@@ -25,10 +25,13 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..errors import StoredFileError
 from .flush import flush_tree, opened_folder
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 __all__ = [
     "data_path",
@@ -69,16 +72,18 @@ def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    """Return where data go that a file refers to: ``NAME.data``, or a name that nothing next to the target has.
+    """Return where data go that a file refers to: ``NAME.data`` for the first file of a name, then another each time.
 
-    The data of an earlier file keep their name, so a reader that finds the file finds its data.
+    So a reader that finds a file finds its data, and not those of the file before or after it.
 
     Args:
         written: the file in its hidden folder.
         target: the path it is to have.
     """
     name = f"{target.name}.data"
-    return written.with_name(f"{target.name}.{secrets.token_hex(4)}.data" if (target.parent / name).exists() else name)
+    if target.exists() or (target.parent / name).exists():
+        name = f"{target.name}.{secrets.token_hex(4)}.data"
+    return written.with_name(name)
 
 
 def is_data_of(name: str, target: pathlib.Path) -> bool:
@@ -94,6 +99,9 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         text: what is to be in it.
     """
     target = pathlib.Path(path)
+    if target.exists() and not target.is_file():  # /dev/stdout, a pipe: no name to give, and a folder is refused
+        target.write_text(text, encoding="utf-8")
+        return
     with scratch_for(target) as folder:
         (folder / target.name).write_text(text, encoding="utf-8")
         publish_files(folder, target)
@@ -174,9 +182,12 @@ def settle(target: pathlib.Path) -> None:
         OSError: when the folder that had the name cannot get it back, as on a disk that is read-only.
     """
     for left in _left_of(target):
-        lock = _lock_of(left)
+        try:
+            lock = _lock_of(left)
+        except OSError:
+            continue  # a disk that is read-only, or too few descriptors: the next one settles it
         if lock is None:
-            continue  # another process writes there, or no process may
+            continue  # another process writes there
         try:
             _settle_one(left, target)
         finally:
@@ -238,23 +249,27 @@ def _unlink(folder: pathlib.Path, names: Iterable[str]) -> None:
             (folder / name).unlink()
 
 
-def _locked_folder(target: pathlib.Path) -> tuple[pathlib.Path, Any]:
+def _locked_folder(target: pathlib.Path) -> tuple[pathlib.Path, BaseFileLock]:
     while True:
         folder = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=target.parent))
-        lock = _lock_of(folder)
+        try:
+            lock = _lock_of(folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         if lock is not None:
             return folder, lock
         # another process took it for a leftover before it had its lock
 
 
-def _lock_of(folder: pathlib.Path) -> Any:
+def _lock_of(folder: pathlib.Path) -> BaseFileLock | None:
     """The lock of a hidden folder, acquired; ``None`` where another process has it, or the folder is gone."""
     import filelock
 
     lock = filelock.FileLock(folder / _LOCK, timeout=0, thread_local=False, is_singleton=False)
     try:
         lock.acquire()
-    except (filelock.Timeout, OSError):
+    except filelock.Timeout:
         return None
     if (folder / _LOCK).exists():
         return lock

@@ -207,7 +207,7 @@ def save(
     Both are written in a hidden folder, and moved when they are complete.
 
     Args:
-        path: the file. The second one is ``<path>.data``, or ``<path>.1f0e3dad.data`` where that name is in use.
+        path: the file. The second one is ``<path>.data``, or ``<path>.1f0e3dad.data`` over an existing file.
         structure: what to store.
         function: what the user called, for messages.
         content: what the file holds, for the reader.

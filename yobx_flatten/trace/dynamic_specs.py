@@ -1,4 +1,4 @@
-"""What is in the shapes that ``torch.fx.experimental.dynamic_spec`` makes.
+"""Read the specifications of ``torch.fx.experimental.dynamic_spec``.
 
 torch 2.13 has these classes, and ``torch.export`` takes them since 2.15.
 
@@ -9,6 +9,7 @@ This is the one file that reads private attributes of these classes. Where one i
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ _CLASSES = ("DictSpec", "IntVar", "ObjectSpec", "ParamsSpec", "SeqSpec", "Shapes
 _ATTACHED = "_dynamic_spec"
 
 
-def spec_classes() -> Any:
+def spec_classes() -> types.ModuleType | None:
     """Return the module of the classes; ``None`` where it is not imported, or an older torch has others in it."""
     module = sys.modules.get("torch.fx.experimental.dynamic_spec")
     return module if all(hasattr(module, name) for name in _CLASSES) else None

@@ -17,6 +17,7 @@ the expressions state is asserted in the trace (see :mod:`yobx_flatten.export.st
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -121,7 +122,7 @@ def without_specs(inputs: Mapping[str, Any], shapes: Mapping[str, Any], assumpti
 
 
 class _Writing:
-    def __init__(self, classes: Any) -> None:
+    def __init__(self, classes: types.ModuleType) -> None:
         self.classes, self.leaves = classes, 0
         self.sizes: list[Size] = []
 

@@ -2,12 +2,22 @@
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
 from yobx_flatten.errors import StoredFileError
 from yobx_flatten.files import scratch
-from yobx_flatten.files.scratch import data_path, is_folder, publish_files, publish_folder, scratch_for, settle
+from yobx_flatten.files.flush import flush_tree
+from yobx_flatten.files.scratch import (
+    data_path,
+    is_folder,
+    publish_files,
+    publish_folder,
+    scratch_for,
+    settle,
+    write_text,
+)
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a process is killed in a fork")
 
@@ -218,3 +228,77 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     assert events[0] == "flush"
     assert "fsync" in events[: events.index("name")]
     assert events[-1] == "fsync"
+
+
+def test_data_have_another_name_each_time(tmp_path):
+    """Two writers cannot remove each other's data: `NAME.data` is the first file's, and no later one takes it."""
+    target, seen = tmp_path / "target", set()
+    for text in "abc":
+        write_with_data(target, text)
+        seen.add(target.read_text(encoding="utf-8"))
+        assert names(tmp_path) == ["target", target.read_text(encoding="utf-8")]
+    assert len(seen) == 3
+    assert "target.data" in seen
+
+
+def test_without_a_lock_nothing_is_written_and_nothing_stays(tmp_path, monkeypatch):
+    """Too few descriptors, or a disk without locks: the error of the system, and not an endless search."""
+    import filelock
+
+    def refuse(self, *args, **options):
+        raise OSError(24, "Too many open files")
+
+    write_file(tmp_path / "target", "old")
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        write_file(tmp_path / "target", "new")
+    assert names(tmp_path) == ["target"]
+    assert read(write_file, tmp_path / "target") == "old"
+
+
+def test_a_leftover_that_cannot_be_locked_is_left_for_the_next_one(tmp_path, monkeypatch):
+    import filelock
+
+    (tmp_path / ".target.writing-1" / "old").mkdir(parents=True)
+    with monkeypatch.context() as patched:
+
+        def refuse(self, *args, **options):
+            raise OSError(30, "Read-only file system")
+
+        patched.setattr(filelock.FileLock, "acquire", refuse)
+        with pytest.raises(StoredFileError, match=r"What was in it is in .*\.target\.writing-1/old"):
+            is_folder(tmp_path / "target")
+    assert is_folder(tmp_path / "target")
+    assert names(tmp_path) == ["target"]
+
+
+def test_files_that_are_read_only_are_flushed(tmp_path):
+    """A folder of a tokenizer may be read-only, and so are copies of its files. Root may write to them: not as root."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "content").write_text("x", encoding="utf-8")
+    (folder / "content").chmod(0o444)
+    tmp_path.chmod(0o755)
+    child = os.fork()
+    if not child:
+        os.chdir(tmp_path)  # folders above are the user's own
+        if os.getuid() == 0:
+            os.setuid(65534)
+        try:
+            flush_tree(Path("folder"))
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_text_goes_to_what_is_not_a_file_as_it_is(tmp_path):
+    """`--timeline /dev/stdout`, say."""
+    os.mkfifo(tmp_path / "pipe")
+    found = []
+    reader = threading.Thread(target=lambda: found.append((tmp_path / "pipe").read_text(encoding="utf-8")))
+    reader.start()
+    write_text(tmp_path / "pipe", "text")
+    reader.join()
+    assert found == ["text"]
+    assert names(tmp_path) == ["pipe"]

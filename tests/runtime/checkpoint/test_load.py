@@ -315,6 +315,7 @@ def changed_by_its_author(path, name, content):
         {"model": None},
         {"progress": {"pipelines": {}, "masters": {}, "gradients": {"0.weight": 5}, "buffers": {}}},
         {"progress": {"pipelines": {"": {"runs": "x"}}, "masters": {}, "gradients": {}, "buffers": {}}},
+        {"progress": {"pipelines": {"": {"runs": 1, "replicas": []}}, "masters": {}, "gradients": {}, "buffers": {}}},
     ],
     ids=str,
 )

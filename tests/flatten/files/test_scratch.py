@@ -6,43 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import fresh_process
+from tests.flatten.files import writers
+from tests.flatten.files.writers import write_file, write_folder, write_with_data
 from yobx_flatten.errors import StoredFileError
 from yobx_flatten.files import scratch
-from yobx_flatten.files.flush import flush_tree
-from yobx_flatten.files.scratch import (
-    data_path,
-    is_folder,
-    publish_files,
-    publish_folder,
-    scratch_for,
-    settle,
-    write_text,
-)
-
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a process is killed in a fork")
-
-
-def write_file(target, text):
-    with scratch_for(target) as folder:
-        (folder / target.name).write_text(text, encoding="utf-8")
-        publish_files(folder, target)
-
-
-def write_with_data(target, text):
-    """The file holds the name of its data, as an ONNX file does."""
-    with scratch_for(target) as folder:
-        data = data_path(folder / target.name, target)
-        data.write_text(text, encoding="utf-8")
-        (folder / target.name).write_text(data.name, encoding="utf-8")
-        before = {target.read_text(encoding="utf-8")} if target.exists() else set()
-        publish_files(folder, target, before)
-
-
-def write_folder(target, text):
-    with scratch_for(target) as folder:
-        (folder / "deep").mkdir()
-        (folder / "deep" / "content").write_text(text, encoding="utf-8")
-        publish_folder(folder, target)
+from yobx_flatten.files.scratch import is_folder, publish_folder, scratch_for, settle, write_text
 
 
 def read(write, target):
@@ -60,25 +29,10 @@ def names(folder):
 
 
 def killed(write, target, calls):
-    """Write in a process that ends after so many calls that change names, as by `kill -9`; return whether it ended."""
-    child = os.fork()
-    if not child:
-        left = calls
-
-        def dying(real):
-            def call(*given, **options):
-                nonlocal left
-                real(*given, **options)
-                left -= 1
-                if not left:
-                    os._exit(9)
-
-            return call
-
-        os.replace, os.unlink, os.mkdir = dying(os.replace), dying(os.unlink), dying(os.mkdir)
-        write(target, "new")
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    """Write in a process that ends after so many calls that change names; return whether it ended before the last."""
+    done = fresh_process.run("-m", writers.__name__, write.__name__, target, "new", str(calls), check=False)
+    assert done.returncode in (0, 9), done.stderr
+    return done.returncode == 9
 
 
 WRITERS = pytest.mark.parametrize("write", [write_file, write_with_data, write_folder])
@@ -161,11 +115,7 @@ def test_what_is_being_written_is_left_alone(tmp_path):
     """Two processes write to one name: neither takes the other's folder for a leftover."""
     target = tmp_path / "target"
     with scratch_for(target) as ours:
-        child = os.fork()
-        if not child:
-            write_folder(target, "theirs")
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        fresh_process.run("-m", writers.__name__, "write_folder", target, "theirs")
         (ours / "deep").mkdir()
         (ours / "deep" / "content").write_text("ours", encoding="utf-8")
         assert read(write_folder, target) == "theirs"
@@ -279,17 +229,14 @@ def test_files_that_are_read_only_are_flushed(tmp_path):
     (folder / "content").write_text("x", encoding="utf-8")
     (folder / "content").chmod(0o444)
     tmp_path.chmod(0o755)
-    child = os.fork()
-    if not child:
-        os.chdir(tmp_path)  # folders above are the user's own
-        if os.getuid() == 0:
-            os.setuid(65534)
-        try:
-            flush_tree(Path("folder"))
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    program = (
+        "import os, pathlib\n"
+        "from yobx_flatten.files.flush import flush_tree\n"
+        f"os.chdir({str(tmp_path)!r})\n"  # folders above are the user's own
+        "os.getuid() or os.setuid(65534)\n"
+        "flush_tree(pathlib.Path('folder'))\n"
+    )
+    fresh_process.run("-c", program)
 
 
 def test_a_text_goes_to_what_is_not_a_file_as_it_is(tmp_path):

@@ -38,10 +38,11 @@ def bad_layer(rank: int, call: int, notes: list[float]) -> Iterator[None]:
     forward, calls = LlamaDecoderLayer.forward, [0]
 
     def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls[0] += self.self_attn.layer_idx == 1
-        if calls[0] == call and dist.get_rank() == rank:
-            notes.append(time.monotonic())
-            raise BadRowError("a bad row")
+        if self.self_attn.layer_idx == 1:  # another device may compute another layer at the same time
+            calls[0] += 1
+            if calls[0] == call and dist.get_rank() == rank:
+                notes.append(time.monotonic())
+                raise BadRowError("a bad row")
         return forward(self, *args, **kwargs)
 
     LlamaDecoderLayer.forward = failing

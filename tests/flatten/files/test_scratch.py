@@ -2,7 +2,6 @@
 
 import os
 import threading
-from pathlib import Path
 
 import pytest
 

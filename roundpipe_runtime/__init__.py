@@ -18,83 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from yobx_flatten.errors.dependencies import require
-
-from . import optim
-
-# a loss that is exact in microbatches
-from .batch.loss import WeightedLoss
-from .batch.packed import RoundPipePackedData
-
-# say how a batch is cut and joined
-from .batch.spec import Replicate, TensorChunkSpec
-
-# save a training and go on with it
-from .checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    CheckpointWarning,
-    DamagedCheckpointError,
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-)
-
-# where it runs
-from .device.virtual import Device, VirtualDevice, parse_devices
-
-# configure a call, and which layers form a stage
-from .engine.config import RoundPipeRunConfig
-
-# inside a layer
-from .engine.recompute import doing_recompute, get_recompute_data, save_for_recompute
-
-# what can go wrong
-from .errors import (
-    ConfigError,
-    DeviceError,
-    DeviceMemoryError,
-    DistributedError,
-    JoinError,
-    LossError,
-    PlanError,
-    RoundPipeError,
-    RoundPipeWarning,
-    SplitError,
-    StageError,
-    UnevenSplitWarning,
-    UnregisteredObjectError,
-    UseAfterReleaseError,
-)
-
-# models of transformers
-from .huggingface import (
-    BatchStructureError,
-    Cut,
-    CutError,
-    CutRefusedWarning,
-    CutReport,
-    Equivalence,
-    WrappedModel,
-    cut,
-    wrap_model_to_roundpipe,
-)
-from .optim.scaler import GradScaler
-
-# the optimizer's side
-from .optim.step import OptimizerCtx
-
-# wrap a model
-from .pipeline import RoundPipe
-from .schedule.costs import LayerCost
-from .schedule.plan import ModelExecutePlan
-
-# see what ran
-from .timeline.record import Record, Timeline
-
-# train with the Trainer of transformers
-if TYPE_CHECKING:
-    from .huggingface.trainer.classes import RoundPipeSeq2SeqTrainer as RoundPipeSeq2SeqTrainer
-    from .huggingface.trainer.classes import RoundPipeTrainer as RoundPipeTrainer
+from yobx_flatten.lazy_names import lazy_names
 
 __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     # wrap a model
@@ -158,18 +82,111 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "UnevenSplitWarning",
 ]
 
+# Where the names are defined.
+_HOMES = (
+    "batch.loss",
+    "batch.packed",
+    "batch.spec",
+    "checkpoint",
+    "device.virtual",
+    "engine.config",
+    "engine.recompute",
+    "errors",
+    "huggingface",
+    "optim.scaler",
+    "optim.step",
+    "pipeline",
+    "schedule.costs",
+    "schedule.plan",
+    "timeline.record",
+)
+
 # Derived from classes of transformers, which is imported with the first of them; so not among what `*` imports.
 _TRAINERS = ("RoundPipeSeq2SeqTrainer", "RoundPipeTrainer")
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _TRAINERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def _trainer(name: str) -> Any:
     require("transformers", "accelerate", purpose=name, extra="transformers,train")
     from .huggingface.trainer import classes as trainer
 
     return getattr(trainer, name)
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_TRAINERS})
+if TYPE_CHECKING:  # the same names for a type checker, and none that is misspelt
+    from . import optim
+
+    # a loss that is exact in microbatches
+    from .batch.loss import WeightedLoss
+    from .batch.packed import RoundPipePackedData
+
+    # say how a batch is cut and joined
+    from .batch.spec import Replicate, TensorChunkSpec
+
+    # save a training and go on with it
+    from .checkpoint import (
+        Checkpoint,
+        CheckpointError,
+        CheckpointWarning,
+        DamagedCheckpointError,
+        list_checkpoints,
+        load_checkpoint,
+        save_checkpoint,
+    )
+
+    # where it runs
+    from .device.virtual import Device, VirtualDevice, parse_devices
+
+    # configure a call, and which layers form a stage
+    from .engine.config import RoundPipeRunConfig
+
+    # inside a layer
+    from .engine.recompute import doing_recompute, get_recompute_data, save_for_recompute
+
+    # what can go wrong
+    from .errors import (
+        ConfigError,
+        DeviceError,
+        DeviceMemoryError,
+        DistributedError,
+        JoinError,
+        LossError,
+        PlanError,
+        RoundPipeError,
+        RoundPipeWarning,
+        SplitError,
+        StageError,
+        UnevenSplitWarning,
+        UnregisteredObjectError,
+        UseAfterReleaseError,
+    )
+
+    # models of transformers
+    from .huggingface import (
+        BatchStructureError,
+        Cut,
+        CutError,
+        CutRefusedWarning,
+        CutReport,
+        Equivalence,
+        WrappedModel,
+        cut,
+        wrap_model_to_roundpipe,
+    )
+
+    # train with the Trainer of transformers
+    from .huggingface.trainer.classes import RoundPipeSeq2SeqTrainer as RoundPipeSeq2SeqTrainer
+    from .huggingface.trainer.classes import RoundPipeTrainer as RoundPipeTrainer
+    from .optim.scaler import GradScaler
+
+    # the optimizer's side
+    from .optim.step import OptimizerCtx
+
+    # wrap a model
+    from .pipeline import RoundPipe
+    from .schedule.costs import LayerCost
+    from .schedule.plan import ModelExecutePlan
+
+    # see what ran
+    from .timeline.record import Record, Timeline
+else:
+    __getattr__, __dir__ = lazy_names(globals(), _HOMES, dict.fromkeys(_TRAINERS, _trainer))

@@ -15,7 +15,7 @@ PROGRAM = f"""
 import json, sys, threading
 import torch
 threads = threading.active_count()
-import {{package}}
+from {{package}} import *
 print(json.dumps({{{{
     "optional": [name for name in {OPTIONAL} if name in sys.modules],
     "threads": threading.active_count() - threads,
@@ -42,6 +42,47 @@ def test_an_import_brings_nothing_but_the_package_and_torch(package):
         "cxx_pytree": False,
         "accelerator": False,
     }
+
+
+@pytest.mark.parametrize("package", ["yobx_flatten", "roundpipe_runtime"])
+def test_names_are_imported_when_they_are_asked_for(package):
+    """The package itself is there at once; every name, every folder and `dir` find what there is."""
+    program = f"""
+import sys
+import {package} as package
+print("torch" in sys.modules, hasattr(package, "__wrapped__"), "torch" in sys.modules)
+print([name for name in package.__all__ if not hasattr(package, name)], set(package.__all__) - set(dir(package)))
+print(package.errors.__name__, hasattr(package, "nothing_of_that_name"))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["False False False", "[] set()", f"{package}.errors False"]
+
+
+# The two lines of an installed command, with Ctrl-C when a certain module begins to be imported.
+INTERRUPTED = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from {package}.__main__ import main
+sys.exit(main(["env"] if "{package}" == "yobx_flatten" else ["doctor"]))
+"""
+
+
+@pytest.mark.parametrize("package", ["yobx_flatten", "roundpipe_runtime"])
+@pytest.mark.parametrize("module", ["torch", "torch.nn.functional"])
+def test_ctrl_c_during_imports_is_one_line(package, module):
+    """And the exit status of what Ctrl-C ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(package=package), module], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.endswith(": interrupted, nothing was written\n")
+    assert done.stderr.count("\n") == 1
 
 
 # An installation without some libraries: nobody finds them, whoever looks.

@@ -12,53 +12,9 @@ and of errors are in the folders of these functions: ``yobx_flatten.errors``, ``
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-# register classes, write a node as JAX does, and the Flattening List
-from .declare import (
-    flattening_list,
-    make_flattening_function_for_dataclass,
-    mirror,
-    pytree_dataclass,
-    register,
-    register_cache_flattening,
-    register_class_flattening,
-    register_flattening_functions,
-    register_pytree_node,
-    register_pytree_node_class,
-    register_pytree_with_keys,
-    register_pytree_with_keys_class,
-    static_field,
-    unregister_cache_flattening,
-    unregister_class_flattening,
-)
-from .diagnose import check_inputs, check_recipe, compare_specs, explain, explain_error, find_unregistered
-from .errors import FlattenError
-from .export import Case, ExportedModel, ExportReport, export_onnx, export_program
-from .generate import OnnxGenerator, ProgramGenerator, Sampling
-from .huggingface import (
-    WRONG_REGISTRATIONS,
-    DecodeSizes,
-    decode_inputs,
-    make_dynamic_cache,
-    make_encoder_decoder_cache,
-    make_static_cache,
-)
-from .model_folder import export_folder, verify_folder
-from .recipe.codegen import functions_from_fields
-from .record import RecordedCalls, record_calls
-from .storage import (
-    MiniOnnxBuilder,
-    create_input_tensors_from_onnx_model,
-    create_onnx_model_from_input_tensors,
-    load_case,
-    load_nested,
-    replay_case,
-    save_case,
-    save_nested,
-)
-from .trees import check_dynamic_shapes, dynamic_shapes, leaves, make_dynamic_shapes_kv_cache, string_type
+from .lazy_names import lazy_names
 
 __version__ = "0.1.0"
 
@@ -133,7 +89,7 @@ __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     "__version__",
 ]
 
-# Where the other names are documented. They were all here once: programs that import them from here keep running.
+# Where the names are documented, and others that were all here once: programs that import them from here keep running.
 _HOMES = (
     "declare",
     "diagnose",
@@ -147,7 +103,53 @@ _HOMES = (
     "trees",
 )
 
-if TYPE_CHECKING:  # so that a type checker also knows them
+if TYPE_CHECKING:  # the same names for a type checker, and none that is misspelt
+    # register classes, write a node as JAX does, and the Flattening List
+    from .declare import (
+        flattening_list,
+        make_flattening_function_for_dataclass,
+        mirror,
+        pytree_dataclass,
+        register,
+        register_cache_flattening,
+        register_class_flattening,
+        register_flattening_functions,
+        register_pytree_node,
+        register_pytree_node_class,
+        register_pytree_with_keys,
+        register_pytree_with_keys_class,
+        static_field,
+        unregister_cache_flattening,
+        unregister_class_flattening,
+    )
+    from .diagnose import check_inputs, check_recipe, compare_specs, explain, explain_error, find_unregistered
+    from .errors import FlattenError
+    from .export import Case, ExportedModel, ExportReport, export_onnx, export_program
+    from .generate import OnnxGenerator, ProgramGenerator, Sampling
+    from .huggingface import (
+        WRONG_REGISTRATIONS,
+        DecodeSizes,
+        decode_inputs,
+        make_dynamic_cache,
+        make_encoder_decoder_cache,
+        make_static_cache,
+    )
+    from .model_folder import export_folder, verify_folder
+    from .recipe.codegen import functions_from_fields
+    from .record import RecordedCalls, record_calls
+    from .storage import (
+        MiniOnnxBuilder,
+        create_input_tensors_from_onnx_model,
+        create_onnx_model_from_input_tensors,
+        load_case,
+        load_nested,
+        replay_case,
+        save_case,
+        save_nested,
+    )
+    from .trees import check_dynamic_shapes, dynamic_shapes, leaves, make_dynamic_shapes_kv_cache, string_type
+
+    # isort: split
     from .declare import *  # noqa: F403
     from .diagnose import *  # noqa: F403
     from .errors import *  # noqa: F403
@@ -158,16 +160,5 @@ if TYPE_CHECKING:  # so that a type checker also knows them
     from .record import *  # noqa: F403
     from .storage import *  # noqa: F403
     from .trees import *  # noqa: F403
-else:  # a type checker would take every misspelt name for one of these
-
-    def __getattr__(name: str) -> Any:
-        for home in _HOMES:
-            module = importlib.import_module(f"{__name__}.{home}")
-            if name in module.__all__:
-                return getattr(module, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    names = (importlib.import_module(f"{__name__}.{home}").__all__ for home in _HOMES)
-    return sorted({*globals(), *(name for home in names for name in home)})
+else:
+    __getattr__, __dir__ = lazy_names(globals(), (*_HOMES, "recipe.codegen"))

@@ -11,6 +11,7 @@ The files are those of ``torch.distributed.checkpoint`` with its storage in safe
 from __future__ import annotations
 
 import contextlib
+import math
 import pathlib
 import sys
 import warnings
@@ -18,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+
+from .errors import DamagedCheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -90,6 +93,9 @@ def read_shards(
 
     Returns:
         The tensors by name; nothing where the checkpoint has no shards.
+
+    Raises:
+        DamagedCheckpointError: the files state larger tensors than they hold.
     """
     if not (folder / SHARDS).is_dir():
         return {}
@@ -98,7 +104,15 @@ def read_shards(
 
     reader = HuggingFaceStorageReader(str(folder / SHARDS))
     found: dict[str, torch.Tensor] = {}
-    for name, described in reader.read_metadata().state_dict_metadata.items():
+    metadata = reader.read_metadata().state_dict_metadata
+    stored: Any = metadata.values()  # only tensors are
+    stated = sum(math.prod(one.size) * one.properties.dtype.itemsize for one in stored)
+    held = sum(file.stat().st_size for file in (folder / SHARDS).iterdir())
+    if stated > held:
+        raise DamagedCheckpointError(
+            f"{folder / SHARDS} is damaged: its files have {held:,} bytes, and state tensors of {stated:,}."
+        )
+    for name, described in metadata.items():
         if not names(name):
             continue
         dtype, target = described.properties.dtype, like.get(name)  # type: ignore[union-attr] # only tensors are stored

@@ -132,6 +132,9 @@ def train(
     context.with_resource(_quiet_transformers())
     learner = job.together(lambda: _learner(source, adapters, dtype=_dtype(dtype), seed=seed))
     say(format_model(learner, source))
+    at_end = every is not None or checkpoint is not None or resume
+    kept = int(at_end) if every is None else min(keep + 1, settings.total_steps(len(blocks.training)) // every)
+    job.together(lambda: tuning.check_disk(learner, settings, output, checkpoints, kept=kept))
     with _naming_rank(job), tuning.Training(learner, blocks, settings) as training:
         if resume:
             is_there = training.restore(checkpoints)
@@ -144,25 +147,34 @@ def train(
                 seen[type(record)] = record
                 display.show(record)
 
+            def save() -> None:
+                training.pipeline.synchronize()
+                job.together(
+                    lambda: (
+                        tuning.save_model(learner, reader, output, source=source, overwrite=overwrite)
+                        if job.is_first
+                        else None
+                    )
+                )
+                say(f"saved in {output}, loaded from there and compared")
+
             outcome = tuning.run(
                 training,
                 checkpoints=checkpoints,
                 every=every,
                 keep=keep,
-                at_end=every is not None or checkpoint is not None or resume,
+                at_end=at_end,
                 metrics=metrics,
                 timeline=timeline,
                 show=show,
+                save_model=save,
             )
     if outcome.status:
         say(f"stopped after step {training.step} of {training.steps}, saved in {outcome.checkpoint}. To go on:")
         say(f"    {_to_go_on(context.obj, job)}")
-    else:
-        job.together(lambda: _save(learner, reader, output, source, overwrite=overwrite) if job.is_first else None)
-        say(f"saved in {output}, loaded from there and compared")
-        if timeline is not None:
-            files = [str(tuning.timeline_of_rank(timeline, rank)) for rank in range(job.size)]
-            say(f"step {outcome.recorded}:  roundpipe timeline {shlex.join(files)}")
+    elif timeline is not None:
+        files = [str(tuning.timeline_of_rank(timeline, rank)) for rank in range(job.size)]
+        say(f"step {outcome.recorded}:  roundpipe timeline {shlex.join(files)}")
     if json and job.is_first:
         with contextlib.redirect_stdout(stdout):
             say_json(
@@ -191,21 +203,11 @@ def _naming_rank(job: tuning.Job) -> Iterator[None]:
     except Exception as error:
         if job.size == 1:
             raise
-        raise tuning.named_error(job.rank, error) from error
-
-
-def _save(
-    learner: torch.nn.Module,
-    reader: tuning.Tokenizer,
-    output: pathlib.Path,
-    source: tuning.ModelSource,
-    *,
-    overwrite: bool,
-) -> None:
-    try:
-        tuning.save_model(learner, reader, output, source=source, overwrite=overwrite)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted; the training was through, but {output} was not written") from None
+        named = tuning.named_error(job.rank, error)
+        for note in getattr(error, "__notes__", ()):
+            if named is not error and note not in str(named):  # where the step failed is in the text
+                named.add_note(note)
+        raise named from error
 
 
 def _check_files(

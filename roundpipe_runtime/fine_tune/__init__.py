@@ -16,6 +16,7 @@ from __future__ import annotations
 from .adapters import Lora, add_lora
 from .blocks import Blocks, make_blocks, read_blocks
 from .byte_tokenizer import ByteTokenizer
+from .disk import check_disk
 from .errors import FineTuneError
 from .job import Job, named_error
 from .models import ModelSource, model_source
@@ -53,6 +54,7 @@ __all__ = [  # noqa: RUF022 # in the order of use
     "named_error",
     # what came of it
     "check_output",
+    "check_disk",
     "save_model",
     # what can be wrong
     "FineTuneError",

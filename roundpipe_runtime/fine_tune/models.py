@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from yobx_flatten.errors.dependencies import require
-from yobx_flatten.errors.messages import first_line
+from yobx_flatten.model_folder.configuration import bounded_weights, bytes_of_weights, read_config
 
 from .errors import FineTuneError
 
 __all__ = ["ModelSource", "model_source"]
 
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _FIX = "Name a folder that save_pretrained wrote, or a config.json."
 
 
@@ -79,12 +78,13 @@ class ModelSource:
             FineTuneError: the weights cannot be read, or are not those of this configuration.
         """
         transformers = _transformers()
-        if not self.has_weights:
-            with torch.random.fork_rng(devices=()):
-                torch.manual_seed(seed)
-                made = transformers.AutoModelForCausalLM.from_config(self.config, dtype=dtype or torch.float32)
-            return _module(made)
-        try:
+        stored = bytes_of_weights(self.folder) if self.folder is not None else 0
+        with bounded_weights(self.name, failure=FineTuneError, stored=stored):
+            if not self.has_weights:
+                with torch.random.fork_rng(devices=()):
+                    torch.manual_seed(seed)
+                    made = transformers.AutoModelForCausalLM.from_config(self.config, dtype=dtype or torch.float32)
+                return _module(made)
             loaded, found = transformers.AutoModelForCausalLM.from_pretrained(
                 self.folder,
                 config=self.config,
@@ -92,8 +92,6 @@ class ModelSource:
                 local_files_only=True,
                 output_loading_info=True,
             )
-        except Exception as error:  # transformers, safetensors and JSON each raise their own
-            raise FineTuneError(f"The model in {self.name} cannot be loaded: {first_line(error)}") from error
         if missing := sorted(found["missing_keys"]):
             raise FineTuneError(
                 f"{self.name} holds the weights of another model: {len(missing)} of {type(loaded).__name__} are "
@@ -123,18 +121,10 @@ def model_source(name: str | os.PathLike[str]) -> ModelSource:
             raise FineTuneError(f"{name} holds adapters and no model. Merge them into their model, and name that.")
         raise FineTuneError(f"{name} holds no config.json. {_FIX}")
     folder = file.parent if path.is_dir() else None
-    has_weights = folder is not None and any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
-    return ModelSource(str(name), _causal(_read_config(file, str(name)), str(name)), folder, has_weights)
-
-
-def _read_config(file: pathlib.Path, name: str) -> Any:
-    transformers = _transformers()
-    try:
-        return transformers.AutoConfig.from_pretrained(file, local_files_only=True)
-    except Exception as error:  # as above
-        raise FineTuneError(
-            f"{name} is not a configuration of transformers: {first_line(error).rstrip('.')}. {_FIX}"
-        ) from error
+    has_weights = folder is not None and bytes_of_weights(folder) > 0
+    _transformers()
+    config = read_config(file, str(name), failure=FineTuneError, remedy=_FIX)
+    return ModelSource(str(name), _causal(config, str(name)), folder, has_weights)
 
 
 def _causal(config: Any, name: str) -> Any:

@@ -45,8 +45,12 @@ def run(
     metrics: str | os.PathLike[str] | None = None,
     timeline: str | os.PathLike[str] | None = None,
     show: Callable[[StepRecord | EvalRecord], None] = lambda record: None,
+    save_model: Callable[[], object] = lambda: None,
 ) -> Outcome:
     """Run all remaining steps of a training.
+
+    An error after a step does not take the steps with it: what was trained is saved in a checkpoint, which a note of
+    the error names.
 
     Of several processes the first one writes metrics, and each a timeline of its own.
 
@@ -62,6 +66,8 @@ def run(
         metrics: file with a line of JSON per step and evaluation; after a restore it is continued.
         timeline: file for the timeline of one step; that of process 2 is ``step.2.json`` for ``step.json``.
         show: function that is called with each record, in each process.
+        save_model: function that saves the trained model; it is called in each process after the last step, before the
+            evaluation and everything else that may fail.
 
     Returns:
         How the training ended.
@@ -72,7 +78,8 @@ def run(
     """
     job = training.job
     recorded = None if timeline is None else min(training.step + _RECORDED_STEP, training.steps)
-    saved, saved_at = None, -1
+    saved, saved_at, first = None, training.step, training.step
+    in_step, is_saved = True, False
     with Interruption(is_silent=job.size > 1) as interruption, contextlib.ExitStack() as stack:
         file: MetricsFile | None = None
         if metrics is not None:
@@ -84,20 +91,47 @@ def run(
                 file.write(record)
             show(record)
 
-        while training.step < training.steps:
-            if status := max(job.exchange(interruption.status)):  # a signal reaches processes in different steps
-                if saved_at != training.step:
-                    saved = training.save(checkpoints, keep=keep)
-                return Outcome(status, saved, recorded)
-            drawn = Timeline() if training.step + 1 == recorded else None
-            for record in training.advance(drawn):
-                job.together(functools.partial(note, record))
-            if drawn is not None and timeline is not None:
-                job.together(functools.partial(drawn.save, timeline_of_rank(timeline, job.rank)))
-            is_last = training.step == training.steps
-            if at_end if is_last else every is not None and training.step % every == 0:
-                saved, saved_at = training.save(checkpoints, keep=keep), training.step
+        try:
+            while training.step < training.steps:
+                if status := max(job.exchange(interruption.status)):  # a signal reaches processes in different steps
+                    if saved_at != training.step or saved is None:
+                        saved = training.save(checkpoints, keep=keep)
+                    return Outcome(status, saved, recorded)
+                drawn = Timeline() if training.step + 1 == recorded else None
+                in_step = True
+                for record in training.advance(drawn):
+                    in_step = False
+                    is_last = training.step == training.steps
+                    if is_last and isinstance(record, StepRecord):
+                        save_model()
+                        is_saved = True
+                    job.together(functools.partial(note, record))
+                if drawn is not None and timeline is not None:
+                    job.together(functools.partial(drawn.save, timeline_of_rank(timeline, job.rank)))
+                if at_end if is_last else every is not None and training.step % every == 0:
+                    saved, saved_at = training.save(checkpoints, keep=keep), training.step
+            if not is_saved:  # the last step is of an earlier run
+                save_model()
+        except Exception as error:
+            # in a step of several processes, the others may be gone
+            if training.step > first and not (in_step and job.size > 1):
+                if saved_at < training.step:
+                    saved = _saved_after(error, training, checkpoints, keep)
+                if saved is not None:
+                    error.add_note(f"The {training.step} steps before are saved in {saved}. To go on: --resume")
+            raise
     return Outcome(0, saved, recorded)
+
+
+def _saved_after(
+    error: Exception, training: Training, checkpoints: str | os.PathLike[str], keep: int | None
+) -> str | None:
+    """The checkpoint after an error; a second error, as of the same full disk, only adds a note to the first."""
+    try:
+        return training.save(checkpoints, keep=keep)
+    except Exception as second:
+        error.add_note(f"The {training.step} steps before could not be saved: {second}")
+        return None
 
 
 def timeline_of_rank(path: str | os.PathLike[str], rank: int) -> pathlib.Path:

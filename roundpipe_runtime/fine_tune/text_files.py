@@ -131,7 +131,7 @@ def _lines(path: pathlib.Path, field: str) -> Iterator[str | None]:
 def _text_of(line: bytes, field: str, place: str) -> str:
     try:
         row = json.loads(line)
-    except ValueError as error:  # also of what is not UTF-8
+    except (ValueError, RecursionError) as error:  # also of what is not UTF-8, or nested deeply
         raise FineTuneError(f"{place} is not JSON. {_wanted(field)}") from error
     if not isinstance(row, dict):
         raise FineTuneError(f"{place} is a {type(row).__name__}. {_wanted(field)}")

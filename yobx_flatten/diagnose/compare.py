@@ -17,7 +17,7 @@ from ..errors.tried_versions import without_cause
 from ..private_names.of_torch import pytree
 from .spec_diff import compare_specs
 
-__all__ = ["compare_outputs", "is_text", "largest_difference"]
+__all__ = ["compare_outputs", "is_text", "largest_difference", "share_of_nan", "shares_of_nan"]
 
 _NUMBERS = (bool, int, float, complex)
 
@@ -93,6 +93,45 @@ def largest_difference(expected: Any, found: Any) -> float:
     if typed and one.dtype != other.dtype:
         raise ReplayError(f"expected {one.dtype}, found {other.dtype}")
     return _tensors_apart(one, other)
+
+
+def shares_of_nan(expected: Any, names: Sequence[str]) -> dict[str, float]:
+    """Return :func:`share_of_nan` of every output that has elements.
+
+    Args:
+        expected: nested outputs.
+        names: one for each leaf of ``expected``.
+    """
+    shares = zip(names, map(share_of_nan, pytree.tree_leaves(expected)), strict=True)
+    return {name: share for name, share in shares if share is not None}
+
+
+def share_of_nan(expected: Any) -> float | None:
+    """Return how much of a leaf no comparison can show: NaN equals NaN, whatever was computed before it.
+
+    Args:
+        expected: a leaf.
+
+    Returns:
+        The share of its elements that are NaN; 1.0 where no element is finite; ``None`` for a leaf without elements.
+
+    >>> share_of_nan(torch.tensor([1.0, math.nan])), share_of_nan(torch.tensor([math.nan, math.inf])), share_of_nan(3)
+    (0.5, 1.0, 0.0)
+    """
+    if is_text(expected) or not _is_data(expected):
+        return None
+    if isinstance(expected, int):  # of any size
+        return 0.0
+    try:
+        tensor = _tensor(expected)
+        if tensor.is_nested:
+            tensor = torch.cat([part.flatten() for part in tensor.unbind()])
+        tensor = tensor if tensor.is_complex() else tensor.double()
+    except (RuntimeError, NotImplementedError):  # types of less than 8 bits
+        return 0.0
+    if not tensor.numel():
+        return None
+    return tensor.isnan().sum().item() / tensor.numel() if tensor.isfinite().any() else 1.0
 
 
 def is_text(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 __all__ = ["Report"]
 
@@ -22,6 +22,10 @@ class Report(abc.ABC):
         """Return every difference that counts, infinite where something stopped or cannot be compared."""
 
     @abc.abstractmethod
+    def nan_shares(self) -> Iterable[Mapping[str, float]]:
+        """Return for every case how much of each output is NaN: see :func:`~.compare.shares_of_nan`."""
+
+    @abc.abstractmethod
     def __str__(self) -> str:
         """Return the report as a table."""
 
@@ -32,5 +36,31 @@ class Report(abc.ABC):
 
     @property
     def ok(self) -> bool:
-        """Whether every difference is within the tolerance."""
-        return self.max_difference <= self.tolerance
+        """Whether every difference is within the tolerance, and the comparison shows something of every output."""
+        return self.max_difference <= self.tolerance and not self.without_number()
+
+    def without_number(self) -> list[str]:
+        """Return the outputs of which no case has a finite element, which every program would return that fails."""
+        return [name for name, share in self._least_nan().items() if share == 1.0]
+
+    def nan_notes(self) -> list[str]:
+        """Return a sentence on outputs without a finite number, and one on those with NaN among others."""
+        notes, nothing = [], self.without_number()
+        if nothing:
+            notes.append(
+                f"every element of {', '.join(nothing)} is NaN or infinite in the model itself, so the comparison "
+                "shows nothing. Look for NaN in its weights and its inputs."
+            )
+        most: dict[str, float] = {}
+        for shares in self.nan_shares():
+            most |= {name: max(share, most.get(name, 0.0)) for name, share in shares.items() if name not in nothing}
+        parts = [f"{share:.1%} of {name}" for name, share in most.items() if share]
+        if parts:
+            notes.append(f"NaN in the model itself, where the comparison shows nothing: up to {', '.join(parts)}.")
+        return notes
+
+    def _least_nan(self) -> dict[str, float]:
+        least: dict[str, float] = {}
+        for shares in self.nan_shares():
+            least |= {name: min(share, least.get(name, 1.0)) for name, share in shares.items()}
+        return least

@@ -90,6 +90,21 @@ class Padding:
             return tree
         return pytree.tree_unflatten([self.blank(*row) for row in zip(names, leaves, strict=True)], spec)
 
+    def kept_leaves(self, tree: Any, names: Sequence[str]) -> list[Any]:
+        """Return the leaves of nested outputs without positions of padding: what is compared, without its shape.
+
+        Args:
+            tree: the outputs.
+            names: one for each leaf.
+        """
+        return [self._kept(*row) for row in zip(names, pytree.tree_leaves(tree), strict=True)]
+
+    def _kept(self, name: str, value: Any) -> Any:
+        hidden, axis = self._hidden(name, value)
+        if hidden is None:
+            return value
+        return value.movedim(axis, 1)[~hidden.to(value.device)]
+
     def _hidden(self, name: str, value: Any) -> tuple[torch.Tensor | None, int]:
         """What is padded, as (batch, positions), and the axis of the positions."""
         if self._new is None or self._all is None or not isinstance(value, torch.Tensor):

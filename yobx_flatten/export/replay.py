@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..diagnose.compare import shares_of_nan
 from ..errors import InvalidArgumentError, ReplayError, describe_class
 from ..errors.tried_versions import without_cause
 from ..huggingface.cache_names import forward_of, named_for
@@ -60,6 +61,8 @@ class CaseResult:
         seconds: duration of the program's calls.
         error: reason why the case stopped, ``None`` if it did not.
         left_out: outputs of which positions of padding were left out of the comparison.
+        nan: share of elements that are NaN in the eager model, by output name, the mean over all steps; 1.0 where no
+            element is finite.
     """
 
     case: str
@@ -69,6 +72,7 @@ class CaseResult:
     seconds: float
     error: str | None = None
     left_out: tuple[str, ...] = ()
+    nan: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def max_difference(self) -> float:
@@ -183,6 +187,7 @@ def replay(
     """
     expected = eager_steps(module, case, following, written)
     differences: dict[str, float] = {}
+    nan: dict[str, list[float]] = {}
     outputs: Any = None
     seconds = 0.0
     padding = Padding()
@@ -206,7 +211,10 @@ def replay(
             return CaseResult(case.name, side.runtime, index, differences, seconds, reason)
         for name, difference in found.items():
             differences[name] = max(differences.get(name, 0.0), difference)
-    return CaseResult(case.name, side.runtime, len(expected), differences, seconds, left_out=tuple(padding.left_out))
+        for name, share in shares_of_nan(padding.kept_leaves(eager, names), names).items():
+            nan.setdefault(name, []).append(share)
+    left_out, means = tuple(padding.left_out), {name: sum(shares) / len(shares) for name, shares in nan.items()}
+    return CaseResult(case.name, side.runtime, len(expected), differences, seconds, left_out=left_out, nan=means)
 
 
 def check_cases(cases: Iterable[Any]) -> list[Case]:

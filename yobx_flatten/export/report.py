@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -97,6 +97,10 @@ class ExportReport(Report):
         """Yield the largest difference of every case, infinite for one that stopped."""
         return (case.max_difference for case in self.cases)
 
+    def nan_shares(self) -> Iterator[Mapping[str, float]]:
+        """Yield how much of each output is NaN in the eager model, in every case."""
+        return (case.nan for case in self.cases)
+
     @property
     def ok(self) -> bool:
         """Whether every difference is within the tolerance, and quantised weights as close as is asked for."""
@@ -104,6 +108,8 @@ class ExportReport(Report):
 
     def failure(self) -> str:
         """Return why it is not ok, in a sentence."""
+        if self.without_number():
+            return f"The exported {self.module} was not proven: {self.nan_notes()[0]}"
         if self.quality is not None and super().ok:
             return (
                 f"The exported {self.module} is further from the eager model than its quantised weights explain "
@@ -157,7 +163,7 @@ class ExportReport(Report):
             lines.append(f"  {self.quality}")
         if self.operators:
             lines.append(f"  operators: {', '.join(f'{count} {name}' for name, count in self.operators.items())}")
-        lines += [f"  note: {remark}" for remark in (*self.remarks, *_of_padding(self.cases))]
+        lines += [f"  note: {remark}" for remark in (*self.remarks, *_of_padding(self.cases), *self.nan_notes())]
         steps = ", ".join(
             f"{step} {took:.1f} s (+{self.peak_growth.get(step, 0) / 1e6:.0f} MB)"
             for step, took in self.seconds.items()

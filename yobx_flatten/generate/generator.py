@@ -233,12 +233,18 @@ class Generator:
         positions = types = None
         if self.parts.encoder is not None:
             context, batch = self._encode(input_ids, attention_mask, input_features)
-            tokens = decoder_input_ids if decoder_input_ids is not None else self._start_tokens(batch)
+            tokens = self._start_tokens(batch)
+            if decoder_input_ids is not None:
+                tokens = _tokens("decoder_input_ids", decoder_input_ids)
+            if len(tokens) != batch:
+                raise InvalidArgumentError(
+                    f"decoder_input_ids has {len(tokens)} rows, and the encoder reads {batch}. Pass as many."
+                )
             mask = torch.ones_like(tokens)
         else:
             if input_features is not None or decoder_input_ids is not None:
                 raise InvalidArgumentError(f"{self.parts.decoder.name} belongs to a model without an encoder.")
-            tokens = _integers("input_ids", input_ids)
+            tokens = _tokens("input_ids", input_ids)
             mask = torch.ones_like(tokens) if attention_mask is None else _integers("attention_mask", attention_mask)
             _check_mask(mask, tokens)
             seen = [s for one in pictures for s in one.seen_by(self.parts.vision, self.parts.decoder, tokens)]
@@ -273,7 +279,7 @@ class Generator:
                 )
             source = feeds["input_features"] = features
         else:
-            source = feeds["input_ids"] = _integers("input_ids", input_ids)
+            source = feeds["input_ids"] = _tokens("input_ids", input_ids)
             mask = torch.ones_like(source) if mask is None else _integers("attention_mask", mask)
             if mask.shape != source.shape:
                 raise InvalidArgumentError(
@@ -404,6 +410,18 @@ def _integers(name: str, value: Any) -> torch.Tensor:
         )
         raise InvalidArgumentError(f"{name} must be integers of shape (batch, length), not empty; found {found}.")
     return value.detach().cpu().long()
+
+
+def _tokens(name: str, value: Any) -> torch.Tensor:
+    """Integers of a vocabulary: files of some runtimes count negative ones from its end."""
+    tokens = _integers(name, value)
+    lowest = int(tokens.min())
+    if lowest < 0:
+        raise InvalidArgumentError(
+            f"{name} holds {lowest}, which is not a token. Where it stands for padding, pass a token and a mask:\n"
+            f"    generate(ids.clamp(min=0), attention_mask=(ids != {lowest}).long())"
+        )
+    return tokens
 
 
 def _check_mask(mask: torch.Tensor, tokens: torch.Tensor) -> None:

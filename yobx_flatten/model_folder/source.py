@@ -11,6 +11,7 @@ from ..errors import ModelSourceError
 from ..errors.dependencies import require
 from ..errors.messages import first_line
 from .classes import class_for
+from .configuration import bounded_weights, bytes_of_weights, read_config
 from .tiny_models import small_config
 
 __all__ = ["MODEL_NAMES", "FoundModel", "find_model", "require_transformers"]
@@ -21,7 +22,6 @@ MODEL_NAMES = (
 )
 """What a model can be named by, in both command lines."""
 
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # what stands next to the weights and is not code
 _BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"]
@@ -73,16 +73,17 @@ class FoundModel:
         """
         import torch
 
-        wanted = getattr(torch, dtype)
-        if not self.has_weights:
+        wanted, kind = getattr(torch, dtype), class_for(self.config)
+        with bounded_weights(self.name, failure=ModelSourceError, stored=self.stored_bytes()):
+            if self.has_weights:
+                return kind.from_pretrained(self.folder, dtype=wanted, local_files_only=True).eval()
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                return class_for(self.config)(self.config).to(wanted).eval()
-        try:
-            loaded = class_for(self.config).from_pretrained(self.folder, dtype=wanted, local_files_only=True)
-        except Exception as error:  # transformers, safetensors and JSON each raise their own
-            raise ModelSourceError(f"The model in {self.name} cannot be loaded: {first_line(error)}") from error
-        return loaded.eval()
+                return kind(self.config).to(wanted).eval()
+
+    def stored_bytes(self) -> int:
+        """Return how many bytes its files of weights have; 0 without weights."""
+        return bytes_of_weights(self.folder) if self.folder is not None else 0
 
 
 def find_model(source: str, *, weights: bool = True) -> FoundModel:
@@ -117,17 +118,8 @@ def find_model(source: str, *, weights: bool = True) -> FoundModel:
     file = path if folder is None else folder / "config.json"
     if not file.is_file():
         raise ModelSourceError(f"{source} holds no config.json: it is not a folder that save_pretrained wrote.")
-    has_weights = folder is not None and any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
-    return FoundModel(source, _read_config(file, source), folder, has_weights)
-
-
-def _read_config(file: pathlib.Path, source: str) -> Any:
-    import transformers
-
-    try:
-        return transformers.AutoConfig.from_pretrained(file, local_files_only=True)
-    except Exception as error:  # as above
-        raise ModelSourceError(f"The model in {source} cannot be loaded: {first_line(error)}") from error
+    has_weights = folder is not None and bytes_of_weights(folder) > 0
+    return FoundModel(source, read_config(file, source, failure=ModelSourceError), folder, has_weights)
 
 
 def _download(source: str, patterns: list[str]) -> pathlib.Path:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class FolderCheck:
         seconds: duration of the case.
         error: reason why it stopped, ``None`` if it did not.
         quality: how far a file with quantised weights is from the model; ``None`` for others.
+        nan: share of elements that were NaN in the model, by output name.
     """
 
     file: str
@@ -51,6 +52,7 @@ class FolderCheck:
     seconds: float
     error: str | None = None
     quality: Quality | None = None
+    nan: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def cells(self) -> list[str]:
         """Return the row of a table: mark and file, case, and what was found."""
@@ -85,10 +87,14 @@ class FolderReport(Report):
         """Yield the largest difference of every call; tokens are counted and not among them."""
         return (check.difference for check in self.checks if check.file != "generate")
 
+    def nan_shares(self) -> Iterator[Mapping[str, float]]:
+        """Yield how much of each output was NaN in the model, in every call of every file."""
+        return ({f"{check.file}: {name}": share for name, share in check.nan.items()} for check in self.checks)
+
     @property
     def ok(self) -> bool:
-        """Whether every case does what the eager model did; ``False`` for a folder without cases."""
-        return bool(self.checks) and all(check.ok for check in self.checks)
+        """Whether every case does what the eager model did; ``False`` for a folder whose cases show nothing."""
+        return bool(self.checks) and all(check.ok for check in self.checks) and not self.without_number()
 
     def __bool__(self) -> bool:
         return self.ok
@@ -97,7 +103,8 @@ class FolderReport(Report):
         title = f"{self.path}: {self.manifest.model}, {self.manifest.task}, {self.manifest.dtype}"
         if not self.checks:
             return f'{title}\n  UNPROVEN: the folder holds no cases, since it was exported with proof="none".'
-        return "\n".join([title, *table(check.cells() for check in self.checks)])
+        notes = [f"  note: {note}" for note in self.nan_notes()]
+        return "\n".join([title, *table(check.cells() for check in self.checks), *notes])
 
 
 def verify_folder(
@@ -149,6 +156,7 @@ def verify_folder(
         case = load_case(inside(path, case_path, DamagedFileError))
         if on_check is not None:
             on_check(f"{name or 'generate'}: {case.name}")
+        nan: Mapping[str, float] = {}
         file = None  # the last one, so that it can be closed
         file = opened(name)  # one that cannot be opened is not a failed check: the folder is not ours
         start = time.perf_counter()
@@ -156,13 +164,14 @@ def verify_folder(
             if file is None:
                 difference = _check_tokens(path, manifest, case, tolerance, trust)
             else:
-                difference = run_case(case, file, tolerance=manifest.tolerance).max_difference
+                report = run_case(case, file, tolerance=manifest.tolerance)
+                difference, (nan,) = report.max_difference, report.nan_shares()
             ok = difference <= manifest.tolerance if name else difference == 0
             error = None
         except (FlattenError, OSError) as failed:
             difference, ok, error = float("inf"), False, first_line(failed)
         seconds = time.perf_counter() - start
-        checks.append(FolderCheck(name or "generate", case.name, difference, ok, seconds, error))
+        checks.append(FolderCheck(name or "generate", case.name, difference, ok, seconds, error, nan=nan))
     return FolderReport(path, manifest, tuple(checks))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from ..diagnose.compare import compare_outputs
+from ..diagnose.compare import compare_outputs, shares_of_nan
 from ..diagnose.report import Report
 from ..diagnose.spec_diff import compare_specs
 from ..errors import SpecMismatchError
@@ -40,6 +40,10 @@ class RecordReplay(Report):
         """Yield the largest difference of every call, infinite for one that failed."""
         return (call.max_difference for call in self.calls)
 
+    def nan_shares(self) -> Iterator[Mapping[str, float]]:
+        """Yield how much of each output is NaN in every call."""
+        return (call.nan for call in self.calls)
+
     def __bool__(self) -> bool:
         return self.ok
 
@@ -47,7 +51,7 @@ class RecordReplay(Report):
         rows = [["call", "max difference", "worst output"], *([call.case, *call.cells()] for call in self.calls)]
         within = sum(call.max_difference <= self.tolerance for call in self.calls)
         verdict = f"{within} of {len(self.calls)} calls within {self.tolerance:.0e}"
-        return "\n".join([*table(rows, indent=""), verdict])
+        return "\n".join([*table(rows, indent=""), verdict, *self.nan_notes()])
 
 
 def replay_calls(calls: Sequence[Call], program: Any, constants: Mapping[str, Any], tolerance: float) -> RecordReplay:
@@ -75,11 +79,13 @@ def _replay(call: Call, run: Callable[[dict[str, Any]], Any]) -> CaseResult:
     try:
         outputs = run(inputs)
         seconds = time.perf_counter() - start
-        differences = compare_outputs(expected, outputs, output_names(expected))
+        names = output_names(expected)
+        differences = compare_outputs(expected, outputs, names)
+        nan = shares_of_nan(expected, names)
     except Exception as error:  # whatever the program raises is the result of this call
         message = " ".join(str(error).split())
         return CaseResult(name, ProgramRunner.runtime, 0, {}, 0.0, f"{type(error).__name__}: {message[:300]}")
-    return CaseResult(name, ProgramRunner.runtime, 1, differences, seconds)
+    return CaseResult(name, ProgramRunner.runtime, 1, differences, seconds, nan=nan)
 
 
 def _call_of(program: Any, constants: Mapping[str, Any]) -> Callable[[dict[str, Any]], Any]:

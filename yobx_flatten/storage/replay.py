@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..diagnose.compare import largest_difference
+from ..diagnose.compare import largest_difference, share_of_nan
 from ..diagnose.report import Report
 from ..errors import InvalidArgumentError, ReplayError, describe_class
 from ..errors.messages import table
@@ -35,12 +35,14 @@ class OutputDifference:
         output: name of the model's output, ``None`` if it has no such output.
         difference: largest absolute difference; infinite where there is an error.
         error: reason why the two cannot be compared, ``None`` if they can.
+        nan: the share of expected elements that are NaN; ``None`` where there are no elements.
     """
 
     name: str
     output: str | None
     difference: float
     error: str | None = None
+    nan: float | None = None
 
     def __str__(self) -> str:
         other = f" ({self.output})" if self.output not in (None, self.name) else ""
@@ -71,12 +73,17 @@ class CaseReport(Report):
         """Yield the difference of every output."""
         return (output.difference for output in self.outputs)
 
+    def nan_shares(self) -> Iterator[Mapping[str, float]]:
+        """Yield how much of each expected output is NaN."""
+        yield {output.name: output.nan for output in self.outputs if output.nan is not None}
+
     def __str__(self) -> str:
         verdict = "as expected" if self.ok else "NOT as expected"
         lines = [f"{self.case or 'case'} in {self.model}: {verdict}, {self.seconds:.3f} s"]
         lines += table([[str(output), output.error or f"{output.difference:.1e}"] for output in self.outputs])
         if self.unused:
             lines.append(f"  note: the model takes no {', '.join(self.unused)}")
+        lines += [f"  note: {note}" for note in self.nan_notes()]
         return "\n".join(lines)
 
 
@@ -186,7 +193,7 @@ def _compare(case: StoredCase, results: Mapping[str, Any]) -> list[OutputDiffere
     places = match(list(results), [(name, *spellings_of(plain), plain) for name, plain, _ in rows])
     found = {place: name for name, place in places.items()}
     return [
-        OutputDifference(name, found[place], *_difference(expected, results[found[place]]))
+        OutputDifference(name, found[place], *_difference(expected, results[found[place]]), share_of_nan(expected))
         if place in found
         else OutputDifference(name, None, float("inf"), "the model has no such output")
         for place, (name, _, expected) in enumerate(rows)

@@ -40,7 +40,7 @@ def explain_failure(
 
     Args:
         error: whatever ended the command. A ``KeyboardInterrupt`` with a text reports what was written by then.
-        debug: whether to print the stack trace.
+        debug: whether to print the stack trace; its notes are printed in any case.
         program: what the command is called.
         expected: errors whose message states all that a user needs; others are shown with their class.
         is_reporter: whether this process prints the line: of several that do one thing together, one does.
@@ -49,7 +49,7 @@ def explain_failure(
         traceback.print_exception(error)
     status, text = _status_and_text(error, expected)
     if is_reporter():
-        sys.stderr.write(f"{program}: {text}\n")
+        sys.stderr.write("\n".join([f"{program}: {text}", *getattr(error, "__notes__", ())]) + "\n")
     return status
 
 

@@ -32,7 +32,12 @@ def say(text: str = "", *, end: str = "\n") -> None:
 
 def say_json(value: Any) -> None:
     """Print a value as JSON; infinite numbers, which JSON does not have, as ``null``."""
-    say(json.dumps(_finite(value), indent=2, ensure_ascii=False))
+    text = json.dumps(_finite(value), indent=2, ensure_ascii=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(_finite(value), indent=2)
+    say(text)
 
 
 def _finite(value: Any) -> Any:

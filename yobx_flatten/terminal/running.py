@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import FlattenError
 from ..errors.dependencies import is_installed
 from .failures import explain_failure
+from .streams import lasting_streams
 
 __all__ = ["has_libraries", "reflow_help", "run_app"]
 
@@ -49,6 +50,8 @@ def run_app(
 ) -> int:
     """Run one command and return its exit status. What was typed is the command's ``context.obj``.
 
+    A reader that ends, as of ``| head``, does not end the command, whose status is that of its work.
+
     Args:
         app: all commands, of typer.
         argv: the arguments; by default those of the process.
@@ -56,6 +59,17 @@ def run_app(
         expected: errors whose message states all that a user needs; others are shown with their class.
         is_reporter: whether this process prints an error: of several that do one thing together, one does.
     """
+    with lasting_streams():
+        return _run(app, argv, program, expected, is_reporter)
+
+
+def _run(
+    app: Any,
+    argv: Sequence[str] | None,
+    program: str,
+    expected: tuple[type[Exception], ...],
+    is_reporter: Callable[[], bool],
+) -> int:
     import typer
 
     given = list(sys.argv[1:] if argv is None else argv)
@@ -78,8 +92,6 @@ def run_app(
     words = [word for word in given if word != "--debug"]
     try:
         status = command.main(words, prog_name=program, standalone_mode=False, obj=words)
-    except BrokenPipeError:
-        return 0  # `yobx-flatten list | head`: the reader has enough
     except (Exception, KeyboardInterrupt) as error:
         if interruption:
             return fail(interruption[0])

@@ -14,7 +14,7 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ...errors import ConfigError
 from .label_smoothing import SmoothedLoss, with_smoothed_loss
-from .lazy_logits import loss_only
+from .lazy_logits import loss_only, without_logits
 from .weights import counting, with_loss_weight
 
 __all__ = ["CALL_OPTIONS", "CallOptions", "run_with_options", "split_options"]
@@ -93,4 +93,5 @@ def run_with_options(model: nn.Module, run: Callable[[], Any], options: CallOpti
 
     with counting() as items:
         output = loss_only(model, complete) if options.loss_only else complete()
-    return with_loss_weight(output, items, rows)
+    output, count, rows = with_loss_weight(output, items, rows)
+    return (without_logits(model, output) if options.loss_only else output), count, rows

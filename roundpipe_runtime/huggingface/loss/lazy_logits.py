@@ -25,7 +25,7 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 from ..adapters import model_inside
 from .chunked import chunked_cross_entropy
 
-__all__ = ["LazyLogits", "NotLazy", "lazy_head", "loss_only"]
+__all__ = ["LazyLogits", "NotLazy", "lazy_head", "loss_only", "without_logits"]
 
 # Logits of so few numbers (64 MB in float32) are computed as the model does.
 _SMALL = 2**24
@@ -240,13 +240,15 @@ def lazy_head(model: nn.Module) -> Iterator[None]:
     Args:
         model: model of transformers, or PEFT's model around one. Any other model computes its logits as usual.
     """
+    weight = _weight_of_head(model)
+    with contextlib.nullcontext() if weight is None else _Head(weight):
+        yield
+
+
+def _weight_of_head(model: nn.Module) -> torch.Tensor | None:
     find = getattr(model_inside(model), "get_output_embeddings", None)
     weight = None if find is None else getattr(find(), "weight", None)
-    if not isinstance(weight, torch.Tensor):
-        yield
-        return
-    with _Head(weight):
-        yield
+    return weight if isinstance(weight, torch.Tensor) else None
 
 
 def loss_only(model: nn.Module, run: Callable[[], Any]) -> PyTree:
@@ -265,3 +267,29 @@ def loss_only(model: nn.Module, run: Callable[[], Any]) -> PyTree:
             return pytree.tree_map_only(LazyLogits, lambda _: None, output)
     except NotLazy:
         return run()
+
+
+def without_logits(model: nn.Module, output: PyTree) -> PyTree:
+    """Return the output with ``None`` for logits, as where they were not computed, which is decided by their size.
+
+    So the outputs of all microbatches have one structure, whatever their number of rows.
+
+    Args:
+        model: model that has the head.
+        output: output of :func:`loss_only`; a mapping is changed in place.
+    """
+    weight = _weight_of_head(model)
+    if weight is None:
+        return output
+    classes = weight.shape[0]
+
+    def is_logits(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-1] == classes
+
+    if isinstance(output, dict):  # as outputs of transformers are
+        for name in [name for name, value in output.items() if name.endswith("logits") and is_logits(value)]:
+            output[name] = None
+        return output
+    if type(output) is tuple:
+        return tuple(None if is_logits(value) else value for value in output)
+    return output

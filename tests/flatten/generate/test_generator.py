@@ -166,6 +166,7 @@ def test_top_k_of_one_is_greedy(mistral):
         ({}, "input_ids must be integers of shape"),
         ({"input_ids": torch.ones(2, 3)}, "input_ids must be integers"),
         ({"input_ids": torch.ones(0, 3).long()}, "not empty"),
+        ({"input_ids": torch.tensor([[5, -1]])}, r"input_ids holds -1, which is not a token\."),
         ({"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 4).long()}, "Pass the same"),
         ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 1, 0]])}, "on the left"),
         ({"input_ids": torch.ones(1, 3).long(), "max_new_tokens": 0}, "max_new_tokens must be"),
@@ -190,6 +191,15 @@ def test_inputs_of_an_encoder_that_do_not_fit_are_refused():
     for features in (None, torch.ones(4, 8)):
         with pytest.raises(InvalidArgumentError, match=r"reads sound\. Pass input_features of shape"):
             sound.generate(input_features=features)
+    for wrong, words in [
+        (torch.tensor([[0], [-2]]), "decoder_input_ids holds -2, which is not a token"),
+        (torch.zeros(2, 1), "decoder_input_ids must be integers"),
+        (torch.zeros(3, 1).long(), "decoder_input_ids has 3 rows, and the encoder reads 2"),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=words):
+            text.generate(tokens, decoder_input_ids=wrong)
+    with pytest.raises(InvalidArgumentError, match="input_ids holds -3, which is not a token"):
+        text.generate(tokens - 4)
     settings = dataclasses.replace(text.settings, decoder_start_token_id=None)
     with pytest.raises(InvalidArgumentError, match=r"No decoder_start_token_id .* Pass decoder_input_ids"):
         Generator(text.parts, settings).generate(tokens)

@@ -1,6 +1,7 @@
 """Where a model comes from: folders, configurations, and what is neither."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -47,7 +48,13 @@ def test_a_configuration_alone_has_random_weights(tmp_path):
     ("content", "words"),
     [
         (None, "holds no config.json. Name a folder that save_pretrained wrote"),
-        ("{", "is not a configuration of transformers"),
+        ("{", "is damaged: it is not JSON"),
+        (
+            '{"model_type": "llama", "num_hidden_layers": 1000000000}',
+            "num_hidden_layers = 1,000,000,000, and 10,",
+        ),
+        ('{"model_type": "llama", "text_config": {"n_layer": [30000]}}', "states n_layer = 30,000, and 10,000 are"),
+        ('{"hidden_size": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
         ('{"hidden_size": 3}', "is not a configuration of transformers"),
         ('{"model_type": "t5"}', "a model of type 't5', which transformers has no causal language model for"),
     ],
@@ -60,6 +67,17 @@ def test_folders_that_hold_no_language_model_are_refused(tmp_path, content, word
         model_source(tmp_path)
     assert words in str(caught.value)
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [2**40, 10**7, 10**30, -3])
+def test_weights_that_no_memory_holds_are_refused(tmp_path, size):
+    """Random ones, and those of a folder whose configuration is of another model."""
+    alone, folder = tiny.config_folder(tmp_path / "config"), tiny.weights_folder(tmp_path / "weights")
+    for place in (alone, folder):
+        config = json.loads((place / "config.json").read_text())
+        (place / "config.json").write_text(json.dumps({**config, "hidden_size": size, "head_dim": 8}))
+        with pytest.raises(FineTuneError, match=re.escape(str(place))):
+            model_source(place).load()
 
 
 def test_names_that_do_not_exist_are_refused():

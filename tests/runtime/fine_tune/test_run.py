@@ -1,12 +1,15 @@
 """A training from its first step to its last: what is written when, and what a signal does."""
 
+import errno
 import json
+import math
 import os
+import shutil
 import signal
 
 import pytest
 
-from roundpipe_runtime.fine_tune import Outcome, Settings, StepRecord, Training, run
+from roundpipe_runtime.fine_tune import FineTuneError, Outcome, Settings, StepRecord, Training, check_disk, run
 from tests.runtime import tiny_training as tiny
 
 pytest.importorskip("transformers")
@@ -121,3 +124,91 @@ def test_a_timeline_holds_one_step(tmp_path, steps, recorded):
     assert {"forward", "loss", "backward"} <= {event.get("cat") for event in events}
     losses = [event for event in events if event.get("cat") == "loss"]
     assert len(losses) == 2  # one for each microbatch
+
+
+# -- what was trained is not thrown away -------------------------------------------------------------------------------
+
+
+def test_an_evaluation_that_fails_takes_no_step_with_it(tmp_path, monkeypatch):
+    """The model is saved before it, and a checkpoint after the error, which goes on to the same evaluation."""
+    with training(eval_every=None) as made:
+        run(made, checkpoints=tmp_path / "never", metrics=tmp_path / "whole.jsonl")
+    done = []
+    with training(eval_every=None) as made, monkeypatch.context() as patch:
+        patch.setattr(made, "evaluate", lambda: done.append("evaluation") or 1 / 0)
+        with pytest.raises(ZeroDivisionError) as caught:
+            run(made, checkpoints=tmp_path / "c", save_model=lambda: done.append("model"))
+    assert done == ["model", "evaluation"]
+    assert caught.value.__notes__ == [f"The 7 steps before are saved in {saved(tmp_path / 'c')[7]}. To go on: --resume"]
+    with training(eval_every=None, steps=8) as made:  # one more
+        assert made.restore(tmp_path / "c")
+        run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl", save_model=lambda: done.append("again"))
+    assert done[2:] == ["again"]
+
+
+@pytest.mark.parametrize("failing", ["layer", "loss"])
+def test_a_step_that_fails_takes_none_before_with_it(tmp_path, monkeypatch, failing):
+    """From the checkpoint that the note names, the training goes on to the same bits."""
+    with training() as made:
+        run(made, checkpoints=tmp_path / "never", metrics=tmp_path / "whole.jsonl")
+    with training() as made:
+
+        def fails():
+            return made.step == 4
+
+        if failing == "layer":
+            made.pipeline.cut.model.model.layers[1].register_forward_hook(lambda *call: 1 / 0 if fails() else None)
+        else:
+            finite = made.trainer._finite
+            monkeypatch.setattr(made.trainer, "_finite", lambda what, x: finite(what, math.nan if fails() else x))
+        with pytest.raises((FineTuneError, ZeroDivisionError)) as caught:
+            run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl")
+    assert (
+        caught.value.__notes__[-1] == f"The 4 steps before are saved in {saved(tmp_path / 'c')[4]}. To go on: --resume"
+    )
+    with training() as made:
+        assert made.restore(tmp_path / "c")
+        run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl")
+    assert tiny.metrics_of(tmp_path / "m.jsonl") == tiny.metrics_of(tmp_path / "whole.jsonl")
+
+
+def test_a_model_that_cannot_be_saved_is_in_a_checkpoint(tmp_path):
+    """And where that cannot be written either, the first error stays the first."""
+
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+
+    with training() as made, pytest.raises(OSError, match=r"No space left.*model\.safetensors") as caught:
+        run(made, checkpoints=tmp_path / "c", save_model=full)
+    assert str(saved(tmp_path / "c")[7]) in caught.value.__notes__[0]
+    (tmp_path / "file").touch()
+    with training() as made, pytest.raises(OSError, match=r"No space left.*model\.safetensors") as caught:
+        run(made, checkpoints=tmp_path / "file", save_model=full)
+    assert caught.value.__notes__[0].startswith("The 7 steps before could not be saved: ")
+
+
+def test_a_training_at_its_end_saves_its_model(tmp_path):
+    """Of an earlier run that could not."""
+    with training(steps=2) as made:
+        run(made, checkpoints=tmp_path, at_end=True)
+    done = []
+    with training(steps=2) as made:
+        assert made.restore(tmp_path)
+        run(made, checkpoints=tmp_path, save_model=lambda: done.append(made.step))
+    assert done == [2]
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    """Model, and checkpoints with masters and two moments of each parameter, next to what is free."""
+    model = tiny.source().load()
+    numbers = sum(p.numel() for p in model.parameters())
+    folders = (tmp_path / "new" / "out", tmp_path / "c")
+    needed = {0: 4 * numbers, 3: (4 + 3 * 16) * numbers}
+    for kept, size in needed.items():
+        for free in (size + 10_000, size - 1):  # buffers are some more
+            monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: shutil._ntuple_diskusage(free, 0, free))
+            if free > size:
+                check_disk(model, Settings(), *folders, kept=kept)
+                continue
+            with pytest.raises(FineTuneError, match=r"is too small: the model .* are free\. Make room, or name a fold"):
+                check_disk(model, Settings(), *folders, kept=kept)

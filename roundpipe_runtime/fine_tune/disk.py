@@ -1,0 +1,62 @@
+"""Check before the first step that the disks hold what a training writes."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+from collections import defaultdict
+
+from torch import nn
+
+from yobx_flatten.errors.messages import format_bytes
+
+from ..huggingface.adapters import is_adapted
+from .errors import FineTuneError
+from .settings import Settings
+
+__all__ = ["check_disk", "model_bytes"]
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Return the size of a saved model; of one with adapters, only these are saved.
+
+    Args:
+        model: model of transformers, or PEFT's model around one.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad or not is_adapted(model)]
+    return sum(p.nbytes for p in parameters) + (0 if is_adapted(model) else sum(b.nbytes for b in model.buffers()))
+
+
+def check_disk(
+    model: nn.Module, settings: Settings, output: pathlib.Path, checkpoints: pathlib.Path, kept: int
+) -> None:
+    """Refuse a training whose results would not fit on the disk.
+
+    Args:
+        model: model that is trained.
+        settings: settings of the training; checkpoints hold moments and masters in ``optim_dtype``.
+        output: folder in which the model is saved.
+        checkpoints: folder of the checkpoints.
+        kept: number of checkpoints that are there at the same time.
+
+    Raises:
+        FineTuneError: naming the folder, what is needed and what is free.
+    """
+    of_model = model_bytes(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    of_state = sum(p.numel() * 3 * (settings.optim_dtype or p.dtype).itemsize for p in trained)  # master, two moments
+    needed: dict[int, int] = defaultdict(int)
+    places: dict[int, pathlib.Path] = {}
+    for folder, size in ((output, of_model), (checkpoints, kept * (of_model + of_state))):
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+        disk = there.stat().st_dev
+        needed[disk] += size
+        places.setdefault(disk, there)
+    for disk, size in needed.items():
+        free = shutil.disk_usage(places[disk]).free
+        if free < size:
+            held = f"the model and {kept} checkpoints take" if kept else "the model takes"
+            raise FineTuneError(
+                f"The disk of {places[disk]} is too small: {held} {format_bytes(size)} there, and {format_bytes(free)} "
+                "are free. Make room, or name a folder on another disk: --output DIR, --checkpoint DIR"
+            )

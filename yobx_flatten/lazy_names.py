@@ -1,0 +1,46 @@
+"""The names of a package, imported when they are asked for: a command line starts, and ends, without torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["lazy_names"]
+
+
+def lazy_names(
+    names: dict[str, Any], homes: Sequence[str], special: Mapping[str, Callable[[str], Any]] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of a package whose names are defined in modules of it.
+
+    Args:
+        names: the ``globals()`` of its ``__init__``; what was found once is kept there.
+        homes: modules of the package, which state their names in ``__all__``; a name is that of the first which has it.
+        special: names that need more than an import, and what makes each of them; none by default.
+
+    Returns:
+        The two functions. Folders of the package are also found, and a name that is nowhere is an ``AttributeError``.
+
+    Source: `PEP 562 <https://peps.python.org/pep-0562/>`_.
+    """
+    package, makers = names["__name__"], dict(special or {})
+
+    def find(name: str) -> Any:
+        if name in makers:
+            return makers[name](name)
+        if not name.startswith("__"):  # which Python itself and tools look for in every module
+            if importlib.util.find_spec(f"{package}.{name}") is not None:
+                return importlib.import_module(f"{package}.{name}")
+            for home in homes:
+                module = importlib.import_module(f"{package}.{home}")
+                if name in module.__all__:
+                    return names.setdefault(name, getattr(module, name))
+        raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
+
+    def all_names() -> list[str]:
+        known = (importlib.import_module(f"{package}.{home}").__all__ for home in homes)
+        return sorted({*names, *makers, *names["__all__"], *(name for home in known for name in home)})
+
+    return find, all_names

@@ -21,6 +21,7 @@ COMPAT_TESTS ?= tests/flatten --ignore=tests/flatten/cli/test_demo.py \
 # A folder with further programs for `make newest`, newest_*.py and a run.py that runs them; left out where it is missing.
 CASES ?= ../shared/cases
 NEWEST_ARGS ?=
+FUZZ_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -39,7 +40,7 @@ NEEDS_dev := --editable '.[all]' --group dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch compat newest kills ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix genai runtimes clean distclean
+.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch compat newest kills fuzz ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix genai runtimes clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -125,6 +126,10 @@ kills: $(VENV)/.has-test  ## kill a training 30 times, resume it each time, and 
 	ROUNDPIPE_KILLS=30 $(BIN)/python -m pytest tests/runtime/checkpoint/test_killed.py \
 		tests/runtime/checkpoint/test_killed_ranks.py \
 		tests/runtime/huggingface/trainer/test_checkpoints.py::test_kills_change_no_bit $(PYTEST_ARGS)
+
+# The seeds of a run follow those of the last one; a finding is noted in tests/fuzz/found.json, and then tested always.
+fuzz: $(VENV)/.has-test  ## change files as an attacker would, 1000 times for each kind and more for stored values (FUZZ_ARGS="nested --count 5000")
+	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 ranks: $(VENV)/.has-test  ## train 50 steps in 2 and 3 processes and compare every bit with one process
 	ROUNDPIPE_RANKS_STEPS=50 $(BIN)/python -m pytest -n 0 tests/runtime/distributed/test_ranks.py $(PYTEST_ARGS)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import pathlib
 from collections.abc import Mapping
 
+from yobx_flatten.files.document import inside, read_document
 from yobx_flatten.files.flush import flush_tree
 
 from .errors import CheckpointError, DamagedCheckpointError
@@ -15,6 +17,22 @@ __all__ = ["MANIFEST", "describe_files", "is_complete", "verify", "write_manifes
 
 MANIFEST = "checkpoint.json"
 _VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Version:
+    format: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Manifest:
+    files: dict[str, _File]
 
 
 def describe_files(folder: pathlib.Path, part: int = 0, parts: int = 1) -> dict[str, dict[str, object]]:
@@ -71,44 +89,34 @@ def verify(folder: pathlib.Path, part: int = 0, parts: int = 1) -> None:
             found = _digest(folder / name)
         except OSError as error:
             raise DamagedCheckpointError(f"{folder}: {name} cannot be read: {error}") from error
-        if found != entry["sha256"]:
+        if found != entry.sha256:
             raise DamagedCheckpointError(f"{folder}: {name} is not what was written; its SHA-256 is another one.")
 
 
-def _check_sizes(folder: pathlib.Path) -> dict[str, dict[str, object]]:
+def _check_sizes(folder: pathlib.Path) -> dict[str, _File]:
     files = _read(folder)
     for name, entry in files.items():
-        try:
-            size = (folder / name).stat().st_size
-        except OSError as error:
-            raise DamagedCheckpointError(f"{folder}: {name} is missing.") from error
-        if size != entry["bytes"]:
-            raise DamagedCheckpointError(f"{folder}: {name} has {size} bytes, and {entry['bytes']} were written.")
+        size = inside(folder, name, DamagedCheckpointError).stat().st_size
+        if size != entry.bytes:
+            raise DamagedCheckpointError(f"{folder}: {name} has {size} bytes, and {entry.bytes} were written.")
     return files
 
 
-def _read(folder: pathlib.Path) -> dict[str, dict[str, object]]:
+def _read(folder: pathlib.Path) -> dict[str, _File]:
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        version, files = manifest["format"], manifest["files"]
-        named = all(_is_inside(name) and set(files[name]) == {"bytes", "sha256"} for name in files)
+        version = read_document(folder / MANIFEST, _Version, failure=DamagedCheckpointError).format
+        if version != _VERSION:
+            raise CheckpointError(
+                f"{folder} has format {version!r}, and {_VERSION} is the newest known. Update yobx-flatten."
+            )
+        files = read_document(folder / MANIFEST, _Manifest, failure=DamagedCheckpointError).files
     except FileNotFoundError as error:
         raise DamagedCheckpointError(f"{folder}: {MANIFEST} is missing.") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
         raise DamagedCheckpointError(f"{folder}: {MANIFEST} cannot be read: {error}") from error
-    if version != _VERSION:
-        raise CheckpointError(
-            f"{folder} has format {version!r}, and {_VERSION} is the newest known. Update yobx-flatten."
-        )
-    if not named or not files:
-        raise DamagedCheckpointError(f"{folder}: {MANIFEST} is not as it was written.")
-    return dict(files)
-
-
-def _is_inside(name: str) -> bool:
-    """Whether a name of a manifest stays in its folder."""
-    parts = pathlib.PurePosixPath(name).parts
-    return bool(parts) and ".." not in parts and not pathlib.PurePath(name).is_absolute()
+    if not files:
+        raise DamagedCheckpointError(f"{folder}: {MANIFEST} names no file.")
+    return files
 
 
 def _digest(path: pathlib.Path) -> str:

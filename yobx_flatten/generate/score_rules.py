@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..errors import GenerationError
+from ..files.damage import damage_as
 
 __all__ = ["GenerationCall", "RuleOfCall", "ScoreProcessor", "forced_tokens", "score_rules"]
 
@@ -85,10 +87,24 @@ def forced_tokens(call: GenerationCall, first: int | None, last: tuple[int, ...]
     """
     made: list[ScoreProcessor] = []
     if first is not None:
-        made.append(lambda tokens, scores: _only((first,), scores) if tokens.shape[1] == 1 else scores)
+        made.append(_guarded(lambda tokens, scores: _only((first,), scores) if tokens.shape[1] == 1 else scores))
     if last:
-        made.append(lambda tokens, scores: _only(last, scores) if tokens.shape[1] == call.longest - 1 else scores)
+        at_end = call.longest - 1
+        made.append(_guarded(lambda tokens, scores: _only(last, scores) if tokens.shape[1] == at_end else scores))
     return made
+
+
+def _of_file() -> contextlib.AbstractContextManager[None]:
+    """A block in which what does not fit the model, as a token above its vocabulary, is an error of the file."""
+    return damage_as(GenerationError, "generation_config.json")
+
+
+def _guarded(process: ScoreProcessor) -> ScoreProcessor:
+    def run(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        with _of_file():
+            return process(tokens, scores)
+
+    return run
 
 
 def _only(wanted: tuple[int, ...], scores: torch.Tensor) -> torch.Tensor:
@@ -114,8 +130,9 @@ def _rule(name: str, arguments: Callable[[GenerationCall], tuple[Any, ...] | Non
         given = arguments(call)
         if given is None:
             return None
-        made: ScoreProcessor = kind(*given)
-        return made
+        with _of_file():
+            made: ScoreProcessor = kind(*given)
+        return _guarded(made)
 
     return RuleOfCall(make)
 

@@ -12,6 +12,7 @@ import torch
 from ..errors import GenerationError, InvalidArgumentError
 from ..files.damage import damage_as
 from ..files.document import read_document
+from .entries import Entries
 from .pictures import Pictures
 from .score_rules import GenerationCall, RuleOfCall, ScoreProcessor, forced_tokens, score_rules
 
@@ -120,7 +121,11 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
     found: list[Mapping[str, Any]] = []
     for name in ("config.json", "generation_config.json"):
         path, form = folder / name, dict[str, Any]
-        found.append(read_document(path, form, failure=GenerationError, finite=False) if path.exists() else {})
+        if path.exists():
+            read_document(path, Entries, failure=GenerationError, finite=False)  # of the types that are computed with
+            found.append(read_document(path, form, failure=GenerationError, finite=False))
+        else:
+            found.append({})
     with damage_as(GenerationError, f"config.json or generation_config.json in {folder}"):
         return settings_of(*found)
 

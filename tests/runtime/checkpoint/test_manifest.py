@@ -74,12 +74,12 @@ def path_outside(folder):
     ("damage", "message"),
     [
         (cut_short, r"two\.bin has 999 bytes, and 1000 were written"),
-        (remove_file, r"one\.bin is missing"),
+        (remove_file, r"names the file 'one\.bin', which is not there"),
         (remove_manifest, r"checkpoint\.json is missing"),
-        (cut_manifest_short, r"checkpoint\.json cannot be read"),
-        (empty_manifest, r"checkpoint\.json cannot be read"),
-        (other_json, r"checkpoint\.json cannot be read"),
-        (path_outside, r"checkpoint\.json is not as it was written"),
+        (cut_manifest_short, r"checkpoint\.json is damaged: it is not JSON"),
+        (empty_manifest, r"checkpoint\.json is damaged: it is empty"),
+        (other_json, r"checkpoint\.json is damaged: "),
+        (path_outside, r"names the file '\.\./one\.bin', which is not in the folder"),
     ],
 )
 def test_what_is_missing_is_named(folder, damage, message):

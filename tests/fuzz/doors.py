@@ -1,0 +1,257 @@
+"""The doors that files of strangers come through: what writes a file, what reads it, and what may be changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import roundpipe_runtime as rp
+import yobx_flatten as yf
+from tests.runtime import tiny_training as tiny
+from yobx_flatten.errors import FlattenError
+from yobx_flatten.runners.program_runner import open_program
+
+__all__ = ["DOORS", "Door"]
+
+
+def _nothing(folder: pathlib.Path) -> None:
+    """No digest to make right."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Door:
+    """A kind of file.
+
+    Attributes:
+        write: writes a good one into an empty folder.
+        read: reads what is in the folder.
+        files: patterns of the files that are changed.
+        repair: makes right what follows from a change, as its author would.
+        share: how many cases it gets, next to others.
+    """
+
+    write: Callable[[pathlib.Path], object]
+    read: Callable[[pathlib.Path], object]
+    files: tuple[str, ...]
+    repair: Callable[[pathlib.Path], None] = _nothing
+    share: int = 1
+
+
+def _values() -> dict[str, Any]:
+    """Nested values of all kinds that transformers, dataclasses and Python have."""
+    from transformers import LlamaConfig
+
+    cache = yf.make_dynamic_cache([(torch.rand(1, 2, 3, 4), torch.rand(1, 2, 3, 4))] * 2)
+    return {
+        "ids": torch.arange(6).reshape(2, 3),
+        "cache": cache,
+        "more": [(torch.rand(2).bfloat16(), None, 1.5, "text", torch.float16), {3: torch.tensor(True)}],
+        "config": LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2),
+    }
+
+
+def _llama() -> Any:
+    from yobx_flatten.model_folder.tiny_models import small_model
+
+    return small_model("llama")
+
+
+# -- yobx_flatten ------------------------------------------------------------------------------------------------------
+
+
+def _write_nested(folder: pathlib.Path) -> None:
+    with yf.register_flattening_functions(patch_transformers=True):
+        yf.save_nested(folder / "values.onnx", _values())
+
+
+def _read_nested(folder: pathlib.Path) -> None:
+    with yf.register_flattening_functions(patch_transformers=True):
+        yf.load_nested(folder / "values.onnx")
+
+
+def _write_case(folder: pathlib.Path) -> None:
+    with yf.register_flattening_functions(patch_transformers=True):
+        yf.save_case(folder / "case.onnx", _values(), {"logits": torch.rand(2, 3)}, name="a case")
+
+
+def _read_case(folder: pathlib.Path) -> None:
+    with yf.register_flattening_functions(patch_transformers=True):
+        yf.load_case(folder / "case.onnx")
+
+
+def _write_calls(folder: pathlib.Path) -> None:
+    model = _llama()
+    with yf.record_calls(model, to=folder / "calls"):
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
+
+
+def _read_calls(folder: pathlib.Path) -> None:
+    calls = yf.RecordedCalls.load(folder / "calls")
+    str(calls)
+    [(call.inputs, call.outputs) for call in calls]
+
+
+def _write_folder(folder: pathlib.Path) -> None:
+    yf.export_folder(_llama(), folder / "model", proof="sample")
+
+
+def _read_folder(folder: pathlib.Path) -> None:
+    str(yf.verify_folder(folder / "model"))
+
+
+def _read_generator(folder: pathlib.Path) -> None:
+    generator = yf.model_folder.open_generator(folder / "model")
+    generator.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
+
+
+def _write_program(folder: pathlib.Path) -> None:
+    yf.export_program(_llama(), (), yf.decode_inputs(_llama(), yf.DecodeSizes()), cases=[], proof="none").save(
+        folder / "model.pt2"
+    )
+
+
+def _read_program(folder: pathlib.Path) -> None:
+    open_program(folder / "model.pt2")
+
+
+def _write_configuration(folder: pathlib.Path) -> None:
+    tiny.config(max_position_embeddings=64).save_pretrained(folder)
+
+
+def _read_configuration(folder: pathlib.Path) -> None:
+    from yobx_flatten.model_folder.source import find_model
+
+    find_model(str(folder)).load()
+
+
+# -- roundpipe_runtime -------------------------------------------------------------------------------------------------
+
+
+def _training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def _write_checkpoint(folder: pathlib.Path) -> None:
+    model, optimizer = _training()
+    model(torch.rand(5, 3)).sum().backward()
+    optimizer.step()
+    rp.save_checkpoint(folder, model, optimizer=optimizer, data={"step": 3, "more": [torch.rand(2), "text"]})
+
+
+def _read_checkpoint(folder: pathlib.Path) -> None:
+    """Nothing is changed where it fails."""
+    model, optimizer = _training()
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    state = torch.get_rng_state()
+    try:
+        rp.load_checkpoint(folder, model, optimizer=optimizer)
+    except (rp.RoundPipeError, FlattenError):
+        after = model.state_dict().values()
+        if not all(map(torch.equal, before, after)) or optimizer.state or not torch.equal(state, torch.get_rng_state()):
+            raise AssertionError("a checkpoint that was refused changed something") from None
+        raise
+    finally:
+        torch.set_rng_state(state)
+
+
+def _repair_checkpoint(folder: pathlib.Path) -> None:
+    """The digests, as the author of a change can compute them."""
+    for manifest in folder.glob("*/checkpoint.json"):
+        try:
+            stated = json.loads(manifest.read_bytes())
+            for name in stated["files"]:
+                data = (manifest.parent / name).read_bytes()
+                stated["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        except (ValueError, KeyError, TypeError, OSError, RecursionError, AttributeError):
+            continue
+        manifest.write_text(json.dumps(stated))
+
+
+def _sharded() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model of which this process, of one, has all shards."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model, _ = _training()
+    mesh = init_device_mesh("cpu", (1,))
+    for part in model.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def _write_shards(folder: pathlib.Path) -> None:
+    model, optimizer = _sharded()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    rp.save_checkpoint(folder, model, optimizer=optimizer, data={"step": 3})
+
+
+def _read_shards(folder: pathlib.Path) -> None:
+    model, optimizer = _sharded()
+    rp.load_checkpoint(folder, model, optimizer=optimizer)
+
+
+def _write_timeline(folder: pathlib.Path) -> None:
+    record = rp.Record(0, 1, "virtual:0", "forward", 0.0, 1.0, layer=2)
+    timeline = rp.Timeline()
+    timeline.records = [record, dataclasses.replace(record, start=1.0, end=2.5)]
+    timeline.save(folder / "step.json")
+
+
+def _read_timeline(folder: pathlib.Path) -> None:
+    from roundpipe_runtime.timeline.file import load_timeline
+
+    load_timeline(folder / "step.json").draw()
+
+
+def _write_machine(folder: pathlib.Path) -> None:
+    rates = {"names": ["cuda:0"], "flops": 1e12, "link": 1e9, "memory": 1e9, "host": 1e9, "host_rate": 1e9}
+    (folder / "machine.json").write_text(json.dumps(rates))
+
+
+def _read_machine(folder: pathlib.Path) -> None:
+    from roundpipe_runtime.estimate.machine_file import load_machine
+
+    load_machine(folder / "machine.json")
+
+
+def _write_text(folder: pathlib.Path) -> None:
+    rows = [json.dumps({"text": f"line {number}", "more": [number]}) for number in range(20)]
+    (folder / "text.jsonl").write_text("\n".join(rows))
+    (folder / "text.txt").write_text("Some lines\nof text.\n" * 10)
+
+
+def _read_text(folder: pathlib.Path) -> None:
+    from roundpipe_runtime.fine_tune import load_tokenizer, read_blocks
+
+    read_blocks([str(folder)], load_tokenizer(tiny.source(), "bytes"), length=8, field="text")
+
+
+DOORS = {
+    "nested": Door(_write_nested, _read_nested, ("*.onnx",), share=8),
+    "case": Door(_write_case, _read_case, ("*.onnx",), share=8),
+    "calls": Door(_write_calls, _read_calls, ("calls/*",), share=2),
+    "folder": Door(_write_folder, _read_folder, ("model/*.json", "model/**/case*.onnx", "model/cases/*"), share=1),
+    "generator": Door(_write_folder, _read_generator, ("model/*.json",), share=1),
+    "program": Door(_write_program, _read_program, ("*.pt2",), share=1),
+    "configuration": Door(_write_configuration, _read_configuration, ("*.json",), share=1),
+    "checkpoint": Door(_write_checkpoint, _read_checkpoint, ("*/*",), _repair_checkpoint, share=2),
+    "shards": Door(_write_shards, _read_shards, ("*/*", "*/shards/*"), _repair_checkpoint, share=1),
+    "timeline": Door(_write_timeline, _read_timeline, ("*.json",), share=2),
+    "machine": Door(_write_machine, _read_machine, ("*.json",), share=2),
+    "text": Door(_write_text, _read_text, ("*",), share=2),
+}
+"""By name."""

@@ -122,8 +122,8 @@ lint: $(VENV)/.has-lint  ## check style, formatting, spelling, and which folder 
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
 
-kills: $(VENV)/.has-test  ## kill a training 30 times, resume it each time, and compare every bit with one that was not killed
-	ROUNDPIPE_KILLS=30 $(BIN)/python -m pytest tests/runtime/checkpoint/test_killed.py \
+kills: $(VENV)/.has-test  ## kill a training and everything that writes files 30 times each: the training goes on to the same bits, files are old or new
+	ROUNDPIPE_KILLS=30 $(BIN)/python -m pytest tests/killed tests/runtime/checkpoint/test_killed.py \
 		tests/runtime/checkpoint/test_killed_ranks.py \
 		tests/runtime/huggingface/trainer/test_checkpoints.py::test_kills_change_no_bit $(PYTEST_ARGS)
 

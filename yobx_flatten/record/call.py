@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from ..recipe.static_codec import dump_static
 from .callee import Callee
 from .snapshot import Fact, Snapshot
 
-__all__ = ["Call", "about_call"]
+__all__ = ["About", "Call", "about_call"]
 
 
 class Call:
@@ -77,14 +78,28 @@ class Call:
         return f"<call {self.index} of {self._callee.label}, {self.kind}{tokens}>"
 
 
-def about_call(call: Call) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What is stored of a call in addition to its parts; see :class:`Call`.
+
+    Attributes:
+        index: the number of the call.
+        kind: its kind.
+        past: tokens that were in the cache before it; ``None`` without a cache.
+        new: tokens that it read; ``None`` where it reads none.
+        label: name of what was called.
+        names: its parameters and their kinds, as static data are stored.
+    """
+
+    index: int
+    kind: str
+    past: int | None
+    new: int | None
+    label: str
+    names: Any
+
+
+def about_call(call: Call) -> About:
     """What is stored of a call in addition to its parts."""
     names = [(parameter.name, int(parameter.kind)) for parameter in call._callee.signature.parameters.values()]
-    return {
-        "index": call.index,
-        "kind": call.kind,
-        "past": call.past,
-        "new": call.new,
-        "label": call._callee.label,
-        "names": dump_static(names),
-    }
+    return About(call.index, call.kind, call.past, call.new, call._callee.label, dump_static(names))

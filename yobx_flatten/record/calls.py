@@ -12,9 +12,10 @@ from typing import Any, overload
 import torch
 
 from ..errors import RecordError
+from ..files.damage import damage_as
 from ..recipe.static_codec import load_static
 from .axes import Axes, read_axes
-from .call import Call
+from .call import About, Call
 from .callee import Callee, callee_of, module_of
 from .example import choose_example, constants_of, shapes_of
 from .files import call_files, read_call
@@ -64,13 +65,8 @@ class RecordedCalls(Sequence[Call]):
         if not files:
             raise RecordError(f"{folder} holds no recorded calls.")
         found = [read_call(path) for path in files]
-        about = found[0][1]
-        if model is None:
-            parameters = [inspect.Parameter(n, inspect._ParameterKind(kind)) for n, kind in load_static(about["names"])]
-            callee = Callee(about["label"], None, about["label"].rpartition(".")[2], inspect.Signature(parameters))
-        else:
-            callee = callee_of(model, method)
-        return cls(callee, [Call(callee, a["index"], a["kind"], a["past"], a["new"], parts) for parts, a in found])
+        callee = _stored_callee(files[0], found[0][1]) if model is None else callee_of(model, method)
+        return cls(callee, [Call(callee, a.index, a.kind, a.past, a.new, parts) for parts, a in found])
 
     # -- a sequence ----------------------------------------------------------------------------------------------------
 
@@ -234,3 +230,10 @@ def _names(call: Call) -> list[str]:
 
 def _listed(phases: Mapping[str, RecordedCalls]) -> str:
     return ", ".join(f"{name!r} ({len(calls)})" for name, calls in phases.items())
+
+
+def _stored_callee(path: pathlib.Path, about: About) -> Callee:
+    """What was called, as far as a file has it."""
+    with damage_as(RecordError, str(path)):
+        parameters = [inspect.Parameter(name, inspect._ParameterKind(kind)) for name, kind in load_static(about.names)]
+        return Callee(about.label, None, about.label.rpartition(".")[2], inspect.Signature(parameters))

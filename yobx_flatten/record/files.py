@@ -10,12 +10,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from ..errors import FlattenError, RecordError
@@ -24,6 +26,7 @@ from ..errors.messages import first_line
 from ..files.scratch import publish_files, scratch_for
 from ..private_names.of_torch import pytree
 from ..recipe.static_codec import dump_static, load_static
+from .call import About
 from .snapshot import Fact, Snapshot, libraries_in_use
 
 __all__ = ["call_files", "prepare_folder", "read_call", "write_call"]
@@ -51,9 +54,7 @@ def call_files(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(folder.glob(f"call-*{_SUFFIX}"))
 
 
-def write_call(
-    folder: pathlib.Path, index: int, parts: Mapping[str, Snapshot], about: Mapping[str, Any]
-) -> dict[str, Snapshot]:
+def write_call(folder: pathlib.Path, index: int, parts: Mapping[str, Snapshot], about: About) -> dict[str, Snapshot]:
     """Write one call to a file, which appears when it is complete.
 
     Args:
@@ -69,7 +70,11 @@ def write_call(
 
     path = folder / f"call-{index:05}{_SUFFIX}"
     with scratch_for(path) as half:
-        head = {"version": _VERSION, "about": dict(about), **{name: _to_json(part) for name, part in parts.items()}}
+        head = {
+            "version": _VERSION,
+            "about": dataclasses.asdict(about),
+            **{name: _to_json(part) for name, part in parts.items()},
+        }
         tensors = {
             f"{name}.{number}": _storable(leaf)
             for name, part in parts.items()
@@ -81,7 +86,7 @@ def write_call(
     return {name: _stored(path, name, part.facts, part.spec) for name, part in parts.items()}
 
 
-def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], dict[str, Any]]:
+def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
     """Read what :func:`write_call` wrote; tensors are read when they are asked for.
 
     Raises:
@@ -101,7 +106,8 @@ def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], dict[str, Any]]:
             raise RecordError(f"{path} was written by a newer version:\n    pip install --upgrade yobx-flatten")
         about = head.pop("about")
         with libraries_in_use():
-            return {name: _stored(path, name, _facts(part), _spec(path, part)) for name, part in head.items()}, about
+            parts = {name: _stored(path, name, _facts(part), _spec(path, part)) for name, part in head.items()}
+        return parts, msgspec.convert(about, About)
     except FlattenError:
         raise
     except Exception as error:  # whatever torch's reader and the wrong types of a file raise

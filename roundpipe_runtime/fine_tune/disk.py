@@ -6,6 +6,7 @@ import pathlib
 import shutil
 from collections import defaultdict
 
+import torch
 from torch import nn
 
 from yobx_flatten.errors.messages import format_bytes
@@ -27,6 +28,11 @@ def model_bytes(model: nn.Module) -> int:
     return sum(p.nbytes for p in parameters) + (0 if is_adapted(model) else sum(b.nbytes for b in model.buffers()))
 
 
+def _state_bytes(parameter: nn.Parameter, dtype: torch.dtype) -> int:
+    """Two moments, and a master weight where the parameter is not as wide."""
+    return parameter.numel() * dtype.itemsize * (2 if dtype == parameter.dtype else 3)
+
+
 def check_disk(
     model: nn.Module, settings: Settings, output: pathlib.Path, checkpoints: pathlib.Path, kept: int
 ) -> None:
@@ -34,7 +40,7 @@ def check_disk(
 
     Args:
         model: model that is trained.
-        settings: settings of the training; checkpoints hold moments and masters in ``optim_dtype``.
+        settings: settings of the training; checkpoints hold moments and master weights in ``optim_dtype``.
         output: folder in which the model is saved.
         checkpoints: folder of the checkpoints.
         kept: number of checkpoints that are there at the same time.
@@ -44,7 +50,7 @@ def check_disk(
     """
     of_model = model_bytes(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    of_state = sum(p.numel() * 3 * (settings.optim_dtype or p.dtype).itemsize for p in trained)  # master, two moments
+    of_state = sum(_state_bytes(p, settings.optim_dtype or p.dtype) for p in trained)
     needed: dict[int, int] = defaultdict(int)
     places: dict[int, pathlib.Path] = {}
     for folder, size in ((output, of_model), (checkpoints, kept * (of_model + of_state))):

@@ -36,7 +36,7 @@ def read_config(file: pathlib.Path, name: str, *, failure: type[Exception], reme
         The configuration.
 
     Raises:
-        Exception: of the class ``failure``, when it is no configuration, or states more layers than can be meant.
+        Exception: of the class ``failure``, when it holds no configuration, or states more layers than can be meant.
     """
     import transformers
 

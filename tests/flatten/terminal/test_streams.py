@@ -18,14 +18,14 @@ def test_characters_that_are_missing_are_printed_by_their_number(monkeypatch, en
     stream = io.TextIOWrapper(held, encoding=encoding)
     monkeypatch.setattr(sys, "stdout", stream)
     with lasting_streams():
-        say("caf\u00e9 \u2713 \udcff")
+        say("fian\u00e9 \u2713 \udcff")
         say_json({"a": "\u00e9\u2713"})
         table(["a", "b"], [["\u2713", "x"]])
     assert sys.stdout is stream
     assert stream.errors == "strict"
     text = held.getvalue().decode(encoding)
     accent, mark = ("\u00e9" if encoding != "ascii" else r"\xe9"), ("\u2713" if encoding == "utf-8" else r"\u2713")
-    assert text.splitlines()[0] == rf"caf{accent} {mark} \udcff"
+    assert text.splitlines()[0] == rf"fian{accent} {mark} \udcff"
     shown = '"\u00e9\u2713"' if encoding == "utf-8" else r'"\u00e9\u2713"'  # JSON has a spelling of its own
     assert text.splitlines()[2] == f'  "a": {shown}'
     assert mark in text.splitlines()[-1]

@@ -118,6 +118,10 @@ def read_loss(value: Any) -> LossValue:
     )
 
 
+def _format_items(ratios: Sequence[float], rows: int) -> str:
+    return " and ".join(f"{ratio * rows:g}" for ratio in ratios) + " items" if ratios else "nothing"
+
+
 class LossContract:
     """Collects the losses of one batch, and returns the backward terms and the total loss.
 
@@ -143,32 +147,56 @@ class LossContract:
         self.reduction = reduction
         self.rows = tuple(rows)
         self._values: dict[int, LossValue] = {}
+        self._items: dict[int, list[float]] = {}
         self._is_late = False
         self._lock = threading.Lock()
 
-    def add(self, index: int, value: Any) -> list[BackwardTerm]:
+    def add(self, index: int, value: Any, items: Sequence[float] = ()) -> list[BackwardTerm]:
         """Take the loss of one microbatch.
 
         Args:
             index: the microbatch.
             value: what ``loss_fn`` returned. The weight of a pair is read here, which waits for it on an accelerator.
+            items: number of items that each mean in it was taken over, as far as it is known. Default: nothing known.
 
         Returns:
             The terms to go back from. None, if the microbatch has no weight: its gradient is zero even where its loss
             is NaN. Losses that do not require grad are left out.
 
         Raises:
-            LossError: when the value is not a loss, or of another kind than that of another microbatch.
+            LossError: when the value is not a loss, or of another kind than that of another microbatch, or a mean over
+                other items than rows where that over rows is asked for.
         """
         try:
             read = read_loss(value)
         except LossError as error:
             raise LossError(f"microbatch {index}: {error}") from None
         self.add_value(index, dataclasses.replace(read, tensors=tuple(t.detach() for t in read.tensors)))
+        if read.kind != "pair" and self.reduction == "mean":
+            self._check_items(index, items)
         seed = self._seed(index)
         if read.weight == 0 or seed == 0:
             return []
         return [BackwardTerm(t, torch.full_like(t, seed)) for t in read.tensors if t.requires_grad]
+
+    def _check_items(self, index: int, items: Sequence[float]) -> None:
+        """Refuse means over items of which microbatches have more or fewer than by their rows."""
+        rows = self.rows[index]
+        if not rows:
+            return
+        with self._lock:
+            self._items[index] = [count / rows for count in items]
+            other = next(iter(self._items))
+            one, found = self._items[other], self._items[index]
+        if len(one) == len(found) and all(map(math.isclose, one, found)):
+            return
+        raise LossError(
+            f"loss_fn takes the mean over {_format_items(found, rows)} in microbatch {index} of {rows} rows, and over "
+            f"{_format_items(one, self.rows[other] or 1)} in microbatch {other} of {self.rows[other]}. So the mean "
+            'over rows, loss_reduction="mean", is not the loss of the batch. Return the sum and its divisor:\n'
+            '    summed = cross_entropy(outputs, labels, reduction="sum")\n'
+            "    return WeightedLoss(summed, (labels != -100).sum())"
+        )
 
     def add_value(self, index: int, read: LossValue) -> None:
         """Take the loss of one microbatch that has gone back already, on another rank for example.

@@ -27,9 +27,9 @@ class GroupLosses(LossContract):
         super().__init__(whole.reduction, whole.rows[first : first + count])
         self._whole, self._first = whole, first
 
-    def add(self, index: int, value: Any) -> list[BackwardTerm]:
+    def add(self, index: int, value: Any, items: Sequence[float] = ()) -> list[BackwardTerm]:
         """Take the loss of one microbatch of the group; see :meth:`LossContract.add`."""
-        return self._whole.add(self._first + index, value)
+        return self._whole.add(self._first + index, value, items)
 
     @property
     def kind(self) -> str | None:

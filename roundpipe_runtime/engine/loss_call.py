@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..batch.averages import count_items
 from ..batch.loss import BackwardTerm
 from ..device.virtual import Device
 from .layer_graph import Values, enter, other_leaves
@@ -45,6 +46,11 @@ class MicrobatchLoss:
         if spec.preserve_rng_state:
             seed = partial(spec.seed, len(spec.contents), self._microbatch)
             call = partial(run_seeded, call, spec.loss_fn, seed, self._generator, call)
+        if run.contract.reduction == "mean":  # which is that over rows; counting waits for an accelerator
+            with run.loss_lock, count_items() as items:
+                result = call()
+            self._terms = run.contract.add(self._microbatch, result, items.trained)
+            return
         with run.loss_lock:
             result = call()
         self._terms = run.contract.add(self._microbatch, result)

@@ -120,8 +120,14 @@ class LayerOnDevice:
         return copy
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return ``function()``, called while the copies stand in the module; one thread at a time."""
+        """Return ``function()``, called while the copies stand in the module; one thread at a time.
+
+        Raises:
+            StageError: the layer wrote a parameter while it is trained, of which the host would not know.
+        """
         buffers = self.contents.buffers
+        is_trained = self.contents.module.training and torch.is_grad_enabled()
+        versions = [copy._version for _, _, copy, _ in self._places] if is_trained else []
         with self.contents.lock:
             try:
                 for parameters, name, copy, _ in self._places:
@@ -129,7 +135,10 @@ class LayerOnDevice:
                 if buffers:
                     for number, buffer in enumerate(buffers):
                         buffer.owner._buffers[buffer.name] = self._buffers[number]
-                return function()
+                result = function()
+                if versions and versions != [copy._version for _, _, copy, _ in self._places]:
+                    raise self._wrote_parameter(versions)
+                return result
             finally:
                 if buffers:
                     for number, buffer in enumerate(buffers):
@@ -139,6 +148,18 @@ class LayerOnDevice:
                         buffer.owner._buffers[buffer.name] = buffer.tensor
                 for parameters, name, _, parameter in self._places:
                     parameters[name] = parameter
+
+    def _wrote_parameter(self, versions: Sequence[int]) -> StageError:
+        names = {
+            f"{type(slot.owner).__name__}.{slot.name}"
+            for slot, version, place in zip(self.contents.slots, versions, self._places, strict=True)
+            if place[2]._version != version
+        }
+        return StageError(
+            f"{self.title} writes {', '.join(sorted(names))} in its forward. A layer runs on copies of its parameters, "
+            "so what it writes into them is lost. Make it a buffer, which is kept, or write it between two steps:\n"
+            "    model.step(step_fn); model.synchronize(); write(parameter)"
+        )
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

@@ -308,6 +308,10 @@ class ParameterStore:
         """The first name of each parameter."""
         return {id(parameter): name for name, parameter in reversed(self._listed())}
 
+    def dtypes_of_masters(self) -> dict[int, torch.dtype]:
+        """Return the dtype of the master weight of each parameter of the model that has one, by identity."""
+        return {id(parameter): self._dtype(parameter) for name, parameter in self._listed() if name in self._masters}
+
     def _with_master(self) -> Iterator[tuple[str, nn.Parameter]]:
         if self._masters:
             yield from ((name, p) for name, p in self.model.named_parameters() if name in self._masters)

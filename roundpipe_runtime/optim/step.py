@@ -17,18 +17,19 @@ import contextvars
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..device.forking import free_after_fork
 from ..device.interrupts import Uninterrupted, error_of, is_done, wait_for
 from ..device.worker import Worker, add_note_once
-from ..errors import RoundPipeWarning, StageError, warn
+from ..errors import ConfigError, RoundPipeWarning, StageError, warn
 from .layer_steps import LayerSteps
 from .parameters import LayerContents, ParameterStore
 from .readiness import ReadinessTable
@@ -99,8 +100,7 @@ class StepRunner:
         """Run a step now, in this thread; the next run sees the new parameters."""
         self.synchronize()
         self._store.adopt()
-        with OptimizerCtx():
-            step()
+        _in_ctx(self._store, step)
         self._store.publish(stepped=True)
 
     def start(self, step: Callable[[], Any]) -> None:
@@ -110,7 +110,7 @@ class StepRunner:
         self._store.freeze()
         with Uninterrupted():
             self._unpublished = True
-            self._update = self._worker.submit(_in_ctx, step)
+            self._update = self._worker.submit(_in_ctx, self._store, step)
 
     def begin_exact(self, step: Callable[[], Any]) -> LayerSteps:
         """Run a step in the background, layer by layer; the next run waits for each layer.
@@ -128,7 +128,7 @@ class StepRunner:
         with Uninterrupted():
             self._ahead = steps
             try:
-                self._update = self._worker.submit(_in_ctx, partial(steps.run, step))
+                self._update = self._worker.submit(_in_ctx, self._store, partial(steps.run, step))
             except BaseException:
                 self._ahead = None
                 raise
@@ -306,9 +306,37 @@ class StepRunner:
             raise
 
 
-def _in_ctx(step: Callable[[], Any]) -> None:
-    with OptimizerCtx():
+def _in_ctx(store: ParameterStore, step: Callable[[], Any]) -> None:
+    with OptimizerCtx(), _trained_parameters(store):
         step()
+
+
+@contextlib.contextmanager
+def _trained_parameters(store: ParameterStore) -> Iterator[None]:
+    """A block in which no optimizer steps with parameters whose gradients are in master weights: it would do nothing.
+
+    Raises:
+        ConfigError: one does.
+    """
+    dtypes = store.dtypes_of_masters()
+    if not dtypes:
+        yield
+        return
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in dtypes]
+        if held and all(parameter.grad is None for parameter in held):
+            raise ConfigError(
+                f"{type(optimizer).__name__} holds {len(held)} parameters of the model, whose gradients are in their "
+                f"copies of {dtypes[id(held[0])]} (optim_dtype). It would change nothing. Make it of these:\n"
+                f"    optimizer = {type(optimizer).__name__}(model.optim_parameters(), ...)"
+            )
+
+    hook = register_optimizer_step_pre_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 _LOG = logging.getLogger("roundpipe_runtime")

@@ -8,19 +8,17 @@ while the loss is computed. The loss of the batch is the sum of (mean x items) o
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from yobx_flatten.private_names.of_torch import DisableTorchFunction, pytree
+from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
+from ...batch.averages import Items, count_items
 from ...errors import LossError
 from .chunked import chunked_cross_entropy
 
@@ -34,73 +32,10 @@ __all__ = [
     "with_loss_weight",
 ]
 
-_AVERAGING = {
-    functional.cross_entropy: "tokens",
-    functional.nll_loss: "tokens",
-    chunked_cross_entropy: "labels",
-    functional.mse_loss: "rows",
-    functional.l1_loss: "rows",
-    functional.smooth_l1_loss: "rows",
-    functional.binary_cross_entropy_with_logits: "rows",
-    functional.binary_cross_entropy: "rows",
-}
 
-
-@dataclasses.dataclass
-class Items:
-    """The items that the losses of one forward average over.
-
-    Attributes:
-        counts: Number of items of each mean, in order.
-        sums: Number of losses that are sums.
-    """
-
-    counts: list[float] = dataclasses.field(default_factory=list)
-    sums: int = 0
-
-
-class _Watch(TorchFunctionMode):
-    def __init__(self, items: Items) -> None:
-        super().__init__()
-        self.items = items
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _AVERAGING:
-            if kwargs.get("reduction", "mean") == "mean":
-                self.items.counts.append(_count(func, *args, **kwargs))
-            else:
-                self.items.sums += 1
-            if type(args[0] if args else None) in (torch.Tensor, torch.nn.Parameter):
-                with DisableTorchFunction():
-                    return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _count(
-    func: Any, source: torch.Tensor, target: torch.Tensor, weight: Any = None, *args: Any, **kwargs: Any
-) -> float:
-    if _AVERAGING[func] == "labels":  # which come third there
-        return float((weight != kwargs.get("ignore_index", -100)).sum())
-    if _AVERAGING[func] == "rows" or target.is_floating_point():
-        return float(target.shape[0] if target.dim() else 1)
-    counted = target != kwargs.get("ignore_index", -100)
-    weight = weight if isinstance(weight, torch.Tensor) else kwargs.get("weight")
-    if weight is not None:
-        return float(weight[target[counted]].sum())
-    return float(counted.sum())
-
-
-@contextlib.contextmanager
-def counting() -> Iterator[Items]:
-    """Count the items of the losses that are computed in the block.
-
-    Yields:
-        The counts, complete at the end of the block.
-    """
-    items = Items()
-    with _Watch(items):
-        yield items
+def counting() -> contextlib.AbstractContextManager[Items]:
+    """Count the items of the losses that are computed in the block, those in chunks included; see `count_items`."""
+    return count_items({chunked_cross_entropy: "labels"})
 
 
 def with_loss_weight(output: PyTree, items: Items, rows: int) -> tuple[PyTree, float, int]:

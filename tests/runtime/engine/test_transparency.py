@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, WeightedLoss
+from roundpipe_runtime import LossError, RoundPipe, RoundPipeRunConfig, StageError, WeightedLoss
 from roundpipe_runtime.engine.recompute import call_seed
 from tests.runtime.small import (
     batch,
@@ -252,3 +252,91 @@ def test_slow_layers_and_copies_change_no_bit(devices, monkeypatch, seed):
             losses = [pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss) for _ in range(2)]
         found.append([*losses, *state(model)])
     assert same_bits(*found)
+
+
+def losses_by_items():
+    """Losses whose mean is not over rows, with labels that show it."""
+    weight = torch.tensor([1.0, 5.0, 0.5])
+    return {
+        "ignored": (nn.CrossEntropyLoss(), torch.tensor([-100, -100, 1, 2, 0, 1])),
+        "all ignored": (nn.CrossEntropyLoss(), torch.tensor([-100, -100, -100, 2, 0, 1])),
+        "classes weighted": (nn.CrossEntropyLoss(weight), torch.tensor([0, 0, 1, 1, 2, 2])),
+        "nll": (lambda out, y: F.nll_loss(out.log_softmax(-1), y), torch.tensor([-100, 1, 2, 0, 1, 2])),
+        "one of two": (
+            lambda out, y: F.mse_loss(out, torch.zeros_like(out)) + F.cross_entropy(out, y),
+            torch.tensor([0, 1, 2, 2, -100, -100]),
+        ),
+        "not always": (
+            lambda out, y: F.cross_entropy(out, y) if (y == 0).any() else out.square().mean(),
+            torch.tensor([0, 1, 2, 2, 1, 1]),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", losses_by_items())
+def test_a_mean_over_something_else_than_rows_is_refused(name):
+    """And leaves no gradient; as a sum with its weight, the gradient is that of the whole batch."""
+    loss_fn, labels = losses_by_items()[name]
+    x, _ = batch(6)
+    plain = small_model()
+    pipe = RoundPipe(copy.deepcopy(plain), devices="virtual:2")
+    mean = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=2)
+    with pytest.raises(LossError, match=r"mean over .* in microbatch .*\n.*\n    return WeightedLoss\("):
+        pipe.forward_backward((x,), label=labels, loss_fn=loss_fn, run_config=mean)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    pipe.close()
+
+
+def test_means_over_rows_and_what_goes_with_them_are_taken():
+    """Uneven microbatches, several tokens in each row, a metric without a gradient, and one microbatch."""
+    x, target = batch(7)
+    labels = torch.tensor([-100, 1, 2, 0, -100, 1, 2])
+
+    def with_metric(out, y):
+        with torch.no_grad():
+            F.cross_entropy(out, y)
+        return F.cross_entropy(out, y.clamp(min=0))
+
+    cases = [
+        (F.mse_loss, target, 3),
+        (with_metric, labels, 3),
+        (nn.CrossEntropyLoss(), labels, 1),
+        (lambda out, y: F.cross_entropy(out[:, None].expand(-1, 4, -1).flatten(0, 1), y.flatten()),
+         torch.randint(0, 3, (7, 4)), 3),
+    ]  # fmt: skip
+    for loss_fn, label, microbatches in cases:
+        plain = small_model()
+        model = copy.deepcopy(plain)
+        expected = loss_fn(plain(x), label)
+        expected.backward()
+        with contextlib.closing(RoundPipe(model, devices="virtual:2")) as pipe:
+            config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=microbatches)
+            found = pipe.forward_backward((x,), label=label, loss_fn=loss_fn, run_config=config)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert relative_error(one.grad, other.grad) < TOLERANCE
+
+
+class Writes(nn.Module):
+    def __init__(self, when) -> None:
+        super().__init__()
+        self.weight, self.when = nn.Parameter(torch.ones(4)), when
+
+    def forward(self, x):
+        if self.when == "training" and self.training:
+            with torch.no_grad():
+                self.weight.clamp_(max=0.5)
+        return x * self.weight
+
+
+@pytest.mark.parametrize("layer", [Writes("training"), nn.Sequential(Writes("never"), Writes("training"))])
+def test_a_parameter_that_a_forward_writes_is_refused(layer):
+    """Naming layer and parameter; in evaluation the layer writes nothing, and runs."""
+    model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 3))
+    x, y = batch(6)
+    with contextlib.closing(RoundPipe(model, devices="virtual:2")) as pipe:
+        with pytest.raises(StageError, match=r"layer 1 \(.*\) writes Writes\.weight in its forward"):
+            pipe.forward_backward((x,), label=y, loss_fn=F.mse_loss)
+        with torch.no_grad():
+            assert torch.equal(pipe.eval()(x), model(x))
+        assert torch.equal(layer.weight if isinstance(layer, Writes) else layer[1].weight, torch.ones(4))

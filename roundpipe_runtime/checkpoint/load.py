@@ -153,6 +153,9 @@ def _read(
         stored = read_training(path, targets=targets)
         if not isinstance(stored["data"], dict):
             raise TypeError("the place in the data is not a dictionary")
+        for states in (stored["optimizers"], stored["schedulers"]):
+            if not isinstance(states, list) or not all(isinstance(state, dict) for state in states):
+                raise TypeError("the states of optimizers or schedulers are not a list of dictionaries")
         check_random_state(stored["random"])
         files = stack.enter_context(open_tensors(path, "model"))
         tensors = read_weights(path, files, dict(model.named_parameters()))

@@ -20,8 +20,9 @@ from torch import nn
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from .batches import join_outputs
+from .loss.call_options import gives_share
 from .loss.moe_aux_loss import auxiliary_loss_of, without_auxiliary_loss
-from .loss.weights import loss_of, with_loss
+from .loss.weights import check_weights, loss_of, with_loss
 
 __all__ = ["WholeBatchLoss"]
 
@@ -43,6 +44,7 @@ class WholeBatchLoss:
         self._model, self._label, self._loss_fn, self._as_tuple = model, label, loss_fn, as_tuple
         mask = kwargs.get("attention_mask")
         self._mask: torch.Tensor | None = mask if isinstance(mask, torch.Tensor) else None
+        self._is_share = gives_share(kwargs)
         self._next_row = 0
 
     def state(self, group: Sequence[PyTree]) -> dict[str, Any] | None:
@@ -82,7 +84,9 @@ class WholeBatchLoss:
             joined["aux_loss"] = aux[0]
         losses = [loss for one in found for loss in one["losses"]]
         if losses:
-            joined = with_loss(joined, _total(losses, [count for one in found for count in one["items"]], aux))
+            items = [count for one in found for count in one["items"]]
+            check_weights(items, is_share=self._is_share)
+            joined = with_loss(joined, _total(losses, items, aux))
         output = joined.to_tuple() if self._as_tuple else joined
         return self._loss_fn(output, self._label), output
 

@@ -16,23 +16,25 @@ from ..batch.loss import WeightedLoss
 from ..device.transfer import Static
 from .batches import join_outputs
 from .cutting.caches import is_held, join_held, swapped
+from .loss.call_options import gives_share
 from .loss.moe_aux_loss import batch_auxiliary_loss, has_auxiliary_loss, has_router_logits, without_auxiliary_loss
-from .loss.weights import has_labels, loss_of, with_loss
+from .loss.weights import check_weights, has_labels, loss_of, with_loss
 
 __all__ = ["loss_fn_with_weight", "merge_as_asked", "merge_as_tuple", "merge_with_cache", "merge_with_loss"]
 
 
 def loss_fn_with_weight(
-    loss_fn: Callable[[Any, Any], Any], batch: Callable[[], int] | None
+    loss_fn: Callable[[Any, Any], Any], batch: Callable[[], int] | None, *, is_share: bool = False
 ) -> Callable[[Any, Any], Any]:
     """Return a loss function for outputs that carry the weight of their loss.
 
     Args:
         loss_fn: loss function for outputs as the model returns them.
         batch: function that returns the rows of the batch, for models that compute their loss; ``None`` for others.
+        is_share: whether the model was given the number of items of the batch.
 
     Returns:
-        The loss function.
+        The loss function, which raises `UnprovenLossError` for a loss that cannot be a part of the batch's.
     """
 
     def weighted_loss(outputs: PyTree, labels: Any) -> Any:
@@ -40,6 +42,10 @@ def loss_fn_with_weight(
         result = loss_fn(output, labels)
         if batch is None or not isinstance(result, torch.Tensor):
             return result
+        if rows < batch():
+            check_weights([count, count], is_share=is_share)
+        elif not count > 0:  # the whole batch
+            return WeightedLoss(result, 1.0)
         if count < 0:  # already a share of the batch's loss: shares are added
             return WeightedLoss(result, rows / batch())
         return WeightedLoss(result * count, count)
@@ -105,24 +111,31 @@ def merge_with_loss(model: nn.Module, kwargs: Kwargs, is_smoothed: bool, outputs
     Returns:
         The output of the batch.
     """
-    joined = _joined(outputs)
     parts = [output for output, _, _ in outputs]
+    losses = [loss for loss in map(loss_of, parts) if loss is not None]
+    has_loss = len(losses) == len(parts) and (is_smoothed or has_labels(model, kwargs) or _named_loss(parts[0]))
+    items = [count for _, count, _ in outputs]
+    if has_loss:
+        check_weights(items, is_share=gives_share(kwargs))
+    joined = _joined(outputs)
     aux = batch_auxiliary_loss(model, joined, parts, kwargs) if has_router_logits(model, kwargs) else None
     if aux is not None:
         joined["aux_loss"] = aux[0]
-    losses = [loss for loss in map(loss_of, parts) if loss is not None]
-    has_loss = is_smoothed or has_labels(model, kwargs)
-    if not has_loss or len(losses) < len(parts):
+    if not has_loss:
         return joined
     # a mean over items becomes that of the batch with the share of its items; a sum (-1) is a share already
-    items = [count for _, count, _ in outputs]
     total = math.fsum(items)
-    shares = [1.0 if count < 0 else count / total if total else 0.0 for count in items]
+    shares = [1.0 if count < 0 or len(items) == 1 else count / total if total else 0.0 for count in items]
     adds_auxiliary = aux is not None and not is_smoothed and has_auxiliary_loss(model, kwargs)
     if adds_auxiliary:
         losses = [without_auxiliary_loss(model, part) for part in parts]
     loss = torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()
     return with_loss(joined, loss + aux[1] if adds_auxiliary and aux is not None else loss)
+
+
+def _named_loss(output: PyTree) -> bool:
+    """Whether an output calls something its loss; the first tensor of a tuple is one only where there are labels."""
+    return (output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)) is not None
 
 
 def merge_as_tuple(merge: Callable[[list[PyTree]], PyTree], outputs: list[PyTree]) -> PyTree:

@@ -16,7 +16,7 @@ from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..engine.config import RoundPipeRunConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, RoundPipeWarning, warn
 from ..pipeline import RoundPipe
 from ..pipeline.call_types import forward_backward_method
 from .adapters import check_adapters, model_inside
@@ -29,10 +29,10 @@ from .cutting.example import without_cache
 from .errors import moved_away, resized_late
 from .generate.encoders import GenerationPath, generation_paths, use_paths
 from .generate.generation import forward_of, reason_for_host
-from .loss.call_options import CALL_OPTIONS, CallOptions
+from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share
 from .loss.label_smoothing import SmoothedLoss, smoothed_call
 from .loss.moe_aux_loss import has_auxiliary_loss, has_router_logits, wants_tuple
-from .loss.weights import has_labels, own_loss, rows_of_call
+from .loss.weights import UnprovenLossError, has_labels, own_loss, rows_of_call
 from .merge_outputs import loss_fn_with_weight, merge_as_asked, merge_as_tuple, merge_with_cache, merge_with_loss
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class WrappedModel(RoundPipe):
 
     def __init__(self, made: Cut, **options: Any) -> None:
         self.__dict__["_rp_cut"] = made
+        self.__dict__["_rp_unproven"] = set[tuple[frozenset[str], bool]]()
         super().__init__(made.model, **options)
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
@@ -100,8 +101,26 @@ class WrappedModel(RoundPipe):
         kwargs, config = self._rp_prepared(kwargs, roundpipe_run_config)
         if is_cache(cache_of(kwargs)) or kwargs.get("use_cache"):
             kwargs, config = self._rp_with_cache(kwargs, config)
-        outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
+        forward = super().forward
+        outputs = self._rp_exactly(kwargs, config, lambda run: forward(*args, roundpipe_run_config=run, **kwargs))
         return outputs[0] if config.merge_output is False else outputs
+
+    def _rp_exactly(self, kwargs: Kwargs, config: RoundPipeRunConfig, call: Callable[[RoundPipeRunConfig], Any]) -> Any:
+        """Make a call; in one microbatch where its loss is not known to be a mean over rows or labels."""
+        kind = (frozenset(name for name, value in kwargs.items() if value is not None), self.training)
+        if kind not in self._rp_unproven:
+            try:
+                return call(config)
+            except UnprovenLossError:
+                if self._rp_options.has_groups:
+                    raise
+                self._rp_unproven.add(kind)
+                warn(
+                    f"The loss of {type(self.cut.model).__name__} is not known to be a mean over rows or labels. So "
+                    "batches with these arguments run in one microbatch, whose loss is the model's own.",
+                    RoundPipeWarning,
+                )
+        return call(dataclasses.replace(config, num_microbatch=1))
 
     def _rp_prepared(
         self, kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
@@ -256,7 +275,7 @@ class WrappedModel(RoundPipe):
             names = " and ".join(name for name in (name_in(kwargs), "use_cache") if name and kwargs[name])
             raise ConfigError(f"forward_backward keeps no cache: leave {names} out.")
         is_smoothed = options.smoothed_loss is not None
-        computes_loss = is_smoothed or has_labels(model, kwargs)
+        computes_loss = is_smoothed or loss_fn is own_loss or has_labels(model, kwargs)
         if computes_loss and not is_smoothed and has_auxiliary_loss(model, kwargs):
             if self._rp_options.has_groups:
                 given = (run_config or RoundPipeRunConfig()).over(self._rp_options.model_run_config)
@@ -274,8 +293,10 @@ class WrappedModel(RoundPipe):
             kwargs[CALL_OPTIONS] = dataclasses.replace(options, loss_only=True)
         if computes_loss:  # shares of a mean are added
             config = dataclasses.replace(config, loss_reduction="sum")
-        loss_fn = loss_fn_with_weight(loss_fn, self._rp_rows_of_batch(input_args, kwargs) if computes_loss else None)
-        result: Any = super().forward_backward(input_args, kwargs, label, loss_fn, return_outputs, config)
+        batch = self._rp_rows_of_batch(input_args, kwargs) if computes_loss else None
+        loss_fn = loss_fn_with_weight(loss_fn, batch, is_share=gives_share(kwargs))
+        run = functools.partial(super().forward_backward, input_args, kwargs, label, loss_fn, return_outputs)
+        result = self._rp_exactly(kwargs, config, run) if computes_loss else run(config)
         return (result[0], result[1][0]) if return_outputs and config.merge_output is False else result
 
     def _rp_rows_of_batch(self, args: tuple[Any, ...], kwargs: Kwargs) -> Callable[[], int]:
@@ -294,7 +315,8 @@ class WrappedModel(RoundPipe):
     ) -> Any:
         """Forward of all microbatches, then the loss of the joined output: for a loss that is not a sum over rows."""
         with torch.enable_grad():
-            outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
+            forward = super().forward
+            outputs = self._rp_exactly(kwargs, config, lambda run: forward(*args, roundpipe_run_config=run, **kwargs))
             loss = loss_fn(outputs, label)
             torch.autograd.backward(loss)
         loss = pytree.tree_map(torch.Tensor.detach, loss)
@@ -363,4 +385,5 @@ class WrappedModel(RoundPipe):
             made = Cut(model, pieces_of(model, layers, program), program, state["report"], layers)
             made.sync()
         self.__dict__["_rp_cut"] = made
+        self.__dict__["_rp_unproven"] = set[tuple[frozenset[str], bool]]()
         super().__setstate__(state)

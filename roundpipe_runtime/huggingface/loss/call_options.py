@@ -17,7 +17,7 @@ from .label_smoothing import SmoothedLoss, with_smoothed_loss
 from .lazy_logits import loss_only, without_logits
 from .weights import counting, with_loss_weight
 
-__all__ = ["CALL_OPTIONS", "CallOptions", "run_with_options", "split_options"]
+__all__ = ["CALL_OPTIONS", "CallOptions", "gives_share", "run_with_options", "split_options"]
 
 # The only keyword argument that never reaches the model. It is an argument at all so that the engine splits it: labels
 # belong to rows.
@@ -69,6 +69,18 @@ def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None
             "this argument itself: leave it out."
         )
     return given, options
+
+
+def gives_share(kwargs: Mapping[str, Any]) -> bool:
+    """Report whether a loss that is a sum is divided by the number of items of the whole batch, so that it is a share.
+
+    Args:
+        kwargs: keyword arguments of a call.
+    """
+    options = kwargs.get(CALL_OPTIONS)
+    smoothed = options.smoothed_loss if isinstance(options, CallOptions) else None
+    given = kwargs.get("num_items_in_batch") if smoothed is None else smoothed.num_items_in_batch
+    return given is not None
 
 
 def run_with_options(model: nn.Module, run: Callable[[], Any], options: CallOptions | None, rows: int) -> PyTree:

@@ -8,8 +8,9 @@ while the loss is computed. The loss of the batch is the sum of (mean x items) o
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from ...errors import LossError
 from .chunked import chunked_cross_entropy
 
 __all__ = [
+    "UnprovenLossError",
+    "check_weights",
     "counting",
     "has_labels",
     "loss_of",
@@ -47,13 +50,38 @@ def with_loss_weight(output: PyTree, items: Items, rows: int) -> tuple[PyTree, f
         rows: number of rows of the microbatch.
 
     Returns:
-        ``(output, items, rows)``. A loss that is a sum is already a share of the batch's, as the model was given
-        ``num_items_in_batch``: its items are -1. A loss over no items is zero.
+        ``(output, items, rows)``. A loss that is a sum has -1 items: it is a share of the batch's where the model was
+        given ``num_items_in_batch``. One of which no single number of items is known has NaN. A loss over no items is
+        zero.
     """
-    count = -1.0 if items.sums and not items.counts else max(items.counts, default=float(rows))
+    counts = set(items.counts)
+    count = math.nan if items.others or len(counts) > 1 or (counts and items.sums) else next(iter(counts), math.nan)
+    if items.sums and not counts and not items.others:
+        count = -1.0
     if count == 0 and (loss := loss_of(output)) is not None:
         output = with_loss(output, _nothing(output, loss))
     return output, count, rows
+
+
+def check_weights(items: Sequence[float], *, is_share: bool) -> None:
+    """Check that the losses of microbatches are known to be shares of that of the batch.
+
+    Args:
+        items: number of items of each microbatch.
+        is_share: whether the model was given the number of items of the batch.
+
+    Raises:
+        UnprovenLossError: they are not, and there are several.
+    """
+    if len(items) > 1 and any(math.isnan(count) or (count < 0 and not is_share) for count in items):
+        raise UnprovenLossError(
+            "The loss of the model is not known to be a mean over rows or labels, so several microbatches would change "
+            "it. Compute it of the whole batch, in one process:\n    RoundPipeRunConfig(num_microbatch=1)"
+        )
+
+
+class UnprovenLossError(LossError):
+    """The losses of microbatches are not known to be shares of that of the batch."""
 
 
 def _nothing(output: PyTree, loss: torch.Tensor) -> torch.Tensor:

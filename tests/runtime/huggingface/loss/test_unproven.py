@@ -1,0 +1,132 @@
+"""Losses of models that are not a mean over rows or labels: those of the whole batch, however many microbatches."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import transformers
+
+from roundpipe_runtime import RoundPipeRunConfig, RoundPipeWarning
+from roundpipe_runtime.errors import LossError
+from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
+from tests.runtime.huggingface.hf_small import worst_gradient
+
+pytestmark = pytest.mark.slow
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+ROWS = 5
+
+
+def speech():
+    """Its loss is a sum over rows, by default."""
+    dropouts = ("hidden", "attention", "feat_proj", "activation", "final")
+    config = transformers.Wav2Vec2Config(
+        **SIZES, vocab_size=20, conv_dim=(8, 8), conv_stride=(4, 4), conv_kernel=(8, 4), num_feat_extract_layers=2,
+        layerdrop=0.0, num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, pad_token_id=0,
+        apply_spec_augment=False, **{f"{name}_dropout": 0.0 for name in dropouts},
+    )  # fmt: skip
+    batch = {"input_values": torch.randn(ROWS, 400), "labels": torch.randint(1, 20, (ROWS, 3))}
+    return transformers.Wav2Vec2ForCTC(config), batch
+
+
+def pairs(kind=transformers.CLIPModel, config=transformers.CLIPConfig):
+    """Each picture is compared with every text of the batch."""
+    text = {**SIZES, "vocab_size": 100, "eos_token_id": 99, "bos_token_id": 98, "pad_token_id": 1}
+    vision = {**SIZES, "image_size": 16, "patch_size": 8}
+    batch = {"input_ids": torch.randint(5, 98, (ROWS, 8)), "pixel_values": torch.randn(ROWS, 3, 16, 16)}
+    return kind(config(text_config=text, vision_config=vision)), {**batch, "return_loss": True}
+
+
+def masked_pictures():
+    """It takes no labels."""
+    decoder = {f"decoder_{name}": size for name, size in SIZES.items()}
+    config = transformers.ViTMAEConfig(**SIZES, **decoder, image_size=16, patch_size=4, mask_ratio=0.5)
+    return transformers.ViTMAEForPreTraining(config), {
+        "pixel_values": torch.randn(ROWS, 3, 16, 16),
+        "noise": torch.rand(ROWS, 16),
+    }
+
+
+def answers():
+    """Two means, and one microbatch has no end of an answer."""
+    model = transformers.BertForQuestionAnswering(transformers.BertConfig(**SIZES, **QUIET, vocab_size=100))
+    places = {"start_positions": torch.arange(ROWS), "end_positions": torch.tensor([99, 99, 3, 5, 6])}
+    return model, {"input_ids": torch.randint(5, 95, (ROWS, 8)), **places}
+
+
+def pretraining():
+    """A mean over masked tokens and one over rows."""
+    model = transformers.BertForPreTraining(transformers.BertConfig(**SIZES, **QUIET, vocab_size=100))
+    ids = torch.randint(5, 95, (ROWS, 8))
+    masked = torch.arange(8) < torch.tensor([1, 2, 3, 5, 8])[:, None]
+    labels = {"labels": torch.where(masked, ids, -100), "next_sentence_label": torch.tensor([0, 1, 0, 1, 1])}
+    return model, {"input_ids": ids, **labels}
+
+
+KINDS = {
+    "sum over rows": speech,
+    "pairs": pairs,
+    "pairs with sigmoid": lambda: pairs(transformers.SiglipModel, transformers.SiglipConfig),
+    "no labels": masked_pictures,
+    "two means": answers,
+    "two means of two kinds": pretraining,
+}
+
+
+def made(name):
+    torch.manual_seed(0)
+    model, batch = KINDS[name]()
+    batch = {
+        key: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for key, x in batch.items()
+    }
+    return model.double().train(), batch
+
+
+def first_rows(batch, rows=2):
+    return {key: value[:rows] if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+
+
+@pytest.mark.parametrize("way", ["forward_backward", "outputs", "loss_fn"])
+@pytest.mark.parametrize("name", KINDS)
+def test_loss_and_gradients_are_those_of_the_whole_batch(name, way):
+    """In one, two and three microbatches of different numbers of rows; a warning states once that they are one."""
+    plain, batch = made(name)
+    model = copy.deepcopy(plain)
+    expected = plain(**batch).loss
+    expected.backward()
+    pipeline = wrap_model_to_roundpipe(model, devices="virtual:2", example=first_rows(batch), lower_threshold=0)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for microbatches in (1, 2, 3):
+            config = RoundPipeRunConfig(num_microbatch=microbatches)
+            model.zero_grad()
+            if way == "outputs":
+                loss = pipeline(**batch, roundpipe_run_config=config).loss
+                loss.backward()
+            else:
+                own = {} if way == "forward_backward" else {"loss_fn": lambda outputs, _: outputs.loss * 1.0}
+                if own and name in ("pairs", "pairs with sigmoid", "no labels"):
+                    own = {}  # without labels, a function's value is a loss of its microbatch
+                loss = pipeline.forward_backward(input_kwargs=batch, run_config=config, **own)
+            assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
+            assert worst_gradient(model, plain) < 1e-9
+    pipeline.close()
+    said = [str(one.message) for one in heard if issubclass(one.category, RoundPipeWarning)]
+    assert len(said) == 1
+    assert said[0].startswith(f"The loss of {type(plain).__name__} is not known to be a mean over rows or labels.")
+
+
+def test_groups_of_rows_refuse_it():
+    """Each group has a microbatch of its own: the numbers would be others, and nothing is changed."""
+    model, batch = made("two means of two kinds")
+    pipeline = wrap_model_to_roundpipe(
+        model, devices="virtual:2", example=first_rows(batch), lower_threshold=0, replicas=2
+    )
+    with pytest.raises(
+        LossError, match=r"not known to be a mean .*, in one process:\n    RoundPipeRunConfig\(num_micro"
+    ):
+        pipeline.forward_backward(input_kwargs=batch)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    pipeline.close()

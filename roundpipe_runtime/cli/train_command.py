@@ -156,7 +156,6 @@ def train(
                         else None
                     )
                 )
-                say(f"saved in {output}, loaded from there and compared")
 
             outcome = tuning.run(
                 training,
@@ -172,7 +171,9 @@ def train(
     if outcome.status:
         say(f"stopped after step {training.step} of {training.steps}, saved in {outcome.checkpoint}. To go on:")
         say(f"    {_to_go_on(context.obj, job)}")
-    elif timeline is not None:
+    else:
+        say(f"saved in {output}, loaded from there and compared")
+    if not outcome.status and timeline is not None:
         files = [str(tuning.timeline_of_rank(timeline, rank)) for rank in range(job.size)]
         say(f"step {outcome.recorded}:  roundpipe timeline {shlex.join(files)}")
     if json and job.is_first:

@@ -113,6 +113,8 @@ def run(
             if not is_saved:  # the last step is of an earlier run
                 save_model()
         except Exception as error:
+            if is_saved:
+                error.add_note("The trained model is saved.")
             # in a step of several processes, the others may be gone
             if training.step > first and not (in_step and job.size > 1):
                 if saved_at < training.step:

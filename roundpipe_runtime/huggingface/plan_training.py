@@ -21,7 +21,7 @@ from .cutting.cut import Cut, cut
 from .cutting.example import without_cache
 from .cutting.pieces import Phase, Whole
 from .errors import CutError
-from .loss.lazy_logits import loss_only
+from .loss.lazy_logits import loss_only, without_logits
 
 __all__ = ["PlannedTraining", "SettingsChange", "model_on_meta"]
 
@@ -211,8 +211,8 @@ def _batch(rows: int, length: int) -> Kwargs:
 def _last_call(piece: nn.Module, value: Any) -> Any:
     """Call a piece as in a training, which uses only the loss; what the loss averages over is not known on meta."""
     if isinstance(piece, Phase):
-        return loss_only(piece.copy, lambda: piece(value))
+        return without_logits(piece.copy, loss_only(piece.copy, lambda: piece(value)))
     if isinstance(piece, Whole):
         args, kwargs = value
-        return loss_only(piece.model, lambda: piece(*args, **kwargs))
+        return without_logits(piece.model, loss_only(piece.model, lambda: piece(*args, **kwargs)))
     return piece(value)

@@ -12,7 +12,7 @@ __all__ = ["lasting_streams"]
 
 
 class _LastingStream:
-    """A text stream that takes what is printed after its reader has ended, as of ``yobx-flatten list | head -1``."""
+    """A text stream that takes every character, also after its reader has ended, as of ``yobx-flatten list | head``."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -20,6 +20,9 @@ class _LastingStream:
     def write(self, text: str) -> int:
         try:
             return int(self._stream.write(text))
+        except UnicodeEncodeError:
+            encoding = self._stream.encoding
+            return int(self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding)))
         except BrokenPipeError:
             self._discard()
             return len(text)
@@ -48,9 +51,6 @@ def lasting_streams() -> Iterator[None]:
             stream = getattr(sys, name)
             if stream is None:  # pythonw
                 continue
-            if hasattr(stream, "reconfigure"):
-                stack.callback(stream.reconfigure, errors=stream.errors)
-                stream.reconfigure(errors="backslashreplace")
             stack.callback(setattr, sys, name, stream)
             setattr(sys, name, _LastingStream(stream))
         yield

@@ -139,7 +139,9 @@ def test_an_evaluation_that_fails_takes_no_step_with_it(tmp_path, monkeypatch):
         with pytest.raises(ZeroDivisionError) as caught:
             run(made, checkpoints=tmp_path / "c", save_model=lambda: done.append("model"))
     assert done == ["model", "evaluation"]
-    assert caught.value.__notes__ == [f"The 7 steps before are saved in {saved(tmp_path / 'c')[7]}. To go on: --resume"]
+    place = saved(tmp_path / "c")[7]
+    notes = ["The trained model is saved.", f"The 7 steps before are saved in {place}. To go on: --resume"]
+    assert caught.value.__notes__ == notes
     with training(eval_every=None, steps=8) as made:  # one more
         assert made.restore(tmp_path / "c")
         run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl", save_model=lambda: done.append("again"))

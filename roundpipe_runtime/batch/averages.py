@@ -51,6 +51,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.items, self.averaging = items, averaging
         self.ranges: list[torch.Tensor] = []
+        self.counts: list[tuple[torch.Tensor | float, bool]] = []  # and whether the mean has a gradient
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -62,8 +63,7 @@ class _Watch(TorchFunctionMode):
         source, target, weight = _named(args, kwargs)
         count, reduction = None, kwargs.get("reduction", "mean")
         if reduction == "mean":
-            count = _count(self.averaging[func], source, target, weight, kwargs.get("ignore_index", -100))
-            self.items.counts.append(count)
+            count = _count(self.averaging[func], target, weight, kwargs.get("ignore_index", -100))
         if reduction == "none" or self._compares_rows(source, target):
             self.items.others += 1
         elif reduction == "sum":
@@ -73,9 +73,15 @@ class _Watch(TorchFunctionMode):
                 found = func(*args, **kwargs)
         else:
             found = func(*args, **kwargs)
-        if count is not None and found.requires_grad:
-            self.items.trained.append(count)
+        if count is not None:
+            self.counts.append((count, found.requires_grad))
         return found
+
+    def finish(self) -> None:
+        """Read the counts: not before, as a value that is read ends the graph of a compiled loss."""
+        counts = [(float(count), is_trained) for count, is_trained in self.counts]
+        self.items.counts += [count for count, _ in counts]
+        self.items.trained += [count for count, is_trained in counts if is_trained]
 
     def _compares_rows(self, source: torch.Tensor, target: torch.Tensor) -> bool:
         """Whether the classes of a loss are the rows of the batch, as in CLIP: row n is to be like row n."""
@@ -83,21 +89,21 @@ class _Watch(TorchFunctionMode):
         return is_square and any(target.data_ptr() == made.data_ptr() for made in self.ranges)
 
 
-def _named(args: tuple[Any, ...], kwargs: Kwargs) -> list[Any]:
+def _named(args: tuple[Any, ...], kwargs: Kwargs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Input, target and weight, by position or by name."""
-    names = ("input", "target", "weight")
-    return [args[place] if len(args) > place else kwargs.get(name) for place, name in enumerate(names)]
+    given: dict[str, Any] = {"weight": None, **kwargs, **dict(zip(("input", "target", "weight"), args, strict=False))}
+    return given["input"], given["target"], given["weight"]
 
 
-def _count(counted: Counted, source: torch.Tensor, target: torch.Tensor, weight: Any, ignored: int) -> float:
-    if counted == "labels":  # which come third there
-        return float((weight != ignored).sum())
+def _count(counted: Counted, target: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> torch.Tensor | float:
+    if counted == "labels" and weight is not None:  # the labels come third there
+        return (weight != ignored).sum()
     if counted == "rows" or target.is_floating_point():
         return float(target.shape[0] if target.dim() else 1)
     kept = target != ignored
     if isinstance(weight, torch.Tensor):
-        return float(weight[target[kept]].sum())
-    return float(kept.sum())
+        return torch.where(kept, weight[target.where(kept, 0)], 0).sum()
+    return kept.sum()
 
 
 @contextlib.contextmanager
@@ -111,5 +117,7 @@ def count_items(more: Mapping[Callable[..., Any], Counted] | None = None) -> Ite
         The counts, complete at the end of the block.
     """
     items = Items()
-    with _Watch(items, {**_AVERAGING, **(more or {})}):
+    watch = _Watch(items, {**_AVERAGING, **(more or {})})
+    with watch:
         yield items
+    watch.finish()

@@ -49,8 +49,8 @@ def run(
 ) -> Outcome:
     """Run all remaining steps of a training.
 
-    An error after a step does not take the steps with it: what was trained is saved in a checkpoint, which a note of
-    the error names.
+    An error does not take the steps before it with it: what was trained is saved in a checkpoint, which a note of the
+    error names. There is none where the optimizer failed in the middle of its step.
 
     Of several processes the first one writes metrics, and each a timeline of its own.
 
@@ -115,8 +115,9 @@ def run(
         except Exception as error:
             if is_saved:
                 error.add_note("The trained model is saved.")
-            # in a step of several processes, the others may be gone
-            if training.step > first and not (in_step and job.size > 1):
+            # in a step of several processes, the others may be gone; one that began to write is neither done nor undone
+            is_whole = not in_step or (job.size == 1 and not training.trainer.is_stepping)
+            if training.step > first and is_whole:
                 if saved_at < training.step:
                     saved = _saved_after(error, training, checkpoints, keep)
                 if saved is not None:

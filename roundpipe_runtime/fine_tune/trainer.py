@@ -41,6 +41,7 @@ class TextTrainer(RoundPipeTrainer):
     Attributes:
         timeline: timeline that records the next step. Default: ``None``, no record.
         notes: JSON object that each checkpoint stores, next to the number of microbatches.
+        is_stepping: whether the optimizer may have written some parameters of a step, and not all.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class TextTrainer(RoundPipeTrainer):
         self.blocks, self.settings = blocks, settings
         self.timeline: Timeline | None = None
         self.notes: dict[str, Any] = {}
+        self.is_stepping = False
         self._losses: list[float] = []
         self._norm = math.nan
         self._clip = self.accelerator.clip_grad_norm_
@@ -200,7 +202,11 @@ class _Pauses(TrainerCallback):  # type: ignore[misc] # transformers counts as u
     def on_step_begin(self, *args: Any, **options: Any) -> None:
         self.trainer.begin_step()
 
+    def on_pre_optimizer_step(self, *args: Any, **options: Any) -> None:
+        self.trainer.is_stepping = True
+
     def on_step_end(self, *args: Any, **options: Any) -> None:
+        self.trainer.is_stepping = False
         self.pause(self.trainer.end_step())
 
 

@@ -101,7 +101,7 @@ class WholeBatchLoss:
 def _total(losses: Sequence[torch.Tensor], items: Sequence[float], aux: Any) -> torch.Tensor:
     """The sum of shares; a loss that is a share already has -1 items."""
     total = math.fsum(items)
-    shares = [1.0 if count < 0 else count / total if total else 0.0 for count in items]
+    shares = [1.0 if count < 0 else count / total if total else 0.0 for count in items] if len(items) > 1 else [1.0]
     loss = torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()
     return loss if aux is None else loss + aux[1]
 

@@ -44,7 +44,7 @@ def loss_fn_with_weight(
             return result
         if rows < batch():
             check_weights([count, count], is_share=is_share)
-        elif not count > 0:  # the whole batch
+        elif not 0 < count < math.inf:  # the whole batch
             return WeightedLoss(result, 1.0)
         if count < 0:  # already a share of the batch's loss: shares are added
             return WeightedLoss(result, rows / batch())
@@ -125,7 +125,7 @@ def merge_with_loss(model: nn.Module, kwargs: Kwargs, is_smoothed: bool, outputs
         return joined
     # a mean over items becomes that of the batch with the share of its items; a sum (-1) is a share already
     total = math.fsum(items)
-    shares = [1.0 if count < 0 or len(items) == 1 else count / total if total else 0.0 for count in items]
+    shares = [1.0 if count < 0 else count / total if total else 0.0 for count in items] if len(items) > 1 else [1.0]
     adds_auxiliary = aux is not None and not is_smoothed and has_auxiliary_loss(model, kwargs)
     if adds_auxiliary:
         losses = [without_auxiliary_loss(model, part) for part in parts]

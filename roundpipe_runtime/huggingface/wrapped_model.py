@@ -61,8 +61,16 @@ class WrappedModel(RoundPipe):
 
     def __init__(self, made: Cut, **options: Any) -> None:
         self.__dict__["_rp_cut"] = made
-        self.__dict__["_rp_unproven"] = set[tuple[frozenset[str], bool]]()
+        self._rp_begin_proofs()
         super().__init__(made.model, **options)
+
+    _rp_unproven: set[tuple[frozenset[str], bool]]
+    _rp_warned_of_loss: bool
+
+    def _rp_begin_proofs(self) -> None:
+        # kinds of calls whose loss is not known to be a mean, by the names of their arguments and the mode
+        self.__dict__["_rp_unproven"] = set()
+        self.__dict__["_rp_warned_of_loss"] = False
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
         return list(self.cut.pieces)
@@ -111,15 +119,18 @@ class WrappedModel(RoundPipe):
         if kind not in self._rp_unproven:
             try:
                 return call(config)
-            except UnprovenLossError:
+            except UnprovenLossError as error:
                 if self._rp_options.has_groups:
                     raise
-                self._rp_unproven.add(kind)
-                warn(
-                    f"The loss of {type(self.cut.model).__name__} is not known to be a mean over rows or labels. So "
-                    "batches with these arguments run in one microbatch, whose loss is the model's own.",
-                    RoundPipeWarning,
-                )
+                if not error.is_of_batch:  # else each batch is tried, so that it does not matter what came before
+                    self._rp_unproven.add(kind)
+                if not self._rp_warned_of_loss:
+                    self._rp_warned_of_loss = True
+                    warn(
+                        f"The loss of {type(self.cut.model).__name__} is not known to be a mean over rows or labels. "
+                        "So such batches run in one microbatch, whose loss is the model's own.",
+                        RoundPipeWarning,
+                    )
         return call(dataclasses.replace(config, num_microbatch=1))
 
     def _rp_prepared(
@@ -385,5 +396,5 @@ class WrappedModel(RoundPipe):
             made = Cut(model, pieces_of(model, layers, program), program, state["report"], layers)
             made.sync()
         self.__dict__["_rp_cut"] = made
-        self.__dict__["_rp_unproven"] = set[tuple[frozenset[str], bool]]()
+        self._rp_begin_proofs()
         super().__setstate__(state)

@@ -91,7 +91,7 @@ def run_cases(door: str, seeds: Iterable[int], folder: pathlib.Path) -> Iterator
     kind, place = DOORS[door], folder / "case"
     good = folder / "good"
     good.mkdir()
-    (folder / SECRET).write_text("nobody is to read this")
+    (folder / SECRET).write_text("no case has a reason to read this")
     kind.write(good)
     shutil.copytree(good, place)
     kind.read(place)  # the good one; it also imports what is needed

@@ -36,7 +36,7 @@ def names(folder):
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_kill_leaves_the_old_or_the_new_files(tmp_path, name):
-    """And the next run goes on, and leaves nothing else in the folder than a run that nobody killed."""
+    """The next run goes on, and leaves the files that a run without a kill leaves."""
     old, whole, folder = tmp_path / "old", tmp_path / "whole", tmp_path / "folder"
     old.mkdir()
     assert write(name, old, OLD).returncode == 0
@@ -53,7 +53,7 @@ def test_a_kill_leaves_the_old_or_the_new_files(tmp_path, name):
         at = events - round(number * (events - 1) / max(1, KILLS - 1))  # the last and the first are among them
         killed = write(name, folder, NEW, at)
         assert killed.returncode == 9, killed.stderr
-        settle(folder / "model")  # as whoever reads an exported folder does: a folder cannot be replaced in one step
+        settle(folder / "model")  # as readers of an exported folder do: a folder cannot be replaced in one step
         found.add(value_of(name, folder))
         again = write(name, folder, NEW)
         assert again.returncode == 0, again.stderr

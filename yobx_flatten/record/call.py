@@ -80,7 +80,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """What is stored of a call in addition to its parts; see :class:`Call`.
+    """Facts of a call that are stored next to its parts; see :class:`Call`.
 
     Attributes:
         index: the number of the call.

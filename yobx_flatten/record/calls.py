@@ -233,7 +233,7 @@ def _listed(phases: Mapping[str, RecordedCalls]) -> str:
 
 
 def _stored_callee(path: pathlib.Path, about: About) -> Callee:
-    """What was called, as far as a file has it."""
+    """Return what was called, from the facts in a file."""
     with damage_as(RecordError, str(path)):
         parameters = [inspect.Parameter(name, inspect._ParameterKind(kind)) for name, kind in load_static(about.names)]
         return Callee(about.label, None, about.label.rpartition(".")[2], inspect.Signature(parameters))

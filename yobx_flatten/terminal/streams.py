@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 __all__ = ["lasting_streams"]
 
@@ -14,15 +14,15 @@ __all__ = ["lasting_streams"]
 class _LastingStream:
     """A text stream that takes every character, also after its reader has ended, as of ``yobx-flatten list | head``."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
         try:
-            return int(self._stream.write(text))
+            return self._stream.write(text)
         except UnicodeEncodeError:
             encoding = self._stream.encoding
-            return int(self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding)))
+            return self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         except BrokenPipeError:
             self._discard()
             return len(text)

@@ -51,13 +51,16 @@ def with_loss_weight(output: PyTree, items: Items, rows: int) -> tuple[PyTree, f
 
     Returns:
         ``(output, items, rows)``. A loss that is a sum has -1 items: it is a share of the batch's where the model was
-        given ``num_items_in_batch``. One of which no single number of items is known has NaN. A loss over no items is
-        zero.
+        given ``num_items_in_batch``. Means over different numbers of items have infinity, which is about this batch
+        only; a loss of which nothing is known has NaN. A loss over no items is zero.
     """
     counts = set(items.counts)
-    count = math.nan if items.others or len(counts) > 1 or (counts and items.sums) else next(iter(counts), math.nan)
-    if items.sums and not counts and not items.others:
-        count = -1.0
+    if items.others or bool(counts) is bool(items.sums):  # both, or neither
+        count = math.nan
+    elif len(counts) > 1:
+        count = math.inf
+    else:
+        count = counts.pop() if counts else -1.0
     if count == 0 and (loss := loss_of(output)) is not None:
         output = with_loss(output, _nothing(output, loss))
     return output, count, rows
@@ -73,15 +76,23 @@ def check_weights(items: Sequence[float], *, is_share: bool) -> None:
     Raises:
         UnprovenLossError: they are not, and there are several.
     """
-    if len(items) > 1 and any(math.isnan(count) or (count < 0 and not is_share) for count in items):
-        raise UnprovenLossError(
-            "The loss of the model is not known to be a mean over rows or labels, so several microbatches would change "
-            "it. Compute it of the whole batch, in one process:\n    RoundPipeRunConfig(num_microbatch=1)"
-        )
+    if len(items) > 1 and any(not math.isfinite(count) or (count < 0 and not is_share) for count in items):
+        raise UnprovenLossError(is_of_batch=all(count >= 0 for count in items))  # NaN is not
 
 
 class UnprovenLossError(LossError):
-    """The losses of microbatches are not known to be shares of that of the batch."""
+    """The losses of microbatches are not known to be shares of that of the batch.
+
+    Attributes:
+        is_of_batch: whether another batch with the same arguments may have such losses.
+    """
+
+    def __init__(self, *, is_of_batch: bool) -> None:
+        super().__init__(
+            "The loss of the model is not known to be a mean over rows or labels, so several microbatches would change "
+            "it. Compute it of the whole batch, in one process:\n    RoundPipeRunConfig(num_microbatch=1)"
+        )
+        self.is_of_batch = is_of_batch
 
 
 def _nothing(output: PyTree, loss: torch.Tensor) -> torch.Tensor:

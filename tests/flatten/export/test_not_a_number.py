@@ -5,19 +5,11 @@ import math
 import pytest
 import torch
 
+from tests.flatten.export.answers import Answers
 from yobx_flatten import Case, ReplayError, StoredCase, export_onnx, export_program, record_calls, replay_case
 from yobx_flatten.diagnose.compare import share_of_nan
 
 NAN = float("nan")
-
-
-class Answers(torch.nn.Module):
-    def __init__(self, answer) -> None:
-        super().__init__()
-        self.answer = answer
-
-    def forward(self, x):
-        return self.answer(x)
 
 
 @pytest.mark.parametrize(

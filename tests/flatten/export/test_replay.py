@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.flatten.export.answers import Answers
 from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, export_onnx, export_program, record_calls
 from yobx_flatten.export.undisturbed import draws_random_numbers, written_state
 from yobx_flatten.model_folder.tiny_models import small_model
@@ -14,17 +15,6 @@ X = torch.arange(6.0).reshape(2, 3)
 
 def _exporting() -> bool:
     return torch.compiler.is_exporting()
-
-
-class Answers(torch.nn.Module):
-    """Returns what a function makes of its input."""
-
-    def __init__(self, answer) -> None:
-        super().__init__()
-        self.answer = answer
-
-    def forward(self, x):
-        return self.answer(x)
 
 
 TRAPS = {

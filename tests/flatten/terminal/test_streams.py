@@ -1,4 +1,4 @@
-"""What is printed where the reader has ended, and where the terminal has not all characters."""
+"""What commands print when their reader has ended, and on terminals that lack characters."""
 
 import io
 import os

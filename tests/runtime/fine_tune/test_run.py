@@ -174,6 +174,21 @@ def test_a_step_that_fails_takes_none_before_with_it(tmp_path, monkeypatch, fail
     assert tiny.metrics_of(tmp_path / "m.jsonl") == tiny.metrics_of(tmp_path / "whole.jsonl")
 
 
+def test_an_optimizer_that_fails_in_its_step_leaves_no_checkpoint(tmp_path):
+    """Some parameters are those of the next step, so there is nothing that could be resumed."""
+    with training() as made:
+
+        def step(optimizer, args, kwargs):
+            if made.step == 4:
+                raise MemoryError("in the middle")
+
+        made.optimizer.register_step_post_hook(step)  # all of it is written, and the step is not counted
+        with pytest.raises(MemoryError, match="in the middle") as caught:
+            run(made, checkpoints=tmp_path / "c")
+    assert not any("are saved in" in note for note in getattr(caught.value, "__notes__", ()))
+    assert not (tmp_path / "c").exists()
+
+
 def test_a_model_that_cannot_be_saved_is_in_a_checkpoint(tmp_path):
     """And where that cannot be written either, the first error stays the first."""
 

@@ -118,6 +118,24 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(name, way):
     assert said[0].startswith(f"The loss of {type(plain).__name__} is not known to be a mean over rows or labels.")
 
 
+def test_a_batch_does_not_change_how_the_next_one_is_computed():
+    """Where only some batches have means over different numbers of labels, the bits of the others stay the same."""
+    model, odd = made("two means")
+    even = {**odd, "end_positions": torch.arange(ROWS)}
+    losses = []
+    for batches in ([even], [odd, even]):
+        pipeline = wrap_model_to_roundpipe(
+            copy.deepcopy(model), devices="virtual:2", example=first_rows(odd), lower_threshold=0
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RoundPipeWarning)
+            found = [pipeline.forward_backward(input_kwargs=batch) for batch in batches]
+        losses.append((found[-1].item(), len(pipeline._rp_unproven)))
+        pipeline.close()
+    assert losses[0] == losses[1]
+    assert losses[0][0] == pytest.approx(model(**even).loss.item(), rel=1e-9)
+
+
 def test_groups_of_rows_refuse_it():
     """Each group has a microbatch of its own: the numbers would be others, and nothing is changed."""
     model, batch = made("two means of two kinds")

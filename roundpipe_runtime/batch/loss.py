@@ -31,7 +31,7 @@ import torch
 
 from ..errors import ConfigError, LossError, UnevenSplitWarning, warn
 
-__all__ = ["BackwardTerm", "LossContract", "LossValue", "WeightedLoss", "read_loss", "warn_if_uneven"]
+__all__ = ["BackwardTerm", "LossContract", "LossValue", "WeightedLoss", "read_loss", "terms_of_batch", "warn_if_uneven"]
 
 Reduction: TypeAlias = Literal["sum", "mean"]
 
@@ -308,6 +308,28 @@ class LossContract:
     def _unit(self) -> float:
         rows = sum(count or 1 for count in self.rows)
         return 2.0 ** round(math.log2(max(rows, 1)))
+
+
+def terms_of_batch(value: Any) -> tuple[torch.Tensor | list[torch.Tensor], list[BackwardTerm]]:
+    """Return the loss of a whole batch, and the terms to go back from.
+
+    Args:
+        value: what the loss function returned for all rows.
+
+    Returns:
+        The loss, detached, or the list of losses; and the terms, none where nothing requires a gradient.
+
+    Raises:
+        LossError: the value is not a loss.
+
+    >>> total, terms = terms_of_batch(WeightedLoss(torch.tensor(6.0, requires_grad=True), 3))
+    >>> total, terms[0].seed
+    (tensor(2.), tensor(0.3333))
+    """
+    contract = LossContract("sum", [1])
+    terms = contract.add(0, value)
+    scale = contract.gradient_scale()
+    return contract.total(), [BackwardTerm(term.tensor, term.seed * scale) for term in terms]
 
 
 def warn_if_uneven(rows: Sequence[int | None], num_microbatch: int) -> bool:

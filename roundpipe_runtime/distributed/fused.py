@@ -273,7 +273,7 @@ class FusedRankEngine(Engine):
         return Call(
             parts,
             [firsts[group] for group in groups_of(self.ranks.rank, size, replicas)],
-            LossContract(config.loss_reduction or "sum", counts),
+            LossContract(config.reduction_of_parts, counts),
             ReductionPlan(contents, self.store, replicas, self.reduce_dtype),
             said[0].seed,
             next(number for number, group in enumerate(groups) if group) % size,

@@ -113,7 +113,7 @@ class GroupPasses:
                 for number in range(run.spec.num_microbatch):
                     taken = [next(found) for _ in run.collected.outputs[number].tensors]
                     copies = [None if gradient is None else (gradient, NOW) for gradient in taken]
-                    run.mailbox.put(("gradient", len(run.spec.contents), number), copies)
+                    run.mailbox.put(("gradient", run.spec.span.stop, number), copies)
                 with stopping(run):
                     engine.execute(run, [stage for stage in run.spec.stages if stage.kind == "backward"])
             for layer in range(len(engine.layers)):  # what has not landed has no gradient

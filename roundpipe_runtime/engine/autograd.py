@@ -125,7 +125,7 @@ class _Pipeline(torch.autograd.Function):
         run.version = engine.version()
         copies = iter([None if gradient is None else (gradient, NOW) for gradient in gradients])
         for number, size in enumerate(ctx.sizes):
-            run.mailbox.put(("gradient", len(run.spec.contents), number), [next(copies) for _ in range(size)])
+            run.mailbox.put(("gradient", run.spec.span.stop, number), [next(copies) for _ in range(size)])
         with engine.lock:
             engine.execute(run, ctx.backward_stages)
             found_here = _take_gradients(run, ctx.learned)
@@ -141,7 +141,7 @@ class _Pipeline(torch.autograd.Function):
 
 def _learned(run: Run) -> list[torch.Tensor]:
     """The parameters that hold their own gradient, each once."""
-    held = [parameter for contents in run.spec.contents for parameter in contents.parameters()]
+    held = [parameter for layer in run.spec.span for parameter in run.spec.contents[layer].parameters()]
     own = {id(p): p for p in held if p.requires_grad and run.store.gradient_dtype(p) == p.dtype}
     return list(own.values())
 

@@ -31,7 +31,8 @@ class RoundPipeRunConfig:
             leaf is a :class:`RoundPipePackedData`. Default: ``True``, concatenated along the batch.
         execute_plan: layers of each stage. Default: computed, and adapted to measured times.
         loss_reduction: reduction of the losses of the microbatches. ``"sum"``: added. ``"mean"``: each is a mean
-            over its rows, and the total is the mean over all rows. Default: ``"sum"``.
+            over its rows, and the total is the mean over all rows. ``"joined"``: the loss is computed once, of the
+            joined outputs of all microbatches, for losses that compare rows with each other. Default: ``"sum"``.
         last_stage_copies: number of devices that compute the last layer, its loss and their backward in
             ``forward_backward``, each for every n-th microbatch, where ``execute_plan`` is computed. ``"auto"``: as
             many as make the simulated run clearly faster. Results are bitwise identical. Default: 1.
@@ -60,7 +61,7 @@ class RoundPipeRunConfig:
     split_label: Any = None
     merge_output: Any = None
     execute_plan: ModelExecutePlan | None = None
-    loss_reduction: Literal["sum", "mean"] | None = None
+    loss_reduction: Literal["sum", "mean", "joined"] | None = None
     last_stage_copies: int | Literal["auto"] | None = None
     keep_parameters: float | Literal["auto"] | None = None
 
@@ -85,6 +86,11 @@ class RoundPipeRunConfig:
             for field in dataclasses.fields(self)
         }
         return RoundPipeRunConfig(**chosen)
+
+    @property
+    def reduction_of_parts(self) -> Literal["sum", "mean"]:
+        """The reduction of losses of microbatches; a joined loss has none."""
+        return "mean" if self.loss_reduction == "mean" else "sum"
 
     def resolved(self, num_devices: int) -> RoundPipeRunConfig:
         """Return this configuration with its gaps filled by the defaults.
@@ -145,5 +151,5 @@ _CHECKS: dict[str, _Check] = {
         lambda v: v == "auto" or (type(v) in (int, float) and v >= 0),
         'a number of GB from 0 on, or "auto"',
     ),
-    "loss_reduction": (lambda v: v in ("sum", "mean"), '"sum" or "mean"'),
+    "loss_reduction": (lambda v: v in ("sum", "mean", "joined"), '"sum", "mean" or "joined"'),
 }

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.recipe.aliases import PyTree
 
 from ..batch.arguments import check_labels
 from ..batch.flat import FlatBatch, FlatMicrobatch
@@ -33,7 +34,7 @@ from ..optim.parameters import ParameterStore, scan
 from ..optim.readiness import ReadinessTable
 from ..optim.step import StepRunner, wait_for_updates
 from ..schedule.plan import RunType
-from ..schedule.round_robin import RoundRobin, Stage
+from ..schedule.round_robin import RoundRobin, Stage, stages_within
 from ..timeline.record import current_timeline
 from .autograd import call
 from .config import RoundPipeRunConfig
@@ -155,16 +156,78 @@ class Engine:
             microbatches = self.split(FlatBatch.of(args, kwargs, None), config)
             rows = [microbatch.rows for microbatch in microbatches]
             run, host_values = self.prepare_forward(microbatches, config)
-            if run.spec.kind == "train":
-                outputs = call(self, run, host_values)
-            else:
-                self._start(run, host_values)
-                self.execute(run, run.spec.stages)
-                outputs = outputs_of(run)
-            joined = merge_outputs(outputs, rows, rows, config)
+            joined = merge_outputs(self._forward_outputs(run, host_values), rows, rows, config)
             if run.spec.kind == "infer":
                 self.commit(run)
             return joined
+
+    def forward_joined(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        config: RoundPipeRunConfig,
+        join: Callable[[list[PyTree]], PyTree],
+    ) -> PyTree:
+        """Run all layers but the last one by microbatches, and the last one once, on what they return for all rows.
+
+        ::
+
+            # layers 0 to n-2    m0  m1  m2 --join--> layer n-1    with gradients, two nodes of the caller's graph
+
+        Args:
+            args: positional arguments of the model.
+            kwargs: keyword arguments of the model.
+            config: settings of the call, without gaps.
+            join: function that makes the input of the last layer of the outputs of the one before it.
+
+        Returns:
+            The output of the batch.
+
+        Raises:
+            SplitError: inputs cannot be split into microbatches.
+        """
+        self._check_can_run()
+        with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
+            microbatches = self.split(FlatBatch.of(args, kwargs, None), config)
+            last = len(self.layers) - 1
+            run, host_values = self.prepare_forward(microbatches, config, span=range(last))
+            whole = join(self._forward_outputs(run, host_values))
+            rows = None if any(one.rows is None for one in microbatches) else sum(one.rows or 0 for one in microbatches)
+            tail = self.prepare(run.spec.kind, config, [rows], span=range(last, last + 1))
+            joined = host_value(
+                *pytree.tree_flatten(whole),
+                requires_grad=run.spec.requires_grad,
+                what="what layers return for the whole batch",
+                pinned=self._pins(),
+            )
+            output = merge_outputs(self._forward_outputs(tail, [joined]), [rows], [rows], config)
+            if run.spec.kind == "infer":
+                self.commit(run)
+                self.commit(tail)
+            return output
+
+    def outputs_before_last(self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig) -> list[PyTree]:
+        """Return what the layer before the last one returns for each microbatch; nothing of the run is committed.
+
+        Args:
+            microbatches: microbatches of the run.
+            config: settings of the call, without gaps.
+        """
+        self._check_can_run()
+        config = dataclasses.replace(config, requires_grad=False)
+        with self.lock, torch.no_grad():
+            run, host_values = self.prepare_forward(microbatches, config, span=range(len(self.layers) - 1))
+            outputs = self._forward_outputs(run, host_values)
+            run.discard()
+            return outputs
+
+    def _forward_outputs(self, run: Run, host_values: Sequence[HostValue]) -> list[PyTree]:
+        """Run the forward of a run, and return the output of each microbatch."""
+        if run.spec.kind == "train":
+            return call(self, run, host_values)
+        self._start(run, host_values)
+        self.execute(run, run.spec.stages)
+        return outputs_of(run)
 
     def forward_backward(
         self,
@@ -284,6 +347,7 @@ class Engine:
         config: RoundPipeRunConfig,
         rows: Sequence[int | None],
         contract: LossContract | None = None,
+        span: range | None = None,
         **of_spec: Any,
     ) -> Run:
         """Return a run that has not started.
@@ -293,6 +357,7 @@ class Engine:
             config: settings of the call, without gaps.
             rows: rows of each microbatch, ``None`` where they are not known.
             contract: contract of the losses of a fused run. Default: these microbatches are the whole batch.
+            span: indices of the layers that run. Default: all.
             **of_spec: fields of :class:`RunSpec` that a fused run has in addition, or has others of.
 
         Returns:
@@ -302,6 +367,7 @@ class Engine:
             PlanError: the plan of the configuration is not one for these layers.
             StageError: a layer has parameters without a shape.
         """
+        span = range(len(self.layers)) if span is None else span
         copies = config.last_stage_copies or 1
         plan = config.execute_plan or self.planner.plan(kind, self.step, copies=copies, num_microbatch=len(rows))
         # Who is offered gradients gets them from one device, microbatch after microbatch.
@@ -323,7 +389,8 @@ class Engine:
         kinds = sorted({"cpu"} | {device.torch_device.type for device in self.devices})
         spec = RunSpec(
             kind=kind,
-            stages=plan.stages(kind, len(self.layers), most_copies=most_copies),
+            stages=stages_within(plan.stages(kind, len(self.layers), most_copies=most_copies), span),
+            span=span,
             contents=contents,
             num_microbatch=len(rows),
             requires_grad=bool(config.requires_grad),
@@ -343,7 +410,7 @@ class Engine:
         nbytes_kept = self.planner.bytes_to_keep(config.keep_parameters or 0, largest)
         self.kept.choose(contents, self.store.source, self.version(), nbytes_kept)
         timer = Timer(self.planner.measured(kind), current_timeline(), with_events=self.planner.wants_events(kind))
-        contract = LossContract(config.loss_reduction or "sum", rows) if contract is None else contract
+        contract = LossContract(config.reduction_of_parts, rows) if contract is None else contract
         memory = self.gradient_memory
         if memory is not None and spec.requires_grad:
             memory.prepare(spec.contents, self.store.landing_dtype)

@@ -18,11 +18,13 @@ class LayerTraits:
         draws: Whether it draws random numbers of the CPU's generator, by mode. Default: nothing known.
         reenters: Whether its backward calls forward code again (activation checkpointing inside the layer), by mode.
             Default: nothing known.
+        trains_own: Whether its graph ends in its inputs and its own parameters, by mode. Default: nothing known.
     """
 
     mutates_inputs: dict[bool, bool] = dataclasses.field(default_factory=dict)
     draws: dict[bool, bool] = dataclasses.field(default_factory=dict)
     reenters: dict[bool, bool] = dataclasses.field(default_factory=dict)
+    trains_own: dict[bool, bool] = dataclasses.field(default_factory=dict)
 
 
 _TRAITS: weakref.WeakKeyDictionary[Any, LayerTraits] = weakref.WeakKeyDictionary()
@@ -38,7 +40,7 @@ def traits_of(code: Any) -> LayerTraits:
     >>> layer = nn.Linear(1, 1)
     >>> traits_of(layer).draws[True] = False
     >>> traits_of(layer)
-    LayerTraits(mutates_inputs={}, draws={True: False}, reenters={})
+    LayerTraits(mutates_inputs={}, draws={True: False}, reenters={}, trains_own={})
     >>> traits_of(()).reenters
     {True: True, False: True}
     """

@@ -161,6 +161,10 @@ class LayerOnDevice:
             "    model.step(step_fn); model.synchronize(); write(parameter)"
         )
 
+    def copies(self) -> list[nn.Parameter]:
+        """Return the copies of its parameters on the device."""
+        return list(self._parameters.values())
+
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def take_gradients(self) -> None:

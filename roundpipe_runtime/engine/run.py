@@ -78,9 +78,9 @@ class Run:
 
         Args:
             microbatch: index of the microbatch.
-            inputs: arguments of the model.
+            inputs: arguments of the first layer that runs; those of the model, if that is the first of all.
         """
-        self.mailbox.put(("activation", 0, microbatch), inputs)
+        self.mailbox.put(("activation", self.spec.span.start, microbatch), inputs)
 
     def release(self) -> None:
         """Release the memory of devices that this run still holds."""

@@ -44,6 +44,8 @@ class RunSpec:
         one_thread: Whether the thread of one device does the work of all. Default: ``False``.
         take_gradient: Function that is offered each gradient as soon as a microbatch has gone back through a layer.
             Default: none.
+        span: Indices of the layers that run, of all. The first one takes the inputs of the run, the outputs of the last
+            one are those of the run. Default: all.
         first_microbatch: Index of the first microbatch in the whole batch, of which this run may be a part.
             Default: 0.
         gradients_landed: Function that is given the index of a layer and its gradients on the host, as soon as their
@@ -67,6 +69,7 @@ class RunSpec:
     stays: bool = False
     one_thread: bool = False
     take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
+    span: range = range(0)
     first_microbatch: int = 0
     gradients_landed: Callable[[int, Gradients], None] | None = None
 

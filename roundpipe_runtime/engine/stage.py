@@ -27,6 +27,7 @@ from ..device.worker import StoppedRun, add_note_once
 from ..errors import DeviceMemoryError
 from ..schedule.round_robin import Stage
 from .collected import Copies
+from .foreign_parameters import check_trains_own
 from .layer_call import CallKind, LayerCall, call_layer
 from .layer_graph import LayerGraph, Values, plain
 from .loss_call import MicrobatchLoss
@@ -213,7 +214,7 @@ class Visit:
         values = self._open(on_host)
         copies = HostCopies()
         # What came in is kept as it is, but for the caller's own tensors: they may change before backward.
-        if self.stage.layers[0] or self.spec.kind != "train":
+        if self.stage.layers[0] != self.spec.span.start or self.spec.kind != "train":
             for known in zip(values.tensors, on_host.tensors, on_host.ready, strict=True):
                 copies.add(*known)
         for layer in self.stage.layers:
@@ -221,7 +222,7 @@ class Visit:
                 self.collected.saved[layer, microbatch] = self._send(values, copies=copies)
             values = self._call(layer, microbatch, values, "forward")[0]  # the graph of a layer goes away at once
         # An output is the caller's to write.
-        is_output = layer + 1 == len(self.spec.contents)
+        is_output = layer + 1 == self.spec.span.stop
         self._hand_on(microbatch, self._send(values, last=True, copies=None if is_output else copies))
 
     def _fused(self, microbatch: int) -> None:
@@ -283,6 +284,12 @@ class Visit:
         self, resident: LayerOnDevice, graph: LayerGraph, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         module, back = resident.contents.module, None
+        # The last layer has the loss, whose terms depend on the batch; of others the first call in a mode tells.
+        is_last = graph.layer + 1 == self.spec.span.stop
+        known = resident.traits.trains_own
+        if (is_last and self._microbatch == 0) or module.training not in known:
+            check_trains_own(resident, graph, self.spec.contents)
+            known[module.training] = True
         if resident.traits.reenters.get(module.training) is not False:
             back = partial(run_backward, code=module, device=self.device.torch_device)
         # with its copies in place: checkpoints inside of the layer call parts of it again
@@ -380,7 +387,7 @@ class Visit:
 
     def _hand_on(self, microbatch: int, on_host: HostValue) -> None:
         stop = self.stage.layers[-1] + 1
-        if stop == len(self.spec.contents):
+        if stop == self.spec.span.stop:
             self.collected.outputs[microbatch] = on_host
         else:
             self.run.mailbox.put(("activation", stop, microbatch), on_host)
@@ -395,7 +402,7 @@ class Visit:
         self._doing = "the download of gradients"
         copies = [None if gradient is None else self.device.copy_out(gradient, last=True) for gradient in gradients]
         first = self.stage.layers[0]
-        if first == 0:
+        if first == self.spec.span.start:
             self.collected.input_gradients[microbatch] = copies
         else:
             self.run.mailbox.put(("gradient", first, microbatch), copies)

@@ -10,7 +10,6 @@ Each process has the same loss; its graph leads to the outputs of the groups of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +19,9 @@ from torch import nn
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from .batches import join_outputs
-from .loss.call_options import gives_share
+from .loss.call_options import gives_share, is_proven
 from .loss.moe_aux_loss import auxiliary_loss_of, without_auxiliary_loss
-from .loss.weights import check_weights, loss_of, with_loss
+from .loss.weights import check_weights, loss_of, shares_of, with_loss
 
 __all__ = ["WholeBatchLoss"]
 
@@ -44,7 +43,7 @@ class WholeBatchLoss:
         self._model, self._label, self._loss_fn, self._as_tuple = model, label, loss_fn, as_tuple
         mask = kwargs.get("attention_mask")
         self._mask: torch.Tensor | None = mask if isinstance(mask, torch.Tensor) else None
-        self._is_share = gives_share(kwargs)
+        self._is_share, self._is_proven = gives_share(kwargs), is_proven(kwargs)
         self._next_row = 0
 
     def state(self, group: Sequence[PyTree]) -> dict[str, Any] | None:
@@ -85,7 +84,7 @@ class WholeBatchLoss:
         losses = [loss for one in found for loss in one["losses"]]
         if losses:
             items = [count for one in found for count in one["items"]]
-            check_weights(items, is_share=self._is_share)
+            check_weights(items, is_share=self._is_share, is_proven=self._is_proven)
             joined = with_loss(joined, _total(losses, items, aux))
         output = joined.to_tuple() if self._as_tuple else joined
         return self._loss_fn(output, self._label), output
@@ -99,10 +98,8 @@ class WholeBatchLoss:
 
 
 def _total(losses: Sequence[torch.Tensor], items: Sequence[float], aux: Any) -> torch.Tensor:
-    """The sum of shares; a loss that is a share already has -1 items."""
-    total = math.fsum(items)
-    shares = [1.0 if count < 0 else count / total if total else 0.0 for count in items] if len(items) > 1 else [1.0]
-    loss = torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()
+    """The sum of shares."""
+    loss = torch.stack([loss * share for loss, share in zip(losses, shares_of(items), strict=True)]).sum()
     return loss if aux is None else loss + aux[1]
 
 

@@ -16,22 +16,27 @@ from ..batch.loss import WeightedLoss
 from ..device.transfer import Static
 from .batches import join_outputs
 from .cutting.caches import is_held, join_held, swapped
-from .loss.call_options import gives_share
+from .loss.call_options import gives_share, is_proven
 from .loss.moe_aux_loss import batch_auxiliary_loss, has_auxiliary_loss, has_router_logits, without_auxiliary_loss
-from .loss.weights import check_weights, has_labels, loss_of, with_loss
+from .loss.weights import check_weights, has_labels, loss_of, shares_of, with_loss
 
 __all__ = ["loss_fn_with_weight", "merge_as_asked", "merge_as_tuple", "merge_with_cache", "merge_with_loss"]
 
 
 def loss_fn_with_weight(
-    loss_fn: Callable[[Any, Any], Any], batch: Callable[[], int] | None, *, is_share: bool = False
+    loss_fn: Callable[[Any, Any], Any],
+    batch: Callable[[], int] | None,
+    *,
+    is_share: bool = False,
+    is_proven: bool = True,
 ) -> Callable[[Any, Any], Any]:
     """Return a loss function for outputs that carry the weight of their loss.
 
     Args:
         loss_fn: loss function for outputs as the model returns them.
         batch: function that returns the rows of the batch, for models that compute their loss; ``None`` for others.
-        is_share: whether the model was given the number of items of the batch.
+        is_share: whether losses that are sums are shares of that of the batch.
+        is_proven: whether the weights of the losses were proven.
 
     Returns:
         The loss function, which raises `UnprovenLossError` for a loss that cannot be a part of the batch's.
@@ -43,7 +48,7 @@ def loss_fn_with_weight(
         if batch is None or not isinstance(result, torch.Tensor):
             return result
         if rows < batch():
-            check_weights([count, count], is_share=is_share)
+            check_weights([count, count], is_share=is_share, is_proven=is_proven)
         elif not 0 < count < math.inf:  # the whole batch
             return WeightedLoss(result, 1.0)
         if count < 0:  # already a share of the batch's loss: shares are added
@@ -116,16 +121,14 @@ def merge_with_loss(model: nn.Module, kwargs: Kwargs, is_smoothed: bool, outputs
     has_loss = len(losses) == len(parts) and (is_smoothed or has_labels(model, kwargs) or _named_loss(parts[0]))
     items = [count for _, count, _ in outputs]
     if has_loss:
-        check_weights(items, is_share=gives_share(kwargs))
+        check_weights(items, is_share=gives_share(kwargs), is_proven=is_proven(kwargs))
     joined = _joined(outputs)
     aux = batch_auxiliary_loss(model, joined, parts, kwargs) if has_router_logits(model, kwargs) else None
     if aux is not None:
         joined["aux_loss"] = aux[0]
     if not has_loss:
         return joined
-    # a mean over items becomes that of the batch with the share of its items; a sum (-1) is a share already
-    total = math.fsum(items)
-    shares = [1.0 if count < 0 else count / total if total else 0.0 for count in items] if len(items) > 1 else [1.0]
+    shares = shares_of(items)  # a mean over items becomes that of the batch with the share of its items
     adds_auxiliary = aux is not None and not is_smoothed and has_auxiliary_loss(model, kwargs)
     if adds_auxiliary:
         losses = [without_auxiliary_loss(model, part) for part in parts]

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in
-from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError, RoundPipeWarning, warn
 from ..pipeline import RoundPipe
 from ..pipeline.call_types import forward_backward_method
+from ..pipeline.joined_loss import back_from
 from .adapters import check_adapters, model_inside
 from .batch_loss import WholeBatchLoss
 from .batches import check_packed_texts, split_pictures
@@ -26,13 +26,16 @@ from .cutting.caches import HeldCache, cache_argument, has_layers, home, split_h
 from .cutting.capture import asked_for, install_hooks
 from .cutting.cut import Cut, pieces_of, whole
 from .cutting.example import without_cache
+from .cutting.joined_state import CannotJoinError
 from .errors import moved_away, resized_late
 from .generate.encoders import GenerationPath, generation_paths, use_paths
 from .generate.generation import forward_of, reason_for_host
-from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share
+from .loss.call_options import CALL_OPTIONS, CallOptions, gives_share, is_proven
 from .loss.label_smoothing import SmoothedLoss, smoothed_call
 from .loss.moe_aux_loss import has_auxiliary_loss, has_router_logits, wants_tuple
 from .loss.weights import UnprovenLossError, has_labels, own_loss, rows_of_call
+from .loss_proof import LossProof, Way
+from .loss_ways import LossWays
 from .merge_outputs import loss_fn_with_weight, merge_as_asked, merge_as_tuple, merge_with_cache, merge_with_loss
 
 if TYPE_CHECKING:
@@ -61,16 +64,16 @@ class WrappedModel(RoundPipe):
 
     def __init__(self, made: Cut, **options: Any) -> None:
         self.__dict__["_rp_cut"] = made
-        self._rp_begin_proofs()
         super().__init__(made.model, **options)
 
-    _rp_unproven: set[tuple[frozenset[str], bool]]
-    _rp_warned_of_loss: bool
-
-    def _rp_begin_proofs(self) -> None:
-        # kinds of calls whose loss is not known to be a mean, by the names of their arguments and the mode
-        self.__dict__["_rp_unproven"] = set()
-        self.__dict__["_rp_warned_of_loss"] = False
+    @property
+    def _rp_losses(self) -> LossWays:
+        """How losses are computed, by kind of call; made at the first one."""
+        own = self.__dict__
+        if "_rp_loss_ways" not in own:
+            own["_rp_loss_ways"] = LossWays(self.cut, self._rp_engine, shares_batches=self._rp_options.has_groups)
+        found: LossWays = own["_rp_loss_ways"]
+        return found
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
         return list(self.cut.pieces)
@@ -109,29 +112,72 @@ class WrappedModel(RoundPipe):
         kwargs, config = self._rp_prepared(kwargs, roundpipe_run_config)
         if is_cache(cache_of(kwargs)) or kwargs.get("use_cache"):
             kwargs, config = self._rp_with_cache(kwargs, config)
-        forward = super().forward
-        outputs = self._rp_exactly(kwargs, config, lambda run: forward(*args, roundpipe_run_config=run, **kwargs))
+            outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
+        else:
+            outputs = self._rp_forward(args, kwargs, config, self._rp_way(args, kwargs, config))
         return outputs[0] if config.merge_output is False else outputs
 
-    def _rp_exactly(self, kwargs: Kwargs, config: RoundPipeRunConfig, call: Callable[[RoundPipeRunConfig], Any]) -> Any:
-        """Make a call; in one microbatch where its loss is not known to be a mean over rows or labels."""
-        kind = (frozenset(name for name, value in kwargs.items() if value is not None), self.training)
-        if kind not in self._rp_unproven:
+    def _rp_forward(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: Way) -> PyTree:
+        """Run forward such that a loss in the output is that of the whole batch."""
+        if way in ("items", "rows", "sum"):
             try:
-                return call(config)
-            except UnprovenLossError as error:
+                return super().forward(*args, roundpipe_run_config=config, **kwargs)
+            except UnprovenLossError:  # of this batch, whose labels are of another kind than those of the proof
                 if self._rp_options.has_groups:
                     raise
-                if not error.is_of_batch:  # else each batch is tried, so that it does not matter what came before
-                    self._rp_unproven.add(kind)
-                if not self._rp_warned_of_loss:
-                    self._rp_warned_of_loss = True
-                    warn(
-                        f"The loss of {type(self.cut.model).__name__} is not known to be a mean over rows or labels. "
-                        "So such batches run in one microbatch, whose loss is the model's own.",
-                        RoundPipeWarning,
-                    )
-        return call(dataclasses.replace(config, num_microbatch=1))
+                way = self._rp_way_without_parts(args, kwargs, config)
+        resolved = self._rp_config(config)
+        if way == "joined" and (join := self._rp_losses.join(args, kwargs, resolved)) is not None:
+            try:
+                return self._rp_engine.forward_joined(args, kwargs, resolved, join)
+            except CannotJoinError as error:
+                _LOG.info("%s runs in one microbatch: %s", self.cut.report.model, error)
+        one = dataclasses.replace(config, num_microbatch=1)
+        return super().forward(*args, roundpipe_run_config=one, **kwargs)
+
+    def _rp_way(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> Way:
+        """Return how the loss of a call is computed; the options of the call note it."""
+        options: CallOptions = kwargs[CALL_OPTIONS]
+        resolved = self._rp_config(config)
+        is_wanted = has_labels(self.cut.model, kwargs) or resolved.requires_grad
+        if resolved.loss_reduction == "joined":
+            self._rp_check_alone()
+            return "joined"
+        if options.smoothed_loss is not None or resolved.num_microbatch == 1 or not is_wanted:
+            # A smoothed loss is ours, and one microbatch has nothing to weigh. A call without labels that trains
+            # nothing rarely has a loss; one that has is not taken for proven.
+            kwargs[CALL_OPTIONS] = dataclasses.replace(options, weight_by="items" if options.smoothed_loss else None)
+            return "items"
+        proof = self._rp_losses.find(args, kwargs, resolved)
+        if self._rp_options.has_groups and proof.way != "items":
+            raise UnprovenLossError
+        if proof.way in ("items", "rows", "sum"):
+            kwargs[CALL_OPTIONS] = dataclasses.replace(options, weight_by=proof.way)
+        else:
+            self._rp_warn_of_loss(proof)
+        return proof.way
+
+    def _rp_way_without_parts(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> Way:
+        """Return how a loss is computed whose parts have no weights."""
+        way: Way = "whole" if self.cut.report.is_whole or is_cache(cache_of(kwargs)) else "joined"
+        self._rp_warn_of_loss(LossProof(way, "its labels in this batch are not of the kind that was proven"))
+        return way
+
+    def _rp_warn_of_loss(self, proof: LossProof) -> None:
+        """State once how losses are computed that are not those of microbatches."""
+        if self.__dict__.get("_rp_warned_of_loss"):
+            return
+        self.__dict__["_rp_warned_of_loss"] = True
+        how = (
+            "the last layer and the loss run once for the whole batch, on what the layers before return for it"
+            if proof.way == "joined"
+            else "such batches run in one microbatch"
+        )
+        warn(
+            f"The loss of {type(self.cut.model).__name__} does not follow from those of microbatches: {proof.reason}. "
+            f"So {how}, and the loss is the model's own.",
+            RoundPipeWarning,
+        )
 
     def _rp_prepared(
         self, kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
@@ -287,6 +333,9 @@ class WrappedModel(RoundPipe):
             raise ConfigError(f"forward_backward keeps no cache: leave {names} out.")
         is_smoothed = options.smoothed_loss is not None
         computes_loss = is_smoothed or loss_fn is own_loss or has_labels(model, kwargs)
+        if loss_fn is own_loss and not return_outputs:
+            kwargs[CALL_OPTIONS] = dataclasses.replace(options, loss_only=True)
+        way: Way = self._rp_way(input_args, kwargs, config) if computes_loss else "items"
         if computes_loss and not is_smoothed and has_auxiliary_loss(model, kwargs):
             if self._rp_options.has_groups:
                 given = (run_config or RoundPipeRunConfig()).over(self._rp_options.model_run_config)
@@ -299,15 +348,26 @@ class WrappedModel(RoundPipe):
                 engine = cast("RankEngine", self._rp_engine)
                 found = engine.forward_backward_whole(input_args, kwargs, whole, self._rp_config(config))
                 return found if return_outputs else found[0]
-            return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config)
-        if loss_fn is own_loss and not return_outputs:
-            kwargs[CALL_OPTIONS] = dataclasses.replace(options, loss_only=True)
+            return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config, way)
+        if way == "joined" or (not computes_loss and self._rp_config(config).loss_reduction == "joined"):
+            self._rp_check_alone()
+            return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config, way)
+        if way == "whole":
+            config = dataclasses.replace(config, num_microbatch=1)
         if computes_loss:  # shares of a mean are added
             config = dataclasses.replace(config, loss_reduction="sum")
         batch = self._rp_rows_of_batch(input_args, kwargs) if computes_loss else None
-        loss_fn = loss_fn_with_weight(loss_fn, batch, is_share=gives_share(kwargs))
-        run = functools.partial(super().forward_backward, input_args, kwargs, label, loss_fn, return_outputs)
-        result = self._rp_exactly(kwargs, config, run) if computes_loss else run(config)
+        weighted = loss_fn_with_weight(loss_fn, batch, is_share=gives_share(kwargs), is_proven=is_proven(kwargs))
+        run = functools.partial(super().forward_backward, input_args, kwargs, label, weighted, return_outputs)
+        try:
+            result = run(config)
+        except UnprovenLossError:
+            if self._rp_options.has_groups:
+                raise
+            way = self._rp_way_without_parts(input_args, kwargs, config)
+            if way == "joined":
+                return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config, way)
+            result = run(dataclasses.replace(config, num_microbatch=1))
         return (result[0], result[1][0]) if return_outputs and config.merge_output is False else result
 
     def _rp_rows_of_batch(self, args: tuple[Any, ...], kwargs: Kwargs) -> Callable[[], int]:
@@ -323,15 +383,14 @@ class WrappedModel(RoundPipe):
         loss_fn: Callable[[Any, Any], Any],
         return_outputs: bool,
         config: RoundPipeRunConfig,
+        way: Way,
     ) -> Any:
         """Forward of all microbatches, then the loss of the joined output: for a loss that is not a sum over rows."""
         with torch.enable_grad():
-            forward = super().forward
-            outputs = self._rp_exactly(kwargs, config, lambda run: forward(*args, roundpipe_run_config=run, **kwargs))
-            loss = loss_fn(outputs, label)
-            torch.autograd.backward(loss)
-        loss = pytree.tree_map(torch.Tensor.detach, loss)
-        return (loss, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)) if return_outputs else loss
+            outputs = self._rp_forward(args, kwargs, config, way)
+        if config.merge_output is False:
+            outputs = outputs[0]
+        return back_from(outputs, label, loss_fn, return_outputs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save the model with its own ``save_pretrained``, after the last step; a model with adapters saves only these.
@@ -396,5 +455,4 @@ class WrappedModel(RoundPipe):
             made = Cut(model, pieces_of(model, layers, program), program, state["report"], layers)
             made.sync()
         self.__dict__["_rp_cut"] = made
-        self._rp_begin_proofs()
         super().__setstate__(state)

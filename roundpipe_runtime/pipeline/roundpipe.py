@@ -18,13 +18,14 @@ from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
 from ..engine.kept_parameters import ParameterTraffic
 from ..engine.progress import PipelineProgress
-from ..errors import ConfigError, RoundPipeWarning, StageError, call_site, warn
+from ..errors import ConfigError, LossError, RoundPipeWarning, StageError, call_site, warn
 from ..optim.parameters import scan
 from ..optim.parts import widened
 from ..optim.step import in_optimizer_ctx
 from ..optim.torch_steps import take_over_always
 from ..schedule.costs import LayerCost
 from .call_types import forward_backward_method
+from .joined_loss import back_from
 from .layers import as_module, layers_of
 from .model_proxy import ModelProxy
 from .options import PipelineOptions
@@ -215,6 +216,10 @@ class RoundPipe(ModelProxy):
             check_loss_fn(loss_fn)
             self._rp_check_layers()
             config = self._rp_config(run_config)
+            if config.loss_reduction == "joined":
+                self._rp_check_alone()
+                outputs = self._rp_engine.forward(args, kwargs, dataclasses.replace(config, requires_grad=True))
+                return back_from(outputs, label, loss_fn, return_outputs)
             return self._rp_engine.forward_backward(args, kwargs, label, loss_fn, return_outputs, config)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -223,6 +228,15 @@ class RoundPipe(ModelProxy):
         The first ``forward_backward`` after it sends them, together with its own.
         """
         return self._rp_engine.no_sync()
+
+    def _rp_check_alone(self) -> None:
+        """Check that no other process has rows of the same batches, which a joined loss would not see."""
+        if self._rp_options.has_groups:
+            raise LossError(
+                'loss_reduction="joined" computes a loss of all rows, and each process of a mesh has only its own. '
+                "Train in one process, or let loss_fn return sums and their weights:\n"
+                "    return WeightedLoss(total, weight)"
+            )
 
     def _rp_check_ranks(self) -> None:
         """Warn once that the processes of a group train a model of their own each."""

@@ -27,7 +27,17 @@ from typing import Literal, TypeAlias
 
 from ..errors import ConfigError
 
-__all__ = ["Kind", "RoundRobin", "Stage", "Step", "clock_cycles", "draw", "stages_of", "steps_in_order"]
+__all__ = [
+    "Kind",
+    "RoundRobin",
+    "Stage",
+    "Step",
+    "clock_cycles",
+    "draw",
+    "stages_of",
+    "stages_within",
+    "steps_in_order",
+]
 
 Kind: TypeAlias = Literal["forward", "fused", "backward"]
 
@@ -111,6 +121,24 @@ def stages_of(
         copies = last_stage_copies
         stages[len(fwd_plan) : len(fwd_plan) + 1] = [("fused", bwd_plan[0], copy, copies) for copy in range(copies)]
     return [Stage(index, *stage) for index, stage in enumerate(stages)]
+
+
+def stages_within(stages: Sequence[Stage], span: range) -> list[Stage]:
+    """Return the stages of a run of some of the layers.
+
+    Args:
+        stages: stages of all layers, in the order of dispatch.
+        span: indices of the layers that run.
+
+    Returns:
+        The stages without the layers that do not run, and without those that are left empty.
+
+    >>> [list(stage.layers) for stage in stages_within(stages_of("infer", [range(0, 2), range(2, 3)], []), range(1, 3))]
+    [[1], [2]]
+    """
+    cut = [(one, range(max(one.layers.start, span.start), min(one.layers.stop, span.stop))) for one in stages]
+    held = [(one, layers) for one, layers in cut if layers]
+    return [dataclasses.replace(one, index=index, layers=layers) for index, (one, layers) in enumerate(held)]
 
 
 @dataclasses.dataclass(slots=True)

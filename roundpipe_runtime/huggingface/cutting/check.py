@@ -22,7 +22,7 @@ from .digest import digest, distance, typical
 from .gradients import own_gradients, untied
 from .report import Equivalence
 
-__all__ = ["check_equivalence", "evaluating", "objective", "tolerance"]
+__all__ = ["check_equivalence", "engine_on_host", "evaluating", "objective", "tolerance"]
 
 # The factor between the tolerances of gradients and outputs: gradients of a parameter that is used several times are
 # summed in another order than in the reference model.
@@ -53,16 +53,12 @@ def check_equivalence(
         outputs = model(*args, **kwargs)
         expected = objective(outputs, None)
         torch.autograd.backward(expected)
-    engine = Engine(model, pieces, [_Host("check")], None, "check")
     config = RoundPipeRunConfig(
         num_microbatch=1, requires_grad=True, preserve_rng_state=False, split_input=_uncut
     ).resolved(1)
-    try:
-        with own_gradients(model) as found, torch.enable_grad():
-            engine.take_gradient = found.offer
-            loss, cut = engine.forward_backward(args, kwargs, None, objective, True, config)
-    finally:
-        engine.close()
+    with engine_on_host(model, pieces) as engine, own_gradients(model) as found, torch.enable_grad():
+        engine.take_gradient = found.offer
+        loss, cut = engine.forward_backward(args, kwargs, None, objective, True, config)
     there, here = _tensors(cut), _tensors(outputs)
     pairs = [*((there.get(path), here.get(path)) for path in {**there, **here}), (loss, expected)]
     worst_output = max((_distance(one, other) for one, other in pairs), default=0.0)
@@ -81,6 +77,24 @@ def check_equivalence(
             f"{limit:.0e} and {_SUMS * limit:.0e} are rounding",
         )
     return result
+
+
+@contextlib.contextmanager
+def engine_on_host(model: nn.Module, pieces: Sequence[nn.Module]) -> Iterator[Engine]:
+    """Return an engine that runs pieces on the host, one after the other, without copies of parameters.
+
+    Args:
+        model: model.
+        pieces: pieces of the cut model.
+
+    Yields:
+        The engine, which is closed afterwards.
+    """
+    engine = Engine(model, pieces, [_Host("check")], None, "check")
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
 class _Host(VirtualDevice):

@@ -17,6 +17,7 @@ from .check import check_equivalence, evaluating
 from .cut_plan import CutPlan
 from .discover import discover
 from .example import example_inputs, without_cache
+from .example_labels import with_labels
 from .layers import Candidate, candidates, observe
 from .pieces import LayerCall, Phase, Whole
 from .report import CutReport
@@ -129,6 +130,8 @@ def cut(
     refused: list[tuple[str, str]] = []
     with evaluating(model), torch.autocast("cpu", enabled=False):  # which would round, and be compared with itself
         called = _called(model, candidates(model), kwargs)
+        if example is None and not is_planned:
+            kwargs = with_labels(model, kwargs)
         for chosen in _choices(called, skip_modules):
             try:
                 return _try(model, chosen, kwargs, check and not is_planned, refused)

@@ -15,9 +15,9 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 from ...errors import ConfigError
 from .label_smoothing import SmoothedLoss, with_smoothed_loss
 from .lazy_logits import loss_only, without_logits
-from .weights import counting, with_loss_weight
+from .weights import WeightBy, counting, with_loss_weight
 
-__all__ = ["CALL_OPTIONS", "CallOptions", "gives_share", "run_with_options", "split_options"]
+__all__ = ["CALL_OPTIONS", "CallOptions", "gives_share", "is_proven", "run_with_options", "split_options"]
 
 # The only keyword argument that never reaches the model. It is an argument at all so that the engine splits it: labels
 # belong to rows.
@@ -36,11 +36,13 @@ class CallOptions:
         smoothed_loss: Loss that the last piece computes from the logits; ``None`` (default) if the model computes its
             own, or none.
         labels: Labels of the smoothed loss, with the rows of the batch; ``None`` by default.
+        weight_by: Proven weights of the losses of microbatches; ``None`` (default) while nothing is proven.
     """
 
     loss_only: bool = False
     smoothed_loss: SmoothedLoss | None = None
     labels: torch.Tensor | None = None
+    weight_by: WeightBy | None = None
 
 
 pytree_dataclass(CallOptions, backends="torch")
@@ -59,7 +61,7 @@ def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None
         ConfigError: the options are of another class.
 
     >>> split_options({"input_ids": [1], CALL_OPTIONS: CallOptions(loss_only=True)})
-    ({'input_ids': [1]}, CallOptions(loss_only=True, smoothed_loss=None, labels=None))
+    ({'input_ids': [1]}, CallOptions(loss_only=True, smoothed_loss=None, labels=None, weight_by=None))
     """
     given = dict(kwargs)
     options = given.pop(CALL_OPTIONS, None)
@@ -72,15 +74,25 @@ def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None
 
 
 def gives_share(kwargs: Mapping[str, Any]) -> bool:
-    """Report whether a loss that is a sum is divided by the number of items of the whole batch, so that it is a share.
+    """Report whether a loss that is a sum is a share of that of the batch.
+
+    It is, where it was divided by the number of items of the whole batch, or where losses were proven to add up.
 
     Args:
         kwargs: keyword arguments of a call.
     """
     options = kwargs.get(CALL_OPTIONS)
+    if isinstance(options, CallOptions) and options.weight_by == "sum":
+        return True
     smoothed = options.smoothed_loss if isinstance(options, CallOptions) else None
     given = kwargs.get("num_items_in_batch") if smoothed is None else smoothed.num_items_in_batch
     return given is not None
+
+
+def is_proven(kwargs: Mapping[str, Any]) -> bool:
+    """Report whether the weights of the losses of microbatches were proven for calls like this one."""
+    options = kwargs.get(CALL_OPTIONS)
+    return isinstance(options, CallOptions) and options.weight_by is not None
 
 
 def run_with_options(model: nn.Module, run: Callable[[], Any], options: CallOptions | None, rows: int) -> PyTree:
@@ -105,5 +117,5 @@ def run_with_options(model: nn.Module, run: Callable[[], Any], options: CallOpti
 
     with counting() as items:
         output = loss_only(model, complete) if options.loss_only else complete()
-    output, count, rows = with_loss_weight(output, items, rows)
+    output, count, rows = with_loss_weight(output, items, rows, options.weight_by)
     return (without_logits(model, output) if options.loss_only else output), count, rows

@@ -3,6 +3,7 @@
 A model with labels returns a mean over rows, over tokens, over the tokens that are not ignored, or over those shifted
 by one; neither its class nor its configuration states which. So calls of torch's averaging functions are intercepted
 while the loss is computed. The loss of the batch is the sum of (mean x items) over the sum of items, for any split.
+That this holds for a model is proven before it is used; see `loss_proof`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -25,15 +26,21 @@ from .chunked import chunked_cross_entropy
 
 __all__ = [
     "UnprovenLossError",
+    "WeightBy",
     "check_weights",
     "counting",
     "has_labels",
+    "label_names",
     "loss_of",
     "own_loss",
     "rows_of_call",
+    "shares_of",
     "with_loss",
     "with_loss_weight",
 ]
+
+# How losses of microbatches add up to that of the batch: weighted by the items that were counted, by rows, or summed.
+WeightBy: TypeAlias = Literal["items", "rows", "sum"]
 
 
 def counting() -> contextlib.AbstractContextManager[Items]:
@@ -41,19 +48,24 @@ def counting() -> contextlib.AbstractContextManager[Items]:
     return count_items({chunked_cross_entropy: "labels"})
 
 
-def with_loss_weight(output: PyTree, items: Items, rows: int) -> tuple[PyTree, float, int]:
+def with_loss_weight(
+    output: PyTree, items: Items, rows: int, weight_by: WeightBy | None = None
+) -> tuple[PyTree, float, int]:
     """Return the output of a microbatch with the weight of its loss.
 
     Args:
         output: output of the model.
         items: items that its losses averaged over.
         rows: number of rows of the microbatch.
+        weight_by: what losses are weighted by. Default: the items, as far as they are known.
 
     Returns:
         ``(output, items, rows)``. A loss that is a sum has -1 items: it is a share of the batch's where the model was
         given ``num_items_in_batch``. Means over different numbers of items have infinity, which is about this batch
         only; a loss of which nothing is known has NaN. A loss over no items is zero.
     """
+    if weight_by in ("rows", "sum"):
+        return output, float(rows) if weight_by == "rows" else -1.0, rows
     counts = set(items.counts)
     if items.others or bool(counts) is bool(items.sums):  # both, or neither
         count = math.nan
@@ -66,33 +78,38 @@ def with_loss_weight(output: PyTree, items: Items, rows: int) -> tuple[PyTree, f
     return output, count, rows
 
 
-def check_weights(items: Sequence[float], *, is_share: bool) -> None:
+def check_weights(items: Sequence[float], *, is_share: bool, is_proven: bool) -> None:
     """Check that the losses of microbatches are known to be shares of that of the batch.
 
     Args:
         items: number of items of each microbatch.
-        is_share: whether the model was given the number of items of the batch.
+        is_share: whether losses that are sums are shares of that of the batch.
+        is_proven: whether the way in which losses are weighted was proven for calls of this kind.
 
     Raises:
         UnprovenLossError: they are not, and there are several.
     """
-    if len(items) > 1 and any(not math.isfinite(count) or (count < 0 and not is_share) for count in items):
-        raise UnprovenLossError(is_of_batch=all(count >= 0 for count in items))  # NaN is not
+    is_known = all(math.isfinite(count) and (count >= 0 or is_share) for count in items)
+    if len(items) > 1 and not (is_proven and is_known):
+        raise UnprovenLossError
+
+
+def shares_of(items: Sequence[float]) -> list[float]:
+    """Return the factor of each microbatch's loss in that of the batch: a sum (-1 items) is a share already."""
+    if len(items) == 1:
+        return [1.0]
+    total = math.fsum(items)
+    return [1.0 if count < 0 else count / total if total else 0.0 for count in items]
 
 
 class UnprovenLossError(LossError):
-    """The losses of microbatches are not known to be shares of that of the batch.
+    """The losses of microbatches are not known to be shares of that of the batch."""
 
-    Attributes:
-        is_of_batch: whether another batch with the same arguments may have such losses.
-    """
-
-    def __init__(self, *, is_of_batch: bool) -> None:
+    def __init__(self) -> None:
         super().__init__(
             "The loss of the model is not known to be a mean over rows or labels, so several microbatches would change "
             "it. Compute it of the whole batch, in one process:\n    RoundPipeRunConfig(num_microbatch=1)"
         )
-        self.is_of_batch = is_of_batch
 
 
 def _nothing(output: PyTree, loss: torch.Tensor) -> torch.Tensor:
@@ -124,6 +141,12 @@ def with_loss(output: PyTree, loss: torch.Tensor) -> PyTree:
     return output
 
 
+def label_names(model: nn.Module) -> set[str]:
+    """Return the names of the arguments that are labels, by the signature of a model's forward."""
+    generic = sys.modules.get("transformers.utils.generic")
+    return {"labels", *(generic.find_labels(type(model)) if generic is not None else [])}
+
+
 def has_labels(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
     """Report whether a call computes a loss.
 
@@ -131,9 +154,7 @@ def has_labels(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
         model: model.
         kwargs: keyword arguments of the call.
     """
-    generic = sys.modules.get("transformers.utils.generic")
-    names = generic.find_labels(type(model)) if generic is not None else []
-    return any(kwargs.get(name) is not None for name in {"labels", *names})
+    return any(kwargs.get(name) is not None for name in label_names(model))
 
 
 def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

@@ -66,18 +66,18 @@ def pretraining():
 
 
 KINDS = {
-    "sum over rows": speech,
-    "pairs": pairs,
-    "pairs with sigmoid": lambda: pairs(transformers.SiglipModel, transformers.SiglipConfig),
-    "no labels": masked_pictures,
-    "two means": answers,
-    "two means of two kinds": pretraining,
+    "sum over rows": (speech, "sum"),
+    "pairs": (pairs, "joined"),
+    "pairs with sigmoid": (lambda: pairs(transformers.SiglipModel, transformers.SiglipConfig), "joined"),
+    "no labels": (masked_pictures, "rows"),
+    "two means": (answers, "joined"),
+    "two means of two kinds": (pretraining, "joined"),
 }
 
 
 def made(name):
     torch.manual_seed(0)
-    model, batch = KINDS[name]()
+    model, batch = KINDS[name][0]()
     batch = {
         key: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for key, x in batch.items()
     }
@@ -91,7 +91,7 @@ def first_rows(batch, rows=2):
 @pytest.mark.parametrize("way", ["forward_backward", "outputs", "loss_fn"])
 @pytest.mark.parametrize("name", KINDS)
 def test_loss_and_gradients_are_those_of_the_whole_batch(name, way):
-    """In one, two and three microbatches of different numbers of rows; a warning states once that they are one."""
+    """In one, two and three uneven microbatches, proven at the first call; a warning states what costs more."""
     plain, batch = made(name)
     model = copy.deepcopy(plain)
     expected = plain(**batch).loss
@@ -110,12 +110,18 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(name, way):
                 if own and name in ("pairs", "pairs with sigmoid", "no labels"):
                     own = {}  # without labels, a function's value is a loss of its microbatch
                 loss = pipeline.forward_backward(input_kwargs=batch, run_config=config, **own)
-            assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
-            assert worst_gradient(model, plain) < 1e-9
+            limit = 1e-6 if name == "sum over rows" else 1e-9  # transformers computes CTC in float32
+            assert loss.item() == pytest.approx(expected.item(), rel=limit)
+            assert worst_gradient(model, plain) < limit
+    way = KINDS[name][1]
+    assert [proof.way for proof in pipeline._rp_losses.proofs.values()] == [way]
     pipeline.close()
     said = [str(one.message) for one in heard if issubclass(one.category, RoundPipeWarning)]
-    assert len(said) == 1
-    assert said[0].startswith(f"The loss of {type(plain).__name__} is not known to be a mean over rows or labels.")
+    assert len(said) == (way in ("joined", "whole"))
+    assert all(
+        one.startswith(f"The loss of {type(plain).__name__} does not follow from those of microbatches:")
+        for one in said
+    )
 
 
 def test_a_batch_does_not_change_how_the_next_one_is_computed():
@@ -130,7 +136,7 @@ def test_a_batch_does_not_change_how_the_next_one_is_computed():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RoundPipeWarning)
             found = [pipeline.forward_backward(input_kwargs=batch) for batch in batches]
-        losses.append((found[-1].item(), len(pipeline._rp_unproven)))
+        losses.append((found[-1].item(), len(pipeline._rp_losses.proofs)))
         pipeline.close()
     assert losses[0] == losses[1]
     assert losses[0][0] == pytest.approx(model(**even).loss.item(), rel=1e-9)

@@ -1,0 +1,194 @@
+"""How the loss of each kind of call is computed: proven at the first call of a kind, then used for all others."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.recipe.aliases import Kwargs
+
+from ..batch.flat import FlatBatch, FlatMicrobatch
+from ..engine.config import RoundPipeRunConfig
+from ..engine.driver import Engine
+from ..engine.run_spec import captured_autocast
+from ..errors import DeviceMemoryError, RoundPipeError
+from .cutting.check import engine_on_host, evaluating
+from .cutting.cut import Cut
+from .cutting.cut_state import CutState, drops_layers
+from .cutting.joined_state import CannotJoinError, RowAxes, join_states, split_state
+from .loss.call_options import CallOptions, split_options
+from .loss_proof import LossProof, SomeRows, prove
+
+__all__ = ["LossWays"]
+
+# Rows that a proof runs: the fewest of which two parts have different numbers.
+_ROWS = 3
+
+
+class LossWays:
+    """The ways in which losses of one model are computed, by kind of call.
+
+    A kind is what may decide which code of the model runs: the arguments that are given, their types, and the mode.
+
+    Args:
+        made: cut of the model.
+        engine: engine that runs it.
+        shares_batches: whether other processes run parts of the same batches. They may have fewer rows than a proof
+            needs, so it runs on the host of each one, and nobody waits for another.
+
+    Attributes:
+        proofs: Proofs so far, by kind.
+    """
+
+    def __init__(self, made: Cut, engine: Engine, *, shares_batches: bool) -> None:
+        self._made, self._engine, self._shares_batches = made, engine, shares_batches
+        self.proofs: dict[Hashable, LossProof] = {}
+        self._axes: dict[Hashable, RowAxes] = {}
+
+    def find(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossProof:
+        """Return how the loss of a call is computed; a proof runs if there was no call of its kind before.
+
+        Args:
+            args: positional arguments of the model.
+            kwargs: keyword arguments of the model, and the options of the call.
+            config: settings of the call, without gaps.
+        """
+        kind = self._kind_of(args, kwargs)
+        if kind in self.proofs:
+            return self.proofs[kind]
+        if len(self._engine.split(FlatBatch.of(args, kwargs, None), config)) == 1:
+            return LossProof("items")  # nothing to weigh
+        self._engine.synchronize()  # a step in the background would change weights between two evaluations
+        try:
+            with _with_all_layers(self._made):
+                proof = self._prove(args, kwargs, config)
+        except CannotJoinError as error:
+            proof = LossProof("whole", str(error))
+        except (torch.OutOfMemoryError, DeviceMemoryError):
+            raise
+        except (RoundPipeError, RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
+            # a model may refuse a few rows of a batch; what concerns the whole batch is raised by the call itself
+            proof = LossProof("whole", f"it does not run on {_ROWS} of the rows: {error}")
+        if proof.variants or proof.way != "joined":
+            self.proofs[kind] = proof
+        return proof
+
+    def join(
+        self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
+    ) -> Callable[[list[CutState]], CutState] | None:
+        """Return the function that joins what the layers return for the microbatches of a call.
+
+        Args:
+            args: positional arguments of the model.
+            kwargs: keyword arguments of the model, and the options of the call.
+            config: settings of the call, without gaps.
+
+        Returns:
+            The function, which raises `CannotJoinError`; ``None`` where nothing can be joined.
+        """
+        if self._made.report.is_whole:
+            return None
+        kind = self._kind_of(args, kwargs)
+        if kind not in self._axes:
+            try:
+                self._some_states(kind, *self._some_rows(args, kwargs, config), config)
+            except CannotJoinError:
+                return None
+        return functools.partial(join_states, axes=self._axes[kind], args=args, kwargs=kwargs)
+
+    def _kind_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+        given, options = split_options(kwargs)
+        asked = options is not None and (options.loss_only, options.smoothed_loss is not None)
+        named = frozenset((name, _kind(value)) for name, value in given.items() if value is not None)
+        return named, tuple(map(_kind, args)), self._made.model.training, asked
+
+    def _prove(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossProof:
+        first, microbatches = self._some_rows(args, kwargs, config)
+        made, options = self._made, split_options(kwargs)[1] or CallOptions()
+        whole, parts = _rows_of(first), [_rows_of(one) for one in microbatches]
+        with _autocast_here(self._engine):
+            if made.report.is_whole:
+                return prove(made.model, made.pieces[-1], whole, parts, options)
+            states, axes = self._some_states(self._kind_of(args, kwargs), first, microbatches, config)
+            return prove(
+                made.model,
+                made.pieces[-1],
+                dataclasses.replace(whole, state=join_states(states, axes, *_call_of(first))),
+                [dataclasses.replace(part, state=state) for part, state in zip(parts, states, strict=True)],
+                options,
+                lambda state: split_state(state, states, axes),
+            )
+
+    def _some_rows(
+        self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
+    ) -> tuple[FlatMicrobatch, list[FlatMicrobatch]]:
+        """The first rows of a batch, and the same rows in two parts."""
+        batch = FlatBatch.of(args, kwargs, None)
+        counts = [one.rows for one in self._engine.split(batch, config)]
+        if None in counts:
+            raise CannotJoinError("it is not clear how many rows a microbatch has")
+        number = math.ceil(sum(count or 0 for count in counts) / _ROWS)
+        first = self._engine.split(batch, dataclasses.replace(config, num_microbatch=number))[0]
+        in_two = dataclasses.replace(config, num_microbatch=2)
+        microbatches = self._engine.split(FlatBatch.of(*_call_of(first), None), in_two)
+        if len(microbatches) != 2 or None in (first.rows, *(one.rows for one in microbatches)):
+            raise CannotJoinError("it is not clear how many rows a part of the batch has")
+        return first, microbatches
+
+    def _some_states(
+        self, kind: Hashable, first: FlatMicrobatch, parts: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
+    ) -> tuple[list[CutState], RowAxes]:
+        """What the layers return for parts of some rows, and where it has its rows."""
+        with contextlib.ExitStack() as stack:
+            engine = self._engine
+            if self._shares_batches:
+                engine = stack.enter_context(engine_on_host(self._made.model, self._made.pieces))
+            *states, of_all = engine.outputs_before_last([*parts, first], config)
+        self._axes[kind] = RowAxes.of(of_all, states[-1])
+        return states, self._axes[kind]
+
+
+def _call_of(microbatch: FlatMicrobatch) -> tuple[tuple[Any, ...], Kwargs]:
+    args, kwargs = pytree.tree_unflatten(microbatch.inputs, microbatch.spec)
+    return args, kwargs
+
+
+def _rows_of(microbatch: FlatMicrobatch) -> SomeRows:
+    args, kwargs = _call_of(microbatch)
+    return SomeRows(args, split_options(kwargs)[0], microbatch.rows or 0)
+
+
+def _kind(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.dim()
+    if isinstance(value, bool | str):
+        return type(value), value
+    return type(value).__qualname__
+
+
+@contextlib.contextmanager
+def _autocast_here(engine: Engine) -> Iterator[None]:
+    """Compute on the host in the caller's autocast mode of the devices."""
+    kinds = [device.torch_device.type for device in engine.devices]
+    mode = next(iter(captured_autocast(kinds)), None)
+    with contextlib.nullcontext() if mode is None else torch.autocast(**{**mode, "device_type": "cpu"}):
+        yield
+
+
+@contextlib.contextmanager
+def _with_all_layers(made: Cut) -> Iterator[None]:
+    """Evaluate a model that drops layers at random in training, as parts of a batch would drop others."""
+    if not (made.model.training and drops_layers(made.model)):
+        yield
+        return
+    with evaluating(made.model):
+        made.sync()
+        yield
+    made.sync()

@@ -1,0 +1,35 @@
+"""Compute the loss of a whole batch once, of its joined outputs, and go back from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.recipe.aliases import PyTree
+
+from ..batch.loss import terms_of_batch
+
+__all__ = ["back_from"]
+
+
+def back_from(outputs: PyTree, label: Any, loss_fn: Callable[[Any, Any], Any], return_outputs: bool) -> PyTree:
+    """Compute a loss of the outputs of a whole batch, and go back from it.
+
+    Args:
+        outputs: joined outputs, part of the graph.
+        label: labels of the batch.
+        loss_fn: loss function.
+        return_outputs: whether to also return the outputs.
+
+    Returns:
+        What ``forward_backward`` returns.
+    """
+    with torch.enable_grad():
+        total, terms = terms_of_batch(loss_fn(outputs, label))
+    if terms:
+        torch.autograd.backward([term.tensor for term in terms], [term.seed for term in terms])
+    total = pytree.tree_map(torch.Tensor.cpu, total)
+    return (total, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)) if return_outputs else total

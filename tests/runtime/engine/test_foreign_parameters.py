@@ -1,0 +1,48 @@
+"""A layer that trains a parameter of another layer is refused: its gradient would not be that of the plain model."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError
+
+
+class Penalised(nn.Linear):
+    """Adds the norm of another layer's weight to what it returns."""
+
+    def forward(self, x):
+        return super().forward(x) + self.others[0].weight.norm()
+
+
+@pytest.mark.parametrize("way", ["forward_backward", "outputs"])
+def test_the_parameter_and_both_layers_are_named(way):
+    """In the first backward, and no gradient is left."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Penalised(3, 2))
+    model[2].others = [model[0]]  # a list hides it from torch
+    pipeline = RoundPipe(model, devices="virtual:2")
+    x = torch.ones(4, 3)
+    if way == "outputs":
+        go = pipeline(x).sum().backward
+    else:
+        go = functools.partial(pipeline.forward_backward, (x,), loss_fn=lambda outputs, _: outputs.sum())
+    with pytest.raises(StageError, match=r"layer 2 \(Penalised\) computes with 'weight' of layer 0 \(Linear\)"):
+        go()
+    pipeline.close()
+
+
+def test_a_parameter_that_both_layers_have_is_trained():
+    """The gradient is that of the plain model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Penalised(3, 2))
+    model[2].others = nn.ModuleList([model[0]])
+    x = torch.randn(4, 3)
+    model(x).sum().backward()
+    expected = model[0].weight.grad.clone()
+    model.zero_grad()
+    pipeline = RoundPipe(model, devices="virtual:2")
+    run = RoundPipeRunConfig(num_microbatch=2)
+    pipeline.forward_backward((x,), loss_fn=lambda outputs, _: outputs.sum(), run_config=run)
+    assert torch.allclose(model[0].weight.grad, expected, rtol=1e-5)
+    pipeline.close()

@@ -1,0 +1,235 @@
+"""How losses of microbatches add up is proven for each kind of call; the plain model is the source of all numbers.
+
+Llama computes its norms and its loss in float32, whatever its weights are: equal means within 1e-6.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import transformers
+
+from roundpipe_runtime import RoundPipeRunConfig, RoundPipeWarning
+from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
+from tests.runtime.huggingface.hf_small import worst_gradient
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+class Llama(transformers.LlamaForCausalLM):
+    """A Llama with another loss."""
+
+    term = staticmethod(lambda outputs, labels: outputs.loss)
+
+    def forward(self, *args, labels=None, **kwargs):
+        outputs = super().forward(*args, labels=labels, **kwargs)
+        if labels is not None:
+            outputs.loss = self.term(outputs, labels)
+        return outputs
+
+
+def rows_alone(outputs, labels):
+    """A mean over rows, by no loss function of torch."""
+    return outputs.logits[:, -1].logsumexp(-1).mean()
+
+
+def sum_of_squares(outputs, labels):
+    """A sum over rows."""
+    return outputs.logits[:, -1].pow(2).sum()
+
+
+def z_loss(outputs, labels):
+    """A mean over all tokens, next to that over the labels that count."""
+    return outputs.loss + outputs.logits.logsumexp(-1).pow(2).mean()
+
+
+def spread(outputs, labels):
+    """Rows compared with each other."""
+    return outputs.loss + outputs.logits[:, -1].std(0).mean()
+
+
+def noise(outputs, labels):
+    """Random numbers in the loss, as many as there are rows."""
+    return (torch.rand(len(labels), 1) * outputs.logits[:, -1]).mean()
+
+
+TERMS = {rows_alone: "rows", sum_of_squares: "sum", z_loss: "joined", spread: "joined", noise: "whole"}
+
+
+def made(term=None, kind=Llama):
+    torch.manual_seed(0)
+    model = kind(transformers.LlamaConfig(**SIZES, vocab_size=64)).double().train()
+    if term is not None:
+        model.term = term
+    ids = torch.randint(5, 64, (5, 6))
+    return model, {
+        "input_ids": ids,
+        "labels": torch.where(torch.arange(6) < torch.tensor([[0, 1, 5, 2, 3]]).T, -100, ids),
+    }
+
+
+def wrapped(model, **options):
+    return wrap_model_to_roundpipe(model, devices="virtual:2", lower_threshold=0, **options)
+
+
+def ways(pipeline):
+    return [proof.way for proof in pipeline._rp_losses.proofs.values()]
+
+
+@pytest.mark.parametrize("way", ["forward_backward", "outputs"])
+@pytest.mark.parametrize("term", TERMS, ids=lambda term: term.__name__)
+def test_any_term_gives_the_loss_and_gradients_of_the_plain_model(term, way):
+    """What is a weighted sum runs in microbatches, what compares rows is computed once, and noise is drawn once."""
+    plain, batch = made(term)
+    model = copy.deepcopy(plain)
+    torch.manual_seed(3)
+    expected = plain(**batch).loss
+    expected.backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RoundPipeWarning)  # noise cannot be compared, so that model is one piece
+        pipeline = wrapped(model)
+        config = RoundPipeRunConfig(num_microbatch=3, preserve_rng_state=False)
+        torch.manual_seed(3)
+        if way == "outputs":
+            loss = pipeline(**batch, roundpipe_run_config=config).loss
+            loss.backward()
+        else:
+            loss = pipeline.forward_backward(input_kwargs=batch, run_config=config)
+    assert ways(pipeline) == [TERMS[term]]
+    if term is not noise:  # whose numbers depend on the thread that draws them
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        assert worst_gradient(model, plain) < 1e-6
+    pipeline.close()
+
+
+def test_a_proof_changes_nothing():
+    """Random states, gradients, buffers and the number of runs are as they were."""
+    model, batch = made()
+    model.model.register_buffer("seen", torch.zeros(1))
+    pipeline = wrapped(model)
+    config = pipeline._rp_config(RoundPipeRunConfig(num_microbatch=3))
+    torch.manual_seed(5)
+    before, step = torch.get_rng_state(), pipeline._rp_engine.step
+    assert pipeline._rp_losses.find((), batch, config).way == "items"
+    assert torch.equal(torch.get_rng_state(), before)
+    assert pipeline._rp_engine.step == step
+    assert all(parameter.grad is None for parameter in model.parameters())
+    pipeline.close()
+
+
+def test_one_proof_serves_all_calls_of_a_kind(monkeypatch):
+    """Another batch of the same kind is not proven again; evaluation is another kind."""
+    model, batch = made()
+    pipeline = wrapped(model)
+    for _ in range(3):
+        pipeline.forward_backward(input_kwargs=batch)
+    assert len(pipeline._rp_losses.proofs) == 1
+    pipeline.eval()
+    with torch.no_grad():
+        assert pipeline(**batch).loss.item() == pytest.approx(model.eval()(**batch).loss.item(), rel=1e-6)
+    assert ways(pipeline) == ["items", "items"]
+    pipeline.close()
+
+
+def test_one_microbatch_is_not_proven():
+    """There is nothing to weigh, and the loss is the model's own."""
+    model, batch = made(spread)
+    plain = copy.deepcopy(model)
+    pipeline = wrapped(model)
+    loss = pipeline.forward_backward(input_kwargs=batch, run_config=RoundPipeRunConfig(num_microbatch=1))
+    assert loss.item() == pytest.approx(plain(**batch).loss.item(), rel=1e-6)
+    assert not pipeline._rp_losses.proofs
+    pipeline.close()
+
+
+@pytest.mark.parametrize("term", [rows_alone, z_loss], ids=lambda term: term.__name__)
+def test_weights_of_16_bits_are_proven_as_strictly(term):
+    """Rounding of bfloat16 hides no wrong weights, as the proof widens them."""
+    model, batch = made(term)
+    pipeline = wrapped(model.bfloat16())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RoundPipeWarning)
+        pipeline.forward_backward(input_kwargs=batch)
+    assert ways(pipeline) == [TERMS[term]]
+    pipeline.close()
+
+
+def test_masks_count_like_labels():
+    """Pictures with as many masked patches each, then with others: the second batch is exact, too."""
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(**SIZES, image_size=16, patch_size=4, encoder_stride=4)
+    plain = transformers.ViTForMaskedImageModeling(config).double().train()
+    model = copy.deepcopy(plain)
+    masks = torch.arange(16) < torch.tensor([[4, 4, 4, 4, 4], [1, 9, 4, 2, 16]])[..., None]
+    pictures = torch.randn(5, 3, 16, 16, dtype=torch.float64)
+    batches = [{"pixel_values": pictures, "bool_masked_pos": mask} for mask in masks]
+    pipeline = wrapped(model, example={name: value[:2] for name, value in batches[0].items()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RoundPipeWarning)
+        for batch in batches:
+            plain.zero_grad()
+            model.zero_grad()
+            expected = plain(**batch).loss
+            expected.backward()
+            loss = pipeline.forward_backward(input_kwargs=batch, run_config=RoundPipeRunConfig(num_microbatch=3))
+            assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+            assert worst_gradient(model, plain) < 1e-6
+    pipeline.close()
+
+
+def test_a_joined_loss_can_be_asked_for():
+    """``loss_reduction="joined"`` proves nothing, and computes the loss of the whole batch once."""
+    plain, batch = made(spread)
+    model = copy.deepcopy(plain)
+    expected = plain(**batch).loss
+    expected.backward()
+    pipeline = wrapped(model)
+    config = RoundPipeRunConfig(num_microbatch=3, loss_reduction="joined")
+    loss = pipeline.forward_backward(input_kwargs=batch, run_config=config)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
+    assert not pipeline._rp_losses.proofs
+    pipeline.close()
+
+
+def test_copies_of_the_optimizer_get_the_gradients_of_a_joined_loss():
+    """With ``optim_dtype``, copies hold what the plain model's gradients are, those of the last piece included."""
+    plain, batch = made(spread)
+    model = copy.deepcopy(plain).float()
+    plain(**batch).loss.backward()
+    pipeline = wrapped(model, optim_dtype=torch.float64)
+    named = dict(pipeline.optim_named_parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RoundPipeWarning)
+        pipeline.forward_backward(input_kwargs=batch)
+    expected = dict(plain.named_parameters())
+    for name, target in named.items():
+        assert target.dtype == torch.float64
+        assert (target.grad - expected[name].grad).norm() < 1e-4 * expected[name].grad.norm(), name
+    pipeline.close()
+
+
+def test_a_penalty_without_labels_in_the_example_is_seen():
+    """A term that appears with labels only is part of the check, so such a model runs in one piece, and is exact."""
+
+    class Regularised(transformers.LlamaForCausalLM):
+        def forward(self, *args, labels=None, **kwargs):
+            outputs = super().forward(*args, labels=labels, **kwargs)
+            if labels is not None:
+                named = self.named_parameters()
+                outputs.loss = outputs.loss + sum(p.pow(2).sum() for name, p in named if "q_proj" in name)
+            return outputs
+
+    plain, batch = made(kind=Regularised)
+    model = copy.deepcopy(plain)
+    expected = plain(**batch).loss
+    expected.backward()
+    with pytest.warns(RoundPipeWarning, match="in one piece"):
+        pipeline = wrapped(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RoundPipeWarning)
+        loss = pipeline.forward_backward(input_kwargs=batch, run_config=RoundPipeRunConfig(num_microbatch=3))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
+    pipeline.close()

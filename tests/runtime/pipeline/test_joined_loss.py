@@ -1,0 +1,85 @@
+"""Losses that compare rows with each other: computed once, of the joined outputs of all microbatches."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, WeightedLoss
+from roundpipe_runtime.errors import LossError
+
+ROWS = 7
+JOINED = RoundPipeRunConfig(num_microbatch=3, loss_reduction="joined")
+
+
+class Contrast(nn.Module):
+    """Each row is to be like the row of the same number, and unlike all others."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, outputs, labels):
+        return nn.functional.cross_entropy(self.scale * outputs @ labels.T, torch.arange(len(outputs)))
+
+
+def made():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    return plain, torch.randn(ROWS, 4, dtype=torch.float64), torch.randn(ROWS, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("optim_dtype", [None, torch.float64])
+def test_loss_and_gradients_are_those_of_the_plain_model(optim_dtype):
+    """Those of the layers, of the loss's own parameter, and of an input; in copies of the optimizer as well."""
+    plain, x, y = made()
+    loss_fn = Contrast()
+    model, own = copy.deepcopy(plain), copy.deepcopy(loss_fn)
+    entered, given = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected = loss_fn(plain(entered), y)
+    expected.backward()
+    pipeline = RoundPipe(model, devices="virtual:2", optim_dtype=optim_dtype)
+    loss, outputs = pipeline.forward_backward((given,), label=y, loss_fn=own, return_outputs=True, run_config=JOINED)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert torch.allclose(outputs, plain(x), rtol=1e-12)
+    for one, other in zip(pipeline.optim_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-12, atol=1e-15)
+    assert own.scale.grad.item() == pytest.approx(loss_fn.scale.grad.item(), rel=1e-12)
+    assert torch.allclose(given.grad, entered.grad, rtol=1e-12, atol=1e-15)
+    pipeline.close()
+
+
+def test_sums_with_weights_and_lists_are_read_as_ever():
+    """A pair is divided by its weight, and a list gives the list of losses."""
+    plain, x, y = made()
+    model = copy.deepcopy(plain)
+    pipeline = RoundPipe(model, devices="virtual:2")
+    pair = pipeline.forward_backward(
+        (x,), label=y, loss_fn=lambda out, y: WeightedLoss((out - y).abs().sum(), y.numel()), run_config=JOINED
+    )
+    (plain(x) - y).abs().mean().backward()
+    assert pair.item() == pytest.approx((plain(x) - y).abs().mean().item(), rel=1e-12)
+    assert torch.allclose(model[0].weight.grad, plain[0].weight.grad, rtol=1e-12)
+    several = pipeline.forward_backward((x,), label=y, loss_fn=lambda out, y: [out.std(), y.std()], run_config=JOINED)
+    assert [loss.item() for loss in several] == pytest.approx([plain(x).std().item(), y.std().item()], rel=1e-12)
+    pipeline.close()
+
+
+def test_a_wrong_loss_changes_no_gradient():
+    """What is not a loss is refused before anything goes back."""
+    model, x, y = made()
+    pipeline = RoundPipe(model, devices="virtual:2")
+    with pytest.raises(LossError, match="loss_fn must return"):
+        pipeline.forward_backward((x,), label=y, loss_fn=lambda *_: "loss", run_config=JOINED)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    pipeline.close()
+
+
+def test_processes_with_rows_of_their_own_refuse_it():
+    """A process of a mesh does not see the rows of the others."""
+    model, x, y = made()
+    pipeline = RoundPipe(model, devices="virtual:2", replicas=2)
+    with pytest.raises(LossError, match="has only its own"):
+        pipeline.forward_backward((x,), label=y, loss_fn=Contrast(), run_config=JOINED)
+    pipeline.close()

@@ -42,6 +42,7 @@ from .copied_stage import CopyVisit
 from .gradient_memory import GradientMemory
 from .inputs import PinnedCopies, feed_inputs, host_value
 from .kept_parameters import KeptParameters
+from .loss_check import LossChecks
 from .outputs import merge_outputs, outputs_of
 from .planner import Planner
 from .progress import PipelineProgress
@@ -103,6 +104,7 @@ class Engine:
         self.lock = threading.RLock()
         self.take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
         self.pin(pinned)
+        self._loss_checks = LossChecks()
         self._closed = False
         with _DISPATCH:
             for device in self.devices:
@@ -319,6 +321,8 @@ class Engine:
         microbatches: Sequence[FlatMicrobatch],
         config: RoundPipeRunConfig,
         contract: LossContract | None = None,
+        *,
+        loss_fn: Callable[[Any, Any], Any],
         **of_spec: Any,
     ) -> tuple[Run, list[HostValue]]:
         """Return a run of forward, loss and backward that has not started, and its inputs.
@@ -327,6 +331,7 @@ class Engine:
             microbatches: microbatches of the run.
             config: settings of the call, without gaps.
             contract: contract of the losses. Default: these microbatches are the whole batch.
+            loss_fn: loss function, which is checked in its first run.
             **of_spec: further fields of :class:`RunSpec`.
 
         Returns:
@@ -338,6 +343,9 @@ class Engine:
             for one in microbatches
         ]
         rows = [microbatch.rows for microbatch in microbatches]
+        is_split = len(rows) > 1 or contract is not None  # a part of the batch of all ranks
+        check = self._loss_checks.of(loss_fn, config.reduction_of_parts) if is_split else None
+        of_spec |= {"loss_fn": loss_fn, "loss_check": check}
         run = self.prepare("fused", config, rows, contract, labels=labels, **of_spec)
         return run, _inputs_of(microbatches, run, pinned)
 

@@ -14,6 +14,7 @@ from ..device.transfer import HostValue
 from ..optim.parameters import LayerContents
 from ..schedule.plan import RunType
 from ..schedule.round_robin import Stage
+from .loss_check import LossCheck
 from .recompute import call_seed
 from .resident import Gradients
 
@@ -38,6 +39,7 @@ class RunSpec:
         autocast: Autocast modes of the caller, as arguments for ``torch.autocast``.
         labels: Labels of each microbatch of a fused run. Default: none.
         loss_fn: Loss function of a fused run. Default: the outputs are the loss.
+        loss_check: Check of the loss function, which is offered each microbatch. Default: it was checked before.
         keep_outputs: Whether a fused run returns the outputs of the last layer. Default: ``True``.
         stays: Whether layers stay on a device from their forward to their backward, if they come there again.
             Default: ``False``.
@@ -65,6 +67,7 @@ class RunSpec:
     autocast: Sequence[dict[str, Any]]
     labels: Sequence[HostValue] = ()
     loss_fn: Callable[[Any, Any], Any] = lambda outputs, labels: outputs
+    loss_check: LossCheck | None = None
     keep_outputs: bool = True
     stays: bool = False
     one_thread: bool = False

@@ -1,12 +1,13 @@
 """Losses that compare rows with each other: computed once, of the joined outputs of all microbatches."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, WeightedLoss
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, RoundPipeWarning, WeightedLoss
 from roundpipe_runtime.errors import LossError
 
 ROWS = 7
@@ -82,4 +83,81 @@ def test_processes_with_rows_of_their_own_refuse_it():
     pipeline = RoundPipe(model, devices="virtual:2", replicas=2)
     with pytest.raises(LossError, match="has only its own"):
         pipeline.forward_backward((x,), label=y, loss_fn=Contrast(), run_config=JOINED)
+    pipeline.close()
+
+
+MSE = nn.functional.mse_loss
+
+
+def of_pairs(outputs, labels):
+    """Each row is compared with all others."""
+    return (outputs[:, None] - outputs[None]).pow(2).mean()
+
+
+LOSSES = {
+    "a mean": (MSE, "mean", True),
+    "a mean, added": (MSE, "sum", True),
+    "a sum": (lambda out, y: (out - y).abs().sum(), "sum", True),
+    "a sum as a mean": (lambda out, y: (out - y).abs().sum(), "mean", False),
+    "pairs": (of_pairs, "mean", False),
+    "pairs, added": (of_pairs, "sum", False),
+    "pairs as a sum with its weight": (
+        lambda out, y: WeightedLoss(of_pairs(out, y) * len(out), len(out)),
+        "sum",
+        False,
+    ),
+    "a sum with its weight": (lambda out, y: WeightedLoss((out - y).abs().sum(), out.numel()), "sum", True),
+    "a mean with a weight of one": (lambda out, y: WeightedLoss(MSE(out, y), 1), "sum", False),
+    "a root": (lambda out, y: MSE(out, y).sqrt(), "mean", False),
+    "two, of which one is wrong": (lambda out, y: [MSE(out, y), of_pairs(out, y)], "mean", False),
+    "noise": (lambda out, y: (torch.rand_like(out) * out).mean(), "mean", True),
+}
+
+
+@pytest.mark.parametrize("microbatches", [2, 3, ROWS])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_not_what_its_reduction_states_is_refused(name, microbatches):
+    """In its first run, with the line to type, and no gradient is changed; what is right runs, also in single rows."""
+    loss_fn, reduction, is_right = LOSSES[name]
+    model, x, y = made()
+    pipeline = RoundPipe(model, devices="virtual:2")
+    config = RoundPipeRunConfig(num_microbatch=microbatches, loss_reduction=reduction)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RoundPipeWarning)  # a sum over an uneven split
+        if is_right:
+            pipeline.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=config)
+        else:
+            with pytest.raises(LossError, match=r'(?s)loss_fn returns .* for \d rows, and .*loss_reduction="joined"'):
+                pipeline.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=config)
+            assert all(parameter.grad is None for parameter in model.parameters())
+    pipeline.close()
+
+
+def test_a_loss_is_checked_once():
+    """Made anew in each step, as in a loop of a script, it is called once per microbatch from the second run on."""
+    model, x, y = made()
+    pipeline = RoundPipe(model, devices="virtual:2")
+    calls = []
+    counts = []
+    for _ in range(3):
+        before = len(calls)
+        pipeline.forward_backward(
+            (x,),
+            label=y,
+            loss_fn=lambda out, y: calls.append(1) or MSE(out, y),
+            run_config=RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean"),
+        )
+        counts.append(len(calls) - before)
+    assert counts[1:] == [3, 3]
+    pipeline.close()
+
+
+def test_one_microbatch_is_not_checked():
+    """Its loss is that of the batch, whatever it compares."""
+    model, x, y = made()
+    plain = copy.deepcopy(model)
+    pipeline = RoundPipe(model, devices="virtual:2")
+    config = RoundPipeRunConfig(num_microbatch=1)
+    loss = pipeline.forward_backward((x,), label=y, loss_fn=of_pairs, run_config=config)
+    assert loss.item() == pytest.approx(of_pairs(plain(x), y).item(), rel=1e-12)
     pipeline.close()

@@ -129,6 +129,8 @@ def _forms(config: Any, batch: int, generator: torch.Generator) -> Iterator[dict
     grid = torch.tensor([[1, side, side]] * batch)
     yield {"pixel_values": random(batch * side * side, 3 * frames * patch * patch), "image_grid_thw": grid}
     yield {"pixel_values": random(batch * side * side, 3, patch, patch), "image_grid_thw": grid}
+    edge = patch * (_read("spatial_merge_size", vision) or 1)  # what one place in the prompt stands for
+    yield {"pixel_values": random(batch * side * side, edge, edge, 3), "image_grid_thw": grid}
     sizes = torch.tensor([[height, width]] * batch)
     yield {"pixel_values": random(batch, 3, height, width)}
     yield {"pixel_values": random(batch, 3, height, width), "image_sizes": sizes}

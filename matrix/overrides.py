@@ -36,6 +36,7 @@ SIZES: dict[str, Any] = {
     "index_topk": 8,
     # vocabulary and positions
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size"), 128),
+    "unpadded_vocab_size": 124,  # logits are of these
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions"), 256),
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "attention_window_size"), 8),
     # experts
@@ -86,9 +87,21 @@ _GEMMA4_ASSISTANT = {
     "vocab_size_per_layer_input": 0,
 }
 
+# the two layers in the middle are called twice
+_DORY = {
+    "num_hidden_layers": 4,
+    "layer_types": [*_MIXED, *_MIXED],
+    "n_input_layers": 1,
+    "n_recurrent_layers": 2,
+    "n_output_layers": 1,
+    "n_recurrent_loops": 2,
+    "ngpt_alpha_init": 0.5,  # how much a layer changes what it is given
+}
+
 # `...` as a value keeps a field from being set; "default" goes to the default configuration that is then shrunk;
 # "config" and "model" name classes where the automatic ones build something else.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "apertus1p5_text": {"output_vocab_size": 100},
     "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 2},
     "blt": {
         "num_hidden_layers": 2,  # its own cache asks for it
@@ -117,6 +130,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
         "audio_config": {"adapter_out_dim": 64, "adapter_input_size": 64, "conv_output_size": 64},
     },
+    "dory": _DORY,
     "chameleon": {"default": {"vocabulary_map": {"<image>": 8}}, "vocabulary_map": {"<image>": 8}},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
     "inkling2": {"vision_config": {"text_hidden_size": 64}, "audio_config": {"text_hidden_size": 64}},

@@ -23,16 +23,68 @@ _DAVIT = {
 _DECODER = {"is_decoder": True, "add_cross_attention": True}
 _OMNI = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 
+# the two layers in the middle are called twice; positions count from the eighth token on
+_LOOPED_INKLING = {
+    "num_hidden_layers": 4,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"],
+    "loop_layer_index_start": 1,
+    "loop_layer_index_end": 3,
+    "loop_num_passes": 2,
+    "loop_gate_rank": 16,
+    "n_layers_per_attn_res_block": 1,
+    **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
+    "swa_head_dim": 16,
+    "d_rel": 4,
+    "rel_extent": 12,
+    "log_scaling_n_floor": 8,
+}
+
 # pictures of more than one token: the reference models take a single token of a single picture for a batch of none
 _PICTURES = {"vision_config": {"image_size": 56}}
 _QUERIES = {"num_query_tokens": 4, "image_token_index": 120}
 
+# pictures and sounds are words of the vocabulary: first those of text, then 32 of pictures, then 16 of sounds
+_CODES = {
+    "image_token_offset": 64,
+    "audio_token_offset": 96,
+    "vision_config": {
+        "codebook_size": 32,
+        "embed_dim": 16,
+        "latent_channels": 16,
+        "base_channels": 32,
+        "channel_multiplier": [1, 1, 1],
+        "num_res_blocks": 1,
+        "attn_resolutions": [7],
+        "resolution": 28,
+    },
+    "audio_config": {
+        "num_filters": 4,
+        "upsampling_ratios": [4, 2],
+        "hidden_size": 16,
+        "codebook_dim": 16,
+        "codebook_size": 16,
+        "decoder_hidden_size": 32,
+        "decoder_intermediate_size": 32,
+        "decoder_num_layers": 1,
+        "decoder_attention_num_groups": 4,
+    },
+}
+
 FAMILY_OVERRIDES: dict[str, dict[str, Any]] = {
+    "apertus1p5": {**_CODES, "text_config": {"output_vocab_size": 64}},
     "blip-2": _QUERIES,
+    "inkling2_loop": {
+        "text_config": _LOOPED_INKLING,
+        "vision_config": {"text_hidden_size": 64, "projection_hidden_dim": 96},
+    },
+    "inkling2_loop_text": _LOOPED_INKLING,
     "instructblip": _QUERIES,
     "instructblipvideo": {**_QUERIES, "video_token_index": 120},
     "mistral3": _PICTURES,
     "mistral_large4": _PICTURES,
+    "omniasr": {
+        "audio_config": {"conv_dim": [16] * 7, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4}
+    },
     "pi0": {"vlm_config": {"projection_dim": 64, "vision_config": {"projection_dim": 64}}},
     "deepseek_ocr2": {
         "text_config": {
@@ -68,6 +120,16 @@ FAMILY_OVERRIDES: dict[str, dict[str, Any]] = {
     "florence2": {"vision_config": _DAVIT},
     "glm5_next": {"text_config": {"index_topk": 8, "index_kpool": 4, "qk_rope_head_dim": 0, "head_dim": ...}},
     "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2", "spatial_target_layers": [1]},
+    "hy_v4_vl": {
+        "text_config": {
+            "num_hidden_layers": 3,  # a layer chooses what to read by itself, or as the one before it
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "layer_types": ["indexed_attention"] * 3,
+            "indexer_types": ["full", "full", "shared"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+        },
+        "vision_config": {"max_image_size": 56},
+    },
     "hunyuan_vl": {
         "text_config": {
             "head_dim": 16,

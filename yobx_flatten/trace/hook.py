@@ -17,11 +17,8 @@ import contextlib
 import contextvars
 import copy
 import functools
-import importlib
 import logging
 import os
-import re
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -45,7 +42,7 @@ from .integer_inputs import with_integers
 from .nested_kwargs import check_nested_kwargs
 from .onnx_operators import TRANSLATIONS, Translation, add_translation
 from .onnx_registry import filled_registry, remembering_decompositions
-from .stored_programs import remembering_expressions, remembering_hints
+from .stored_programs import importing_classes, remembering_expressions, remembering_hints
 from .type_promotion import without_running
 
 __all__ = ["EXPORT_HOOK", "ExportHook", "TraceSupport", "require_registered"]
@@ -175,20 +172,7 @@ class ExportHook:
 
     def _importing(self, protocol: Any) -> Callable[..., Any]:
         """Read a stored tree spec; import the modules of the classes it names: libraries register them on import."""
-
-        def json_to_treespec(schema: Any) -> Any:
-            while True:
-                try:
-                    return protocol.json_to_treespec(schema)
-                except NotImplementedError as error:
-                    named = re.match(r"Deserializing ([\w.]+)\.\w+ in pytree is not registered", str(error))
-                    libraries = {support.modules for support in self.supports}
-                    module = named.group(1) if named else ""
-                    if module.split(".")[0] not in libraries or module in sys.modules:
-                        raise
-                    importlib.import_module(module)
-
-        return json_to_treespec
+        return importing_classes(protocol.json_to_treespec, lambda: {one.modules for one in self.supports})
 
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

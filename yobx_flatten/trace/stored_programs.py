@@ -1,20 +1,57 @@
-"""Loading a stored program in half of the time: what torch works out again for each record is worked out once.
+"""Loading a stored program: where its classes are not imported yet, and in half of the time.
 
-Each of thousands of records asks for the types of its fields, which Python reads from the annotations of its class. The
-sizes of each tensor are texts that sympy parses, and nearly all of them were parsed for a tensor before.
+What torch works out again for each record is worked out once. Each of thousands of records asks for the types of its
+fields, which Python reads from the annotations of its class. The sizes of each tensor are texts that sympy parses, and
+nearly all of them were parsed for a tensor before.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-__all__ = ["remembering_expressions", "remembering_hints"]
+from ..private_names.of_torch import pytree
+
+__all__ = ["importing_classes", "remembering_expressions", "remembering_hints"]
 
 # class -> the globals that its annotations were read with, and the types of its fields
 _HINTS: dict[type, tuple[Any, dict[str, Any]]] = {}
+
+
+def importing_classes(read: Callable[..., Any], libraries: Callable[[], Collection[str]]) -> Callable[..., Any]:
+    """Return a reader of stored tree specs that first imports the modules of classes which are not registered.
+
+    Only modules of some libraries are imported, which register their classes then: a file chooses no other.
+
+    Args:
+        read: torch's reader, which takes a specification as it was stored.
+        libraries: returns the names of their packages.
+    """
+
+    @functools.wraps(read)
+    def json_to_treespec(schema: Any) -> Any:
+        for name in _names_of_classes(schema):
+            # asked again for each: a module registers several
+            module = name.rpartition(".")[0]
+            unknown = name not in pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE and module not in sys.modules
+            if unknown and module.partition(".")[0] in libraries():
+                importlib.import_module(module)
+        return read(schema)
+
+    return json_to_treespec
+
+
+def _names_of_classes(schema: Any) -> Iterator[str]:
+    """The names under which the classes of a stored specification are registered."""
+    if isinstance(schema, Mapping):
+        if isinstance(schema.get("type"), str):
+            yield schema["type"]
+        for child in schema.get("children_spec") or ():
+            yield from _names_of_classes(child)
 
 
 def remembering_hints(typing: Any) -> types.SimpleNamespace:

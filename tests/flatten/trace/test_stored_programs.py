@@ -1,5 +1,6 @@
 """A stored program that is loaded inside the block is the one that torch loads, in less time."""
 
+import sys
 import typing
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import torch
 from torch.export import Dim
 
 from yobx_flatten import register_flattening_functions
-from yobx_flatten.trace.stored_programs import remembering_expressions, remembering_hints
+from yobx_flatten.trace.stored_programs import importing_classes, remembering_expressions, remembering_hints
 
 
 class Joined(torch.nn.Module):
@@ -77,3 +78,20 @@ def test_the_types_of_fields_are_read_once_for_a_class():
     assert remembering.get_type_hints(pair, {"Left": bytes})["right"] == list[bytes]
     assert remembering.get_type_hints(get_type_hints) == {}
     assert remembering.get_origin is typing.get_origin
+
+
+def test_the_modules_of_unknown_classes_are_imported_whatever_torch_says_of_them(tmp_path, monkeypatch):
+    """Before torch reads the specification, and of no library but those that are served."""
+    for name in ("served_library", "other_library"):
+        (tmp_path / f"{name}.py").write_text("", encoding="utf-8")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    classes = ("served_library.Output", "other_library.Output", "builtins.dict")
+    leaf = {"type": None, "context": None, "children_spec": []}
+    below = [{"type": name, "context": "[]", "children_spec": [leaf]} for name in classes]
+    read = importing_classes(
+        lambda schema: sorted({"served_library", "other_library"} & set(sys.modules)), lambda: ["served_library"]
+    )
+    found = read({"type": "builtins.tuple", "context": "null", "children_spec": below})
+    sys.modules.pop("served_library", None)
+    assert found == ["served_library"]

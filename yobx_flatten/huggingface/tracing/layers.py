@@ -24,7 +24,7 @@ import torch
 from ..caches.layers import keeps_dtype
 from ..caches.length import length_leaf
 
-__all__ = ["layer_replacements"]
+__all__ = ["last_places", "layer_replacements"]
 
 
 def layer_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
@@ -64,7 +64,7 @@ def _sliding_update(original: Any) -> Any:
         keys = torch.cat([self.keys, key_states], dim=-2)
         values = torch.cat([self.values, value_states], dim=-2)
         recording = getattr(self, "record_past", False)
-        last = _last(keys, self.sliding_window - 1 + (new if recording else 0))
+        last = last_places(keys, self.sliding_window - 1 + (new if recording else 0))
         some = keys.index_select(2, last), values.index_select(2, last)
         (self.keys, self.values), found = ((keys, values), some) if recording else (some, (keys, values))
         return found
@@ -72,8 +72,8 @@ def _sliding_update(original: Any) -> Any:
     return update
 
 
-def _last(keys: Any, most: Any) -> Any:
-    """The places of the last keys, at most so many.
+def last_places(keys: Any, most: Any) -> Any:
+    """Return the places of the last keys, at most so many.
 
     Not ``keys[:, :, -most:]``: a slice asks whether there are as many, and its strides whether it is all of them. The
     answer is fixed in the program, which then refuses lengths on the other side of the window; and each pass over a

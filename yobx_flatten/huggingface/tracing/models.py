@@ -12,6 +12,7 @@ from typing import Any
 
 from .chunk_scans import CHUNK_SCANS
 from .experts import EXPERTS
+from .loops import LOOPS
 from .positions import POSITIONS
 from .recurrences import RECURRENCES
 from .sparse import SPARSE
@@ -21,7 +22,7 @@ __all__ = ["model_replacements"]
 
 def model_replacements() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Yield owner, attribute and replacement for the models that are imported and need one."""
-    for models, owner, name, make in (*CHUNK_SCANS, *EXPERTS, *POSITIONS, *RECURRENCES, *SPARSE):
+    for models, owner, name, make in (*CHUNK_SCANS, *EXPERTS, *LOOPS, *POSITIONS, *RECURRENCES, *SPARSE):
         for model in models:
             target: Any = sys.modules.get(f"transformers.models.{model}.modeling_{model}")
             target = getattr(target, owner, None) if owner is not None else target

@@ -103,6 +103,32 @@ def test_a_recurrence_has_one_program(name):
         assert_serves(export_decode(model, EXAMPLE), model, some_sizes())
 
 
+# 5.24 has the first model that calls its layers in a loop; where only the last call writes, the others read the past
+LOOPED = (
+    "DoryConfig",
+    "DoryForCausalLM",
+    (
+        ("head_dim", 8),
+        ("num_hidden_layers", 4),
+        ("layer_types", _Listed(["sliding_attention", "full_attention"] * 2)),
+        ("sliding_window", WINDOW),
+        ("n_input_layers", 1),
+        ("n_output_layers", 1),
+        ("n_recurrent_loops", 3),
+        ("ngpt_alpha_init", 0.5),
+    ),
+)
+
+
+@pytest.mark.parametrize("mode", cases(["per_loop", "last_loop"], quick=["last_loop"]))
+def test_a_loop_over_layers_has_one_program(mode):
+    """Also of sizes past the window, where what the calls before the last read is shorter than the text."""
+    config, model_class, options = LOOPED
+    model = small_model(config, model_class, (*options, ("recurrent_kv_cache_mode", mode)))
+    with register_flattening_functions(patch_transformers=True):
+        assert_serves(export_decode(model, DecodeSizes(2, 5, 3)), model, some_sizes())
+
+
 # the longest traces of all: `make extended` has them and `make test` none
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["deepseek_v4", "qwen4_exp_text"])

@@ -14,9 +14,9 @@ pytest.importorskip("transformers")
 from yobx_flatten import errors
 from yobx_flatten.huggingface.tracing import masks, replacement
 from yobx_flatten.huggingface.tracing.layers import layer_replacements
-from yobx_flatten.huggingface.tracing.models import CHUNK_SCANS, EXPERTS, POSITIONS, RECURRENCES, SPARSE
+from yobx_flatten.huggingface.tracing.models import CHUNK_SCANS, EXPERTS, LOOPS, POSITIONS, RECURRENCES, SPARSE
 
-TABLES = (*CHUNK_SCANS, *EXPERTS, *POSITIONS, *RECURRENCES, *SPARSE)
+TABLES = (*CHUNK_SCANS, *EXPERTS, *LOOPS, *POSITIONS, *RECURRENCES, *SPARSE)
 
 # parameters of the methods of layers, which their versions take by position or hand on
 OF_LAYERS = {

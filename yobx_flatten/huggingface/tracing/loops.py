@@ -1,0 +1,39 @@
+"""Models that call their layers in a loop, of which the last call alone writes what the cache holds."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+from .layers import last_places
+from .replacement import replacement
+
+__all__ = ["LOOPS"]
+
+
+@replacement
+def _past_of_the_window(original: Any) -> Any:
+    # Upstream joins the past and the new keys, and cuts what is before the window from the front. Such a slice asks
+    # whether there is anything to cut, and the answer is fixed in the program. There is nothing where a layer has
+    # forgotten it already, as all but recording ones have; so the cut is made on the past alone, and only of those.
+    def forward(
+        again: Any, self: Any, cache: Any = None, shared_kv_states: Any = None, **others: Any
+    ) -> tuple[Any, Any]:
+        past = None if shared_kv_states is None else shared_kv_states.get(self.layer_idx)
+        layer = None if cache is None else cache.layers[self.layer_idx]
+        sliding: Any = sys.modules["transformers.cache_utils"].DynamicSlidingWindowLayer
+        if past is None or self.sliding_window is None or not isinstance(layer, sliding):
+            return again()  # type: ignore[no-any-return]
+        if getattr(layer, "record_past", False):
+            last = last_places(past[0], self.sliding_window - 1)
+            past = tuple(states.index_select(2, last) for states in past)
+        uncut = copy.copy(self)  # not the module itself, which other threads may call
+        uncut.sliding_window = None
+        return again(self=uncut, shared_kv_states={**shared_kv_states, self.layer_idx: past})  # type: ignore[no-any-return]
+
+    return forward
+
+
+# models, class, method, version to trace
+LOOPS = ((("dory",), "DoryAttention", "forward", _past_of_the_window),)

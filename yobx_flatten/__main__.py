@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from .terminal.running import has_libraries
+from .terminal.running import starting
 
 __all__ = ["main"]
 
@@ -16,14 +16,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments; by default those of the process.
     """
-    if not has_libraries("yobx-flatten"):
-        return 2
-    try:
-        from .cli.app import run  # torch, which takes seconds
-    except KeyboardInterrupt:
-        sys.stderr.write("yobx-flatten: interrupted, nothing was written\n")
-        return 130
-    return run(argv)
+
+    def start() -> Callable[[Sequence[str] | None], int]:
+        from .cli.app import run  # torch
+
+        return run
+
+    return starting("yobx-flatten", start, argv)
 
 
 if __name__ == "__main__":

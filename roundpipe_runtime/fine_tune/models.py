@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from yobx_flatten.errors.dependencies import require
-from yobx_flatten.model_folder.configuration import bounded_weights, bytes_of_weights, read_config
+from yobx_flatten.model_folder.configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
 
 from .errors import FineTuneError
 
@@ -78,7 +78,7 @@ class ModelSource:
             FineTuneError: the weights cannot be read, or are not those of this configuration.
         """
         transformers = _transformers()
-        stored = bytes_of_weights(self.folder) if self.folder is not None else 0
+        stored = bytes_of_weights(self.folder, failure=FineTuneError) if self.folder is not None else 0
         with bounded_weights(self.name, failure=FineTuneError, stored=stored):
             if not self.has_weights:
                 with torch.random.fork_rng(devices=()):
@@ -89,7 +89,7 @@ class ModelSource:
                 self.folder,
                 config=self.config,
                 dtype=dtype or _stored_dtype(self.config),
-                local_files_only=True,
+                **FILES_ONLY,
                 output_loading_info=True,
             )
         if missing := sorted(found["missing_keys"]):
@@ -121,7 +121,7 @@ def model_source(name: str | os.PathLike[str]) -> ModelSource:
             raise FineTuneError(f"{name} holds adapters and no model. Merge them into their model, and name that.")
         raise FineTuneError(f"{name} holds no config.json. {_FIX}")
     folder = file.parent if path.is_dir() else None
-    has_weights = folder is not None and bytes_of_weights(folder) > 0
+    has_weights = folder is not None and bytes_of_weights(folder, failure=FineTuneError) > 0
     _transformers()
     config = read_config(file, str(name), failure=FineTuneError, remedy=_FIX)
     return ModelSource(str(name), _causal(config, str(name)), folder, has_weights)

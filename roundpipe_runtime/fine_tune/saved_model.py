@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from yobx_flatten.files.scratch import publish_folder, scratch_for, settle
+from yobx_flatten.model_folder.configuration import FILES_ONLY
 
 from ..huggingface.adapters import is_adapted, model_inside
 from .adapters import quiet_peft
@@ -100,7 +101,7 @@ def _verify(model: nn.Module, folder: pathlib.Path, source: ModelSource) -> None
         expected = peft.get_peft_model_state_dict(model)
         found = peft.get_peft_model_state_dict(loaded)
     else:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **FILES_ONLY)
         expected, found = model.state_dict(), loaded.state_dict()
     for name, value in expected.items():
         if name not in found or not torch.equal(found[name].cpu(), value.cpu()):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+
+from yobx_flatten.model_folder.tokenizer_files import open_tokenizer, readable
 
 from .byte_tokenizer import ByteTokenizer
 from .errors import FineTuneError
@@ -61,7 +62,8 @@ class FolderTokenizer:
     def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
         """Return the tokens of each text: of shape (tokens,), int32, none added."""
         # a text is longer than any row, and cut into rows afterwards: nothing to warn of
-        rows = self.inner(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        with readable(self.name, FineTuneError):
+            rows = self.inner(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [torch.tensor(row, dtype=torch.int32) for row in rows["input_ids"]]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -114,19 +116,5 @@ def _from_folder(folder: pathlib.Path) -> Tokenizer:
         raise FineTuneError(f"There is no folder {folder}. Name one with a tokenizer, or: --tokenizer bytes")
     if not _has_tokenizer(folder):
         raise FineTuneError(f"{folder} holds no tokenizer: none of {', '.join(_FILES[:3])}.")
-    if _class_named_in(folder) == "ByT5Tokenizer":  # for some models transformers looks for theirs instead
-        return ByteTokenizer()
-    from transformers import AutoTokenizer
-
-    try:
-        return FolderTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True), str(folder))
-    except Exception as error:  # transformers, tokenizers and JSON each raise their own
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise FineTuneError(f"The tokenizer in {folder} cannot be read: {first.strip()}") from error
-
-
-def _class_named_in(folder: pathlib.Path) -> Any:
-    try:
-        return json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("tokenizer_class")
-    except (OSError, ValueError, AttributeError):
-        return None
+    found = open_tokenizer(folder, failure=FineTuneError)
+    return ByteTokenizer() if type(found).__name__ == "ByT5Tokenizer" else FolderTokenizer(found, str(folder))

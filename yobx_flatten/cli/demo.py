@@ -105,7 +105,7 @@ def run_demo(
     Raises:
         MissingDependencyError: when an optional library is not installed.
         OSError: when ``output`` cannot be made or written.
-        KeyboardInterrupt: after Ctrl-C; its text names the files that are there.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM; its text names the files that are there.
     """
     require("transformers", "onnx", "onnxscript", "onnxruntime", purpose="the demo", extra="transformers,onnx")
     check_writable(output)
@@ -119,10 +119,10 @@ def run_demo(
         with _stages(console, models) as stages:
             for name in models:
                 rows.append(_export(name, text, output, stages))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if is_new and not any(output.iterdir()):
             output.rmdir()
-        raise KeyboardInterrupt(_what_is_there(rows)) from None
+        raise type(error)(_what_is_there(rows)) from None
     if as_json is not None:
         as_json([_as_dict(row) for row in rows])
         return int(any(row.failure is not None for row in rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_of_file
 import pathlib
 import time
 from typing import Annotated, Any, Literal
@@ -10,10 +9,12 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
+from ..errors import DamagedFileError
 from ..files.scratch import is_folder
 from ..generate.sampling import Sampling
 from ..model_folder.opened import open_generator
 from ..model_folder.source import require_transformers
+from ..model_folder.tokenizer_files import open_tokenizer, readable
 from ..terminal.failures import UserError
 from ..terminal.output import say, say_json
 
@@ -55,7 +56,8 @@ def generate(
         raise UserError(f"there is no folder {folder}")
     generator = open_generator(folder, runtime=runtime, threads=threads, trust=trust)
     tokenizer = _tokenizer(folder)
-    given = tokenizer(prompt, return_tensors="pt", padding=len(prompt) > 1)
+    with readable(folder, UserError):
+        given = tokenizer(prompt, return_tensors="pt", padding=len(prompt) > 1)
     if given["input_ids"].shape[-1] == 0:
         raise UserError("the prompt has no tokens")
     encoder_decoder = generator.parts.encoder is not None
@@ -98,20 +100,13 @@ def _finish(
 
 
 def _tokenizer(folder: pathlib.Path) -> Any:
-    transformers = require_transformers("generate, to read and write text,")
-    how = {"local_files_only": True, "padding_side": "left"}
+    require_transformers("generate, to read and write text,")
     try:
-        tokenizer = _named_class(transformers, folder).from_pretrained(folder, **how)
-    except Exception as error:  # transformers, tokenizers and JSON each raise their own
+        tokenizer = open_tokenizer(folder, failure=DamagedFileError, padding_side="left")
+    except (DamagedFileError, OSError) as error:
         raise UserError(
             f"{folder} holds no tokenizer that can be read: put the model's tokenizer files there"
         ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _named_class(transformers: Any, folder: pathlib.Path) -> Any:
-    """The class of bytes where the folder names it, since for some models transformers looks for theirs instead."""
-    named = json_of_file.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("tokenizer_class")
-    return transformers.ByT5Tokenizer if named == "ByT5Tokenizer" else transformers.AutoTokenizer

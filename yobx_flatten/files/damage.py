@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from ..errors import FlattenError
 from ..errors.messages import first_line
 
-__all__ = ["damage_as"]
+__all__ = ["damage_as", "is_failure"]
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether an error is of a library that reads something, and not Ctrl-C or the end of the process.
+
+    Args:
+        error: a panic of a library in Rust is no ``Exception``, and its class cannot be imported.
+    """
+    return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
 
 
 @contextlib.contextmanager
@@ -32,5 +41,7 @@ def damage_as(failure: type[Exception], where: str, *own: type[Exception]) -> It
         raise
     except own:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         raise failure(f"{where} is damaged ({type(error).__name__}: {first_line(error)}).") from error

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
-import re
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Final
 
 import torch
 
 from ..errors.messages import first_line, format_bytes
 from ..export.room import memory_available
-from ..files.document import read_document
+from ..files.document import check_regular, inside, read_document
+from ..recipe.stated_config import objection_to
 
-__all__ = ["bounded_weights", "bytes_of_weights", "read_config"]
+__all__ = ["FILES_ONLY", "bounded_weights", "bytes_of_weights", "read_config", "stated_weights"]
+
+FILES_ONLY: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}
+"""What every ``from_pretrained`` gets: without ``False``, transformers asks on the terminal whether code is to run."""
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_COUNTS = re.compile(r"(layers?|experts?|depths?|blocks|stages|heads)$")
-_MOST = 10_000  # layers or experts; models of today have some hundred
 _MOST_PARAMETERS = 300_000  # tensors; a model of 61 layers with 384 experts has 70,000
 
 
@@ -41,34 +43,55 @@ def read_config(file: pathlib.Path, name: str, *, failure: type[Exception], reme
     import transformers
 
     stated = read_document(file, dict[str, Any], failure=failure, remedy=remedy, finite=False)
-    for key, value in _numbers(stated):
-        if value > _MOST and _COUNTS.search(key):
-            raise failure(f"{file} states {key} = {value:,}, and {_MOST:,} are the most.{remedy and ' '}{remedy}")
+    objection = objection_to(stated)
+    if objection is not None:
+        raise failure(f"{file} {objection}.{remedy and ' '}{remedy}")
     try:
-        return transformers.AutoConfig.from_pretrained(file, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(file, **FILES_ONLY)
     except Exception as error:  # transformers, huggingface_hub and JSON each raise their own
         raise failure(
             f"{name} is not a configuration of transformers: {first_line(error).rstrip('.')}.{remedy and ' '}{remedy}"
         ) from error
 
 
-def _numbers(stated: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """The whole numbers of a document with their names, those of inner configurations included."""
-    for key, value in stated.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value)
-        for one in value if isinstance(value, list) else (value,):
-            if type(one) is int:
-                yield key, one
-
-
-def bytes_of_weights(folder: pathlib.Path) -> int:
+def bytes_of_weights(folder: pathlib.Path, *, failure: type[Exception]) -> int:
     """Return how many bytes the files of weights in a folder of transformers have; 0 without weights.
 
     Args:
         folder: the folder.
+        failure: class of the error.
+
+    Raises:
+        Exception: of the class ``failure``, when a file is a pipe or a device, or an index names files that are not in
+            the folder: without them the weights would be random.
     """
-    return sum(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern))
+    for index in folder.glob("*.safetensors.index.json"):
+        stated_weights(index, failure=failure)
+    files = [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
+    for file in files:
+        check_regular(file, failure)
+    return sum(file.stat().st_size for file in files)
+
+
+def stated_weights(index: pathlib.Path, *, failure: type[Exception]) -> dict[str, str]:
+    """Return the file of each weight by its name, as the index of a folder states it.
+
+    Args:
+        index: ``model.safetensors.index.json``.
+        failure: class of the error.
+
+    Raises:
+        Exception: of the class ``failure``, when it is damaged, or names files that are not in its folder.
+    """
+    held = read_document(index, _Index, failure=failure, finite=False).weight_map
+    for name in set(held.values()):
+        inside(index.parent, name, failure)
+    return held
+
+
+@dataclasses.dataclass(frozen=True)
+class _Index:
+    weight_map: dict[str, str]
 
 
 @contextlib.contextmanager

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from ..errors import ModelSourceError
 from ..recipe.aliases import TransformersModel
+from .tokenizer_files import open_tokenizer
 
 __all__ = ["LENGTH", "python_text"]
 
@@ -40,13 +42,11 @@ def python_text(model: TransformersModel, source: pathlib.Path | None, rows: int
 
 
 def _tokens(source: pathlib.Path | None) -> list[int]:
-    from transformers import AutoTokenizer, ByT5Tokenizer
+    from transformers import ByT5Tokenizer
 
     try:
         tokenizer: Any = (
-            ByT5Tokenizer(extra_ids=0)
-            if source is None
-            else AutoTokenizer.from_pretrained(source, local_files_only=True)
+            ByT5Tokenizer(extra_ids=0) if source is None else open_tokenizer(source, failure=ModelSourceError)
         )
         found: list[int] = tokenizer(_source(), add_special_tokens=False, verbose=False)["input_ids"]
     except Exception:  # each tokenizer has its own errors, and a model without one can be exported

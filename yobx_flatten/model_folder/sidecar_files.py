@@ -8,12 +8,15 @@ import shutil
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from ..errors import ModelSourceError
+from ..files.document import check_regular
 from ..huggingface.cache_names import CACHE, PRESENT
 from ..recipe.aliases import TransformersModel
 
 __all__ = ["genai_config", "write_companions"]
 
 # Everything that is next to weights and is text, but for what is written anew.
+_LARGEST = 2**30  # bytes
 _PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 _WRITTEN_ANEW = {"config.json", "generation_config.json"}
 
@@ -39,7 +42,20 @@ def write_companions(folder: pathlib.Path, model: TransformersModel, source: pat
     for pattern in _PATTERNS:
         for path in source.glob(pattern):
             if path.name not in _WRITTEN_ANEW and not path.name.endswith(".index.json"):
+                _check_own(path)
                 shutil.copyfile(path, folder / path.name)
+
+
+def _check_own(path: pathlib.Path) -> None:
+    """Refuse a file that is another one of the user: what is exported may be published."""
+    check_regular(path, ModelSourceError, _LARGEST)
+    real, folder = path.resolve(), path.parent.resolve()
+    # the caches of hubs have `models--owner--name/snapshots/REVISION/file -> ../../blobs/DIGEST`
+    if not real.is_relative_to(folder) and real.parent != folder.parent.parent / "blobs":
+        raise ModelSourceError(
+            f"{path} is a link to {real}, which is outside of the folder, and would be copied next to the exported "
+            "files. Replace it by the file itself, or remove it."
+        )
 
 
 def genai_config(

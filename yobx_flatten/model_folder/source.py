@@ -11,7 +11,7 @@ from ..errors import ModelSourceError
 from ..errors.dependencies import require
 from ..errors.messages import first_line
 from .classes import class_for
-from .configuration import bounded_weights, bytes_of_weights, read_config
+from .configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
 from .tiny_models import small_config
 
 __all__ = ["MODEL_NAMES", "FoundModel", "find_model", "require_transformers"]
@@ -76,14 +76,14 @@ class FoundModel:
         wanted, kind = getattr(torch, dtype), class_for(self.config)
         with bounded_weights(self.name, failure=ModelSourceError, stored=self.stored_bytes()):
             if self.has_weights:
-                return kind.from_pretrained(self.folder, dtype=wanted, local_files_only=True).eval()
+                return kind.from_pretrained(self.folder, dtype=wanted, **FILES_ONLY).eval()
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 return kind(self.config).to(wanted).eval()
 
     def stored_bytes(self) -> int:
         """Return how many bytes its files of weights have; 0 without weights."""
-        return bytes_of_weights(self.folder) if self.folder is not None else 0
+        return bytes_of_weights(self.folder, failure=ModelSourceError) if self.folder is not None else 0
 
 
 def find_model(source: str, *, weights: bool = True) -> FoundModel:
@@ -118,7 +118,7 @@ def find_model(source: str, *, weights: bool = True) -> FoundModel:
     file = path if folder is None else folder / "config.json"
     if not file.is_file():
         raise ModelSourceError(f"{source} holds no config.json: it is not a folder that save_pretrained wrote.")
-    has_weights = folder is not None and bytes_of_weights(folder) > 0
+    has_weights = folder is not None and bytes_of_weights(folder, failure=ModelSourceError) > 0
     return FoundModel(source, read_config(file, source, failure=ModelSourceError), folder, has_weights)
 
 

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import json
 import math
 import pathlib
 import threading
@@ -26,6 +25,7 @@ from ..errors.messages import first_line
 from ..huggingface.layer_weights import Reader, stream_layers
 from ..registry.patches import AttributePatch
 from .classes import class_for
+from .configuration import stated_weights
 
 __all__ = ["Checkpoint", "NotStreamableError", "open_checkpoint", "streamed_model"]
 
@@ -90,7 +90,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     try:
         if index.is_file():
-            held: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
+            held = stated_weights(index, failure=ModelSourceError)
             names = sorted(set(held.values()))
         elif single.is_file():
             names = [single.name]

@@ -21,6 +21,7 @@ import torch
 
 from ..errors import StaticDataError, describe_class
 from .safe_names import find_named
+from .stated_config import objection_to
 
 __all__ = ["check_static", "dump_static", "is_array", "load_static"]
 
@@ -231,6 +232,9 @@ def _load_config(name: str, text: str) -> Any:
     # these name code next to the configuration
     if not isinstance(values, dict) or values.keys() & {"auto_map", "custom_pipelines"}:
         raise StaticDataError(f"A file holds a configuration {name} that names code of its own.")
+    objection = objection_to(values)
+    if objection is not None:
+        raise StaticDataError(f"A file holds a configuration {name} that {objection}.")
     return find_named(name, "config").from_dict(values)
 
 

@@ -26,6 +26,7 @@ from ..errors.messages import first_line
 from ..files.scratch import publish_files, scratch_for
 from ..private_names.of_torch import pytree
 from ..recipe.static_codec import dump_static, load_static
+from ..recipe.stored_specs import check_spec
 from .call import About
 from .snapshot import Fact, Snapshot, libraries_in_use
 
@@ -137,29 +138,11 @@ def _facts(part: Mapping[str, Any]) -> tuple[Fact, ...]:
 
 
 def _spec(path: pathlib.Path, part: Mapping[str, Any]) -> Any:
-    _check_factories(json.loads(part["spec"]))
+    check_spec(part["spec"])
     try:
         return pytree.treespec_loads(part["spec"])
     except NotImplementedError as error:  # torch's word for a class that is not registered
         raise RecordError(f"{path}: {error} Register the classes of the arguments before you load the calls.") from None
-
-
-def _check_factories(spec: Any) -> None:
-    """Refuse what torch would import for a file: the function that fills a ``defaultdict``, unless it is built in."""
-    if isinstance(spec, list):
-        for part in spec:
-            _check_factories(part)
-    elif isinstance(spec, dict):
-        if spec.get("type") == "collections.defaultdict" and not _is_built_in(spec.get("context")):
-            raise RecordError("a defaultdict is filled by something that is not built in")
-        for part in spec.values():
-            _check_factories(part)
-
-
-def _is_built_in(context: Any) -> bool:
-    factory = context if isinstance(context, dict) else {}
-    names = {cls.__name__ for cls in (list, dict, set, tuple, int, float, str, bool)}
-    return factory.get("default_factory_module") == "builtins" and factory.get("default_factory_name") in names
 
 
 def _storable(tensor: torch.Tensor) -> torch.Tensor:

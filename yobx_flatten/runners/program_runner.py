@@ -13,12 +13,20 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 
 from ..declare.scopes import options_in_use, register_flattening_functions
-from ..errors import FlattenError, GenerationError, ReplayError, UntrustedFileError
+from ..errors import (
+    DamagedFileError,
+    FlattenError,
+    GenerationError,
+    NotRegisteredError,
+    ReplayError,
+    UntrustedFileError,
+)
 from ..errors.dependencies import is_installed
 from ..errors.messages import first_line
 from ..private_names.of_torch import pytree
 from ..trees.naming import leaf_names, output_names
 from .ports import CacheSlot, Port, cache_slots, split_cache, with_rows
+from .stored_code import check_archive, check_keys
 from .stored_pickles import known_pickles_only
 
 __all__ = ["ProgramRunner", "open_program"]
@@ -31,26 +39,32 @@ def open_program(
 
     Args:
         path: the file.
-        trust: whether the caller knows who wrote the file: its example inputs are a pickle. ``False`` by default; then
-            they may hold tensors, containers and registered classes.
+        trust: whether the caller knows who wrote the file: torch's reader runs its pickles, and texts in it as code.
+            ``False`` by default; then the pickles may hold tensors, containers and registered classes, and the program
+            what ``torch.export`` writes, with operators of torch.
         failure: class of the error where there is no such file, or it is damaged.
 
     Returns:
         The program.
 
     Raises:
-        UntrustedFileError: when the example inputs hold anything else, and ``trust`` is not passed.
+        UntrustedFileError: when the file holds anything else, and ``trust`` is not passed.
         FlattenError: of the class ``failure``; its cause is torch's own error.
     """
     if not os.path.isfile(path):
         raise failure(f"There is no file {os.fspath(path)}.")
     if is_installed("transformers"):
         import transformers  # noqa: F401 # the block registers the caches of what is imported
-    known_only = contextlib.nullcontext() if trust else known_pickles_only(path)
+    known_only = contextlib.nullcontext() if trust else known_pickles_only()
     try:
         with register_flattening_functions(**options_in_use()), known_only:
-            return torch.export.load(os.fspath(path))
-    except UntrustedFileError:
+            if trust:
+                return torch.export.load(os.fspath(path))
+            check_archive(path)
+            program = torch.export.load(os.fspath(path))
+            check_keys(program, path)
+            return program
+    except (UntrustedFileError, NotRegisteredError, DamagedFileError):
         raise
     except Exception as error:  # torch raises whatever its reader of archives does
         raise failure(f"torch.export cannot load {os.fspath(path)}: {first_line(error)}") from error

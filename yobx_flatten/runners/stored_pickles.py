@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 import sys
 import threading
-import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,10 +21,9 @@ from ..errors.messages import first_line
 from ..huggingface.loaded import subclasses_of
 from ..private_names.of_torch import pytree
 from ..registry.patches import AttributePatch
+from .stored_code import REMEDY
 
 __all__ = ["known_pickles_only"]
-
-_REMEDY = "If you know who wrote the file:\n    trust=True, on the command line --trust"
 
 
 class _Reading(threading.local):
@@ -38,17 +35,12 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 @contextlib.contextmanager
-def known_pickles_only(path: str | os.PathLike[str]) -> Iterator[None]:
+def known_pickles_only() -> Iterator[None]:
     """Let ``torch.load`` read tensors, containers and registered classes only, in this thread.
 
-    Args:
-        path: the file that is loaded inside, which is looked at first.
-
     Raises:
-        UntrustedFileError: from the loading inside, when a pickle holds anything else; at once, when the file holds
-            objects that torch makes by calling their classes.
+        UntrustedFileError: from the loading inside, when a pickle holds anything else.
     """
-    _check_entries(path)
     with _ONE_AT_A_TIME:
         patch = AttributePatch(torch, "load", _restricted(torch.load))
         patch.acquire()
@@ -58,15 +50,6 @@ def known_pickles_only(path: str | os.PathLike[str]) -> Iterator[None]:
         finally:
             _READING.is_restricted = False
             patch.release()
-
-
-def _check_entries(path: str | os.PathLike[str]) -> None:
-    with contextlib.suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:  # torch names what it is
-        scripted = [name for name in archive.namelist() if name.rpartition("/")[2].startswith("custom_obj")]
-        if scripted:
-            raise UntrustedFileError(
-                f"{os.fspath(path)} holds {scripted[0]}, an object that torch makes by calling its class. {_REMEDY}"
-            )
 
 
 def _restricted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,7 +64,7 @@ def _restricted(original: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:  # whatever the unpickler raises for a class that it does not know
             raise UntrustedFileError(
                 "The program holds a pickle with more than tensors and registered classes, which runs code when it is "
-                f"loaded ({first_line(error)[:160]}). {_REMEDY}"
+                f"loaded ({first_line(error)[:160]}). {REMEDY}"
             ) from error
 
     return load

@@ -6,6 +6,7 @@
 2       the request cannot be served: a wrong name, a missing library, a
         damaged file, a full disk
 130     interrupted
+143     ended by SIGTERM
 ======  =================================================================
 """
 
@@ -18,10 +19,11 @@ from collections.abc import Callable
 
 from ..errors import FlattenError, ReplayError
 from ..errors.tried_versions import VersionDependentError, possible_cause, without_cause
+from .termination import Terminated
 
-__all__ = ["CHECK_FAILED", "INTERRUPTED", "REFUSED", "UserError", "explain_failure"]
+__all__ = ["CHECK_FAILED", "INTERRUPTED", "REFUSED", "TERMINATED", "UserError", "explain_failure"]
 
-CHECK_FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+CHECK_FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 
 class UserError(FlattenError, ValueError):
@@ -54,6 +56,8 @@ def explain_failure(
 
 
 def _status_and_text(error: BaseException, expected: tuple[type[Exception], ...]) -> tuple[int, str]:
+    if isinstance(error, Terminated):
+        return TERMINATED, str(error) or "terminated, nothing was written"
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, str(error) or "interrupted, nothing was written"
     if isinstance(error, ReplayError):

@@ -12,8 +12,32 @@ from ..errors import FlattenError
 from ..errors.dependencies import is_installed
 from .failures import explain_failure
 from .streams import lasting_streams
+from .termination import terminable
 
-__all__ = ["has_libraries", "reflow_help", "run_app"]
+__all__ = ["has_libraries", "reflow_help", "run_app", "starting"]
+
+
+def starting(
+    program: str, start: Callable[[], Callable[[Sequence[str] | None], int]], argv: Sequence[str] | None
+) -> int:
+    """Import a command line, which takes seconds, and run it.
+
+    Args:
+        program: what the command is called.
+        start: imports it and returns the function that runs it.
+        argv: the arguments; ``None`` for those of the process.
+
+    Returns:
+        The exit status.
+    """
+    if not has_libraries(program):
+        return 2
+    with terminable():
+        try:
+            run = start()
+        except KeyboardInterrupt as error:
+            return explain_failure(error, debug=False, program=program)
+        return run(argv)
 
 
 def has_libraries(program: str) -> bool:
@@ -59,7 +83,7 @@ def run_app(
         expected: errors whose message states all that a user needs; others are shown with their class.
         is_reporter: whether this process prints an error: of several that do one thing together, one does.
     """
-    with lasting_streams():
+    with lasting_streams(), terminable():
         return _run(app, argv, program, expected, is_reporter)
 
 

@@ -20,6 +20,7 @@ from yobx_flatten.__main__ import main
 from yobx_flatten.cli import env_command, repository
 from yobx_flatten.cli.app import app
 from yobx_flatten.terminal import failures
+from yobx_flatten.terminal.termination import Terminated
 
 COMMANDS = ["demo", "export", "verify", "generate", "check", "explain", "list", "env", "bench", "matrix"]
 
@@ -91,6 +92,7 @@ def test_debug_shows_the_stack_trace_wherever_it_stands(capsys):
     [
         (KeyboardInterrupt(), 130, "interrupted, nothing was written\n"),
         (KeyboardInterrupt("interrupted; a.onnx is whole"), 130, "yobx-flatten: interrupted; a.onnx is whole\n"),
+        (Terminated(), 143, "yobx-flatten: terminated, nothing was written\n"),
         (ReplayError("differs\n  case by case"), 1, "differs\n  case by case"),
         (OSError(errno.ENOSPC, "No space left on device", "m.onnx"), 2, "the disk is full, writing m.onnx"),
         (RuntimeError("PytorchStreamWriter failed: No space left on device"), 2, "the disk is full"),

@@ -349,8 +349,7 @@ class Utf8:
 @pytest.fixture
 def utf8(monkeypatch):
     """Folders have this tokenizer."""
-    named = SimpleNamespace(from_pretrained=lambda folder, **how: Utf8())
-    monkeypatch.setattr(generate_command, "_named_class", lambda transformers, folder: named)
+    monkeypatch.setattr(generate_command, "open_tokenizer", lambda folder, **how: Utf8())
 
 
 def continued(prompts):

@@ -1,6 +1,7 @@
 """The tokenizer of a training: the folder's own, another one, or bytes; never the wrong one in silence."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -67,3 +68,12 @@ def test_folders_without_a_tokenizer_are_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(FineTuneError, match="cannot be read"):
         load_tokenizer(source, tmp_path)
+
+
+def test_a_tokenizer_that_fails_on_a_text_is_named(tmp_path):
+    """Its own error says nothing of where it is from."""
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    tokenizer = load_tokenizer(tiny.source(), tmp_path)
+    with pytest.raises(FineTuneError, match=f"The tokenizer in {tmp_path} cannot be read"):
+        tokenizer.encode(["b"])

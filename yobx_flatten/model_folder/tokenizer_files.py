@@ -1,0 +1,62 @@
+"""Open the tokenizer of a folder, which a stranger may have written."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from ..errors.messages import first_line
+from ..files.damage import is_failure
+from ..files.document import check_regular, read_document
+from .configuration import FILES_ONLY
+
+__all__ = ["open_tokenizer", "readable"]
+
+_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
+_CONFIG = "tokenizer_config.json"
+_LARGEST = 2**30  # bytes; a tokenizer of 260,000 words has 35 million
+
+
+def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options: Any) -> Any:
+    """Return the tokenizer of a folder; no code in the folder runs.
+
+    Args:
+        folder: a folder with the files of a tokenizer.
+        failure: class of the error.
+        **options: further arguments of ``from_pretrained``.
+
+    Raises:
+        Exception: of the class ``failure``, when there is none, or it cannot be read.
+    """
+    import transformers
+
+    for path in (path for pattern in _PATTERNS for path in folder.glob(pattern)):
+        check_regular(path, failure, _LARGEST)  # a pipe would be waited for
+    config = folder / _CONFIG
+    stated = read_document(config, dict[str, Any], failure=failure, finite=False) if config.exists() else {}
+    # for some models transformers looks for their own class where the folder names that of bytes
+    is_bytes = stated.get("tokenizer_class") == "ByT5Tokenizer"
+    kind: Any = transformers.ByT5Tokenizer if is_bytes else transformers.AutoTokenizer
+    with readable(folder, failure):
+        return kind.from_pretrained(folder, **FILES_ONLY, **options)
+
+
+@contextlib.contextmanager
+def readable(name: pathlib.Path | str, failure: type[Exception]) -> Iterator[None]:
+    """Turn what tokenizers raise, in each library another class, into one error.
+
+    Args:
+        name: the folder of the tokenizer.
+        failure: class of the error.
+
+    Returns:
+        A context manager.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise failure(f"The tokenizer in {name} cannot be read: {first_line(error)}") from error

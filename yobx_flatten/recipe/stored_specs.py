@@ -1,0 +1,68 @@
+"""Tree specs of a stranger, checked before torch reads them: it imports the modules that some of them name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ..errors import StaticDataError
+from .safe_names import find_named
+
+__all__ = ["check_spec", "is_plain"]
+
+_BUILT_IN = {cls.__name__ for cls in (list, dict, set, tuple, int, float, str, bool)}
+_NOT_PLAIN = re.compile(r"""['"\\\x00-\x1f]""")
+
+
+def check_spec(text: str) -> None:
+    """Refuse a spec for which torch would import a module: one with an enum, or a function that fills a dict.
+
+    Args:
+        text: what ``treespec_dumps`` returned.
+
+    Raises:
+        StaticDataError: when it names something else than an enum or a built-in type, or is no JSON.
+        NotRegisteredError: when it names an enum of a module that is not imported.
+    """
+    for node in _dicts(_parsed(text)):
+        context = node.get("context")
+        if node.get("type") == "collections.defaultdict" and not _is_built_in(context):
+            raise StaticDataError("A tree spec has a defaultdict that is filled by something that is not built in.")
+        for part in _dicts(_parsed(context) if isinstance(context, str) else context):
+            if "__enum__" in part:
+                find_named(part.get("fqn"), "enum")
+
+
+def is_plain(text: object) -> bool:
+    """Whether something is a text that stays one between quotes: generated source has some keys in them.
+
+    >>> is_plain("attention mask"), is_plain("x' + run() + '")
+    (True, False)
+    """
+    return isinstance(text, str) and _NOT_PLAIN.search(text) is None
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # a context may be any text where its class reads it itself
+        return None
+
+
+def _is_built_in(context: Any) -> bool:
+    factory = context if isinstance(context, dict) else {}
+    name = factory.get("default_factory_name")
+    return factory.get("default_factory_module") == "builtins" and isinstance(name, str) and name in _BUILT_IN
+
+
+def _dicts(tree: Any) -> Iterator[dict[str, Any]]:
+    waiting = [tree]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            yield one
+            waiting.extend(one.values())
+        elif isinstance(one, list):
+            waiting.extend(one)

@@ -38,6 +38,7 @@ from ..timeline.record import current_timeline
 from .autograd import call
 from .config import RoundPipeRunConfig
 from .copied_stage import CopyVisit
+from .draws import Draws, run_base
 from .gradient_memory import GradientMemory
 from .inputs import PinnedCopies, feed_inputs, host_value
 from .kept_parameters import KeptParameters
@@ -128,6 +129,10 @@ class Engine:
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which sums of gradients stay on this rank; of one process they do anyway."""
         return contextlib.nullcontext()
+
+    def moves_generators(self) -> bool:
+        """Report whether the generators of the caller move with each run that draws."""
+        return True
 
     def rows_of_batch(self, rows: int) -> int:
         """Return the rows of the whole batch in a call, of which ``rows`` are those of this process."""
@@ -329,9 +334,8 @@ class Engine:
             requires_grad=bool(config.requires_grad),
             recompute_grain=config.recompute_grain or "stage",
             preserve_rng_state=config.preserve_rng_state is not False,
-            base_seed=torch.initial_seed(),
+            base_seed=0,
             tag=self.tag,
-            step=self.step,
             autocast=captured_autocast(kinds),
             # In a run that goes backward later, the caller may change parameters in between.
             stays=kind == "fused" and self.planner.fits(),
@@ -339,6 +343,8 @@ class Engine:
             take_gradient=self.take_gradient,
         )
         spec = dataclasses.replace(spec, **of_spec)
+        draws = Draws(spec.base_seed or run_base(), spec.tag, in_order=len(rows) == 1, moves=self.moves_generators())
+        spec = dataclasses.replace(spec, base_seed=draws.seeds)
         largest = max((spec.stage_nbytes(stage) for stage in spec.stages), default=0)
         nbytes_kept = self.planner.bytes_to_keep(config.keep_parameters or 0, largest)
         self.kept.choose(contents, self.store.source, self.version(), nbytes_kept)
@@ -348,7 +354,9 @@ class Engine:
         if memory is not None and spec.requires_grad:
             memory.prepare(spec.contents, self.store.landing_dtype)
         wait_cleared = self.steps.wait_cleared
-        return Run(spec, self.store, self.table, self.version(), timer, contract, self.kept, memory, wait_cleared)
+        return Run(
+            spec, self.store, self.table, self.version(), timer, contract, self.kept, draws, memory, wait_cleared
+        )
 
     def step_exact(self, step: Callable[[], Any]) -> None:
         """Run an optimizer step layer by layer, next to the run that follows, which waits for each layer.
@@ -440,6 +448,7 @@ class Engine:
             self._wait_step(run)
         with Uninterrupted():
             run.collected.buffers.commit(keep_start=run.spec.kind == "train")
+            run.draws.commit()
             self.step += 1
 
     def commit_backward(self, run: Run) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from ..device.virtual import Device
 from ..errors import StageError
+from .draws import CallDraws
 from .layer_graph import Values, enter, is_refused_write
 from .nested_checkpoint import watch_forward
 from .recompute import CURRENT, CallState, VisitGenerator, run_seeded
@@ -74,7 +75,7 @@ class LayerCall(CallState):
     """
 
     __slots__ = (
-        *("contents", "device", "entered", "entries", "given", "generator", "microbatch", "module", "output"),
+        *("contents", "device", "draws", "entered", "entries", "given", "generator", "microbatch", "module", "output"),
         *("resident", "spec", "traits", "training", "values", "versions"),
     )
 
@@ -90,6 +91,7 @@ class LayerCall(CallState):
         data: tuple[Any, ...] | None,
     ) -> None:
         self.spec, self.device, self.resident, self.generator = run.spec, device, resident, generator
+        self.draws = run.draws
         self.microbatch, self.values, self.kind, self.given = microbatch, values, kind, data
         self.contents, self.traits = resident.contents, resident.traits
         self.module = module = resident.contents.module
@@ -147,7 +149,11 @@ class LayerCall(CallState):
             self.traits.mutates_inputs[self.training] = versions != [tensor._version for tensor in self.entered]
 
     def _seeded(self) -> Any:
-        return run_seeded(self._watched, self.module, self._seed, self.generator, self._again, self.traits)
+        return run_seeded(self._watched, self.module, self._seed, self.generator, self._again, self.traits, self._place)
+
+    def _place(self) -> CallDraws:
+        is_recomputed = self.kind == "recompute"
+        return CallDraws(self.draws, self.contents.index, self.microbatch, is_recomputed, self.contents.title)
 
     def _seed(self) -> int:
         return self.spec.seed(self.contents.index, self.microbatch)

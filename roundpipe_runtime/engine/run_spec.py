@@ -33,8 +33,7 @@ class RunSpec:
         recompute_grain: Unit of recomputation in a backward stage, ``"stage"`` or ``"layer"``.
         preserve_rng_state: Whether a recomputed forward draws the same random numbers.
         base_seed: Base of the seeds of layer calls.
-        tag: Name that distinguishes pipelines that run in the same step.
-        step: Number of completed runs of the pipeline before this one.
+        tag: Name that distinguishes pipelines that run at the same time.
         autocast: Autocast modes of the caller, as arguments for ``torch.autocast``.
         labels: Labels of each microbatch of a fused run. Default: none.
         loss_fn: Loss function of a fused run. Default: the outputs are the loss.
@@ -59,7 +58,6 @@ class RunSpec:
     preserve_rng_state: bool
     base_seed: int
     tag: str
-    step: int
     autocast: Sequence[dict[str, Any]]
     labels: Sequence[HostValue] = ()
     loss_fn: Callable[[Any, Any], Any] = lambda outputs, labels: outputs
@@ -114,7 +112,7 @@ class RunSpec:
         """
         found = self._seeds.get((layer, microbatch))
         if found is None:
-            found = call_seed(self.base_seed, self.tag, self.step, layer, self.first_microbatch + microbatch)
+            found = call_seed(self.base_seed, self.tag, layer, self.first_microbatch + microbatch)
             self._seeds[layer, microbatch] = found
         return found
 

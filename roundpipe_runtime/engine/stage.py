@@ -83,7 +83,7 @@ class Visit:
         self.run, self.spec, self.collected = run, run.spec, run.collected
         self.stage = stage
         self.device = device
-        self.generator = VisitGenerator(device.torch_device)
+        self.generator = VisitGenerator(device.torch_device, run.draws if run.spec.preserve_rng_state else None)
         self._is_measured = True
         # Whether nothing is to be done around a call: a context costs the host something also where it is empty.
         self._is_bare = False

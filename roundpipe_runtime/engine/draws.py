@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -110,6 +111,7 @@ class CallDraws:
         microbatch: Index of the microbatch.
         is_recomputed: Whether the call has been made before.
         title: Description of the layer, for errors.
+        is_repeatable: Function that reports whether the call wrote nothing, so that it can be made once more.
     """
 
     draws: Draws
@@ -117,6 +119,7 @@ class CallDraws:
     microbatch: int
     is_recomputed: bool = False
     title: str = "The loss function"
+    is_repeatable: Callable[[], bool] = lambda: True
 
     def begin(self, generator: Generator, seed: int) -> object:
         """Bring a generator to the state in which this call begins; return that state."""

@@ -6,6 +6,7 @@ any more. A run that fails changes no gradient, no buffer and no seed.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.private_names.of_torch import pytree, transforms_are_active
 
 from ..batch.arguments import check_labels
 from ..batch.flat import FlatBatch, FlatMicrobatch
@@ -42,6 +43,7 @@ from .draws import Draws, run_base
 from .gradient_memory import GradientMemory
 from .inputs import PinnedCopies, feed_inputs, host_value
 from .kept_parameters import KeptParameters
+from .looks import is_due
 from .outputs import merge_outputs, outputs_of
 from .planner import Planner
 from .progress import PipelineProgress
@@ -108,6 +110,7 @@ class Engine:
             for device in self.devices:
                 _USERS.setdefault(device, weakref.WeakSet()).add(self)
         self._warned = False
+        self._runs: collections.Counter[RunType] = collections.Counter()
 
     def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> ParameterStore:
         """Return the store of the model's parameters."""
@@ -341,6 +344,7 @@ class Engine:
             stays=kind == "fused" and self.planner.fits(),
             one_thread=self.planner.prefers_one_thread(kind),
             take_gradient=self.take_gradient,
+            looks=kind != "infer" and is_due(self._count(kind)),
         )
         spec = dataclasses.replace(spec, **of_spec)
         draws = Draws(spec.base_seed or run_base(), spec.tag, in_order=len(rows) == 1, moves=self.moves_generators())
@@ -357,6 +361,11 @@ class Engine:
         return Run(
             spec, self.store, self.table, self.version(), timer, contract, self.kept, draws, memory, wait_cleared
         )
+
+    def _count(self, kind: RunType) -> int:
+        """Count the runs of a kind; return how many there were before."""
+        self._runs[kind] += 1
+        return self._runs[kind] - 1
 
     def step_exact(self, step: Callable[[], Any]) -> None:
         """Run an optimizer step layer by layer, next to the run that follows, which waits for each layer.
@@ -522,6 +531,14 @@ class Engine:
             raise DeviceError(
                 f"{self.devices[0].name} was closed, by this pipeline. Make a new pipeline:\n"
                 "    RoundPipe(model, devices=...)"
+            )
+        if transforms_are_active():
+            raise StageError(
+                "A pipeline cannot be transformed by torch.func (grad, vmap, jacrev...): its layers run on devices and "
+                "in threads of their own. Go backward through its output:\n"
+                "    loss = loss_fn(pipeline(x), y)\n"
+                "    gradients = torch.autograd.grad(loss, list(pipeline.parameters()))\n"
+                "or transform the model itself, pipeline.model."
             )
         self.steps.check_not_here()
         if any(device.worker.is_here() for device in self.devices):

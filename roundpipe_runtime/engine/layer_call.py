@@ -115,6 +115,10 @@ class LayerCall(CallState):
             found += [tensor._version for tensor in self.resident.buffers()]
         return found
 
+    def is_repeatable(self) -> bool:
+        """Report whether the layer has written no input and no buffer."""
+        return self.versions == self._versions()
+
     def check_repeatable(self, what: str) -> None:
         """Check that the layer can be called once more.
 
@@ -124,7 +128,7 @@ class LayerCall(CallState):
         Raises:
             StageError: an input or a buffer has been written.
         """
-        if self.versions != self._versions():
+        if not self.is_repeatable():
             raise StageError(
                 f"{self.contents.title} began to {what}, which it never did before, and wrote an input or a buffer in "
                 "place before that, so the call cannot be repeated. Call the pipeline again."
@@ -152,8 +156,10 @@ class LayerCall(CallState):
         return run_seeded(self._watched, self.module, self._seed, self.generator, self._again, self.traits, self._place)
 
     def _place(self) -> CallDraws:
-        is_recomputed = self.kind == "recompute"
-        return CallDraws(self.draws, self.contents.index, self.microbatch, is_recomputed, self.contents.title)
+        is_recomputed, title = self.kind == "recompute", self.contents.title
+        return CallDraws(
+            self.draws, self.contents.index, self.microbatch, is_recomputed, title, is_repeatable=self.is_repeatable
+        )
 
     def _seed(self) -> int:
         return self.spec.seed(self.contents.index, self.microbatch)

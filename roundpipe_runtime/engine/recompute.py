@@ -103,10 +103,12 @@ def run_seeded(
         if before.moves == moves():  # else some of it is a run's that another thread has committed
             torch.set_rng_state(before.state)
     known.generators.pop(training, None)
-    if place is None and not has_drawn:
+    where = None if place is None else place()
+    # Other threads of the program may have drawn from these, which is no reason to fail; the next call is watched.
+    if not has_drawn and (where is None or not where.is_repeatable()):
         return result
     generator.seed(seed)
-    return _alone(again, again, code, known, training, seed(), None if place is None else place())
+    return _alone(again, again, code, known, training, seed(), where)
 
 
 class _CPUState:
@@ -151,6 +153,9 @@ def _alone(
         if generators is not None:
             result, used = _seeded(call, generators, known, training, seed, place)
             if used is not None:
+                return result
+            if place is None or not place.is_repeatable():
+                known.generators.pop(training, None)
                 return result
             call = again
         held, shared = held_generators(code), process_generators()

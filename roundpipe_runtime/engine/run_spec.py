@@ -45,6 +45,7 @@ class RunSpec:
             Default: none.
         first_microbatch: Index of the first microbatch in the whole batch, of which this run may be a part.
             Default: 0.
+        looks: Whether to look whether layers repeat themselves, and what gradients end in. Default: ``False``.
         gradients_landed: Function that is given the index of a layer and its gradients on the host, as soon as their
             copies are under way. It may take gradients out of the mapping. Default: none.
     """
@@ -66,6 +67,7 @@ class RunSpec:
     one_thread: bool = False
     take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
     first_microbatch: int = 0
+    looks: bool = False
     gradients_landed: Callable[[int, Gradients], None] | None = None
 
     @property

@@ -29,6 +29,7 @@ from ..schedule.round_robin import Stage
 from .collected import Copies
 from .layer_call import CallKind, LayerCall, call_layer
 from .layer_graph import LayerGraph, Values, plain
+from .looks import check_leaves, check_repeated, digest, is_digested, watch_escaped
 from .loss_call import MicrobatchLoss
 from .nested_checkpoint import run_backward
 from .recompute import VisitGenerator
@@ -196,6 +197,9 @@ class Visit:
                     self._download_gradients(resident)
                 if self.stage.kind != "backward":
                     self.collected.buffers.add(layer, resident.download_buffers())
+                    if self.spec.looks:
+                        with self.device.computing(resident.ready):
+                            resident.check_parameters(self.run.store.source)
 
     def _download_gradients(self, resident: LayerOnDevice) -> None:
         self.run.wait_cleared()
@@ -219,7 +223,8 @@ class Visit:
         for layer in self.stage.layers:
             if layer in self.spec.restarts:
                 self.collected.saved[layer, microbatch] = self._send(values, copies=copies)
-            values = self._call(layer, microbatch, values, "forward")[0]  # the graph of a layer goes away at once
+            values, graph = self._call(layer, microbatch, values, "forward")
+            self._drop_graph(graph)  # at once
         # An output is the caller's to write.
         is_output = layer + 1 == len(self.spec.contents)
         self._hand_on(microbatch, self._send(values, last=True, copies=None if is_output else copies))
@@ -270,6 +275,8 @@ class Visit:
                     results = self._back_here(resident, graph, gradients)
             else:
                 results = self._back_here(resident, graph, gradients)
+        self._tensors = None
+        self._drop_graph(graph)
         # Gradients go down while the layers before this one go backward. Those of the first layer go down last: the
         # next stage waits for what this one hands back, which is not to queue after them.
         if microbatch == self._completes and graph.layer != self.stage.layers[0]:
@@ -278,6 +285,12 @@ class Visit:
                 self._download_gradients(resident)
             self._microbatch = microbatch
         return results
+
+    def _drop_graph(self, graph: LayerGraph) -> None:
+        """Let go of the graph of a call; a tensor that has escaped still has it, and must not be gone back through."""
+        graph.exits.clear()
+        if any(entry is not None for entry in graph.entries):
+            watch_escaped(graph.entries, self.residents[graph.layer].title)
 
     def _back_here(
         self, resident: LayerOnDevice, graph: LayerGraph, gradients: Sequence[torch.Tensor | None]
@@ -332,8 +345,32 @@ class Visit:
             self.collected.kept[layer, microbatch] = send(self.device, structure_kept, tensors, [False] * len(tensors))
         if kind == "forward" and self.spec.has_backward and resident.contents.buffers:
             self.collected.buffers.follow(layer, resident.changed_buffers())
+        if self.spec.looks:
+            self._look(resident, microbatch, kind, result, exits)
         flags = [tensor.requires_grad for tensor in exits]
         return Values(structure, results, flags), LayerGraph(layer, result.entries, exits)
+
+    def _look(
+        self,
+        resident: LayerOnDevice,
+        microbatch: int,
+        kind: CallKind,
+        result: LayerCall,
+        exits: Sequence[torch.Tensor],
+    ) -> None:
+        """Look whether the layer repeats itself, and what its gradients will end in."""
+        key = resident.contents.index, microbatch
+        if kind != "forward":
+            check_leaves(resident.title, resident.contents.module, exits, result.entries, resident.parameters())
+        if kind == "fused" or not self.spec.preserve_rng_state:
+            return
+        with self.device.computing(resident.ready):
+            found = digest(self.device, exits)
+        if kind == "forward":
+            self.collected.digests[key] = found
+        elif key in self.collected.digests:
+            dtypes = [tensor.dtype for tensor in exits if is_digested(tensor)]
+            check_repeated(resident.title, self.collected.digests.pop(key), found, dtypes)
 
     def _call_here(
         self,

@@ -365,7 +365,7 @@ class Visit:
         if kind == "fused" or not self.spec.preserve_rng_state:
             return
         with self.device.computing(resident.ready):
-            found = digest(self.device, exits)
+            found = digest(exits)
         if kind == "forward":
             self.collected.digests[key] = found
         elif key in self.collected.digests:

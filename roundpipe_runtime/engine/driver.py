@@ -12,6 +12,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from .looks import is_due
 from .outputs import merge_outputs, outputs_of
 from .planner import Planner
 from .progress import PipelineProgress
+from .rows import check_rows, evaluating, sequence_first
 from .run import Run
 from .run_spec import RunSpec, captured_autocast
 from .stage import Visit, run_stage
@@ -110,6 +112,7 @@ class Engine:
             for device in self.devices:
                 _USERS.setdefault(device, weakref.WeakSet()).add(self)
         self._warned = False
+        self._is_row_wise = False
         self._runs: collections.Counter[RunType] = collections.Counter()
 
     def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> ParameterStore:
@@ -160,8 +163,10 @@ class Engine:
         """
         self._check_can_run()
         with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
-            microbatches = self.split(FlatBatch.of(args, kwargs, None), config)
+            batch = FlatBatch.of(args, kwargs, None)
+            microbatches = self.split(batch, config)
             rows = [microbatch.rows for microbatch in microbatches]
+            self._check_rows(batch, rows, config)
             run, host_values = self.prepare_forward(microbatches, config)
             if run.spec.kind == "train":
                 outputs = call(self, run, host_values)
@@ -209,6 +214,7 @@ class Engine:
             check_labels(batch.label)
             microbatches = self.split(batch, config)
             rows = [microbatch.rows for microbatch in microbatches]
+            self._check_rows(batch, rows, config)
             run, host_values = self.prepare_fused(microbatches, config, loss_fn=loss_fn, keep_outputs=return_outputs)
             self._start(run, host_values)
             self.execute(run, run.spec.stages)
@@ -223,6 +229,35 @@ class Engine:
             feed_inputs(run, host_values, run.contract.gradient_scale())
             self.commit(run)
             return (total, outputs) if return_outputs else total
+
+    def _check_rows(self, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
+        """Check once that a batch is not cut along a sequence, where layers have that first."""
+        if self._is_row_wise or len(rows) == 1 or config.split_input is not None or None in rows:
+            return
+        name = sequence_first(self.layers)
+        if name is not None:
+            alone = dataclasses.replace(config, requires_grad=False, execute_plan=None, output_device=None)
+            cut = dataclasses.replace(alone, num_microbatch=max(1, sum(count or 0 for count in rows) // 2))
+            some = self.split(batch, cut)[0]
+            args, kwargs = pytree.tree_unflatten(some.inputs, some.spec)
+            label = pytree.tree_unflatten(some.labels, some.label_spec)
+            cursor = self.round_robin.cursor
+            with evaluating(self.layers), torch.no_grad():
+                check_rows(name, partial(self._infer_alone, FlatBatch.of(args, kwargs, label), alone))
+            self.round_robin.cursor = cursor
+        self._is_row_wise = True
+
+    def _infer_alone(self, batch: FlatBatch, config: RoundPipeRunConfig, number: int) -> Any:
+        """The output of a batch in this number of microbatches, of a run that changes nothing."""
+        config = dataclasses.replace(config, num_microbatch=number)
+        microbatches = self.split(batch, config)
+        rows = [microbatch.rows for microbatch in microbatches]
+        run, host_values = self.prepare_forward(microbatches, config)
+        self._start(run, host_values)
+        self.execute(run, run.spec.stages)
+        outputs = merge_outputs(outputs_of(run), rows, rows, config)
+        run.discard()
+        return outputs
 
     # -- the parts of a run ------------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class Masks(nn.Module):
         self.calls += 1
         if self.calls <= self.begins:
             return x * self.weight
-        return x * self.weight * torch.as_tensor(self.draw(self, x.shape), dtype=torch.float64)
+        return x * self.weight * torch.as_tensor(self.draw(self, x.shape), dtype=torch.float64).to(x.device)
 
 
 def model_of(kind, layers=3):
@@ -227,7 +227,7 @@ def test_a_pipeline_inside_a_layer_repeats_its_masks(pipe):
             self.weight = nn.Parameter(torch.ones(()))
 
         def forward(self, x):
-            return inner(x) * self.weight
+            return inner(x).to(x.device) * self.weight
 
     model = pipe(nn.Sequential(Asks(), nn.Identity()), "virtual:2", name="outer")
     config = all_recomputed(1, 2)

@@ -95,7 +95,7 @@ def test_a_layer_in_the_fused_stage_need_not_repeat_itself(pipe):
             self.weight = nn.Parameter(torch.ones(()))
 
         def forward(self, x):
-            return x * self.weight * torch.rand(x.shape, generator=SOURCE)
+            return x * self.weight * torch.rand(x.shape, generator=SOURCE).to(x.device)
 
     model = pipe(nn.Identity(), Scales())
     config = RoundPipeRunConfig(num_microbatch=2, execute_plan=ModelExecutePlan([range(1)], [range(1, 2), range(1)]))
@@ -202,7 +202,7 @@ def test_features_may_be_read(pipe):
     """Without a gradient there is nothing to refuse: values are those of the plain layers."""
     model = pipe(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3), devices="virtual:2")
     features = []
-    model[1].register_forward_hook(lambda module, args, output: features.append(output.detach()))
+    model[1].register_forward_hook(lambda module, args, output: features.append(output.detach().cpu()))
     model(INPUTS, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1)).sum().backward()
     expected = torch.tanh(F.linear(INPUTS, model[0].weight, model[0].bias))
     assert torch.allclose(features[0], expected, atol=1e-6)
@@ -215,7 +215,7 @@ class Shifted(nn.Linear):
     delta: torch.Tensor
 
     def forward(self, x):
-        return F.linear(x, self.weight + self.delta, self.bias)
+        return F.linear(x, self.weight + self.delta.to(x.device), self.bias)
 
 
 @pytest.mark.parametrize("with_graph", [True, False])

@@ -17,7 +17,7 @@ def encoder(**options):
     return nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, **options) for _ in range(2)])
 
 
-class Recurrent(nn.GRU):
+class Recurrent(nn.RNN):
     def forward(self, x):
         return super().forward(x)[0]
 

@@ -23,7 +23,8 @@ class PinnedModel:
 
     Args:
         model: model.
-        how: ``"alloc"`` moves them into pinned memory; ``"register"`` pins them in place (CUDA only); ``"off"``.
+        how: ``"alloc"`` moves them into pinned memory, but for parts of a larger tensor, which stay pageable;
+            ``"register"`` pins them in place (CUDA only); ``"off"``.
         devices: devices of the pipeline. Virtual devices need no pinned memory, so for them nothing is done.
 
     Raises:
@@ -49,7 +50,7 @@ class PinnedModel:
             return
         pageable = [tensor for key, tensor in found.items() if key not in self._seen and not tensor.is_pinned()]
         if pageable and self._how == "alloc":
-            _move(pageable)
+            _move([tensor for tensor in pageable if not _is_part(tensor)])
         elif pageable:
             _register(pageable, self._model, self._devices[0])
         self._seen = {_key(tensor) for tensor in self._tensors()}
@@ -67,6 +68,13 @@ class PinnedModel:
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel() > 0
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a part of another one, an optimizer's flat one perhaps, from which it would be cut loose."""
+    if type(tensor.data) is not torch.Tensor:
+        return False
+    return tensor.untyped_storage().nbytes() > tensor.nbytes and is_held_elsewhere(tensor)
 
 
 def _key(tensor: torch.Tensor) -> tuple[int, int]:

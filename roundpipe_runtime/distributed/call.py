@@ -47,6 +47,7 @@ class Verdict:
         buffers: Buffers that its first group wrote, by layer and number.
         feeds: Whether gradients go on from its inputs.
         total: Loss of the batch, of a call in two passes.
+        has_drawn: Whether a layer has drawn from torch's generators.
     """
 
     begun: int
@@ -56,6 +57,7 @@ class Verdict:
     buffers: Mapping[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
     feeds: bool = False
     total: Any = None
+    has_drawn: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from ..device.pinning import PinnedModel
 from ..device.virtual import Device
 from ..device.worker import Worker
 from ..engine.config import RoundPipeRunConfig
+from ..engine.draws import move_generator, run_base
 from ..engine.driver import Engine
 from ..engine.inputs import feed_inputs
 from ..engine.outputs import merge_outputs, outputs_of
@@ -128,6 +129,10 @@ class FusedRankEngine(Engine):
         """Return what runs the optimizer's steps."""
         layers = self.layers
         return RankSteps(self.store, self.table, lambda: scan(layers))
+
+    def moves_generators(self) -> bool:
+        """Report whether the generators of the caller move with each run that draws: in groups, with each call."""
+        return self.replicas == 1
 
     def rows_of_batch(self, rows: int) -> int:
         """Return the rows of the whole batch in a call.
@@ -259,7 +264,7 @@ class FusedRankEngine(Engine):
         rows = [[microbatch.rows for microbatch in part] for part in parts]
         self._number += 1
         text = None if failure is None else format_failure(failure)
-        said = self.ranks.exchange(Opening(rows, torch.initial_seed(), stated, text))
+        said = self.ranks.exchange(Opening(rows, run_base(), stated, text))
         raise_first(failure, [one.failure for one in said])
         if disagreement := ranks_disagree([one.stated for one in said]):
             raise disagreement
@@ -367,6 +372,7 @@ class FusedRankEngine(Engine):
                     self._written_buffers(call),
                     any(flag for run, values in call.runs for value in values for flag in value.needs_grad),
                     call.total,
+                    any(run.draws.has_drawn for run, _ in call.runs),
                 )
             else:
                 verdict = Verdict(begun, format_failure(failure) if is_own else None)
@@ -413,6 +419,11 @@ class FusedRankEngine(Engine):
         contents = call.runs[0][0].spec.contents if call.runs else scan(self.layers)
         for (layer, number), value in verdicts[call.first_rank].buffers.items():
             contents[layer].buffers[number].store(value)
+        if self.replicas == 1:
+            for run, _ in call.runs:
+                run.draws.commit()
+        elif any(one.has_drawn for one in verdicts):
+            move_generator()
         self.step += 1
         return total
 

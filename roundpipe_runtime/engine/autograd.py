@@ -117,8 +117,9 @@ class _Pipeline(torch.autograd.Function):
             )
         if run is None:
             raise StageError(
-                "This pipeline's forward was gone through backward before, and what it saved is freed. Call forward "
-                "again; retain_graph has no effect on it."
+                "This pipeline's forward was gone through backward before, and what it saved is freed; retain_graph "
+                "has no effect on it. Go back through several losses at once, or call forward again:\n"
+                "    (loss + other_loss).backward()"
             )
         ctx.run = None
         run.check_unchanged()

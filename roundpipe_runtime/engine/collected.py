@@ -13,6 +13,7 @@ from ..device.events import NOW, Event
 from ..device.transfer import HostValue
 from ..errors import StageError
 from ..optim.parameters import LayerContents
+from .looks import Digest
 from .resident import Buffers, Gradients
 
 __all__ = ["Collected", "Copies", "WrittenBuffers"]
@@ -33,6 +34,7 @@ class Collected:
         gradients: Gradients of the parameters, by layer; those of a loss function after the last layer.
         buffers: Buffers that layers wrote.
         loss_gradients: Gradients of a loss function's own parameters, by microbatch, until all are there.
+        digests: What shows whether a recomputation equals its forward, by layer and microbatch, in a run that looks.
     """
 
     buffers: WrittenBuffers
@@ -42,6 +44,7 @@ class Collected:
     input_gradients: dict[int, Copies] = dataclasses.field(default_factory=dict)
     gradients: dict[int, Gradients] = dataclasses.field(default_factory=dict)
     loss_gradients: dict[int, dict[nn.Parameter, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    digests: dict[tuple[int, int], Digest] = dataclasses.field(default_factory=dict)
 
     def add_loss_gradients(self, layer: int) -> None:
         """Add the gradients of the loss function's parameters to those of a layer, in the order of microbatches.
@@ -59,7 +62,7 @@ class Collected:
         """Release everything."""
         self.buffers.clear()
         values: list[dict[Any, Any]] = [self.outputs, self.saved, self.kept, self.input_gradients, self.gradients]
-        for one in [*values, self.loss_gradients]:
+        for one in [*values, self.loss_gradients, self.digests]:
             one.clear()
 
 

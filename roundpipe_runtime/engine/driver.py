@@ -6,17 +6,19 @@ any more. A run that fails changes no gradient, no buffer and no seed.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.private_names.of_torch import pytree, transforms_are_active
 from yobx_flatten.recipe.aliases import PyTree
 
 from ..batch.arguments import check_labels
@@ -39,13 +41,16 @@ from ..timeline.record import current_timeline
 from .autograd import call
 from .config import RoundPipeRunConfig
 from .copied_stage import CopyVisit
+from .draws import Draws, run_base
 from .gradient_memory import GradientMemory
 from .inputs import PinnedCopies, feed_inputs, host_value
 from .kept_parameters import KeptParameters
+from .looks import is_due
 from .loss_check import LossChecks
 from .outputs import merge_outputs, outputs_of
 from .planner import Planner
 from .progress import PipelineProgress
+from .rows import check_rows, evaluating, sequence_first
 from .run import Run
 from .run_spec import RunSpec, captured_autocast
 from .stage import Visit, run_stage
@@ -110,6 +115,8 @@ class Engine:
             for device in self.devices:
                 _USERS.setdefault(device, weakref.WeakSet()).add(self)
         self._warned = False
+        self._is_row_wise = False
+        self._runs: collections.Counter[RunType] = collections.Counter()
 
     def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> ParameterStore:
         """Return the store of the model's parameters."""
@@ -131,6 +138,10 @@ class Engine:
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which sums of gradients stay on this rank; of one process they do anyway."""
         return contextlib.nullcontext()
+
+    def moves_generators(self) -> bool:
+        """Report whether the generators of the caller move with each run that draws."""
+        return True
 
     def rows_of_batch(self, rows: int) -> int:
         """Return the rows of the whole batch in a call, of which ``rows`` are those of this process."""
@@ -155,8 +166,10 @@ class Engine:
         """
         self._check_can_run()
         with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
-            microbatches = self.split(FlatBatch.of(args, kwargs, None), config)
+            batch = FlatBatch.of(args, kwargs, None)
+            microbatches = self.split(batch, config)
             rows = [microbatch.rows for microbatch in microbatches]
+            self._check_rows(batch, rows, config)
             run, host_values = self.prepare_forward(microbatches, config)
             joined = merge_outputs(self._forward_outputs(run, host_values), rows, rows, config)
             if run.spec.kind == "infer":
@@ -190,7 +203,9 @@ class Engine:
         """
         self._check_can_run()
         with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
-            microbatches = self.split(FlatBatch.of(args, kwargs, None), config)
+            batch = FlatBatch.of(args, kwargs, None)
+            microbatches = self.split(batch, config)
+            self._check_rows(batch, [microbatch.rows for microbatch in microbatches], config)
             last = len(self.layers) - 1
             run, host_values = self.prepare_forward(microbatches, config, span=range(last))
             whole = join(self._forward_outputs(run, host_values))
@@ -266,6 +281,7 @@ class Engine:
             check_labels(batch.label)
             microbatches = self.split(batch, config)
             rows = [microbatch.rows for microbatch in microbatches]
+            self._check_rows(batch, rows, config)
             run, host_values = self.prepare_fused(microbatches, config, loss_fn=loss_fn, keep_outputs=return_outputs)
             self._start(run, host_values)
             self.execute(run, run.spec.stages)
@@ -280,6 +296,33 @@ class Engine:
             feed_inputs(run, host_values, run.contract.gradient_scale())
             self.commit(run)
             return (total, outputs) if return_outputs else total
+
+    def _check_rows(self, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
+        """Check once that a batch is not cut along a sequence, where layers have that first."""
+        if self._is_row_wise or len(rows) == 1 or config.split_input is not None or None in rows:
+            return
+        name = sequence_first(self.layers)
+        if name is not None:
+            alone = dataclasses.replace(config, requires_grad=False, execute_plan=None, output_device=None)
+            cut = dataclasses.replace(alone, num_microbatch=max(1, sum(count or 0 for count in rows) // 2))
+            some = self.split(batch, cut)[0]
+            args, kwargs = pytree.tree_unflatten(some.inputs, some.spec)
+            label = pytree.tree_unflatten(some.labels, some.label_spec)
+            cursor = self.round_robin.cursor
+            with evaluating(self.layers), torch.no_grad():
+                check_rows(name, partial(self._infer_alone, FlatBatch.of(args, kwargs, label), alone))
+            self.round_robin.cursor = cursor
+        self._is_row_wise = True
+
+    def _infer_alone(self, batch: FlatBatch, config: RoundPipeRunConfig, number: int) -> Any:
+        """The output of a batch in this number of microbatches, of a run that changes nothing."""
+        config = dataclasses.replace(config, num_microbatch=number)
+        microbatches = self.split(batch, config)
+        rows = [microbatch.rows for microbatch in microbatches]
+        run, host_values = self.prepare_forward(microbatches, config)
+        outputs = merge_outputs(self._forward_outputs(run, host_values), rows, rows, config)
+        run.discard()
+        return outputs
 
     # -- the parts of a run ------------------------------------------------------------------------------------------
 
@@ -404,16 +447,18 @@ class Engine:
             requires_grad=bool(config.requires_grad),
             recompute_grain=config.recompute_grain or "stage",
             preserve_rng_state=config.preserve_rng_state is not False,
-            base_seed=torch.initial_seed(),
+            base_seed=0,
             tag=self.tag,
-            step=self.step,
             autocast=captured_autocast(kinds),
             # In a run that goes backward later, the caller may change parameters in between.
             stays=kind == "fused" and self.planner.fits(),
             one_thread=self.planner.prefers_one_thread(kind),
             take_gradient=self.take_gradient,
+            looks=kind != "infer" and is_due(self._count(kind)),
         )
         spec = dataclasses.replace(spec, **of_spec)
+        draws = Draws(spec.base_seed or run_base(), spec.tag, in_order=len(rows) == 1, moves=self.moves_generators())
+        spec = dataclasses.replace(spec, base_seed=draws.seeds)
         largest = max((spec.stage_nbytes(stage) for stage in spec.stages), default=0)
         nbytes_kept = self.planner.bytes_to_keep(config.keep_parameters or 0, largest)
         self.kept.choose(contents, self.store.source, self.version(), nbytes_kept)
@@ -423,7 +468,14 @@ class Engine:
         if memory is not None and spec.requires_grad:
             memory.prepare(spec.contents, self.store.landing_dtype)
         wait_cleared = self.steps.wait_cleared
-        return Run(spec, self.store, self.table, self.version(), timer, contract, self.kept, memory, wait_cleared)
+        return Run(
+            spec, self.store, self.table, self.version(), timer, contract, self.kept, draws, memory, wait_cleared
+        )
+
+    def _count(self, kind: RunType) -> int:
+        """Count the runs of a kind; return how many there were before."""
+        self._runs[kind] += 1
+        return self._runs[kind] - 1
 
     def step_exact(self, step: Callable[[], Any]) -> None:
         """Run an optimizer step layer by layer, next to the run that follows, which waits for each layer.
@@ -515,6 +567,7 @@ class Engine:
             self._wait_step(run)
         with Uninterrupted():
             run.collected.buffers.commit(keep_start=run.spec.kind == "train")
+            run.draws.commit()
             self.step += 1
 
     def commit_backward(self, run: Run) -> None:
@@ -588,6 +641,14 @@ class Engine:
             raise DeviceError(
                 f"{self.devices[0].name} was closed, by this pipeline. Make a new pipeline:\n"
                 "    RoundPipe(model, devices=...)"
+            )
+        if transforms_are_active():
+            raise StageError(
+                "A pipeline cannot be transformed by torch.func (grad, vmap, jacrev...): its layers run on devices and "
+                "in threads of their own. Go backward through its output:\n"
+                "    loss = loss_fn(pipeline(x), y)\n"
+                "    gradients = torch.autograd.grad(loss, list(pipeline.parameters()))\n"
+                "or transform the model itself, pipeline.model."
             )
         self.steps.check_not_here()
         if any(device.worker.is_here() for device in self.devices):

@@ -8,6 +8,7 @@ import torch
 
 from ..device.virtual import Device
 from ..errors import StageError
+from .draws import CallDraws
 from .layer_graph import Values, enter, is_refused_write
 from .nested_checkpoint import watch_forward
 from .recompute import CURRENT, CallState, VisitGenerator, run_seeded
@@ -74,7 +75,7 @@ class LayerCall(CallState):
     """
 
     __slots__ = (
-        *("contents", "device", "entered", "entries", "given", "generator", "microbatch", "module", "output"),
+        *("contents", "device", "draws", "entered", "entries", "given", "generator", "microbatch", "module", "output"),
         *("resident", "spec", "traits", "training", "values", "versions"),
     )
 
@@ -90,6 +91,7 @@ class LayerCall(CallState):
         data: tuple[Any, ...] | None,
     ) -> None:
         self.spec, self.device, self.resident, self.generator = run.spec, device, resident, generator
+        self.draws = run.draws
         self.microbatch, self.values, self.kind, self.given = microbatch, values, kind, data
         self.contents, self.traits = resident.contents, resident.traits
         self.module = module = resident.contents.module
@@ -113,6 +115,10 @@ class LayerCall(CallState):
             found += [tensor._version for tensor in self.resident.buffers()]
         return found
 
+    def is_repeatable(self) -> bool:
+        """Report whether the layer has written no input and no buffer."""
+        return self.versions == self._versions()
+
     def check_repeatable(self, what: str) -> None:
         """Check that the layer can be called once more.
 
@@ -122,7 +128,7 @@ class LayerCall(CallState):
         Raises:
             StageError: an input or a buffer has been written.
         """
-        if self.versions != self._versions():
+        if not self.is_repeatable():
             raise StageError(
                 f"{self.contents.title} began to {what}, which it never did before, and wrote an input or a buffer in "
                 "place before that, so the call cannot be repeated. Call the pipeline again."
@@ -147,7 +153,13 @@ class LayerCall(CallState):
             self.traits.mutates_inputs[self.training] = versions != [tensor._version for tensor in self.entered]
 
     def _seeded(self) -> Any:
-        return run_seeded(self._watched, self.module, self._seed, self.generator, self._again, self.traits)
+        return run_seeded(self._watched, self.module, self._seed, self.generator, self._again, self.traits, self._place)
+
+    def _place(self) -> CallDraws:
+        is_recomputed, title = self.kind == "recompute", self.contents.title
+        return CallDraws(
+            self.draws, self.contents.index, self.microbatch, is_recomputed, title, is_repeatable=self.is_repeatable
+        )
 
     def _seed(self) -> int:
         return self.spec.seed(self.contents.index, self.microbatch)

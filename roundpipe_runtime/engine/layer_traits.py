@@ -6,6 +6,8 @@ import dataclasses
 import weakref
 from typing import Any
 
+from .generators import Generator
+
 __all__ = ["LayerTraits", "traits_of"]
 
 
@@ -16,15 +18,16 @@ class LayerTraits:
     Attributes:
         mutates_inputs: Whether it writes its inputs in place, by mode (``module.training``). Default: nothing known.
         draws: Whether it draws random numbers of the CPU's generator, by mode. Default: nothing known.
+        generators: Generators other than torch's default ones that it draws from, and those it holds, by mode. Default:
+            nothing known.
         reenters: Whether its backward calls forward code again (activation checkpointing inside the layer), by mode.
             Default: nothing known.
-        trains_own: Whether its graph ends in its inputs and its own parameters, by mode. Default: nothing known.
     """
 
     mutates_inputs: dict[bool, bool] = dataclasses.field(default_factory=dict)
     draws: dict[bool, bool] = dataclasses.field(default_factory=dict)
+    generators: dict[bool, tuple[Generator, ...]] = dataclasses.field(default_factory=dict)
     reenters: dict[bool, bool] = dataclasses.field(default_factory=dict)
-    trains_own: dict[bool, bool] = dataclasses.field(default_factory=dict)
 
 
 _TRAITS: weakref.WeakKeyDictionary[Any, LayerTraits] = weakref.WeakKeyDictionary()
@@ -40,7 +43,7 @@ def traits_of(code: Any) -> LayerTraits:
     >>> layer = nn.Linear(1, 1)
     >>> traits_of(layer).draws[True] = False
     >>> traits_of(layer)
-    LayerTraits(mutates_inputs={}, draws={True: False}, reenters={}, trains_own={})
+    LayerTraits(mutates_inputs={}, draws={True: False}, generators={}, reenters={})
     >>> traits_of(()).reenters
     {True: True, False: True}
     """

@@ -12,6 +12,7 @@ from torch import nn
 from ..batch.averages import count_items
 from ..batch.loss import BackwardTerm
 from ..device.virtual import Device
+from .draws import CallDraws
 from .layer_graph import Values, enter, other_leaves
 from .loss_check import LossCheck
 from .nested_checkpoint import run_backward, watch_forward
@@ -46,7 +47,8 @@ class MicrobatchLoss:
         call = partial(watch_forward, invoke, spec.loss_fn, self._device.torch_device)
         if spec.preserve_rng_state:
             seed = partial(spec.seed, len(spec.contents), self._microbatch)
-            call = partial(run_seeded, call, spec.loss_fn, seed, self._generator, call)
+            place = partial(CallDraws, run.draws, len(spec.contents), self._microbatch)
+            call = partial(run_seeded, call, spec.loss_fn, seed, self._generator, call, None, place)
         if spec.loss_check is not None:
             self._check(spec.loss_check, labels)
         if run.contract.reduction == "mean":  # which is that over rows; counting waits for an accelerator

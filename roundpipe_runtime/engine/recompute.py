@@ -1,7 +1,9 @@
 """Recomputation that equals the first forward: seeds instead of saved random states, and data that a layer kept.
 
-A layer call draws its random numbers from a seed made of (base seed, step, layer, microbatch). The seed does not
-depend on the device, on the number of devices, or on the order of the work; so the recomputation needs no saved state.
+A layer call draws its random numbers from a seed made of (state of torch's generator before the run, layer,
+microbatch). The seed does not depend on the device, on the number of devices, or on the order of the work; so the
+recomputation needs no saved state. What a layer draws from NumPy, from Python, or from generators that it holds, is put
+back by :mod:`.draws`.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,6 +20,8 @@ from yobx_flatten.private_names.of_torch import pytree
 
 from ..device.generator import generator_alone, generator_lock
 from ..errors import StageError
+from .draws import CallDraws, Draws, moves
+from .generators import Generator, held_generators, process_generators, process_marks
 from .layer_traits import LayerTraits, traits_of
 
 __all__ = [
@@ -33,28 +37,27 @@ __all__ = [
 T = TypeVar("T")
 
 
-def call_seed(base: int, tag: str, step: int, layer: int, microbatch: int) -> int:
+def call_seed(base: int, tag: str, layer: int, microbatch: int) -> int:
     """Return the seed of one layer call.
 
     Args:
-        base: ``torch.initial_seed()``, the last argument of ``torch.manual_seed``.
-        tag: name that distinguishes pipelines that run in the same step.
-        step: number of completed runs of the pipeline.
+        base: number made of the state of torch's generator when the run began.
+        tag: name that distinguishes pipelines that run at the same time.
         layer: index of the layer.
         microbatch: index of the microbatch.
 
     Returns:
         The seed.
 
-    >>> call_seed(0, "", 0, 0, 0) == call_seed(0, "", 0, 0, 0) != call_seed(0, "", 0, 0, 1)
+    >>> call_seed(0, "", 0, 0) == call_seed(0, "", 0, 0) != call_seed(0, "", 0, 1)
     True
     """
-    text = f"{base}|{tag}|{step}|{layer}|{microbatch}"
+    text = f"{base}|{tag}|{layer}|{microbatch}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
-# The CPU has one default generator for all threads: a layer that draws has it for itself. Which layers draw is seen at
-# the first call, and checked at every other.
+# The CPU has one default generator for all threads, as NumPy and Python have: a layer that draws has them for itself.
+# Which layers draw is seen at the first call, and checked at every other.
 
 
 def run_seeded(
@@ -64,6 +67,7 @@ def run_seeded(
     generator: VisitGenerator,
     again: Callable[[], T],
     traits: LayerTraits | None = None,
+    place: Callable[[], CallDraws] | None = None,
 ) -> T:
     """Return ``call()``, run with this seed; the generators are left as they were found.
 
@@ -74,38 +78,48 @@ def run_seeded(
         generator: generator of the device of the call; an accelerator has one of its own.
         again: function that calls it a second time, after a first call that turned out to draw without its seed.
         traits: record of the code. Default: it is looked up.
+        place: function that returns where the call is in its run, called only if needed. Default: there is no run, and
+            the generators of Python and NumPy are not looked at.
 
     Returns:
         The result of the call.
     """
     generator.seed(seed)
     training = bool(getattr(code, "training", True))
-    draws = (traits_of(code) if traits is None else traits).draws
-    if draws.get(training) is not False:
-        return _alone(call, draws, training, seed())
+    known = traits_of(code) if traits is None else traits
+    if known.draws.get(training) is not False or known.generators.get(training):
+        return _alone(call, again, code, known, training, seed(), None if place is None else place())
     before = generator.cpu_state
-    if before is None:
+    if before is None or before.moves != moves():
         with generator_lock():
             before = _CPUState()
     generator.cpu_state = None
     result = call()
     with generator_lock():
-        if before.mark == _mark(torch.default_generator.get_state()):
+        has_drawn = before.mark != _mark(torch.default_generator.get_state())
+        if not has_drawn and before.others == process_marks():
             generator.cpu_state = before
             return result
-        torch.set_rng_state(before.state)
+        if before.moves == moves():  # else some of it is a run's that another thread has committed
+            torch.set_rng_state(before.state)
+    known.generators.pop(training, None)
+    where = None if place is None else place()
+    # Other threads of the program may have drawn from these, which is no reason to fail; the next call is watched.
+    if not has_drawn and (where is None or not where.is_repeatable()):
+        return result
     generator.seed(seed)
-    return _alone(again, draws, training, seed())
+    return _alone(again, again, code, known, training, seed(), where)
 
 
 class _CPUState:
-    """A state of the generator of the CPU, and what shows whether another one is the same."""
+    """A state of the generator of the CPU, and what shows whether that and others of the process are the same."""
 
-    __slots__ = ("mark", "state")
+    __slots__ = ("mark", "moves", "others", "state")
 
     def __init__(self) -> None:
         self.state = torch.default_generator.get_state()
         self.mark = _mark(self.state)
+        self.others, self.moves = process_marks(), moves()
 
 
 # Bytes of a state of the generator of the CPU that are compared, at its begin and at its end.
@@ -122,18 +136,68 @@ def _mark(state: torch.Tensor) -> bytes:
     return ctypes.string_at(start, _HEAD) + ctypes.string_at(start + state.nbytes - _TAIL, _TAIL)
 
 
-def _alone(call: Callable[[], T], draws: dict[bool, bool], training: bool, seed: int) -> T:
+def _alone(
+    call: Callable[[], T],
+    again: Callable[[], T],
+    code: Any,
+    known: LayerTraits,
+    training: bool,
+    seed: int,
+    place: CallDraws | None,
+) -> T:
+    """Return ``call()``, seeded, while no other thread draws."""
     with generator_alone():
-        outside = torch.get_rng_state()
+        generators = () if place is None else known.generators.get(training)
+        if generators:  # one that the layer holds may have been replaced
+            generators = (*held_generators(code), *(one for one in generators if one.key in _shared_keys()))
+        if generators is not None:
+            result, used = _seeded(call, generators, known, training, seed, place)
+            if used is not None:
+                return result
+            if place is None or not place.is_repeatable():
+                known.generators.pop(training, None)
+                return result
+            call = again
+        held, shared = held_generators(code), process_generators()
+        result, used = _seeded(call, (*held, *shared), known, training, seed, place)
+        # One that is held may be drawn from at the next call.
+        known.generators[training] = (*held, *(shared if used and used & {one.key for one in shared} else ()))
+        return result
+
+
+def _seeded(
+    call: Callable[[], T],
+    generators: Sequence[Generator],
+    known: LayerTraits,
+    training: bool,
+    seed: int,
+    place: CallDraws | None,
+) -> tuple[T, set[int] | None]:
+    """Return ``call()`` and the generators that it used, ``None`` if one of the process is among them unexpectedly."""
+    outside = torch.get_rng_state()
+    found = [(one, one.get()) for one in generators]
+    try:
         torch.default_generator.manual_seed(seed)
-        seeded = _CPUState().mark
-        try:
-            result = call()
-            drew = seeded != _CPUState().mark
-            draws[training] = draws.get(training, False) or drew
-            return result
-        finally:
-            torch.set_rng_state(outside)
+        begun = [] if place is None else [(one, place.begin(one, seed)) for one in generators]
+        before = _CPUState()
+        result = call()
+        after = _CPUState()
+        drew = before.mark != after.mark
+        known.draws[training] = known.draws.get(training, False) or drew
+        if place is None:
+            return result, set()
+        place.draws.has_drawn |= drew
+        if before.others != after.others and _shared_keys().isdisjoint(one.key for one in generators):
+            return result, None
+        return result, {one.key for one, state in begun if place.end(one, state)}
+    finally:
+        for one, state in found:
+            one.set(state)
+        torch.set_rng_state(outside)
+
+
+def _shared_keys() -> set[int]:
+    return {one.key for one in process_generators()}
 
 
 class VisitGenerator:
@@ -143,16 +207,18 @@ class VisitGenerator:
 
     Args:
         device: device of the stage; of the CPU there is nothing to do.
+        draws: what the run draws, which is told whether a call drew from the generator of the device. Default: none.
 
     Attributes:
         cpu_state: State of the CPU's generator after the last call, if the next one follows at once. The stage sets it
             to ``None`` where other code of the user's runs in between.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, draws: Draws | None = None) -> None:
+        self._device, self._draws = device, draws
         self._generator: Any = None
         self._outside: torch.Tensor | None = None
+        self._seeded: torch.Tensor | None = None
         self.cpu_state: _CPUState | None = None
 
     def seed(self, seed: Callable[[], int]) -> None:
@@ -166,11 +232,21 @@ class VisitGenerator:
                 return
             self._generator = _generator_of(self._device)
             self._outside = self._generator.get_state()
+        self._look()
         self._generator.manual_seed(seed())
+        if self._draws is not None and not self._draws.has_drawn:
+            self._seeded = self._generator.get_state()
+
+    def _look(self) -> None:
+        """Note whether the last call has drawn; the state is a few bytes on the host."""
+        if self._draws is not None and self._seeded is not None and not self._draws.has_drawn:
+            self._draws.has_drawn = not torch.equal(self._seeded, self._generator.get_state())
+        self._seeded = None
 
     def restore(self) -> None:
         """Put it into the state from before the first call."""
         if self._outside is not None:
+            self._look()
             self._generator.set_state(self._outside)
             self._outside = None
 

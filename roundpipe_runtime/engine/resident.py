@@ -18,6 +18,7 @@ from ..optim.parameters import LayerContents
 from .gradient_memory import GradientMemory
 from .kept_parameters import KeptParameters
 from .layer_traits import traits_of
+from .looks import same_numbers, watch_escaped
 
 __all__ = ["Buffers", "Gradients", "LayerOnDevice", "check_not_kept"]
 
@@ -136,8 +137,8 @@ class LayerOnDevice:
                     for number, buffer in enumerate(buffers):
                         buffer.owner._buffers[buffer.name] = self._buffers[number]
                 result = function()
-                if versions and versions != [copy._version for _, _, copy, _ in self._places]:
-                    raise self._wrote_parameter(versions)
+                if versions and versions != (now := [copy._version for _, _, copy, _ in self._places]):
+                    raise self._wrote_parameter([one != other for one, other in zip(versions, now, strict=True)])
                 return result
             finally:
                 if buffers:
@@ -149,21 +150,36 @@ class LayerOnDevice:
                 for parameters, name, _, parameter in self._places:
                     parameters[name] = parameter
 
-    def _wrote_parameter(self, versions: Sequence[int]) -> StageError:
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the copies of the parameters."""
+        return list(self._parameters.values())
+
+    def check_parameters(self, source: Callable[[nn.Parameter], torch.Tensor]) -> None:
+        """Check that the copies have the numbers of the host: torch counts no write by way of ``tensor.data``.
+
+        Args:
+            source: function that returns the tensor that was copied for a parameter.
+
+        Raises:
+            StageError: the layer wrote a parameter while it is trained.
+        """
+        if not self.contents.module.training:
+            return
+        written = [not same_numbers(copy, source(parameter)) for _, _, copy, parameter in self._places]
+        if any(written):
+            raise self._wrote_parameter(written)
+
+    def _wrote_parameter(self, written: Sequence[bool]) -> StageError:
         names = {
             f"{type(slot.owner).__name__}.{slot.name}"
-            for slot, version, place in zip(self.contents.slots, versions, self._places, strict=True)
-            if place[2]._version != version
+            for slot, is_written in zip(self.contents.slots, written, strict=True)
+            if is_written
         }
         return StageError(
             f"{self.title} writes {', '.join(sorted(names))} in its forward. A layer runs on copies of its parameters, "
             "so what it writes into them is lost. Make it a buffer, which is kept, or write it between two steps:\n"
             "    model.step(step_fn); model.synchronize(); write(parameter)"
         )
-
-    def copies(self) -> list[nn.Parameter]:
-        """Return the copies of its parameters on the device."""
-        return list(self._parameters.values())
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -304,6 +320,7 @@ class LayerOnDevice:
 
     def release(self) -> None:
         """Release the memory."""
+        watch_escaped(self.parameters(), self.title)
         self.device.release(self._memory)
         self._memory.clear()
         self._parameters.clear()

@@ -17,6 +17,7 @@ from ..errors import StageError
 from ..optim.parameters import ParameterStore
 from ..optim.readiness import ReadinessTable
 from .collected import Collected, WrittenBuffers
+from .draws import Draws
 from .gradient_memory import GradientMemory
 from .kept_parameters import KeptParameters
 from .resident import LayerOnDevice
@@ -38,6 +39,7 @@ class Run:
         timer: Measures the work.
         contract: Contract that reduces the losses.
         kept: Copies of parameters that stay on devices.
+        draws: What its calls draw.
         gradient_memory: Pinned memory for gradients, ``None`` without an accelerator.
         wait_cleared: Function that waits until gradients of the last step are gone: no two sets take memory.
         mailbox: Activations and gradients between stages, and the first error of any.
@@ -53,6 +55,7 @@ class Run:
     timer: Timer
     contract: LossContract
     kept: KeptParameters
+    draws: Draws
     gradient_memory: GradientMemory | None = None
     wait_cleared: Callable[[], None] = lambda: None
     mailbox: Mailbox = dataclasses.field(default_factory=Mailbox)
@@ -90,6 +93,7 @@ class Run:
 
     def discard(self) -> None:
         """Discard everything that was collected: the run has failed."""
+        self.draws.end()
         self.collected.clear()
         self.mailbox.clear()
 

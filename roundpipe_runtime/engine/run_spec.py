@@ -34,8 +34,7 @@ class RunSpec:
         recompute_grain: Unit of recomputation in a backward stage, ``"stage"`` or ``"layer"``.
         preserve_rng_state: Whether a recomputed forward draws the same random numbers.
         base_seed: Base of the seeds of layer calls.
-        tag: Name that distinguishes pipelines that run in the same step.
-        step: Number of completed runs of the pipeline before this one.
+        tag: Name that distinguishes pipelines that run at the same time.
         autocast: Autocast modes of the caller, as arguments for ``torch.autocast``.
         labels: Labels of each microbatch of a fused run. Default: none.
         loss_fn: Loss function of a fused run. Default: the outputs are the loss.
@@ -50,6 +49,7 @@ class RunSpec:
             one are those of the run. Default: all.
         first_microbatch: Index of the first microbatch in the whole batch, of which this run may be a part.
             Default: 0.
+        looks: Whether to look whether layers repeat themselves, and what gradients end in. Default: ``False``.
         gradients_landed: Function that is given the index of a layer and its gradients on the host, as soon as their
             copies are under way. It may take gradients out of the mapping. Default: none.
     """
@@ -63,7 +63,6 @@ class RunSpec:
     preserve_rng_state: bool
     base_seed: int
     tag: str
-    step: int
     autocast: Sequence[dict[str, Any]]
     labels: Sequence[HostValue] = ()
     loss_fn: Callable[[Any, Any], Any] = lambda outputs, labels: outputs
@@ -74,6 +73,7 @@ class RunSpec:
     take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
     span: range = range(0)
     first_microbatch: int = 0
+    looks: bool = False
     gradients_landed: Callable[[int, Gradients], None] | None = None
 
     @property
@@ -120,7 +120,7 @@ class RunSpec:
         """
         found = self._seeds.get((layer, microbatch))
         if found is None:
-            found = call_seed(self.base_seed, self.tag, self.step, layer, self.first_microbatch + microbatch)
+            found = call_seed(self.base_seed, self.tag, layer, self.first_microbatch + microbatch)
             self._seeds[layer, microbatch] = found
         return found
 

@@ -27,9 +27,9 @@ from ..device.worker import StoppedRun, add_note_once
 from ..errors import DeviceMemoryError
 from ..schedule.round_robin import Stage
 from .collected import Copies
-from .foreign_parameters import check_trains_own
 from .layer_call import CallKind, LayerCall, call_layer
 from .layer_graph import LayerGraph, Values, plain
+from .looks import check_leaves, check_repeated, digest, is_digested, watch_escaped
 from .loss_call import MicrobatchLoss
 from .nested_checkpoint import run_backward
 from .recompute import VisitGenerator
@@ -84,7 +84,7 @@ class Visit:
         self.run, self.spec, self.collected = run, run.spec, run.collected
         self.stage = stage
         self.device = device
-        self.generator = VisitGenerator(device.torch_device)
+        self.generator = VisitGenerator(device.torch_device, run.draws if run.spec.preserve_rng_state else None)
         self._is_measured = True
         # Whether nothing is to be done around a call: a context costs the host something also where it is empty.
         self._is_bare = False
@@ -197,6 +197,9 @@ class Visit:
                     self._download_gradients(resident)
                 if self.stage.kind != "backward":
                     self.collected.buffers.add(layer, resident.download_buffers())
+                    if self.spec.looks:
+                        with self.device.computing(resident.ready):
+                            resident.check_parameters(self.run.store.source)
 
     def _download_gradients(self, resident: LayerOnDevice) -> None:
         self.run.wait_cleared()
@@ -220,7 +223,8 @@ class Visit:
         for layer in self.stage.layers:
             if layer in self.spec.restarts:
                 self.collected.saved[layer, microbatch] = self._send(values, copies=copies)
-            values = self._call(layer, microbatch, values, "forward")[0]  # the graph of a layer goes away at once
+            values, graph = self._call(layer, microbatch, values, "forward")
+            self._drop_graph(graph)  # at once
         # An output is the caller's to write.
         is_output = layer + 1 == self.spec.span.stop
         self._hand_on(microbatch, self._send(values, last=True, copies=None if is_output else copies))
@@ -271,6 +275,8 @@ class Visit:
                     results = self._back_here(resident, graph, gradients)
             else:
                 results = self._back_here(resident, graph, gradients)
+        self._tensors = None
+        self._drop_graph(graph)
         # Gradients go down while the layers before this one go backward. Those of the first layer go down last: the
         # next stage waits for what this one hands back, which is not to queue after them.
         if microbatch == self._completes and graph.layer != self.stage.layers[0]:
@@ -280,16 +286,16 @@ class Visit:
             self._microbatch = microbatch
         return results
 
+    def _drop_graph(self, graph: LayerGraph) -> None:
+        """Let go of the graph of a call; a tensor that has escaped still has it, and must not be gone back through."""
+        graph.exits.clear()
+        if any(entry is not None for entry in graph.entries):
+            watch_escaped(graph.entries, self.residents[graph.layer].title)
+
     def _back_here(
         self, resident: LayerOnDevice, graph: LayerGraph, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         module, back = resident.contents.module, None
-        # The last layer has the loss, whose terms depend on the batch; of others the first call in a mode tells.
-        is_last = graph.layer + 1 == self.spec.span.stop
-        known = resident.traits.trains_own
-        if (is_last and self._microbatch == 0) or module.training not in known:
-            check_trains_own(resident, graph, self.spec.contents)
-            known[module.training] = True
         if resident.traits.reenters.get(module.training) is not False:
             back = partial(run_backward, code=module, device=self.device.torch_device)
         # with its copies in place: checkpoints inside of the layer call parts of it again
@@ -339,8 +345,37 @@ class Visit:
             self.collected.kept[layer, microbatch] = send(self.device, structure_kept, tensors, [False] * len(tensors))
         if kind == "forward" and self.spec.has_backward and resident.contents.buffers:
             self.collected.buffers.follow(layer, resident.changed_buffers())
+        if self.spec.looks:
+            self._look(resident, microbatch, kind, result, exits)
+        elif kind != "forward" and microbatch == 0 and layer + 1 == self.spec.span.stop:
+            self._check_leaves(resident, result, exits)  # in each run: terms of a loss depend on the batch
         flags = [tensor.requires_grad for tensor in exits]
         return Values(structure, results, flags), LayerGraph(layer, result.entries, exits)
+
+    def _check_leaves(self, resident: LayerOnDevice, result: LayerCall, exits: Sequence[torch.Tensor]) -> None:
+        check_leaves(resident.contents, exits, result.entries, resident.parameters(), self.spec.contents)
+
+    def _look(
+        self,
+        resident: LayerOnDevice,
+        microbatch: int,
+        kind: CallKind,
+        result: LayerCall,
+        exits: Sequence[torch.Tensor],
+    ) -> None:
+        """Look whether the layer repeats itself, and what its gradients will end in."""
+        key = resident.contents.index, microbatch
+        if kind != "forward":
+            self._check_leaves(resident, result, exits)
+        if kind == "fused" or not self.spec.preserve_rng_state:
+            return
+        with self.device.computing(resident.ready):
+            found = digest(exits)
+        if kind == "forward":
+            self.collected.digests[key] = found
+        elif key in self.collected.digests:
+            dtypes = [tensor.dtype for tensor in exits if is_digested(tensor)]
+            check_repeated(resident.title, self.collected.digests.pop(key), found, dtypes)
 
     def _call_here(
         self,

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from ..device.forking import free_after_fork
 from ..device.slabs import PinnedMemory
 from ..errors import StageError
+from .clipping import watch_clipping
 from .torch_steps import dtype_of_gradient, install, number_of_steps
 
 __all__ = ["BufferSlot", "LayerContents", "ParameterSlot", "ParameterStore", "is_watched", "scan"]
@@ -148,6 +149,8 @@ class ParameterStore:
         self._shadows: dict[int, torch.Tensor] = {}
         self._before: list[tuple[str, nn.Parameter]] = []
         install()
+        if optim_dtype is not None:
+            watch_clipping(self)
         self._steps = number_of_steps()
 
     def named(self, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
@@ -307,6 +310,10 @@ class ParameterStore:
     def _names(self) -> dict[int, str]:
         """The first name of each parameter."""
         return {id(parameter): name for name, parameter in reversed(self._listed())}
+
+    def has_master_gradients(self) -> bool:
+        """Report whether a master weight has a gradient."""
+        return any(master.tensor.grad is not None for master in self._masters.values())
 
     def dtypes_of_masters(self) -> dict[int, torch.dtype]:
         """Return the dtype of the master weight of each parameter of the model that has one, by identity."""

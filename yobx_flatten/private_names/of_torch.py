@@ -56,6 +56,7 @@ __all__ = [
     "aot_load",
     "backend_options",
     "check_valid_to_preserve",
+    "clipping_functions",
     "combine_args",
     "compute_local_shape_and_global_offset",
     "cxx_pytree_exists",
@@ -89,6 +90,8 @@ __all__ = [
     "serialised_node",
     "spec_protocols",
     "storage_use_count",
+    "tensor_use_count",
+    "transforms_are_active",
     "type_promotion_rule",
     "unset_fake_temporarily",
 ]
@@ -143,6 +146,26 @@ def is_jit_tracing() -> bool:
 def storage_use_count() -> Any:
     """Return torch's count of who uses a storage, or ``None``: then all are taken for used."""
     return getattr(torch._C, "_storage_Use_Count", None)
+
+
+def tensor_use_count(tensor: torch.Tensor) -> int:
+    """Return how many hold a tensor, graphs included. Gone: 1, and a gradient that comes late is not refused."""
+    count = getattr(tensor, "_use_count", None)
+    return 1 if count is None else int(count())
+
+
+def clipping_functions() -> list[tuple[Any, str]]:
+    """Return where functions stand that clip gradients. Gone: only under public names, which may be imported before."""
+    inner, public = torch.nn.utils.clip_grad, torch.nn.utils
+    name = "_clip_grads_with_norm_"
+    norm = [(inner, name)] if hasattr(inner, name) else [(one, "clip_grad_norm_") for one in (inner, public)]
+    return [*norm, (inner, "clip_grad_value_"), (public, "clip_grad_value_")]
+
+
+def transforms_are_active() -> bool:
+    """Return whether ``torch.func`` transforms the code that runs. Gone: ``False``, and torch itself refuses."""
+    active = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return False if active is None else bool(active())
 
 
 # -- operators -------------------------------------------------------------------------------------------------------

@@ -59,6 +59,20 @@ def test_parameters_and_buffers_are_pinned_and_keep_their_values(devices, slab_a
     assert [name for name, value in model.state_dict().items() if not is_in(value, slab_addresses)] == ["view"]
 
 
+def test_parameters_that_are_parts_of_one_tensor_stay_parts_of_it(devices, slab_addresses):
+    """An optimizer of the flat tensor goes on updating the model: what it writes is in the parameters."""
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+    flat = torch.cat([parameter.detach().flatten() for parameter in model[0].parameters()])
+    start = 0
+    for parameter in model[0].parameters():
+        parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    PinnedModel(model, "alloc", devices)
+    flat.fill_(3.0)
+    assert all(parameter.eq(3.0).all() for parameter in model[0].parameters())
+    assert all(is_in(parameter, slab_addresses) for parameter in model[1].parameters())
+
+
 def test_what_was_replaced_is_pinned_before_the_next_run(devices, slab_addresses):
     """``load_state_dict(assign=True)`` puts pageable tensors in the places of pinned ones."""
     model = nn.Linear(8, 4)

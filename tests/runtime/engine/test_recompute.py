@@ -15,6 +15,7 @@ from roundpipe_runtime import (
     get_recompute_data,
     save_for_recompute,
 )
+from roundpipe_runtime.engine.draws import run_base
 from roundpipe_runtime.engine.recompute import VisitGenerator, call_seed, run_seeded
 from tests.runtime.small import batch, relative_error
 
@@ -41,25 +42,24 @@ def all_recomputed(layers, **fields):
 
 
 def test_seeds_differ_in_every_part():
-    """Base, pipeline, step, layer and microbatch each give another seed."""
-    parts = [
-        (0, "", 0, 0, 0),
-        (1, "", 0, 0, 0),
-        (0, "a", 0, 0, 0),
-        (0, "", 1, 0, 0),
-        (0, "", 0, 1, 0),
-        (0, "", 0, 0, 1),
-    ]
+    """Base, pipeline, layer and microbatch each give another seed."""
+    parts = [(0, "", 0, 0), (1, "", 0, 0), (0, "a", 0, 0), (0, "", 1, 0), (0, "", 0, 1)]
     assert len({call_seed(*part) for part in parts}) == len(parts)
 
 
-def test_the_callers_generator_is_left_alone(pipe):
-    """Dropout in the layers does not move torch's default generator."""
-    model = pipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 3)))
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_callers_generator_moves_by_one_number_if_a_layer_draws(pipe, dropout):
+    """However many masks are drawn, it moves once; layers that draw nothing leave it alone."""
+    dropped = nn.Dropout(dropout) if dropout else nn.Identity()
+    model = pipe(nn.Sequential(nn.Linear(4, 4), dropped, nn.Linear(4, 3)))
     inputs, labels = batch(4)
-    before = torch.get_rng_state()
+    torch.manual_seed(3)
+    if dropout:
+        torch.empty((), dtype=torch.int64).random_()
+    expected = torch.get_rng_state()
+    torch.manual_seed(3)
     model.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=all_recomputed(2))
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), expected)
 
 
 def test_dropout_is_that_of_the_documented_seed(pipe):
@@ -67,6 +67,7 @@ def test_dropout_is_that_of_the_documented_seed(pipe):
     inputs, labels = batch(4)
     model = pipe(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Identity()))
     torch.manual_seed(11)
+    base = run_base()
     model.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=all_recomputed(2))
     found = model[0].weight.grad.clone()
     model[0].weight.grad = None
@@ -76,7 +77,7 @@ def test_dropout_is_that_of_the_documented_seed(pipe):
         rows = slice(2 * microbatch, 2 * microbatch + 2)
         hidden = model[0](inputs[rows])
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(call_seed(11, tag, 0, 1, microbatch))
+            torch.manual_seed(call_seed(base, tag, 1, microbatch))
             total = total + F.mse_loss(F.dropout(hidden, 0.5), labels[rows]) / 2
     total.backward()
     assert relative_error(found, model[0].weight.grad) < 1e-6
@@ -293,6 +294,9 @@ def test_a_layer_that_draws_may_call_another_pipeline(pipe):
     model = pipe(nn.Sequential(nn.Linear(4, 4), Teaches(), nn.Linear(4, 3)), name="outer")
     inputs, labels = batch(6)
     outside = torch.get_rng_state()
+    torch.empty((), dtype=torch.int64).random_()
+    expected = torch.get_rng_state()
+    torch.set_rng_state(outside)
     found = []
 
     def run():
@@ -303,5 +307,5 @@ def test_a_layer_that_draws_may_call_another_pipeline(pipe):
     thread.join(30)
     assert not thread.is_alive()
     assert len(found) == 1
-    assert torch.equal(outside, torch.get_rng_state())
+    assert torch.equal(expected, torch.get_rng_state())  # moved once, by the outer one
     inner.close()

@@ -1,0 +1,182 @@
+"""What the layers of a run draw: the seeds of their calls, and the states of generators before and after it.
+
+The seeds come from the state of torch's generator when the run begins, so a state that the caller puts back brings the
+same masks back. The caller's generators move when the run is committed, and only those that a layer has drawn from::
+
+    one microbatch      each call goes on where the one before it ended, as in the layers without a pipeline
+    several             each call starts at a state of its own, since layers draw at the same time, on several devices
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from ..device.generator import generator_lock
+from ..errors import StageError
+from .generators import Generator, is_same
+
+__all__ = ["CallDraws", "Draws", "move_generator", "moves", "run_base"]
+
+# How often a run moved generators of the process: who sees one change meanwhile cannot tell whose draw it was.
+_MOVES = 0
+
+# Runs under way, each with what its seeds are made of: of two that begin in the same state, as in two threads, each
+# draws for itself.
+_UNDER_WAY: weakref.WeakSet[Draws] = weakref.WeakSet()
+_LOCK = threading.Lock()
+
+
+def moves() -> int:
+    """Return how often runs have moved generators of the process."""
+    return _MOVES
+
+
+def run_base() -> int:
+    """Return what the seeds of a run are made of: a digest of the state of torch's generator."""
+    with generator_lock():
+        state = torch.default_generator.get_state()
+    return int.from_bytes(hashlib.blake2b(bytes(state.numpy()), digest_size=7).digest())
+
+
+@dataclasses.dataclass(eq=False)
+class Draws:
+    """What the calls of a run draw.
+
+    Attributes:
+        base: Number made of the state of torch's generator.
+        tag: Name of the pipeline.
+        in_order: Whether one call follows the other, so that each goes on where the last one ended.
+        moves: Whether generators other than torch's follow their own states, and all move. In several processes they
+            follow the seeds, which all ranks have alike.
+        has_drawn: Whether a call has drawn from torch's generators.
+        place: Number of the run among those that began in this state, and have not ended.
+    """
+
+    base: int
+    tag: str
+    in_order: bool
+    moves: bool = True
+    has_drawn: bool = False
+    place: int = 0
+    # By generator, layer and microbatch: the states in which calls in order began; of others, that they drew.
+    _before: dict[tuple[int, int, int], object] = dataclasses.field(default_factory=dict)
+    # A number of each generator from before the run, and the state after that.
+    _first: dict[int, tuple[int, object]] = dataclasses.field(default_factory=dict)
+    # The states after the run, of generators that were used.
+    _after: dict[int, tuple[Generator, object]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.moves:
+            with _LOCK:
+                taken = {run.place for run in _UNDER_WAY if (run.base, run.tag) == (self.base, self.tag)}
+                self.place = next(number for number in range(len(taken) + 1) if number not in taken)
+                _UNDER_WAY.add(self)
+
+    @property
+    def seeds(self) -> int:
+        """What the seeds of calls are made of, with the place of the run."""
+        return self.base if self.place == 0 else _mixed(self.base, self.place, 0)
+
+    def commit(self) -> None:
+        """Move the generators of the caller, as far as layers have drawn from them."""
+        global _MOVES
+        if self.moves and (self.has_drawn or self._after):
+            with generator_lock():
+                _MOVES += 1
+                if self.has_drawn:
+                    _draw()
+                for generator, state in self._after.values():
+                    generator.set(state)
+        self.end()
+
+    def end(self) -> None:
+        """Let another run have this state: this one was committed, or has failed."""
+        with _LOCK:
+            _UNDER_WAY.discard(self)
+
+
+@dataclasses.dataclass(slots=True)
+class CallDraws:
+    """What one call draws from generators other than torch's; its caller has the lock of all generators.
+
+    Attributes:
+        draws: What the calls of the run draw.
+        layer: Index of the layer; the number of layers for the loss function.
+        microbatch: Index of the microbatch.
+        is_recomputed: Whether the call has been made before.
+        title: Description of the layer, for errors.
+        is_repeatable: Function that reports whether the call wrote nothing, so that it can be made once more.
+    """
+
+    draws: Draws
+    layer: int
+    microbatch: int
+    is_recomputed: bool = False
+    title: str = "The loss function"
+    is_repeatable: Callable[[], bool] = lambda: True
+
+    def begin(self, generator: Generator, seed: int) -> object:
+        """Bring a generator to the state in which this call begins; return that state."""
+        draws, key = self.draws, (generator.key, self.layer, self.microbatch)
+        found = generator.get()
+        if not draws.moves:
+            generator.seed(seed)
+        elif draws.in_order:
+            found = draws._before.get(key, draws._after.get(generator.key, (generator, found))[1])
+            generator.set(found)
+            return found
+        else:
+            if generator.key not in draws._first:
+                draws._first[generator.key] = (generator.draw(), generator.get())
+            generator.seed(_mixed(draws._first[generator.key][0], self.layer, self.microbatch))
+        return generator.get()
+
+    def end(self, generator: Generator, before: object) -> bool:
+        """Keep what its recomputation needs of a generator, from the state in which this call began.
+
+        Returns:
+            Whether the call has used the generator.
+
+        Raises:
+            StageError: it is a recomputation that draws, and its forward did not.
+        """
+        draws, key = self.draws, (generator.key, self.layer, self.microbatch)
+        if key in draws._before:
+            return True
+        after = generator.get()
+        if is_same(before, after):
+            return False
+        if self.is_recomputed:
+            raise StageError(
+                f"{self.title} draws random numbers in its recomputation, and drew none in its forward. The gradient "
+                "would not be that of the loss. Draw alike in both, or keep what was drawn:\n"
+                "    if doing_recompute():\n"
+                "        (mask,) = get_recompute_data()"
+            )
+        draws._before[key] = before if draws.in_order else None
+        if draws.moves:
+            draws._after[generator.key] = (generator, after if draws.in_order else draws._first[generator.key][1])
+        return True
+
+
+def move_generator() -> None:
+    """Move torch's generator, as a call of all ranks does in which any of them has drawn."""
+    global _MOVES
+    with generator_lock():
+        _MOVES += 1
+        _draw()
+
+
+def _draw() -> None:
+    torch.empty((), dtype=torch.int64).random_()
+
+
+def _mixed(number: int, layer: int, microbatch: int) -> int:
+    text = f"{number}|{layer}|{microbatch}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())

@@ -1,0 +1,211 @@
+"""What is looked at in some runs, as it costs time: whether a layer repeats itself, and what its gradients end in.
+
+A run that trains looks if it is the first, the second, the fourth... of its kind: so a layer that changes its ways is
+noticed as well, and looking costs next to nothing over a training.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn
+
+import torch
+
+from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass, tensor_use_count
+
+from ..errors import StageError
+from ..optim.parameters import LayerContents
+from .layer_graph import other_leaves
+
+__all__ = [
+    "Digest",
+    "check_leaves",
+    "check_repeated",
+    "digest",
+    "is_digested",
+    "is_due",
+    "same_numbers",
+    "watch_escaped",
+]
+
+# Sums of the numbers of a tensor with random signs, and the norm of the tensor, on the host.
+Digest = list[torch.Tensor]
+
+_SUMS = 4
+# By how much of the norm sums may differ: a layer on an accelerator may add in another order.
+_TOLERANCE = {torch.float16: 0.02, torch.bfloat16: 0.05}
+_USUAL = 1e-3
+
+
+def is_due(count: int) -> bool:
+    """Report whether the run after this many of its kind looks.
+
+    >>> [count + 1 for count in range(20) if is_due(count)]
+    [1, 2, 4, 8, 16]
+    """
+    return (count + 1) & count == 0
+
+
+# -- a recomputation equals its forward ------------------------------------------------------------------------------
+
+
+def digest(tensors: Sequence[torch.Tensor]) -> Digest:
+    """Return what shows whether a layer has computed the same once more, of the outputs that gradients flow through."""
+    found = []
+    with torch.no_grad():
+        for tensor in tensors:
+            if (
+                tensor.requires_grad
+                and tensor.is_floating_point()
+                and tensor.layout == torch.strided
+                and tensor.numel()
+            ):
+                rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+                within = rows @ _signs(rows.shape[1], _SUMS, rows)
+                sums = (within * _signs(rows.shape[0], _SUMS, rows)).sum(0, dtype=torch.float64)
+                norm = torch.linalg.vector_norm(rows, dtype=torch.float64).reshape(1)
+                found.append(torch.cat([sums, norm]).cpu())
+    return found
+
+
+def is_digested(tensor: torch.Tensor) -> bool:
+    """Report whether :func:`digest` looks at an output: at numbers that gradients flow through."""
+    has_numbers = tensor.is_floating_point() and tensor.layout == torch.strided and tensor.numel() > 0
+    return tensor.requires_grad and has_numbers
+
+
+def _signs(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
+    """Random signs, the same for the same sizes, without any generator."""
+    numbers = torch.arange(rows * columns, device=like.device).reshape(rows, columns)
+    mixed = (numbers * 2654435761 + 40503) % 4294967296
+    mixed = ((mixed >> 15) ^ mixed) * 2246822519 % 4294967296
+    return ((mixed >> 13) % 2 * 2 - 1).to(like.dtype)
+
+
+def check_repeated(title: str, before: Digest, now: Digest, dtypes: Sequence[torch.dtype]) -> None:
+    """Check that a layer has computed in its recomputation what it computed in its forward.
+
+    Args:
+        title: description of the layer.
+        before: outputs of the forward.
+        now: outputs of the recomputation.
+        dtypes: their dtypes.
+
+    Raises:
+        StageError: it has not, so that the gradients would not be those of the loss.
+    """
+    for one, other, dtype in zip(before, now, dtypes, strict=False):
+        norm = float(one[-1])
+        if norm < float("inf") and not (one - other).abs().max() <= _TOLERANCE.get(dtype, _USUAL) * norm:
+            break
+    else:
+        if len(before) == len(now):
+            return
+    raise StageError(
+        f"{title} computed other numbers in its recomputation than in its forward, so the gradient would not be that "
+        "of the loss. It may draw from a generator that it does not hold: make it an attribute of the layer. Or it may "
+        "count its calls, or read a clock: keep what differs:\n"
+        "    if doing_recompute():\n"
+        "        (mask,) = get_recompute_data()\n"
+        "    else:\n"
+        "        mask = ...; save_for_recompute(mask)"
+    )
+
+
+# -- what gradients end in -------------------------------------------------------------------------------------------
+
+
+def check_leaves(
+    layer: LayerContents,
+    exits: Sequence[torch.Tensor],
+    entries: Sequence[torch.Tensor | None],
+    own: Sequence[torch.Tensor],
+    layers: Sequence[LayerContents],
+) -> None:
+    """Check that the gradients of a layer end in its inputs and in its parameters.
+
+    Args:
+        layer: layer on the host.
+        exits: its outputs.
+        entries: its inputs, ``None`` where no gradient flows.
+        own: its parameters, on the device.
+        layers: all layers, of which another one may have the parameter.
+
+    Raises:
+        StageError: naming the parameter of another layer, or the attribute that brought a graph of another origin.
+    """
+    known = {id(tensor) for tensor in own}
+    for leaf in other_leaves(exits, entries):
+        # of one that nobody holds, nobody will see the gradient: the layer has made it for itself
+        if id(leaf) in known or sys.getrefcount(leaf) <= _LOOSE:
+            continue
+        held = ((slot, other) for other in layers for slot in other.slots)
+        owner = next(((slot.name, other.title) for slot, other in held if slot.parameter is leaf), None)
+        if owner is not None:
+            raise StageError(
+                f"{layer.title} computes with {owner[0]!r} of {owner[1]}. Its gradient would be wrong: a layer goes "
+                "back into its own parameters only. The same parameter may belong to both:\n"
+                "    layer.other = parameter"
+            )
+        names = [
+            f"{type(part).__name__}.{name}"
+            for part in layer.module.modules()
+            for name, value in vars(part).items()
+            if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
+        what = f"reads {names[0]}, which requires a gradient" if names else "reads a tensor that requires a gradient"
+        raise StageError(
+            f"{layer.title} {what}, of shape {tuple(leaf.shape)}, and it is neither an input nor a parameter of it. Each "
+            "call goes back by itself, so this gradient would be wrong. Give it to the model, or make it a parameter:\n"
+            "    model(x, delta)\n"
+            "    layer.delta = torch.nn.Parameter(delta)"
+        )
+
+
+def _references() -> int:
+    tensor = torch.ones((), requires_grad=True) * 1
+    return max(sys.getrefcount(leaf) for leaf in other_leaves([tensor], []))
+
+
+# References to a leaf of a graph in a loop over what `other_leaves` returned, if there is no other.
+_LOOSE = _references()
+
+
+def watch_escaped(leaves: Sequence[torch.Tensor | None], title: str) -> None:
+    """Refuse gradients that come to these leaves from now on: a tensor that left the layer unseen may keep the graph.
+
+    Args:
+        leaves: inputs or parameters of a call that has ended, to which nobody else refers unless a tensor has escaped.
+        title: description of the layer.
+    """
+    for leaf in leaves:
+        if leaf is not None and leaf.requires_grad and tensor_use_count(leaf) > 1:
+            leaf.register_hook(partial(_refuse, title))
+
+
+def _refuse(title: str, gradient: torch.Tensor) -> NoReturn:
+    raise StageError(
+        f"A gradient came to {title} by a tensor that left it in another way than its output: as an attribute, or in "
+        "a hook. It would be lost: a layer goes back from what it returned. Also return the tensor:\n"
+        "    return outputs, auxiliary_loss"
+    )
+
+
+# -- parameters ------------------------------------------------------------------------------------------------------
+
+
+def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> bool:
+    """Report whether a copy of a parameter still has its numbers; what is made of other tensors is not looked at."""
+    is_plain = source.layout == torch.strided and not is_traceable_wrapper_subclass(source)
+    if not is_plain or source.is_inference():
+        return True
+    found = copy.detach()
+    if found.device != source.device:
+        found = found.to(source.device)
+    if found.shape != source.shape or found.dtype != source.dtype:
+        return False
+    if torch.equal(found, source.detach()):
+        return True
+    return bool(((found == source) | (found.isnan() & source.isnan())).all())

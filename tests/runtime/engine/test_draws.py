@@ -1,0 +1,280 @@
+"""Draws of layers from any generator: a recomputation repeats them, and the caller's generators move as documented."""
+
+import copy
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, StageError, doing_recompute
+
+F = nn.functional
+
+KINDS = {
+    "numpy": lambda layer, shape: np.random.rand(*shape),
+    "numpy normal": lambda layer, shape: np.random.normal(size=shape),
+    "python": lambda layer, shape: [[random.random() for _ in range(shape[1])] for _ in range(shape[0])],
+    "python normal": lambda layer, shape: [[random.gauss(0, 1) for _ in range(shape[1])] for _ in range(shape[0])],
+    "held by torch": lambda layer, shape: torch.rand(shape, generator=layer.torch, dtype=torch.float64),
+    "held by numpy": lambda layer, shape: layer.numpy.random(shape),
+    "held by an older numpy": lambda layer, shape: layer.many["old"].rand(*shape),
+    "held by python": lambda layer, shape: [
+        [layer.many["own"].random() for _ in range(shape[1])] for _ in range(shape[0])
+    ],
+}
+
+
+class Masks(nn.Module):
+    """Multiplies with a weight, and with numbers drawn anew at each call."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.draw = KINDS[kind]
+        self.torch, self.numpy = torch.Generator().manual_seed(1), np.random.default_rng(2)
+        self.many = {"old": np.random.RandomState(3), "own": random.Random(4)}
+        self.begins, self.calls = 0, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls <= self.begins:
+            return x * self.weight
+        return x * self.weight * torch.as_tensor(self.draw(self, x.shape), dtype=torch.float64).to(x.device)
+
+
+def model_of(kind, layers=3):
+    return nn.Sequential(*[Masks(kind) for _ in range(layers)], nn.Identity())
+
+
+def states(model):
+    """The states of all generators, as text."""
+    found = [random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2:]]
+    for layer in [layer for layer in model if isinstance(layer, Masks)]:
+        old = layer.many["old"].get_state()
+        found += [layer.torch.get_state().tolist(), layer.numpy.bit_generator.state, old[1].tolist(), old[2:]]
+        found.append(layer.many["own"].getstate())
+    return repr(found)
+
+
+@pytest.fixture(autouse=True)
+def found_states():
+    """The generators of the process, as this test found them."""
+    before = np.random.get_state(), random.getstate(), torch.get_rng_state()
+    np.random.seed(7), random.seed(7), torch.manual_seed(7)
+    yield
+    np.random.set_state(before[0]), random.setstate(before[1]), torch.set_rng_state(before[2])
+
+
+@pytest.fixture
+def pipe():
+    made = []
+
+    def make(model, devices="virtual:2:check", **options):
+        made.append(RoundPipe(model, devices=devices, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def all_recomputed(layers, microbatches, **fields):
+    cut = [range(1), range(1, layers)] if layers > 1 else [range(1)]
+    plan = ModelExecutePlan(cut, [range(layers, layers + 1), *reversed(cut)])
+    return RoundPipeRunConfig(execute_plan=plan, num_microbatch=microbatches, **fields)
+
+
+def total(outputs, labels):
+    return outputs.sum()
+
+
+INPUTS = torch.arange(1.0, 25.0, dtype=torch.float64).reshape(6, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+def test_one_microbatch_draws_what_the_plain_layers_draw(pipe, kind, grain):
+    """Loss, gradients and the states of all generators afterwards are those of the layers without a pipeline."""
+    plain = model_of(kind)
+    model = pipe(copy.deepcopy(plain))
+    losses = []
+    for _ in range(2):
+        loss = plain(INPUTS).sum()
+        loss.backward()
+        losses.append(loss.item())
+    expected = states(plain)
+    np.random.seed(7), random.seed(7)
+    config = all_recomputed(3, 1, recompute_grain=grain)
+    found = [model.forward_backward((INPUTS,), loss_fn=total, run_config=config).item() for _ in range(2)]
+    assert found == pytest.approx(losses, rel=1e-12)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-12)
+    assert states(model.model) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("classic", [False, True])
+def test_gradients_are_those_of_the_loss_with_several_microbatches(pipe, kind, classic):
+    """The loss is proportional to each weight, so that weight times gradient is the loss, if both have one mask."""
+    model = pipe(model_of(kind), "virtual:3:check")
+    if classic:
+        outputs = model(INPUTS, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=3))
+        loss = outputs.sum()
+        loss.backward()
+    else:
+        loss = model.forward_backward((INPUTS,), loss_fn=total, run_config=all_recomputed(3, 3))
+    for parameter in model.parameters():
+        assert (parameter * parameter.grad).item() == pytest.approx(loss.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_do_not_depend_on_the_devices(pipe, kind):
+    """Two steps on one device and on three: the same bits, and other masks in the second step than in the first."""
+    seen = []
+    for devices in ("virtual:1", "virtual:3"):
+        np.random.seed(7), random.seed(7)
+        model = pipe(model_of(kind), devices)
+        config = RoundPipeRunConfig(num_microbatch=3)
+        found = [model.forward_backward((INPUTS,), loss_fn=total, run_config=config).item() for _ in range(2)]
+        seen.append((found, states(model.model)))
+    assert seen[0] == seen[1]
+    assert seen[0][0][0] != seen[0][0][1]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "python", "python normal"])
+def test_a_layer_that_begins_to_draw_later_is_noticed(pipe, kind):
+    """The first run draws nothing; in the second one the recomputation has the masks of the forward."""
+    model = pipe(nn.Sequential(Masks(kind), nn.Identity()))
+    model[0].begins = 4  # the calls of a run of two microbatches, which is recomputed
+    for _ in range(2):
+        model[0].weight.grad = None
+        loss = model.forward_backward((INPUTS,), loss_fn=total, run_config=all_recomputed(1, 2))
+        weight = model[0].weight
+        assert (weight * weight.grad).item() == pytest.approx(loss.item(), rel=1e-12)
+    assert model[0].calls > model[0].begins
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failed_run_leaves_all_generators_alone(pipe, kind):
+    """Layers have drawn before another one fails: the states are those from before."""
+
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ValueError("on purpose")
+
+    model = pipe(nn.Sequential(Masks(kind), Fails()))
+    before = states(model.model), torch.get_rng_state()
+    with pytest.raises(ValueError, match="on purpose"):
+        model.forward_backward((INPUTS,), loss_fn=total, run_config=RoundPipeRunConfig(num_microbatch=2))
+    assert states(model.model) == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_a_recomputation_that_draws_alone_is_refused(pipe):
+    """Drawing in the recomputation only, the layer would be another function there."""
+
+    class Late(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * (np.random.rand() if doing_recompute() else 1.0)
+
+    model = pipe(nn.Sequential(Late(4, 4), nn.Identity()))
+    config = all_recomputed(1, 1)
+    with pytest.raises(StageError, match="draws random numbers in its recomputation, and drew none in its forward"):
+        model.forward_backward((INPUTS.float(),), loss_fn=total, run_config=config)
+
+
+# -- torch's generator, which the caller puts back ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("first_with_gradients", [False, True])
+def test_a_restored_state_restores_the_masks(pipe, microbatches, first_with_gradients):
+    """As GradCache does: embed, put the state back, embed again with gradients. Without putting back, masks differ."""
+    model = pipe(nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 32), nn.Dropout(0.5)).train())
+    config = RoundPipeRunConfig(num_microbatch=microbatches)
+    inputs = INPUTS.float()
+    state = torch.get_rng_state()
+    with torch.set_grad_enabled(first_with_gradients):
+        first = model(inputs, roundpipe_run_config=config)
+    other = model(inputs, roundpipe_run_config=config)
+    torch.set_rng_state(state)
+    again = model(inputs, roundpipe_run_config=config)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_around_a_pipeline_repeats_its_masks(pipe, reentrant):
+    """The gradient is that of the loss: the recomputed call of the pipeline has the masks of the first one."""
+    model = pipe(nn.Sequential(nn.Dropout(0.5), nn.Identity()).train())
+    weight = torch.ones(6, 4, requires_grad=True)
+    loss = checkpoint(lambda w: model(w * 3.0), weight, use_reentrant=reentrant).sum()
+    loss.backward()
+    assert (weight.grad * weight).sum().item() == pytest.approx(loss.item())
+
+
+def test_a_pipeline_inside_a_layer_repeats_its_masks(pipe):
+    """The layer is recomputed, and calls the inner pipeline once more: gradient times weight is the loss."""
+    inner = pipe(nn.Sequential(nn.Dropout(0.5), nn.Identity()).train(), "virtual:2", name="inner")
+
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return inner(x).to(x.device) * self.weight
+
+    model = pipe(nn.Sequential(Asks(), nn.Identity()), "virtual:2", name="outer")
+    config = all_recomputed(1, 2)
+    for _ in range(2):
+        model[0].weight.grad = None
+        loss = model.forward_backward((INPUTS.float(),), loss_fn=total, run_config=config)
+        assert model[0].weight.grad.item() == pytest.approx(loss.item())
+
+
+def test_pipelines_made_on_one_line_draw_for_themselves(pipe):
+    """The masks of two members differ in about half of the elements, and are the same again after the same seed."""
+
+    def masks():
+        torch.manual_seed(5)
+        members = [pipe(nn.Sequential(nn.Identity(), nn.Dropout(0.5)).train(), "virtual:2") for _ in range(2)]
+        return [member(torch.ones(12, 64)) for member in members]
+
+    first, second = masks()
+    assert 0.3 < (first != second).float().mean() < 0.7
+    assert all(torch.equal(one, other) for one, other in zip(masks(), (first, second), strict=True))
+
+
+def test_pipelines_of_several_threads_draw_for_themselves(pipe):
+    """Two runs that begin in one state, at the same time: their masks differ."""
+    both = threading.Barrier(2, timeout=30)
+
+    class Waits(nn.Module):
+        waits = False
+
+        def forward(self, x):
+            if self.waits:
+                both.wait()
+            return x
+
+    found = {}
+
+    def run(number):
+        model = made[number]
+        found[number] = model(torch.ones(12, 64), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1))
+
+    made = [pipe(nn.Sequential(Waits(), nn.Dropout(0.5)).train(), "virtual:1") for _ in range(2)]
+    for number in range(2):  # what the layers do is known
+        run(number)
+    Waits.waits = True
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert 0.3 < (found[0] != found[1]).float().mean() < 0.7

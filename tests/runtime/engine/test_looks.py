@@ -1,0 +1,326 @@
+"""What a layer does behind the back of the engine is right, or an error: other numbers, escaped tensors, writes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import (
+    ModelExecutePlan,
+    RoundPipe,
+    RoundPipeRunConfig,
+    StageError,
+    doing_recompute,
+    get_recompute_data,
+    save_for_recompute,
+)
+from roundpipe_runtime.engine.looks import check_repeated, digest
+
+F = nn.functional
+SOURCE = torch.Generator().manual_seed(1)  # held by no layer
+INPUTS, LABELS = torch.randn(6, 4, generator=torch.Generator().manual_seed(2)), torch.zeros(6, 3)
+
+
+@pytest.fixture
+def pipe():
+    made = []
+
+    def make(*layers, devices="virtual:2:check", **options):
+        made.append(RoundPipe(nn.Sequential(*layers), devices=devices, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def recomputed(layers, **fields):
+    """All of these layers run forward, and the loss, before any goes back."""
+    plan = ModelExecutePlan([range(layers)], [range(layers, layers + 1), range(layers)])
+    return RoundPipeRunConfig(execute_plan=plan, num_microbatch=2, loss_reduction="mean", **fields)
+
+
+def train(model, config=None):
+    config = config or RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
+    return model.forward_backward((INPUTS,), label=LABELS, loss_fn=F.mse_loss, run_config=config)
+
+
+def go_back(model, classic, config=None):
+    """Train once, by one of the two ways."""
+    if classic:
+        model(INPUTS, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2)).sum().backward()
+    else:
+        train(model, config)
+
+
+# -- a recomputation equals its forward ------------------------------------------------------------------------------
+
+
+class Noisy(nn.Linear):
+    """Draws from a generator that it does not hold."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out * torch.rand(out.shape, generator=SOURCE).to(out.device)
+
+
+class Counting(nn.Linear):
+    """Computes something else at each call."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+@pytest.mark.parametrize("kind", [Noisy, Counting])
+@pytest.mark.parametrize("classic", [False, True])
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+def test_a_layer_that_does_not_repeat_itself_is_refused(pipe, kind, classic, grain):
+    """Its gradient would be that of other numbers; the error names the layer, and nothing of the run is kept."""
+    model = pipe(nn.Linear(4, 4), kind(4, 4), nn.Linear(4, 3))
+    with pytest.raises(StageError, match=f"layer 1 \\({kind.__name__}\\) computed other numbers"):
+        go_back(model, classic, recomputed(2, recompute_grain=grain))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_layer_in_the_fused_stage_need_not_repeat_itself(pipe):
+    """It is called once, and its gradient is that of this call: proportional to the loss."""
+
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return x * self.weight * torch.rand(x.shape, generator=SOURCE).to(x.device)
+
+    model = pipe(nn.Identity(), Scales())
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=ModelExecutePlan([range(1)], [range(1, 2), range(1)]))
+    loss = model.forward_backward((INPUTS,), loss_fn=lambda outputs, _: outputs.sum(), run_config=config)
+    assert model[1].weight.grad.item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_kept_data_makes_a_layer_repeat_itself(pipe):
+    """What the error says to do is accepted."""
+
+    class Keeps(nn.Linear):
+        def forward(self, x):
+            if doing_recompute():
+                (mask,) = get_recompute_data()
+            else:
+                mask = torch.rand(x.shape, generator=SOURCE).to(x.device)
+                save_for_recompute(mask)
+            return super().forward(x * mask)
+
+    model = pipe(Keeps(4, 4), nn.Linear(4, 3))
+    train(model, recomputed(1))
+    assert model[0].weight.grad is not None
+
+
+def test_a_layer_that_begins_to_differ_is_found_in_a_later_run(pipe):
+    """Runs 1, 2, 4, 8, ... look: a layer that differs from the third run on is refused in the fourth."""
+    model = pipe(Noisy(4, 4), nn.Linear(4, 3))
+    plain, Noisy.forward = Noisy.forward, nn.Linear.forward
+    try:
+        for _ in range(2):
+            train(model, recomputed(1))
+        Noisy.forward = plain
+        train(model, recomputed(1))
+        with pytest.raises(StageError, match="computed other numbers"):
+            train(model, recomputed(1))
+    finally:
+        Noisy.forward = plain
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("width", [1, 1000])
+def test_one_number_in_a_thousand_is_seen(dtype, width):
+    """The digest of an output changes if any row does, and not if none does."""
+    output = torch.randn(1000, width, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    other = output.detach().clone()
+    other[500] = 30.0
+    first, same, changed = (digest([one.requires_grad_()]) for one in (output, output.detach().clone(), other))
+    check_repeated("it", first, same, [dtype])
+    with pytest.raises(StageError, match="it computed other numbers"):
+        check_repeated("it", first, changed, [dtype])
+
+
+# -- tensors that leave a layer in another way than its output -------------------------------------------------------
+
+
+class Auxiliary(nn.Linear):
+    """Keeps a loss on itself, as routers do."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        self.auxiliary_loss = out.pow(2).mean()
+        return out
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_loss_kept_on_a_layer_is_refused_when_a_gradient_comes(pipe, microbatches):
+    """The output alone trains as ever; a loss with the kept term is an error that names the layer."""
+    model = pipe(nn.Linear(4, 4), Auxiliary(4, 4), nn.Linear(4, 3), devices="virtual:2")
+    config = RoundPipeRunConfig(num_microbatch=microbatches)
+    plain = copy.deepcopy(model.model)
+    F.mse_loss(plain(INPUTS), LABELS).backward()
+    F.mse_loss(model(INPUTS, roundpipe_run_config=config), LABELS).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=1e-6)
+    assert model[1].auxiliary_loss.item() > 0
+    with pytest.raises(StageError, match=r"layer 1 \(Auxiliary\) by a tensor that left it"):
+        (F.mse_loss(model(INPUTS, roundpipe_run_config=config), LABELS) + model[1].auxiliary_loss).backward()
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_features_of_a_hook_are_refused_when_a_gradient_comes(pipe, number):
+    """Of a layer with parameters, and of one without: the gradient of a feature would be lost."""
+    model = pipe(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3), devices="virtual:2")
+    features = []
+    model[number].register_forward_hook(lambda module, args, output: features.append(output))
+    output = model(INPUTS)
+    with pytest.raises(StageError, match=f"layer {number} "):
+        (output.sum() + features[0].sum()).backward()
+
+
+def test_features_of_a_fused_run_are_refused_afterwards(pipe):
+    """The run has gone back already; a second way back through a feature is an error."""
+    model = pipe(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 3))
+    features = []
+    model[1].register_forward_hook(lambda module, args, output: features.append(output * 2))
+    train(model)
+    assert model[0].weight.grad is not None
+    for feature in features:
+        with pytest.raises(StageError, match="by a tensor that left it"):
+            feature.sum().backward()
+
+
+def test_features_may_be_read(pipe):
+    """Without a gradient there is nothing to refuse: values are those of the plain layers."""
+    model = pipe(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3), devices="virtual:2")
+    features = []
+    model[1].register_forward_hook(lambda module, args, output: features.append(output.detach().cpu()))
+    model(INPUTS, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1)).sum().backward()
+    expected = torch.tanh(F.linear(INPUTS, model[0].weight, model[0].bias))
+    assert torch.allclose(features[0], expected, atol=1e-6)
+
+
+# -- tensors that come into a layer in another way than its input ----------------------------------------------------
+
+
+class Shifted(nn.Linear):
+    delta: torch.Tensor
+
+    def forward(self, x):
+        return F.linear(x, self.weight + self.delta.to(x.device), self.bias)
+
+
+@pytest.mark.parametrize("with_graph", [True, False])
+@pytest.mark.parametrize("classic", [True, False])
+def test_an_attribute_that_requires_a_gradient_is_refused(pipe, with_graph, classic):
+    """The output of a hypernetwork, or a tensor that is no parameter: the error names the attribute."""
+    source = torch.randn(3, 4, requires_grad=True)
+    model = pipe(nn.Linear(4, 4), Shifted(4, 3))
+    model[1].delta = source * 2 if with_graph else source
+    with pytest.raises(StageError, match=r"reads Shifted\.delta, which requires a gradient"):
+        go_back(model, classic)
+    assert source.grad is None
+
+
+def test_a_leaf_of_the_layers_own_making_is_accepted(pipe):
+    """Forces are gradients of an energy within a forward: their leaf is nobody else's."""
+
+    class Force(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            place = x.detach().requires_grad_()
+            energy = (place**2 * self.weight).sum()
+            return torch.autograd.grad(energy, place, create_graph=True)[0] + x
+
+    plain = nn.Sequential(nn.Linear(4, 4), Force())
+    model = pipe(*copy.deepcopy(plain), devices="virtual:2")
+    plain(INPUTS).sum().backward()
+    model(INPUTS).sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=1e-6)
+
+
+# -- parameters that a forward writes --------------------------------------------------------------------------------
+
+
+def clamp(layer):
+    layer.weight.data.clamp_(-0.1, 0.1)
+
+
+def replace(layer):
+    layer.weight.data = layer.weight.data * 0.5
+
+
+def count(layer):
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("write", [clamp, replace, count])
+@pytest.mark.parametrize("classic", [True, False])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_parameter_written_in_a_forward_is_refused(pipe, write, classic, number):
+    """Also by way of `.data`, which torch does not count; in a stage that is recomputed, and in the fused one."""
+
+    class Writes(nn.Linear):
+        def forward(self, x):
+            write(self)
+            return super().forward(x)
+
+    layers = [nn.Linear(4, 4), nn.Linear(4, 3)]
+    layers[number] = Writes(4, 4 - number)
+    model = pipe(*layers)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(StageError, match=rf"layer {number} \(Writes\) writes Writes\.weight in its forward"):
+        go_back(model, classic, recomputed(1))
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+
+
+def test_a_parameter_that_is_nan_was_not_written(pipe):
+    """NaN differs from itself, and is no write."""
+    model = pipe(nn.Linear(4, 3))
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    assert train(model).isnan()
+
+
+# -- ways back that there are none of --------------------------------------------------------------------------------
+
+
+def test_a_second_backward_names_the_way():
+    """Two losses of one output: together they go back, one after the other is an error with the line to type."""
+    model = RoundPipe(nn.Sequential(nn.Linear(4, 3)), devices="virtual:2")
+    output = model(INPUTS)
+    output.sum().backward(retain_graph=True)
+    with pytest.raises(StageError, match=r"\(loss \+ other_loss\)\.backward\(\)"):
+        output.pow(2).sum().backward()
+    model.zero_grad()
+    output = model(INPUTS)
+    (output.sum() + output.pow(2).sum()).backward()
+    expected = torch.autograd.grad((lambda out: out.sum() + out.pow(2).sum())(model.model(INPUTS)), model[0].weight)[0]
+    assert torch.allclose(model[0].weight.grad, expected, atol=1e-5)
+    model.close()
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vjp, torch.func.jacrev])
+def test_a_transform_of_torch_func_is_refused_with_the_way(transform):
+    """Also where only the inputs are transformed."""
+    model = RoundPipe(nn.Sequential(nn.Linear(4, 3)), devices="virtual:2")
+
+    def loss(x):
+        return model(x).sum()
+
+    with pytest.raises(StageError, match=r"torch\.autograd\.grad\(loss"):
+        transform(loss, INPUTS) if transform is torch.func.vjp else transform(loss)(INPUTS)
+    model.close()

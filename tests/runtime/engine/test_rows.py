@@ -1,0 +1,89 @@
+"""A batch is not cut along a sequence: layers of torch that have it first are proven, or refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, SplitError, TensorChunkSpec
+
+F = nn.functional
+X = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def encoder(**options):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, **options) for _ in range(2)])
+
+
+class Recurrent(nn.RNN):
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+class Turns(nn.Module):
+    """Has its rows first, and turns them for a layer that has them second."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x.transpose(0, 1)).transpose(0, 1)
+
+
+def call(pipe, way, **options):
+    """Run once, by one of three ways."""
+    config = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean", **options)
+    if way == "loss":
+        return pipe.forward_backward((X,), loss_fn=lambda outputs, _: outputs.square().mean(), run_config=config)
+    with torch.set_grad_enabled(way == "gradients"):
+        return pipe(X, roundpipe_run_config=config)
+
+
+@pytest.mark.parametrize("way", ["loss", "gradients", "no gradients"])
+@pytest.mark.parametrize("make", [encoder, lambda: nn.Sequential(nn.Linear(8, 8), Recurrent(8, 8))])
+def test_a_sequence_that_is_cut_is_refused(make, way):
+    """Before anything is computed for the caller: modes, gradients and generators are as they were."""
+    pipe = RoundPipe(make(), devices="virtual:2:check")
+    before = torch.get_rng_state()
+    with pytest.raises(SplitError, match=r"(?s)batch_first=False.*split_input=\{.args\[0\].: TensorChunkSpec\(1\)\}"):
+        call(pipe, way)
+    assert all(module.training for module in pipe.modules())
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    assert torch.equal(before, torch.get_rng_state())
+    pipe.close()
+
+
+def test_the_rule_of_the_error_gives_the_numbers_of_the_plain_layers():
+    """Cut along axis 1, outputs are those without a pipeline."""
+    plain = encoder().eval()
+    pipe = RoundPipe(copy.deepcopy(plain), devices="virtual:2:check")
+    rules = {"split_input": {"args[0]": TensorChunkSpec(1)}, "merge_output": TensorChunkSpec(1)}
+    with torch.no_grad():
+        assert torch.allclose(call(pipe, "no gradients", **rules), plain(X), atol=1e-5)
+    pipe.close()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: encoder(batch_first=True), lambda: nn.Sequential(Turns(Recurrent(8, 8)), nn.Linear(8, 8))]
+)
+def test_layers_that_keep_rows_apart_are_accepted(make):
+    """With rows first, or turned within a layer; outputs are those of the plain layers, in each call."""
+    plain = make().eval()
+    pipe = RoundPipe(copy.deepcopy(plain), devices="virtual:2:check")
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.allclose(call(pipe, "no gradients"), plain(X), atol=1e-5)
+    pipe.close()
+
+
+def test_one_microbatch_is_never_refused():
+    """Nothing is cut."""
+    plain = encoder().eval()
+    pipe = RoundPipe(copy.deepcopy(plain), devices="virtual:2:check")
+    with torch.no_grad():
+        found = pipe(X, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1))
+        assert torch.allclose(found, plain(X), atol=1e-5)
+    pipe.close()

@@ -201,6 +201,7 @@ class WrappedModel(RoundPipe):
                 return generate(*args, **kwargs)
         if self._rp_generates_on_host():
             return generate(*args, **kwargs)
+        self.cut.sync()  # before the forward is replaced, which a copy would have
         with forward_of(self.cut.model, self.forward):
             return generate(*args, **kwargs)
 

@@ -49,7 +49,7 @@ class Cut:
     program: CutPlan | None
     report: CutReport
     layers: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
-    _structure: dict[str, type] | None = None
+    _structure: dict[str, tuple[type, object]] | None = None
 
     def sync(self) -> None:
         """Update the pieces from the model: mode, parameters, attributes, and modules that PEFT put in."""

@@ -92,6 +92,11 @@ class Phase(nn.Module):
         return run_with_options(self.copy, run, state.options, rows_of_call(*state.call))
 
     @property
+    def _rp_runs_again(self) -> CutPlan:
+        """What lets all phases write the buffers that the model's own code writes: each runs it from its start."""
+        return self.program
+
+    @property
     def _is_last(self) -> bool:
         return self.number == self.program.phases - 1
 

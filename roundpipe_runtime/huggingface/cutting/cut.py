@@ -16,7 +16,7 @@ from .capture import asked_for, install_hooks
 from .check import check_equivalence, evaluating
 from .cut_plan import CutPlan
 from .discover import discover
-from .example import example_inputs, without_cache
+from .example import example_inputs, plain_rows, without_cache
 from .layers import Candidate, candidates, observe
 from .pieces import LayerCall, Phase, Whole
 from .report import CutReport
@@ -119,7 +119,7 @@ def cut(
     >>> [type(piece).__name__ for piece in cut(LlamaForCausalLM(config)).pieces]
     ['Phase', 'LayerCall', 'LayerCall', 'Phase']
     """
-    kwargs = without_cache(model, dict(example if example is not None else example_inputs(model)))
+    kwargs = plain_rows(without_cache(model, dict(example if example is not None else example_inputs(model))))
     if asked_for(model, kwargs) != "none":
         install_hooks(model)
     # parameters on meta have no values: the calls can be observed, but no outputs compared

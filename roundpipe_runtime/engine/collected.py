@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +16,11 @@ from ..optim.parameters import LayerContents
 from .looks import Digest
 from .resident import Buffers, Gradients
 
-__all__ = ["Collected", "Copies", "WrittenBuffers"]
+__all__ = ["RUNS_AGAIN", "Collected", "Copies", "WrittenBuffers"]
+
+# Attribute of layers whose forward runs the code of earlier ones again, from its start: these have the same object in
+# it. They write the same values into the same buffers, so those of the first one count.
+RUNS_AGAIN = "_rp_runs_again"
 
 # Gradients of the tensors between two stages, on the host; ``None`` where none flows.
 Copies: TypeAlias = list[tuple[torch.Tensor, Event] | None]
@@ -120,28 +124,46 @@ class WrittenBuffers:
         return found
 
     def check(self) -> None:
-        """Check that no buffer was written by two layers.
+        """Check that no buffer was written by two layers, but by those that run the same code again.
 
         Raises:
             StageError: each would have had to see what the other wrote.
         """
-        writers: dict[int, int] = {}
+        for layer, number, writer in self._written():
+            code = getattr(self._contents[layer].module, RUNS_AGAIN, None)
+            if writer != layer and (
+                code is None or code is not getattr(self._contents[writer].module, RUNS_AGAIN, None)
+            ):
+                raise StageError(
+                    f"{self._contents[writer].title} and {self._contents[layer].title} are the same module, or "
+                    f"share one, and both write its buffer {self._contents[layer].buffers[number].name!r}. Stages run "
+                    "one microbatch apart, so neither would see what the other wrote. Give each layer a module of its "
+                    "own."
+                )
+
+    def _written(self) -> Iterator[tuple[int, int, int]]:
+        """The layers and the numbers of buffers that they wrote, each with the first layer that wrote the same one."""
+        places: dict[int, list[tuple[int, int]]] = {}
         for layer, written in sorted(self._final.items()):
             for number in written:
-                slot = self._contents[layer].buffers[number]
-                other = writers.setdefault(id(slot.tensor), layer)
-                if other != layer:
-                    raise StageError(
-                        f"{self._contents[other].title} and {self._contents[layer].title} are the same module, or "
-                        f"share one, and both write its buffer {slot.name!r}. Stages run one microbatch apart, so "
-                        "neither would see what the other wrote. Give each layer a module of its own."
-                    )
+                places.setdefault(id(self._contents[layer].buffers[number].tensor), []).append((layer, number))
+        for claimed in places.values():
+            # a norm that a layer holds and does not call counts as written, as torch does not state that it was
+            changed = [place for place in claimed if len(claimed) == 1 or self._is_new(*place)] or claimed[:1]
+            yield from ((layer, number, changed[0][0]) for layer, number in changed)
+
+    def _is_new(self, layer: int, number: int) -> bool:
+        value, ready = self._final[layer][number]
+        ready.result()
+        before = self._contents[layer].buffers[number].tensor
+        return value.dtype != before.dtype or not torch.equal(value, before)
 
     def final(self) -> dict[tuple[int, int], torch.Tensor]:
         """Return the values that layers left, on the host, by the layer and the number of the buffer."""
         found = {}
-        for layer, written in self._final.items():
-            for number, (value, ready) in written.items():
+        for layer, number, writer in self._written():
+            if layer == writer:
+                value, ready = self._final[layer][number]
                 ready.result()
                 found[layer, number] = value
         return found
@@ -160,10 +182,8 @@ class WrittenBuffers:
         """
         if keep_start:
             self.keep_start()
-        for layer, written in self._final.items():
-            for number, (value, ready) in written.items():
-                ready.result()
-                self._contents[layer].buffers[number].store(value)
+        for (layer, number), value in self.final().items():
+            self._contents[layer].buffers[number].store(value)
         self._final.clear()
 
     def clear(self) -> None:

@@ -25,7 +25,7 @@ from .batches import check_packed_texts, split_pictures
 from .cutting.caches import HeldCache, cache_argument, has_layers, home, split_held, with_own_name
 from .cutting.capture import asked_for, install_hooks
 from .cutting.cut import Cut, pieces_of, whole
-from .cutting.example import without_cache
+from .cutting.example import plain_rows, without_cache
 from .cutting.joined_state import CannotJoinError
 from .errors import moved_away, resized_late
 from .generate.encoders import GenerationPath, generation_paths, use_paths
@@ -37,6 +37,7 @@ from .loss.weights import UnprovenLossError, has_labels, own_loss, rows_of_call
 from .loss_proof import LossProof, Way
 from .loss_ways import LossWays
 from .merge_outputs import loss_fn_with_weight, merge_as_asked, merge_as_tuple, merge_with_cache, merge_with_loss
+from .row_lists import split_lists
 
 if TYPE_CHECKING:
     from ..distributed.engine import RankEngine
@@ -109,7 +110,7 @@ class WrappedModel(RoundPipe):
             BatchStructureError: the batch takes another path through the model than the example that it was cut with.
             SplitError: inputs cannot be split into microbatches.
         """
-        kwargs, config = self._rp_prepared(kwargs, roundpipe_run_config)
+        kwargs, config = self._rp_prepared(args, kwargs, roundpipe_run_config)
         if is_cache(cache_of(kwargs)) or kwargs.get("use_cache"):
             kwargs, config = self._rp_with_cache(kwargs, config)
             outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
@@ -180,19 +181,20 @@ class WrappedModel(RoundPipe):
         )
 
     def _rp_prepared(
-        self, kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
     ) -> tuple[Kwargs, RoundPipeRunConfig]:
         """Complete arguments and configuration of a call: its options, and how it is split and merged."""
         check_adapters(kwargs)
         check_packed_texts(kwargs)
         model = self.cut.model
-        prepared = without_cache(model, with_own_name(model, dict(kwargs)))
+        prepared = plain_rows(without_cache(model, with_own_name(model, dict(kwargs))))
         if asked_for(model, prepared) != "none":
             install_hooks(model)
         self.cut.sync()  # after it, as copies share the hooks of the model, and would install them again
         config = (given or RoundPipeRunConfig()).over(self._rp_options.model_run_config)
-        if config.split_input is None and (split := split_pictures(getattr(model, "config", None), prepared)):
-            config = dataclasses.replace(config, split_input=split)
+        if config.split_input is None:
+            pictures = split_pictures(getattr(model, "config", None), prepared)
+            config = dataclasses.replace(config, split_input=split_lists(model, args, prepared, pictures))
         options: CallOptions = prepared.setdefault(CALL_OPTIONS, CallOptions())
         wanted = config.merge_output
         if wanted in (None, True):
@@ -247,6 +249,7 @@ class WrappedModel(RoundPipe):
                 return generate(*args, **kwargs)
         if self._rp_generates_on_host():
             return generate(*args, **kwargs)
+        self.cut.sync()  # before the forward is replaced, which a copy would have
         with forward_of(self.cut.model, self.forward):
             return generate(*args, **kwargs)
 
@@ -327,7 +330,7 @@ class WrappedModel(RoundPipe):
             options = CallOptions(smoothed_loss=smoothed, labels=labels)
             loss_fn, label = own_loss, None
         input_kwargs = {**(input_kwargs or {}), CALL_OPTIONS: options}
-        kwargs, config = self._rp_prepared(input_kwargs, run_config)
+        kwargs, config = self._rp_prepared(input_args, input_kwargs, run_config)
         if is_cache(cache_of(kwargs)) or kwargs.get("use_cache"):
             names = " and ".join(name for name in (name_in(kwargs), "use_cache") if name and kwargs[name])
             raise ConfigError(f"forward_backward keeps no cache: leave {names} out.")

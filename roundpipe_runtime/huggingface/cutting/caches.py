@@ -41,8 +41,10 @@ __all__ = [
     "is_held",
     "join_held",
     "open_caches",
+    "parts_of",
     "split_held",
     "swapped",
+    "with_layers",
     "with_own_name",
 ]
 
@@ -69,16 +71,16 @@ class HeldCache(Static):
     def before(self) -> Any:
         """Return a cache as this one was before the forward."""
         cache, _, _ = self._held()
-        return _with_layers(cache, [[copy.copy(layer) for layer in part.layers] for part in _parts(cache)])
+        return with_layers(cache, [[copy.copy(layer) for layer in part.layers] for part in parts_of(cache)])
 
     def after(self) -> Any:
         """Return the cache with the entries that layers wrote in this forward."""
         cache, changed, read = self._held()
         lists = []
-        for side, part in enumerate(_parts(cache)):
+        for side, part in enumerate(parts_of(cache)):
             count = max([len(part.layers), *(number + 1 for where, number in changed if where == side)])
             lists.append([changed[side, n] if (side, n) in changed else part.layers[n] for n in range(count)])
-        return _with_layers(cache, lists, read)
+        return with_layers(cache, lists, read)
 
     @contextlib.contextmanager
     def opened(self, device: torch.device) -> Iterator[Any]:
@@ -88,8 +90,8 @@ class HeldCache(Static):
             A cache whose entries are copied to the device when they are read, and back at the end of the block.
         """
         cache, changed, read = self._held()
-        entries = [_Entries(part.layers, device) for part in _parts(self.after())]
-        view = _with_layers(cache, entries, read)
+        entries = [_Entries(part.layers, device) for part in parts_of(self.after())]
+        view = with_layers(cache, entries, read)
         yield view
         host = torch.device("cpu")
         for side, held in enumerate(entries):
@@ -127,16 +129,23 @@ def _is_pair(cache: Any) -> bool:
     return hasattr(cache, "cross_attention_cache")
 
 
-def _parts(cache: Any) -> list[Any]:
+def parts_of(cache: Any) -> list[Any]:
     """The caches that hold layers: the cache itself, or the self- and cross-attention caches of an encoder-decoder."""
     return [cache.self_attention_cache, cache.cross_attention_cache] if _is_pair(cache) else [cache]
 
 
-def _with_layers(cache: Any, lists: Sequence[Any], read: Mapping[int, bool] | None = None) -> Any:
+def with_layers(cache: Any, lists: Sequence[Any], read: Mapping[int, bool] | None = None) -> Any:
+    """Return a copy of a cache with other lists of layers.
+
+    Args:
+        cache: cache.
+        lists: lists, one for each of its parts.
+        read: layers that have read the encoder, in addition to those of the cache.
+    """
     made = copy.copy(cache)
     if _is_pair(cache):
         made.self_attention_cache, made.cross_attention_cache = (
-            _with_layers(part, [layers]) for part, layers in zip(_parts(cache), lists, strict=True)
+            with_layers(part, [layers]) for part, layers in zip(parts_of(cache), lists, strict=True)
         )
         made.is_updated = {**cache.is_updated, **(read or {})}
     else:
@@ -146,7 +155,7 @@ def _with_layers(cache: Any, lists: Sequence[Any], read: Mapping[int, bool] | No
 
 def has_layers(cache: Any) -> bool:
     """Report whether a cache is made of lists of layers."""
-    return all(hasattr(part, "layers") for part in _parts(cache))
+    return all(hasattr(part, "layers") for part in parts_of(cache))
 
 
 def _moved(layer: Any, device: torch.device) -> Any:
@@ -313,7 +322,7 @@ def join_held(cache: Any, parts: Sequence[HeldCache], rows: Sequence[int]) -> No
     if len(made) > 1:
         with register_flattening_functions(patch_transformers=True):
             made = [join(made, [float(count) for count in rows], rows=rows)]
-    for part, other in zip(_parts(cache), _parts(made[0]), strict=True):
+    for part, other in zip(parts_of(cache), parts_of(made[0]), strict=True):
         part.layers[:] = other.layers
     if _is_pair(cache):
         cache.is_updated.update(made[0].is_updated)

@@ -13,6 +13,7 @@ from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
 from ...device.transfer import Static
+from .made_caches import MadeCache
 from .placeholder import Key
 
 __all__ = [
@@ -35,7 +36,8 @@ class Tree:
 
     Attributes:
         spec: Structure.
-        leaves: A `Key` for each tensor, a `BoxUse` for each box, an `EmptyCache` for each cache; else the value itself.
+        leaves: A `Key` for each tensor, a `BoxUse` for each box, an `EmptyCache` or a `MadeCache` for each cache; else
+            the value itself.
     """
 
     spec: pytree.TreeSpec
@@ -47,6 +49,8 @@ class Tree:
         for leaf in self.leaves:
             if isinstance(leaf, BoxUse) and leaf.content is not None:
                 found |= leaf.content.keys()
+            elif isinstance(leaf, MadeCache):
+                found |= leaf.keys()
         return found
 
     def build(self, values: Mapping[Key, Any], boxes: Mapping[int, Any]) -> PyTree:
@@ -70,6 +74,8 @@ class Tree:
                 found.append(boxes[leaf.number])
             elif isinstance(leaf, EmptyCache):
                 found.append(copy.deepcopy(leaf.empty))
+            elif isinstance(leaf, MadeCache):
+                found.append(leaf.build(values))
             else:
                 found.append(leaf)
         return pytree.tree_unflatten(found, self.spec)
@@ -118,6 +124,10 @@ class CallSpec:
     def boxes(self) -> list[BoxUse]:
         """Return the boxes among the arguments."""
         return [leaf for leaf in self.arguments.leaves if isinstance(leaf, BoxUse)]
+
+    def caches(self) -> list[EmptyCache | MadeCache]:
+        """Return the caches among the arguments that the model made."""
+        return [leaf for leaf in self.arguments.leaves if isinstance(leaf, (EmptyCache, MadeCache))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from .capture import asked_for, install_hooks
 from .check import check_equivalence, evaluating
 from .cut_plan import CutPlan
 from .discover import discover
-from .example import example_inputs, without_cache
+from .example import example_inputs, plain_rows, without_cache
 from .example_labels import with_labels
 from .layers import Candidate, candidates, observe
 from .pieces import LayerCall, Phase, Whole
@@ -50,7 +50,7 @@ class Cut:
     program: CutPlan | None
     report: CutReport
     layers: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
-    _structure: dict[str, type] | None = None
+    _structure: dict[str, tuple[type, object]] | None = None
 
     def sync(self) -> None:
         """Update the pieces from the model: mode, parameters, attributes, and modules that PEFT put in."""
@@ -120,7 +120,7 @@ def cut(
     >>> [type(piece).__name__ for piece in cut(LlamaForCausalLM(config)).pieces]
     ['Phase', 'LayerCall', 'LayerCall', 'Phase']
     """
-    kwargs = without_cache(model, dict(example if example is not None else example_inputs(model)))
+    kwargs = plain_rows(without_cache(model, dict(example if example is not None else example_inputs(model))))
     if asked_for(model, kwargs) != "none":
         install_hooks(model)
     # parameters on meta have no values: the calls can be observed, but no outputs compared

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .layers import Observed
+from .made_caches import Entry
 from .placeholder import Key
 
 __all__ = ["CutPlan"]
@@ -22,6 +23,7 @@ class CutPlan:
         used: Names of the parameters that each phase reads; ``None`` while they are not known.
         embeddings: Names of the embeddings that only phase 0 computes. Later phases pass their outputs to layers that
             have run already, so a placeholder is enough there.
+        cache_reads: Entries that each call reads of caches that the model made; ``None`` while they are not known.
     """
 
     calls: Sequence[Observed]
@@ -29,6 +31,7 @@ class CutPlan:
     keep: frozenset[Key] = frozenset()
     used: Sequence[frozenset[str] | None] = ()
     embeddings: frozenset[str] = frozenset()
+    cache_reads: Mapping[int, frozenset[Entry]] | None = None
 
     @property
     def phases(self) -> int:

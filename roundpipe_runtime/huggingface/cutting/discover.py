@@ -20,6 +20,7 @@ from ..errors import CutError, MissingEmbeddingError
 from .cut_plan import CutPlan
 from .cut_state import begin
 from .layers import observe
+from .made_caches import Entry, check_apart
 from .pieces import Finished, LayerCall, MissingValueError, Phase
 from .stub import copy_with_stubs
 
@@ -75,6 +76,7 @@ def _run(
 ) -> CutPlan:
     ends: list[int] = []
     keep = set(program.keep)
+    reads: dict[int, frozenset[Entry]] = {}
     state = begin(args, kwargs, model)
     while True:
         number = len(ends)
@@ -88,13 +90,25 @@ def _run(
         if isinstance(result, Finished):
             ends.append(len(program.calls))
             used = [track.used() for track in tracks[: len(ends)]]
-            return dataclasses.replace(program, ends=ends, keep=frozenset(keep), used=_completed(used, model, layers))
+            check_apart([call.layer for call in program.calls], reads)
+            used_names = _completed(used, model, layers)
+            return dataclasses.replace(program, ends=ends, keep=frozenset(keep), used=used_names, cache_reads=reads)
         state = result.state
         keep.add(result.needed)  # the next phase reads it
         start, end = (ends[-1] if ends else 0), max(state.call_log.calls) + 1
         for place in range(start, end):
             trial = dataclasses.replace(trial, keep=frozenset(keep))
-            state = LayerCall(trial, place, layers[program.calls[place].layer])(state)
+            layer = program.calls[place].layer
+            try:
+                state, reads[place] = LayerCall(trial, place, layers[layer]).observe(state)
+            except Exception as error:  # whatever the code of a layer does with a cache
+                if isinstance(error, CutError) or not state.call_log.calls[place].caches():
+                    raise
+                raise CutError(
+                    "structure",
+                    f"{layer} gets a cache that the model made, and fails without what other layers write into it: "
+                    f"{type(error).__name__}: {error}",
+                ) from error
         ends.append(end)
         if len(ends) > _MOST_PHASES:
             raise CutError("structure", f"The code of the model stands between its layers {len(ends)} times and more.")

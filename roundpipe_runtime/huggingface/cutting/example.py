@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from yobx_flatten.recipe.aliases import Kwargs
 from ..adapters import model_inside
 from ..configuration import text_config
 
-__all__ = ["example_inputs", "without_cache"]
+__all__ = ["example_inputs", "plain_rows", "without_cache"]
 
 _LENGTH = 12
 _PADDING = 3
@@ -63,3 +64,16 @@ def without_cache(model: nn.Module, kwargs: Kwargs) -> Kwargs:
         and (hasattr(getattr(model, "config", None), "use_cache") or hasattr(text_config(model), "use_cache"))
     )
     return {**kwargs, "use_cache": False} if knows and "use_cache" not in kwargs else dict(kwargs)
+
+
+def plain_rows(kwargs: Kwargs) -> Kwargs:
+    """Return keyword arguments in which mappings in lists are dictionaries: those of image processors are objects.
+
+    Args:
+        kwargs: keyword arguments of a call.
+    """
+    return {name: _plain(value) if type(value) is list else value for name, value in kwargs.items()}
+
+
+def _plain(values: list[Any]) -> list[Any]:
+    return [dict(value) if isinstance(value, Mapping) else value for value in values]

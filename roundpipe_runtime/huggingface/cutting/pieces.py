@@ -21,6 +21,7 @@ from .call_log import CallLog, Tree, box_content, fill_box, live
 from .capture import collecting
 from .cut_plan import CutPlan
 from .cut_state import CutState, begin, device_of, drops_layers
+from .made_caches import Entry, entries_read, without_caches
 from .placeholder import Key, NeedsValue, holds_placeholder
 from .session import PhaseSession
 from .stub import running
@@ -92,6 +93,11 @@ class Phase(nn.Module):
         return run_with_options(self.copy, run, state.options, rows_of_call(*state.call))
 
     @property
+    def _rp_runs_again(self) -> CutPlan:
+        """What lets all phases write the buffers that the model's own code writes: each runs it from its start."""
+        return self.program
+
+    @property
     def _is_last(self) -> bool:
         return self.number == self.program.phases - 1
 
@@ -134,7 +140,8 @@ class Phase(nn.Module):
         else:
             waiting = holds_placeholder(pytree.tree_leaves(output))
             if waiting is None:
-                return Finished(session.held_again(output))
+                output = session.held_again(output)
+                return Finished(output if state.call[1].get("use_cache") else without_caches(output))
             needed = waiting.key
         # a call of an earlier phase: it is completed, so running layers would not bring this output back
         if needed.call not in session.calls:
@@ -205,7 +212,8 @@ class Whole(nn.Module):
 
     def _run(self, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         with open_caches((), kwargs, device_of((args, kwargs))) as (_, kwargs, views):
-            return swapped(self.model(*args, **kwargs), views)
+            output = swapped(self.model(*args, **kwargs), views)
+        return output if kwargs.get("use_cache") else without_caches(output)
 
 
 class LayerCall(nn.Module):
@@ -240,9 +248,20 @@ class LayerCall(nn.Module):
         Raises:
             CutError: an output cannot pass between pieces.
         """
+        return self.observe(state)[0]
+
+    def observe(self, state: CutState) -> tuple[CutState, frozenset[Entry]]:
+        """Call the layer, and observe which entries it reads of caches that the model made.
+
+        Args:
+            state: state of the microbatch.
+
+        Returns:
+            The state after the call, and the entries.
+        """
         spec = state.call_log.calls.get(self.place)
         if spec is None:
-            return state
+            return state, frozenset()
         values, boxes = state.values, dict(state.boxes)
         # boxes are made anew, so that the layer writes neither to the state nor to the box of another call
         used = {}
@@ -263,7 +282,7 @@ class LayerCall(nn.Module):
         call_log = state.call_log.made(self.place, result, held)
         kept = self.program.keep | _kept_outputs(call_log, self.program)
         values = live({**values, **found}, call_log, self.place, kept)
-        return dataclasses.replace(state, values=values, boxes=boxes, call_log=call_log)
+        return dataclasses.replace(state, values=values, boxes=boxes, call_log=call_log), entries_read((args, kwargs))
 
 
 def _kept_outputs(call_log: CallLog, program: CutPlan) -> frozenset[Key]:

@@ -13,12 +13,13 @@ from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..errors import BatchStructureError, CutError, MissingEmbeddingError
-from .caches import HeldCache, swapped
+from .caches import HeldCache, has_layers, swapped
 from .call_log import BoxUse, CallLog, CallSpec, Embedded, EmptyCache, Tree, box_content, fill_box, is_box
 from .capture import collect_recorded, collected_so_far, extend_collected, is_cache
 from .cut_plan import CutPlan
 from .cut_state import CutState
 from .layers import tensors_of
+from .made_caches import MadeCache
 from .placeholder import Key, NeedsValue, Placeholder
 
 __all__ = ["PhaseSession"]
@@ -217,11 +218,16 @@ class PhaseSession:
         if is_box(leaf):
             return self._box(leaf, place)
         if is_cache(leaf) and find_unregistered(leaf):
-            raise CutError(
-                "structure",
-                f"{self.program.calls[place].layer} gets a {type(leaf).__name__} that the model made and filled. Keys "
-                "and values cannot pass from layer to layer in it, as gradients would have to flow back through it.",
-            )
+            if not has_layers(leaf):
+                raise CutError(
+                    "structure",
+                    f"{self.program.calls[place].layer} gets a {type(leaf).__name__} that the model made and filled. "
+                    "Keys and values cannot pass from layer to layer in it, as gradients would have to flow back "
+                    "through it.",
+                )
+            reads = self.program.cache_reads
+            only = None if reads is None else reads.get(place, frozenset())
+            return MadeCache.of(leaf, lambda value: self._named(value, place), only)
         if not isinstance(leaf, _PLAIN) and (found := find_unregistered(leaf)):
             raise CutError(
                 "structure",

@@ -21,6 +21,7 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..errors import CutError
 from .capture_old import collect_on_copy
+from .replaced_functions import own_forward, rebind_functions
 
 __all__ = ["Session", "copy_with_stubs", "running", "structure_around", "sync"]
 
@@ -136,6 +137,7 @@ def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embedding
         made: nn.Module = copy.deepcopy(model, memo)
     except Exception as error:
         raise CutError("copy", f"{type(model).__name__} cannot be copied: {error}") from error
+    rebind_functions(made, memo)
     del keep_alive
     collect_on_copy(made)
     for name in embeddings:
@@ -156,21 +158,21 @@ def _shared(module: nn.Module) -> Iterator[Any]:
             yield from (item for item in value if isinstance(item, torch.Tensor))
 
 
-def structure_around(model: nn.Module, layers: Set[str]) -> dict[str, type]:
-    """Return the classes of the modules of a model, without those inside its layers.
+def structure_around(model: nn.Module, layers: Set[str]) -> dict[str, tuple[type, object]]:
+    """Return what the modules of a model run, without those inside its layers.
 
     Args:
         model: model.
         layers: names of the layers.
 
     Returns:
-        The classes by name of the module.
+        The class and a replaced ``forward``, by name of the module.
     """
-    found: dict[str, type] = {}
+    found: dict[str, tuple[type, object]] = {}
     waiting = [("", model)]
     while waiting:
         path, module = waiting.pop()
-        found[path] = type(module)
+        found[path] = type(module), own_forward(module)
         inner = ((f"{path}.{name}" if path else name, child) for name, child in module.named_children())
         waiting += [(name, child) for name, child in inner if name not in layers]
     return found

@@ -16,6 +16,7 @@ from ..configuration import text_config
 from ..cutting.caches import cache_argument, home
 from ..cutting.check import evaluating, tolerance
 from ..cutting.cut import Cut
+from ..cutting.replaced_functions import OtherForward
 
 __all__ = ["forward_of", "reason_for_host", "with_own_forwards"]
 
@@ -32,10 +33,9 @@ def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """
     # `generate` calls the model that it is a method of, so an attribute of that object is the only way in
     inner = model_inside(model)
-    taken = functools.wraps(inner.forward)(_OtherForward(forward))
     held = inner.__dict__
     before = held.get("forward")
-    held["forward"] = taken
+    held["forward"] = functools.wraps(inner.forward)(OtherForward(forward, before))
     try:
         yield
     finally:
@@ -45,23 +45,16 @@ def forward_of(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             held["forward"] = before
 
 
-class _OtherForward:
-    """A replaced forward, which `with_own_forwards` recognizes by its class."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
-
-
 @contextlib.contextmanager
 def with_own_forwards(model: nn.Module) -> Iterator[None]:
     """Undo `forward_of` in the block, for a model and all modules in it."""
     held = [(module.__dict__, module.__dict__.get("forward")) for module in model.modules()]
-    taken = [(own, forward) for own, forward in held if isinstance(forward, _OtherForward)]
-    for own, _ in taken:
-        del own["forward"]
+    taken = [(own, forward) for own, forward in held if isinstance(forward, OtherForward)]
+    for own, forward in taken:
+        if forward.before is None:
+            del own["forward"]
+        else:
+            own["forward"] = forward.before
     try:
         yield
     finally:

@@ -66,7 +66,7 @@ class RoundPipeTrainer(CheckpointingTrainer):
     Args:
         model: model of transformers, or one that :func:`wrap_model_to_roundpipe` has wrapped.
         args: training arguments, as for a Trainer.
-        *positional: further arguments of a Trainer, in its order.
+        *positional: further arguments, in the order of the Trainer that this one is combined with.
         devices: devices, as for :class:`RoundPipe`. Default: all accelerators, or this process's share of them.
         microbatches: number of microbatches per batch. Default: number of devices + 1.
         keep_parameters: GB of each device for parameters that stay there, or ``"auto"``, as for
@@ -105,6 +105,8 @@ class RoundPipeTrainer(CheckpointingTrainer):
         self._rp_config = RoundPipeRunConfig(num_microbatch=microbatches, keep_parameters=keep_parameters)
         self._rp_pipeline: WrappedModel | None = None
         self._rp_is_converted = False
+        options |= self._rp_by_name(model, args, positional)
+        model, args = options.pop("model"), options.get("args")
         if isinstance(model, WrappedModel):
             of_runs = {"microbatches": microbatches, "keep_parameters": keep_parameters}
             names = [*self._rp_options, *(name for name, value in of_runs.items() if value is not None)]
@@ -117,9 +119,18 @@ class RoundPipeTrainer(CheckpointingTrainer):
                     f'    wrap_model_to_roundpipe(model, mesh=init_device_mesh("cpu", ({args.world_size}, 1)))'
                 )
             self._rp_pipeline, model = model, model.cut.model
-        super().__init__(model, args, *positional, **options)
+        super().__init__(model=model, **options)
         if self.label_smoother is not None and is_causal(self.model):
             self.label_smoother = _Shifted(self.label_smoother)
+
+    def _rp_by_name(self, model: Any, args: Any, positional: tuple[Any, ...]) -> Kwargs:
+        """The arguments by their names in the next class: the second one of a Trainer may be another model."""
+        if not positional and (args is None or isinstance(args, TrainingArguments)):
+            return {"model": model, "args": args}
+        names = inspect.signature(super().__init__)
+        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in names.parameters.values()):
+            names = inspect.signature(functools.partial(Trainer.__init__, self))
+        return {"args": None, **names.bind_partial(model, args, *positional).arguments}
 
     @property
     def pipeline(self) -> WrappedModel:

@@ -15,7 +15,9 @@ from roundpipe_runtime.errors import ConfigError
 from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
 from roundpipe_runtime.huggingface.adapters import is_adapted, model_inside
 from roundpipe_runtime.optim.parameters import ParameterStore
+from tests.cases import cases
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
+from yobx_flatten.huggingface.cache_names import cache_of
 
 pytestmark = pytest.mark.slow
 
@@ -339,4 +341,65 @@ def test_a_small_model_in_one_piece_has_adapters_too():
         model, use_sequential_preset=False, model_run_config=RoundPipeRunConfig(num_microbatch=2), devices="virtual:1"
     )
     assert_the_same(pipeline, plain, hf_batch())
+    pipeline.close()
+
+
+def prompt_model(name):
+    """A small model of transformers in float64, and its task."""
+    small = {"vocab_size": 100, "pad_token_id": 0, "hidden_size": 32, "intermediate_size": 64}
+    heads = {"num_hidden_layers": 4, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    if name == "t5":
+        config = transformers.T5Config(
+            vocab_size=100, d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )  # fmt: skip
+        return transformers.T5ForConditionalGeneration(config).double(), "SEQ_2_SEQ_LM"
+    if name == "gemma3_text":
+        config = transformers.Gemma3TextConfig(**small, **heads, head_dim=8, num_key_value_heads=4, sliding_window=8)
+        return transformers.Gemma3ForCausalLM(config).double(), "CAUSAL_LM"
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=100, n_embd=32, n_layer=3, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            bos_token_id=1, eos_token_id=1,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(config).double(), "CAUSAL_LM"
+    config = transformers.LlamaConfig(**small, **heads, num_key_value_heads=2)
+    return transformers.LlamaForCausalLM(config).double(), "CAUSAL_LM"
+
+
+PROMPTS = {
+    "prefix": lambda task: peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=4),
+    "projected prefix": lambda task: peft.PrefixTuningConfig(
+        task_type=task, num_virtual_tokens=4, prefix_projection=True, encoder_hidden_size=16
+    ),
+    "prompt": lambda task: peft.PromptTuningConfig(task_type=task, num_virtual_tokens=4),
+    "encoded prompt": lambda task: peft.PromptEncoderConfig(
+        task_type=task, num_virtual_tokens=4, encoder_hidden_size=16
+    ),
+}
+
+
+# PEFT calls the cache `past_key_values`, which transformers 5.24 renamed
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+# and asks for gradient checkpointing by its former name
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("method", PROMPTS)
+@pytest.mark.parametrize("name", cases(["llama", "gpt2", "gemma3_text", "t5"], quick=["llama", "t5"]))
+def test_learned_prompts_train_as_in_the_plain_model(name, method, old_names_said):
+    """Learned tokens, and learned keys and values: the model is cut, and logits, loss and gradients are the same."""
+    model, task = prompt_model(name)
+    model = peft.get_peft_model(model, PROMPTS[method](task)).double().train()
+    plain = copy.deepcopy(model)
+    pipeline = wrapped(model)
+    batch = hf_batch()
+    before = copy.deepcopy(batch)
+    expected = plain(**batch, use_cache=False)
+    expected.loss.backward()
+    loss, found = pipeline.forward_backward(input_kwargs=batch, return_outputs=True)
+    assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert (found.logits - expected.logits).norm() <= 1e-6 * expected.logits.norm()
+    assert worst_gradient(model, plain) < 1e-6
+    assert cache_of(found) is None
+    assert all(torch.equal(batch[key], before[key]) for key in batch)
     pipeline.close()

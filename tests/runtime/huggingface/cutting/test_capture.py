@@ -65,4 +65,4 @@ def test_a_cache_that_layers_share_is_named():
     model = known_model("image:diffusion_gemma")
     report = cut(model, batch_of("image:diffusion_gemma", model, 2, 0), check=False).report
     assert report.is_whole
-    assert "gets a DynamicCache that the model made and filled" in str(report)
+    assert "layers.0 gets a cache that the model made, and fails without what other layers write into it" in str(report)

@@ -1,5 +1,6 @@
 """Tests of roundpipe_runtime.huggingface.cutting.stub."""
 
+import functools
 import threading
 
 import pytest
@@ -95,10 +96,12 @@ def test_plain_data_that_changed_is_brought_up_to_date():
 
 
 def test_the_structure_around_layers():
-    """Names and classes, without what is in the layers."""
-    assert structure_around(Toy(), {"layers.0", "layers.1", "layers.2"}) == {
-        "": Toy,
-        "embed": nn.Embedding,
-        "layers": nn.ModuleList,
-        "head": nn.Linear,
+    """Names and classes, and forwards that were set on modules, without what is in the layers."""
+    model = Toy()
+    model.head.forward = forward = functools.partial(torch.neg)
+    assert structure_around(model, {"layers.0", "layers.1", "layers.2"}) == {
+        "": (Toy, None),
+        "embed": (nn.Embedding, None),
+        "layers": (nn.ModuleList, None),
+        "head": (nn.Linear, forward),
     }

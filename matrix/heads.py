@@ -1,8 +1,8 @@
 """Every class of transformers with a head, by its task: the names, the small models. No network, CPU, float32.
 
-A name is ``sequence_classification:BertForSequenceClassification``: the table ``MODEL_FOR_..._MAPPING_NAMES`` that lists
-the class, in small letters, and the class. One that several tables list has the name of the first that is not about
-pretraining or several media.
+A name is ``sequence_classification:BertForSequenceClassification``: the table of transformers that lists the class,
+``MODEL_FOR_..._MAPPING_NAMES``, in small letters, and the class. One that several tables list has the name of the first
+that is not about pretraining or several media.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ _PERCEIVER: Fields = {
 }
 
 HEADS: dict[str, Fields] = {
-    **dict.fromkeys(("wav2vec2", "hubert", "wavlm", "unispeech", "unispeech-sat"), {**_SOUND, **_SPEAKERS}),
+    **{key: {**_SOUND, **_SPEAKERS} for key in ("wav2vec2", "hubert", "wavlm", "unispeech", "unispeech-sat")},
     "wav2vec2-conformer": {**_SOUND, **_SPEAKERS, "position_embeddings_type": None, "conv_depthwise_kernel_size": 3},
     "data2vec-audio": {**_SOUND, **_SPEAKERS, "num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 5},
     "sew": _SOUND,

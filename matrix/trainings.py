@@ -13,6 +13,7 @@ from .models import split_name
 from .results import Results, installed_versions, library_state, passes
 from .runner import Limits, Runner, sample
 from .trainings_cases import COLUMNS, run_type
+from .trainings_kinds import kind_names
 
 __all__ = ["choose", "main", "parse"]
 
@@ -31,7 +32,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def choose(options: argparse.Namespace) -> list[str]:
     """Return the names of what is run."""
-    names = head_names()
+    names = [*kind_names(), *head_names()]
     if options.only:
         names = types_among(names, options.only)
     if options.sample is None:

@@ -24,6 +24,7 @@ _LAST = ("multimodal_lm", "pretraining")
 # tables of models without a head
 _NO_HEADS = ("backbone", "image", "text_encoding")
 _LABELS = 3
+_OF_TWO = ("pretraining:", "next_sentence_prediction:")
 # what is random in training: dropped or masked, so that a run of parts is not that of the whole
 _RANDOM = ("drop", "mask_time_prob", "mask_feature_prob", "jitter")
 
@@ -91,7 +92,7 @@ def make_head(name: str, *, seed: int = 0) -> Any:
     _without_randomness(made)
     _with_tokens(made)
     if "num_labels" not in own:
-        made.num_labels = 2 if "question_answering:" in name else _LABELS
+        made.num_labels = 2 if name.startswith(_OF_TWO) or "question_answering:" in name else _LABELS
     model = built(cls, made, seed)
     if getattr(made, "default_language", ...) is None:
         model.set_default_language(made.languages[0])

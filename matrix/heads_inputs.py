@@ -173,20 +173,29 @@ class _Inputs:
         return drawn
 
     def _features(self, name: str, task: str) -> Iterator[Batch]:
-        shape = features_shape(self.config, self.rows)
-        made: Batch = {name: self.random(*shape[1:])}
-        yield made
+        yield from self._masked({name: self.random(*features_shape(self.config, self.rows)[1:])})
         for bins in (80, 128, 160, 16):
-            yield {name: self.random(64, bins)}
+            yield from self._masked({name: self.random(64, bins)})
             yield {name: self.random(bins, 64)}
 
     def _sounds(self, name: str, task: str) -> Iterator[Batch]:
         bins = self.read("num_mel_bins")
         if isinstance(bins, int) and isinstance(length := self.read("max_length"), int):
             yield {name: self.random(length, bins)}
-        yield {name: self.random(1600)}
-        yield {name: self.random(4000)}
-        yield {name: self.random(1, 4000)}
+        for length in (1600, 4000):
+            yield from self._masked({name: self.random(length)})
+        yield from self._masked({name: self.random(1, 4000)})
+
+    def _masked(self, made: Batch) -> Iterator[Batch]:
+        """The same with a mask: sounds of which the first is shorter; then without one."""
+        if "attention_mask" in self.taken and "input_ids" not in self.taken:
+            sound = next(iter(made.values()))
+            mask = torch.ones(self.rows, sound.shape[-1] if sound.dim() == 2 else sound.shape[1], dtype=torch.int64)
+            if sound.dim() == 3 and sound.shape[1] == 1:
+                mask = torch.ones(self.rows, sound.shape[-1], dtype=torch.int64)
+            mask[0, mask.shape[1] * 3 // 4 :] = 0
+            yield {**made, "attention_mask": mask}
+        yield made
 
     def _patches(self, name: str, task: str) -> Iterator[Batch]:
         width = int(self.read("patch_embed_hidden_size", default=768))

@@ -73,6 +73,28 @@ _DINO: Fields = {
     "reshape_hidden_states": False,
     "apply_layernorm": True,
 }
+_DETR: Fields = {
+    "backbone_config": {
+        "model_type": "rt_detr_resnet",
+        "embedding_size": 8,
+        "hidden_sizes": [8, 16, 24, 32],
+        "depths": [1, 1, 1, 1],
+        "layer_type": "basic",
+        "out_features": ["stage2", "stage3", "stage4"],
+    },
+    "encoder_in_channels": [16, 24, 32],
+    "encoder_layers": 1,
+    "encoder_hidden_dim": 32,
+    "encoder_ffn_dim": 32,
+    "encoder_attention_heads": 4,
+    "d_model": 32,
+    "decoder_in_channels": [32, 32, 32],
+    "decoder_ffn_dim": 32,
+    "decoder_attention_heads": 4,
+    "num_queries": 8,
+    "decoder_layers": 2,
+    "num_denoising": 0,  # noise that is drawn
+}
 _PERCEIVER: Fields = {
     "d_latents": 16,
     "d_model": 16,
@@ -96,7 +118,7 @@ HEADS: dict[str, Fields] = {
     "convnext": _CONVNEXT,
     "convnextv2": _CONVNEXT,
     "cvt": {
-        "depth": [1, 1, 2],
+        "depth": [1, 2, 3],  # a stage reads the rate of its own number
         "embed_dim": [16, 16, 32],
         "num_heads": [1, 1, 2],
         "drop_path_rate": [0.0, 0.0, 0.0],
@@ -111,7 +133,7 @@ HEADS: dict[str, Fields] = {
         "width_coefficient": 1.0,
         "depth_coefficient": 1.0,
         "kernel_sizes": [3, 3],
-        "in_channels": [16, 16],
+        "in_channels": [32, 16],
         "out_channels": [16, 24],
         "strides": [1, 2],
         "num_block_repeats": [1, 1],
@@ -150,12 +172,10 @@ HEADS: dict[str, Fields] = {
     },
     "levit": {
         "image_size": 64,
-        "hidden_sizes": [16, 32],
-        "num_attention_heads": [2, 4],
-        "depths": [1, 1],
-        "key_dim": [8, 8],
-        "mlp_ratio": [2, 2],
-        "attention_ratio": [2, 2],
+        "hidden_sizes": [16, 32, 48],
+        "num_attention_heads": [2, 4, 4],
+        "depths": [1, 1, 1],
+        "key_dim": [8, 8, 8],
     },
     "layoutlmv3": {"coordinate_size": 8, "shape_size": 16, "hidden_size": 64, "input_size": 28, "patch_size": 14},
     "lilt": {"hidden_size": 96, "num_attention_heads": 4},
@@ -204,6 +224,8 @@ HEADS: dict[str, Fields] = {
     "ReformerForMaskedLM": {"is_decoder": False},
     "regnet": {**_RESNET, "groups_width": 8, "layer_type": "y"},
     "resnet": _RESNET,
+    "rt_detr": _DETR,
+    "rt_detr_v2": _DETR,
     "segformer": _PYRAMID,
     "squeezebert": {"embedding_size": 64},
     "swiftformer": {

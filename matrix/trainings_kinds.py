@@ -196,9 +196,9 @@ OPTIMIZERS: Mapping[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True},
     "Adam": {"lr": 1e-3},
     "AdamW": {"lr": 1e-3},
-    "AdamW, fused": {"lr": 1e-3, "fused": True},
-    "AdamW, foreach": {"lr": 1e-3, "foreach": True},
-    "Adam, amsgrad": {"lr": 1e-3, "amsgrad": True},
+    "AdamW (fused)": {"lr": 1e-3, "fused": True},
+    "AdamW (foreach)": {"lr": 1e-3, "foreach": True},
+    "Adam (amsgrad)": {"lr": 1e-3, "amsgrad": True},
     "Adamax": {"lr": 1e-3},
     "NAdam": {"lr": 1e-3},
     "RAdam": {"lr": 1e-3},
@@ -217,7 +217,7 @@ class OptimizerTrial(LanguageTrial):
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         """The optimizer."""
         named = self.name.partition(":")[2]
-        made: torch.optim.Optimizer = getattr(torch.optim, named.partition(",")[0])(parameters, **OPTIMIZERS[named])
+        made: torch.optim.Optimizer = getattr(torch.optim, named.partition(" (")[0])(parameters, **OPTIMIZERS[named])
         return made
 
 

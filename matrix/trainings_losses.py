@@ -100,9 +100,9 @@ def _weights() -> torch.Tensor:
 
 
 LOSSES: Mapping[str, OwnLoss] = {
-    "cross entropy, sum": OwnLoss(lambda x, y: functional.cross_entropy(x, y, reduction="sum"), "sum"),
-    "cross entropy, mean over rows": OwnLoss(functional.cross_entropy),
-    "cross entropy, a mean where a sum is stated": OwnLoss(functional.cross_entropy, "sum"),
+    "cross entropy (sum)": OwnLoss(lambda x, y: functional.cross_entropy(x, y, reduction="sum"), "sum"),
+    "cross entropy (mean over rows)": OwnLoss(functional.cross_entropy),
+    "cross entropy (a mean stated as a sum)": OwnLoss(functional.cross_entropy, "sum"),
     "class weights": OwnLoss(lambda x, y: functional.cross_entropy(x, y, weight=_weights())),
     "smoothed labels": OwnLoss(lambda x, y: functional.cross_entropy(x, y, label_smoothing=0.1)),
     "focal": OwnLoss(_focal),
@@ -127,16 +127,16 @@ LOSSES: Mapping[str, OwnLoss] = {
             torch.log_softmax(x / 2, -1), torch.softmax(x.detach().roll(1, -1), -1), reduction="batchmean"
         )
     ),
-    "tokens, sum": OwnLoss(lambda x, y: _tokens(x, y, reduction="sum"), "sum", "tokens"),
-    "tokens, their sum and number": OwnLoss(_tokens, "sum", "tokens", _weighted),
-    "tokens, mean over those that count": OwnLoss(_tokens, "mean", "tokens"),
-    "tokens, a mean where a sum is stated": OwnLoss(_tokens, "sum", "tokens"),
-    "tokens, mean of each row": OwnLoss(
+    "tokens (sum)": OwnLoss(lambda x, y: _tokens(x, y, reduction="sum"), "sum", "tokens"),
+    "tokens (their sum and number)": OwnLoss(_tokens, "sum", "tokens", _weighted),
+    "tokens (mean over those that count)": OwnLoss(_tokens, "mean", "tokens"),
+    "tokens (a mean stated as a sum)": OwnLoss(_tokens, "sum", "tokens"),
+    "tokens (mean of each row)": OwnLoss(
         lambda x, y: torch.stack([functional.cross_entropy(a, b) for a, b in zip(x, y, strict=True)]).mean(),
         "mean",
         "tokens",
     ),
-    "tokens, class weights": OwnLoss(lambda x, y: _tokens(x, y, weight=_weights()), "mean", "tokens"),
+    "tokens (class weights)": OwnLoss(lambda x, y: _tokens(x, y, weight=_weights()), "mean", "tokens"),
     "perplexity": OwnLoss(lambda x, y: _tokens(x, y).exp(), "mean", "tokens"),
     "negatives of the batch": OwnLoss(_in_batch),
     "supervised contrast": OwnLoss(_supervised),

@@ -24,6 +24,8 @@ def labels_of(task: str, model: Any, inputs: Batch, generator: torch.Generator) 
         inputs: what it reads.
         generator: the generator of the numbers.
     """
+    if not inputs:  # nothing is known that the class reads
+        return
     maker = _Labels(model, inputs, generator)
     for form in (*_FORMS.get(task, ()), *_BY_ARGUMENT):
         yield from form(maker)

@@ -65,14 +65,15 @@ def type_names() -> list[str]:
 
 
 def type_exists(name: str) -> bool:
-    """Return whether the installed transformers has the model type of a name, in this family or another.
+    """Return whether the installed transformers has the model type or the class of a name, in any family.
 
-    >>> type_exists("llama"), type_exists("image:no_such_type")
-    (True, False)
+    >>> type_exists("llama"), type_exists("masked_lm:BertForMaskedLM"), type_exists("image:no_such_type")
+    (True, True, False)
     """
+    import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    return split_name(name)[1] in CONFIG_MAPPING_NAMES
+    return split_name(name)[1] in CONFIG_MAPPING_NAMES or hasattr(transformers, split_name(name)[1])
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -10,14 +10,17 @@ from rich.console import Console
 from .command import ROOT, add_options, check_options, open_results, run_work, show_recorded, types_among
 from .heads import head_names
 from .models import split_name
-from .results import Results, installed_versions, library_state, passes
+from .results import Results, installed_versions, library_state
 from .runner import Limits, Runner, sample
 from .trainings_cases import COLUMNS, run_type
 from .trainings_kinds import kind_names
+from .trainings_page import outcome_of, page_of
 
 __all__ = ["choose", "main", "parse"]
 
 _WAY = "roundpipe_runtime"
+# rows of which a sample is taken where there are recorded ones: what was not built or has no loss says nothing
+_SAMPLED = ("equal", "equal in one microbatch", "refused")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -39,7 +42,7 @@ def choose(options: argparse.Namespace) -> list[str]:
         return names
     if options.against:
         recorded = Results.read(options.against).types
-        names = [name for name in names if name in recorded and passes(recorded[name], list(COLUMNS))]
+        names = [name for name in names if outcome_of(recorded.get(name, {"columns": {}})) in _SAMPLED]
     return sample(names, lambda name: split_name(name)[0], options.sample)
 
 
@@ -51,12 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(highlight=False, soft_wrap=True)
     options = parse(arguments)
 
-    def page(held: Results) -> str:
-        from .trainings_page import page_of
-
-        return page_of(held, options.output.name)
-
-    if show_recorded(options, COLUMNS, page, console):
+    if show_recorded(options, COLUMNS, lambda held: page_of(held, options.output.name), console):
         return 0
     state = library_state(ROOT / "roundpipe_runtime")
     results = open_results(options, _WAY)

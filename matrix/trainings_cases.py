@@ -79,7 +79,6 @@ def trained(trial: Trial) -> dict[str, Any]:
         optimizer.zero_grad()
     if not torch.tensor(expected).isfinite().all():
         raise SkipColumnError(f"the losses of the plain model are {expected}")
-    trial.close()
     found = []
     with trial.piped() as (pipeline, model):
         pipeline.train()

@@ -73,10 +73,10 @@ def page_of(results: Results, file: str) -> str:
         single=TOLERANCE_SINGLE,
         summary=_summary(results),
         wrong=_wrong(results),
-        refused=_reasons(results, "## What is refused", _is_refusal),
+        refused=_reasons(results, "## What is refused", lambda _, result: _is_refusal(result)),
         kinds="\n".join(_kind(results, kind) for kind in KINDS),
         heads=_table(results, [name for name in results.types if split_name(name)[0] not in KINDS]),
-        untried=_reasons(results, "## What is not compared", lambda result: not _was_compared(result)),
+        untried=_reasons(results, "## What is not compared", _is_left_out),
     )
 
 
@@ -107,8 +107,11 @@ def _is_refusal(result: Mapping[str, Any]) -> bool:
     return result["ok"] is None and result.get("why", "").startswith("RefusedError")
 
 
-def _was_compared(result: Mapping[str, Any]) -> bool:
-    return result["ok"] is not None or _is_refusal(result) or untried(dict(result))
+def _is_left_out(column: str, result: Mapping[str, Any]) -> bool:
+    """Whether there is nothing to compare: also a class that cannot be built, which is no fault of the package."""
+    if column == "built":
+        return result["ok"] is not True
+    return result["ok"] is None and not _is_refusal(result) and not untried(dict(result))
 
 
 def _is_whole(result: Mapping[str, Any]) -> bool:
@@ -130,13 +133,13 @@ def _summary(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _reasons(results: Results, title: str, asked: Callable[[Any], bool]) -> str:
+def _reasons(results: Results, title: str, asked: Callable[[str, Any], bool]) -> str:
     """The cells that are asked for, by reason."""
     held: dict[tuple[str, str], dict[str, None]] = {}
     for name, entry in results.types.items():
         by_reason: dict[str, list[str]] = {}
         for column, result in entry["columns"].items():
-            if asked(result):
+            if asked(column, result):
                 by_reason.setdefault(_said(result), []).append(_HEADS.get(column, column))
         for reason, columns in by_reason.items():
             held.setdefault((reason, ", ".join(columns)), {})[split_name(name)[1]] = None

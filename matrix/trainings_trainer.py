@@ -30,7 +30,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "no weight decay of biases": {"weight_decay": 0.1},
     "cosine schedule with warm-up": {"lr_scheduler_type": "cosine", "warmup_steps": 2},
     "schedule with restarts": {"lr_scheduler_type": "cosine_with_restarts", "warmup_steps": 1},
-    "warm-up, stable, decay": {
+    "warm-up and decay at the end": {
         "lr_scheduler_type": "warmup_stable_decay",
         "lr_scheduler_kwargs": {"num_decay_steps": 2},
         "warmup_steps": 2,

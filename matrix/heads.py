@@ -71,12 +71,13 @@ def head_class(name: str) -> Any:
     return cls
 
 
-def make_head(name: str, *, seed: int = 0) -> Any:
+def make_head(name: str, *, seed: int = 0, problem: str | None = None) -> Any:
     """Build the model of a name, in evaluation mode, with random weights; nothing in it is random in training.
 
     Args:
         name: see `head_names`.
         seed: the seed of the weights.
+        problem: the ``problem_type`` of the configuration. Default: none, which is a class for each row.
 
     Raises:
         NoLossError: the class computes no loss.
@@ -86,17 +87,29 @@ def make_head(name: str, *, seed: int = 0) -> Any:
     config = cls.config_class
     own = {**OVERRIDES.get(config.model_type, {}), **HEADS.get(config.model_type, {}), **HEADS.get(cls.__name__, {})}
     own = {key: value for key, value in own.items() if key not in ("config", "model")}
-    made = small_config(config, copy.deepcopy(own))
+    made = small_config(config, {key: _of_model_type(value) for key, value in copy.deepcopy(own).items()})
     if name.startswith("causal_lm:") and getattr(made, "is_decoder", None) is False:
         made.is_decoder = True
     _without_randomness(made)
     _with_tokens(made)
     if "num_labels" not in own:
         made.num_labels = 2 if name.startswith(_OF_TWO) or "question_answering:" in name else _LABELS
+    if problem is not None:
+        made.problem_type = problem
+        made.num_labels = 1 if problem == "regression" else _LABELS
     model = built(cls, made, seed)
     if getattr(made, "default_language", ...) is None:
         model.set_default_language(made.languages[0])
     return model
+
+
+def _of_model_type(value: Any) -> Any:
+    """The configuration of another type, where fields state which: a backbone."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if isinstance(value, dict) and "model_type" in value:
+        return CONFIG_MAPPING[value.pop("model_type")](**value)
+    return value
 
 
 def _with_tokens(config: Any) -> None:

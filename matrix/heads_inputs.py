@@ -120,6 +120,11 @@ class _Inputs:
                 for made in form(name, task):
                     found = True
                     yield {**made, **self._drawn(made)}
+        if "visual_embeds" in self.taken:
+            found = True
+            seen = self.random(3, int(self.read("visual_embedding_dim", default=32)))
+            mask = torch.ones(self.rows, 3, dtype=torch.int64)
+            yield {"visual_embeds": seen, "visual_attention_mask": mask, "visual_token_type_ids": mask}
         if "visual_feats" in self.taken:
             found = True
             yield {"visual_feats": self.random(4, self.config.visual_feat_dim), "visual_pos": self.random(4, 4)}

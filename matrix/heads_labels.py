@@ -67,6 +67,9 @@ def _tokens(maker: _Labels) -> Iterator[Batch]:
     held = next((maker.inputs[key] for key in ("decoder_input_ids", "input_ids") if key in maker.inputs), None)
     if held is None or held.is_floating_point() or "labels" not in maker.taken:
         return
+    seen = maker.inputs.get("visual_embeds")
+    if seen is not None:  # what is seen stands after the text
+        held = torch.cat([held, held[:, :1].expand(-1, seen.shape[1])], 1)
     labels = maker.spread(held)
     mask = maker.inputs.get("attention_mask")
     if mask is not None and mask.shape == labels.shape:
@@ -84,7 +87,14 @@ def _classes(maker: _Labels) -> Iterator[Batch]:
         logits = getattr(maker.outputs, "logits", None)
         if logits is None:
             logits = getattr(maker.outputs, "prediction_outputs", None)
-        yield {name: maker.integers(logits.shape[-1] if logits is not None else 2)}
+        count = logits.shape[-1] if logits is not None else 2
+        problem = getattr(maker.model.config, "problem_type", None)
+        if problem == "regression":
+            yield {name: maker.random()}
+        elif problem == "multi_label_classification":
+            yield {name: maker.integers(2, count).float()}
+        else:
+            yield {name: maker.integers(count)}
 
 
 def _token_classes(maker: _Labels) -> Iterator[Batch]:
@@ -129,6 +139,13 @@ def _speech_text(maker: _Labels) -> Iterator[Batch]:
             labels[row, 2 + row % 4 :] = _IGNORED
         yield {"labels": labels}
         yield {"labels": maker.integers(high, 5, low=3)}
+
+
+def _transduced(maker: _Labels) -> Iterator[Batch]:
+    """Texts, and the same after a blank: what the decoder has read before each of its tokens."""
+    for made in _speech_text(maker):
+        before = made["labels"].clamp(min=0)
+        yield {**made, "decoder_input_ids": torch.cat([torch.zeros_like(before[:, :1]), before], 1)}
 
 
 def _map(maker: _Labels) -> Iterator[Batch]:
@@ -230,6 +247,25 @@ def _masked_frames(maker: _Labels) -> Iterator[Batch]:
     yield {"mask_time_indices": hidden, "sampled_negative_indices": negatives}
 
 
+def _questions(maker: _Labels) -> Iterator[Batch]:
+    """Several spans in each row, each of a question."""
+    if "question_positions" in maker.taken:
+        length = maker.inputs["input_ids"].shape[1]
+        made = {key: maker.integers(length, 2) for key in ("question_positions", "start_positions", "end_positions")}
+        made["start_positions"][0, 0] = made["end_positions"][0, 0] = 0  # one that is ignored
+        yield made
+
+
+def _attacked(maker: _Labels) -> Iterator[Batch]:
+    """A text with mistakes, and the one that was meant."""
+    if "attack_input_ids" in maker.taken:
+        meant, made = {}, {}
+        for key, value in maker.inputs.items():
+            meant[f"labels_{key}"] = value.roll(1, -1) if key == "input_ids" else value
+            made[f"attack_{key}"] = value.roll(2, -1) if key == "input_ids" else value
+        yield {**made, **meant, "labels_input_ids": maker.spread(meant["labels_input_ids"])}
+
+
 def _alike(maker: _Labels) -> Iterator[Batch]:
     """Whatever has the shape of the outputs."""
     if "labels" not in maker.taken:
@@ -271,7 +307,8 @@ _FORMS: dict[str, tuple[Form, ...]] = {
     "image_segmentation": (_objects,),
     "instance_segmentation": (_instances,),
     "object_detection": (_objects,),
-    "pretraining": (_sentences, _masked_frames),
+    "pretraining": (_questions, _attacked, _sentences, _masked_frames),
+    **dict.fromkeys(("rnnt", "tdt"), (_transduced, _speech_text)),
     "question_answering": (_span,),
     "semantic_segmentation": (_map,),
     "speech_seq_2_seq": (_tokens, _speech_text),

@@ -14,12 +14,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .cases import SkipColumnError
 from .cut_cases import distance, worst_gradient
+from .heads_batches import NoBatchError
 from .models import split_name
 from .trainings_kinds import KINDS
 from .trainings_trial import ROWS, HeadTrial, Trial
 from .worker import be_quiet, run_columns
 
 __all__ = ["COLUMNS", "NEEDS", "run_type"]
+
+# tasks whose configurations have a ``problem_type``
+_OF_PROBLEMS = ("sequence_classification", "image_classification", "video_classification")
 
 
 def built(trial: Trial) -> dict[str, Any]:
@@ -38,6 +42,26 @@ def _fused(count: int, *, some_missing: bool = False) -> Callable[[Trial], dict[
         return _compared(trial, batch, (found.item(), model), (expected, plain))
 
     return column
+
+
+def other_labels(trial: Trial) -> dict[str, Any]:
+    """Numbers, and several labels, in place of a class for each row: two other losses, in 3 microbatches."""
+    if split_name(trial.name)[0] not in _OF_PROBLEMS:
+        raise SkipColumnError("its task knows one kind of labels")
+    made: dict[str, Any] = {}
+    for problem in ("regression", "multi_label_classification"):
+        other = HeadTrial(trial.name)
+        other.problem = problem
+        try:
+            if not other.batch(2, 0)["labels"].is_floating_point():
+                raise SkipColumnError("the class knows one kind of labels")
+            found = _fused(3)(other)
+        except NoBatchError as error:
+            raise SkipColumnError(f"the class knows one kind of labels: {error}") from error
+        finally:
+            other.close()
+        made |= {f"{problem}, {key}" if isinstance(value, float) else key: value for key, value in found.items()}
+    return made
 
 
 def called(trial: Trial) -> dict[str, Any]:
@@ -111,6 +135,7 @@ COLUMNS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "2 microbatches": _fused(2),
     "3 microbatches": _fused(3),
     "rows without labels": _fused(3, some_missing=True),
+    "other labels": other_labels,
     "called": called,
     "trained": trained,
 }

@@ -25,6 +25,7 @@ package.
 |---|---|
 | 1, 2, 3 | `forward_backward` of five rows in so many microbatches: loss and all gradients, in evaluation mode |
 | without labels | in 3 microbatches, where the first two rows have no labels of each kind |
+| other labels | in 3 microbatches, with numbers and with several labels for each row (`problem_type`) |
 | called | `model(**batch).loss.backward()` in 3 microbatches |
 | trained | three steps with 5, 4 and 3 rows in training mode: losses and weights (options of the Trainer: six steps) |
 

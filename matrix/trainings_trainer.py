@@ -19,7 +19,7 @@ __all__ = ["OPTIONS", "TrainerTrial"]
 _ROWS = 23
 _VOCABULARY = 60
 
-# what an option is called -> fields of TrainingArguments; those that begin with "model" are of the model
+# what an option is called -> fields of TrainingArguments, and: which "model", whether it is "random"
 OPTIONS: Mapping[str, dict[str, Any]] = {
     "defaults": {},
     "accumulation": {"gradient_accumulation_steps": 3},
@@ -41,7 +41,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "SGD": {"optim": "sgd", "learning_rate": 0.05},
     "RMSprop": {"optim": "rmsprop"},
     "Adagrad": {"optim": "adagrad"},
-    "noise on embeddings": {"neftune_noise_alpha": 5.0},
+    "noise on embeddings": {"neftune_noise_alpha": 5.0, "random": True},
     "recomputation": {"gradient_checkpointing": True},
     "incomplete batches dropped": {"dataloader_drop_last": True},
     "evaluation and the best model": {
@@ -107,7 +107,7 @@ class TrainerTrial(Trial):
     @property
     def columns(self) -> dict[str, Callable[[Any], dict[str, Any]]]:
         """A training is all that there is."""
-        left = ("1 microbatch", "2 microbatches", "3 microbatches", "rows without labels", "called")
+        left = ("1 microbatch", "2 microbatches", "3 microbatches", "rows without labels", "other labels", "called")
         return {**dict.fromkeys(left, _nothing), "trained": _trained}
 
     def batch(self, rows: int, seed: int, *, some_missing: bool = False) -> Batch:
@@ -188,6 +188,8 @@ def _trained(trial: TrainerTrial) -> dict[str, Any]:
         trainer.train()
         return trainer
 
+    if trial.fields.get("random"):
+        raise SkipColumnError("random numbers are drawn for each microbatch: they are others than those of the batch")
     plain = run(transformers.Trainer)
     try:
         found = run(RoundPipeTrainer, devices="virtual:2", microbatches=3)

@@ -177,15 +177,11 @@ class Trial:
 
     def cause(self, batch: Batch) -> str:
         """Whether the plain model answers otherwise to a part of the batch, in words."""
-        from roundpipe_runtime.batch.splitting import split
-
         try:
-            plain = copy.deepcopy(self.model)
             with torch.no_grad():
-                whole = plain(**batch)
-                parts = [plain(**part.kwargs) for part in split((), dict(batch), None, 3)]
-            key = next(key for key, value in whole.items() if "loss" not in key and isinstance(value, torch.Tensor))
-            off = distance(torch.cat([part[key] for part in parts]), whole[key], 0.0)
+                key, whole = _answer(self.model(**copy.deepcopy(batch)))
+                parts = [_answer(self.model(**part))[1] for part in _parts(batch)]
+            off = distance(torch.cat(parts), whole, 0.0)
         except Exception:  # a help to the reader, which needs an output that can be compared
             return ""
         return f" (rows depend on each other: {key} of parts is off by {off:.1e})" if off > self.tolerance else ""
@@ -193,29 +189,50 @@ class Trial:
     def of_torch(self, batch: Batch, model: Any) -> bool:
         """Whether the gradients are those of the plain model that is given the rows of each microbatch by itself.
 
-        The answers to parts are those to the batch, so the kernels of the backward are what makes a difference.
+        The answers to parts are those to the batch, and what goes back into them, too: so it is the kernels of the
+        backward that compute something else for fewer rows.
         """
-        from roundpipe_runtime.batch.splitting import split
-
         if self.cause(batch):
             return False
-        plain = copy.deepcopy(self.model)
+        plain, parted = copy.deepcopy(self.model), copy.deepcopy(self.model)
         try:
-            for part in split((), dict(batch), None, 3):
-                share = len(next(iter(part.kwargs.values()))) / ROWS
-                (self.loss(plain, dict(part.kwargs)) * share).backward()
-        except Exception:  # a loss that is not a mean over rows
+            outputs = plain(**copy.deepcopy(batch))
+            key, whole = _answer(outputs)
+            (back,) = torch.autograd.grad(self.loss(lambda **given: outputs, batch), whole)
+            taken = 0
+            for part in _parts(batch):
+                answer = parted(**part)[key]
+                answer.backward(back[taken : taken + len(answer)])
+                taken += len(answer)
+        except Exception:  # a loss of more than one output, or of another shape
             return False
-        return worst_gradient(model, plain) <= self.tolerance
+        return worst_gradient(model, parted) <= self.tolerance
+
+
+def _answer(outputs: Any) -> tuple[str, torch.Tensor]:
+    """The first output that is not a loss, and its name."""
+    return next((key, value) for key, value in outputs.items() if "loss" not in key and isinstance(value, torch.Tensor))
+
+
+def _parts(batch: Batch) -> list[Batch]:
+    from roundpipe_runtime.batch.splitting import split
+
+    return [dict(part.kwargs) for part in split((), copy.deepcopy(batch), None, 3)]
 
 
 class HeadTrial(Trial):
-    """A class of transformers with a head, and its own loss."""
+    """A class of transformers with a head, and its own loss.
+
+    Attributes:
+        problem: the ``problem_type`` of its configuration.
+    """
+
+    problem: str | None = None
 
     @functools.cached_property
     def model(self) -> Any:
         """The model, in float64 where it runs in it."""
-        model = make_head(self.name)
+        model = make_head(self.name, problem=self.problem)
         found = batch_for(self.name, model)
         wide = copy.deepcopy(model).double()
         with contextlib.suppress(Exception):  # models without experts refuse

@@ -80,7 +80,9 @@ def called(trial: Trial) -> dict[str, Any]:
 def _compared(trial: Trial, batch: dict[str, Any], found: tuple[float, Any], expected: tuple[float, Any]) -> Any:
     errors = {"loss": _off(found[0], expected[0]), "gradients": worst_gradient(found[1], expected[1])}
     if errors["loss"] <= trial.tolerance < errors["gradients"] and trial.of_torch(batch, found[1]):
-        raise SkipColumnError("torch computes other gradients of the plain model where it is given a row alone")
+        raise SkipColumnError(
+            "the plain model itself has other gradients where it is given the rows of a microbatch alone"
+        )
     return trial.check(batch, errors)
 
 

@@ -83,7 +83,8 @@ def test_one_head_is_equal_in_all_columns():
     run_type(TOKENS, "", list(COLUMNS), {}, None, events)
     lines = [json.loads(line) for line in events.getvalue().splitlines()]
     results = {line["column"]: line["result"] for line in lines if "column" in line}
-    assert {name: result["ok"] for name, result in results.items()} == dict.fromkeys(COLUMNS, True)
+    expected = dict.fromkeys(COLUMNS, True) | {"other labels": None}  # tokens have classes, and nothing else
+    assert {name: result["ok"] for name, result in results.items()} == expected
     assert results["3 microbatches"]["gradients"] < 1e-12
 
 
@@ -180,3 +181,10 @@ def test_the_committed_page_is_the_one_of_the_committed_results():
     recorded = sorted((docs / "data").glob("trainings-*.json"))[-1]
     page = page_of(Results.read(recorded), recorded.name)
     assert (docs / "trainings.md").read_text(encoding="utf-8") == page
+
+
+def test_numbers_and_several_labels_are_compared_where_the_task_knows_them():
+    """Their losses are means over rows, and over rows and labels."""
+    found = COLUMNS["other labels"](HeadTrial("sequence_classification:BertForSequenceClassification"))
+    kinds = ("regression", "multi_label_classification")
+    assert all(found[f"{kind}, {what}"] < 1e-12 for kind in kinds for what in ("loss", "gradients"))

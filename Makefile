@@ -40,7 +40,7 @@ NEEDS_dev := --editable '.[all]' --group dev
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch compat newest kills fuzz ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix genai runtimes clean distclean
+.PHONY: help ready demo test extended coverage coverage-others tasks accelerator accelerator-tests interleavings mutants executorch compat newest kills fuzz ranks lint format types doctest docs site notebooks bench bench-gpu matrix cut-matrix trainings genai runtimes clean distclean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -179,6 +179,11 @@ matrix: $(VENV)/.has-matrix  ## every type of the installed transformers against
 cut-matrix: $(VENV)/.has-matrix  ## cut every causal language model of the installed transformers and train it (MATRIX_ARGS="--sample 25")
 	$(BIN)/python -m matrix.cut $(MATRIX_ARGS)
 	$(BIN)/python -m matrix.cut --page docs/cut_matrix.md
+
+# An hour for all rows; what is recorded is not run again.
+trainings: $(VENV)/.has-test  ## train every head of transformers, losses, adapters and options beside the plain model (MATRIX_ARGS="--sample 45")
+	$(BIN)/python -m matrix.trainings $(MATRIX_ARGS)
+	$(BIN)/python -m matrix.trainings --page docs/trainings.md
 
 genai: $(VENV)/.has-test  ## export decoders and open them with onnxruntime-genai (MATRIX_ARGS="--sample 5")
 	$(BIN)/python -m matrix.genai $(MATRIX_ARGS)

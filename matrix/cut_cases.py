@@ -126,7 +126,7 @@ def _labelled(model: Any, made: dict[str, Any], tokens: torch.Tensor, mask: torc
     labels[0, -4:] = _IGNORED
     try:
         with torch.no_grad():
-            model(**made, labels=labels, **_no_cache(model))
+            model(**made, labels=labels, **no_cache(model))
     except (ValueError, TypeError):  # labels of another shape than the tokens, pictures that are missing
         return made
     return {**made, "labels": labels}
@@ -161,7 +161,7 @@ def microbatches(trial: CutTrial) -> dict[str, Any]:
     model = _double(trial)
     plain = copy.deepcopy(model)
     batch = batch_of(trial.name, model, 5, 1)
-    expected = plain(**batch, **_no_cache(model))
+    expected = plain(**batch, **no_cache(model))
     loss = _loss(expected)
     loss.backward()
     with _closing(trial.wrapped(model, 2, 3)) as pipeline:
@@ -173,9 +173,9 @@ def microbatches(trial: CutTrial) -> dict[str, Any]:
             found = _loss(outputs)
             found.backward()
         worst = {
-            "loss": _distance(found.detach(), loss.detach(), 0.0),
-            "logits": _distance(_logits(outputs).detach(), _logits(expected).detach(), 0.0),
-            "gradients": _worst_gradient(model, plain),
+            "loss": distance(found.detach(), loss.detach(), 0.0),
+            "logits": distance(_logits(outputs).detach(), _logits(expected).detach(), 0.0),
+            "gradients": worst_gradient(model, plain),
         }
     limit = TOLERANCE
     if TOLERANCE < worst["gradients"] < ROUNDING:
@@ -217,7 +217,7 @@ def _plain_losses(plain: Any, batches: list[dict[str, Any]]) -> list[float]:
     found = []
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     for batch in batches:
-        loss = plain(**batch, **_no_cache(plain)).loss
+        loss = plain(**batch, **no_cache(plain)).loss
         found.append(loss.item())
         loss.backward()
         optimizer.step()
@@ -234,7 +234,7 @@ def _double(trial: CutTrial) -> Any:
     with contextlib.suppress(Exception):  # models without experts refuse
         model.set_experts_implementation("eager")
     try:
-        _loss(copy.deepcopy(model)(**batch_of(trial.name, model, 2, 0), **_no_cache(model))).backward()
+        _loss(copy.deepcopy(model)(**batch_of(trial.name, model, 2, 0), **no_cache(model))).backward()
     except RuntimeError:
         return make_model(trial.name)
     return model
@@ -248,8 +248,8 @@ def _check_rows_independent(plain: Any, batch: dict[str, Any], expected: Any) ->
     cut = split_pictures(plain.config, batch)
     with torch.no_grad():
         parts = split((), batch, None, 3, split_input=cut)
-        found = torch.cat([_logits(plain(**part.kwargs, **_no_cache(plain))) for part in parts])
-    if _distance(found, _logits(expected), 0.0) > TOLERANCE:
+        found = torch.cat([_logits(plain(**part.kwargs, **no_cache(plain))) for part in parts])
+    if distance(found, _logits(expected), 0.0) > TOLERANCE:
         raise SkipColumnError(
             "rows of the reference model depend on each other: it answers otherwise to a part of the batch"
         )
@@ -264,15 +264,15 @@ def _rounding(plain: Any, batch: dict[str, Any]) -> float:
     for scale in (3.0, 7.0, 0.1):
         other = copy.deepcopy(plain)
         other.zero_grad()
-        (_loss(other(**batch, **_no_cache(plain))) * scale).backward()
+        (_loss(other(**batch, **no_cache(plain))) * scale).backward()
         for parameter in other.parameters():
             if parameter.grad is not None:
                 parameter.grad /= scale
-        found.append(_worst_gradient(other, plain))
+        found.append(worst_gradient(other, plain))
     return max(found)
 
 
-def _no_cache(model: Any) -> dict[str, Any]:
+def no_cache(model: Any) -> dict[str, Any]:
     from roundpipe_runtime.huggingface.cutting.example import without_cache
 
     return without_cache(model, {})
@@ -300,19 +300,19 @@ def _loss(outputs: Any) -> torch.Tensor:
     return torch.tanh(logits).square().mean()
 
 
-def _worst_gradient(model: Any, plain: Any) -> float:
+def worst_gradient(model: Any, plain: Any) -> float:
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     finite = [torch.where(gradient.isfinite(), gradient, 0.0) for gradient in expected.values()]
     typical = max((gradient.norm().item() / gradient.numel() ** 0.5 for gradient in finite), default=0.0)
     zeros = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
     return max(
-        (_distance(found.get(n, zeros[n]), expected.get(n, zeros[n]), 0.1 * typical) for n in {*found, *expected}),
+        (distance(found.get(n, zeros[n]), expected.get(n, zeros[n]), 0.1 * typical) for n in {*found, *expected}),
         default=0.0,
     )
 
 
-def _distance(found: torch.Tensor, expected: torch.Tensor, least: float) -> float:
+def distance(found: torch.Tensor, expected: torch.Tensor, least: float) -> float:
     if found.shape != expected.shape:
         return float("inf")
     same = (found == expected) | (found.isnan() & expected.isnan())

@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["IMAGE_TOKEN", "TOKENS_OF_MEDIA", "PictureEncoder", "encoder_inputs", "picture_of", "reads_media"]
+__all__ = [
+    "IMAGE_TOKEN",
+    "TOKENS_OF_MEDIA",
+    "PictureEncoder",
+    "encoder_inputs",
+    "features_shape",
+    "picture_of",
+    "reads_media",
+]
 
 IMAGE_TOKEN = 120
 # placeholders in the prompt; the small vocabulary ends at 128, so the defaults lie after it
@@ -49,7 +57,7 @@ def encoder_inputs(model: Any, batch: int, generator: torch.Generator) -> dict[s
     elif name == "flattened_patches":  # row and column of each patch come first
         shape = (batch, 9, inner.patch_embed_hidden_size + 2)
     elif name == "input_features":
-        shape = _features(config, batch)
+        shape = features_shape(config, batch)
     else:
         shape = (batch, 4000)
     made = torch.randn(shape, generator=generator)
@@ -58,7 +66,8 @@ def encoder_inputs(model: Any, batch: int, generator: torch.Generator) -> dict[s
     return {name: made}
 
 
-def _features(config: Any, batch: int) -> tuple[int, ...]:
+def features_shape(config: Any, batch: int) -> tuple[int, ...]:
+    """Return the shape of the features of sounds that a model of this configuration reads."""
     encoder = _read("encoder_config", config) or _read("audio_config", config) or config
     bins = _read("num_mel_bins", encoder, config) or _read("input_feat_per_channel", encoder, config)
     bins = bins or _read("feature_projection_input_dim", encoder, config) or 80

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,9 +21,11 @@ from .overrides import ADJUSTMENTS, OVERRIDES, SIZES, WINDOW_FIELDS
 __all__ = [
     "FAMILIES",
     "TooLargeError",
+    "built",
     "layer_classes",
     "make_config",
     "make_model",
+    "small_config",
     "split_name",
     "type_exists",
     "type_names",
@@ -63,14 +65,15 @@ def type_names() -> list[str]:
 
 
 def type_exists(name: str) -> bool:
-    """Return whether the installed transformers has the model type of a name, in this family or another.
+    """Return whether the installed transformers has the model type or the class of a name, in any family.
 
-    >>> type_exists("llama"), type_exists("image:no_such_type")
-    (True, False)
+    >>> type_exists("llama"), type_exists("masked_lm:BertForMaskedLM"), type_exists("image:no_such_type")
+    (True, True, False)
     """
+    import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    return split_name(name)[1] in CONFIG_MAPPING_NAMES
+    return split_name(name)[1] in CONFIG_MAPPING_NAMES or hasattr(transformers, split_name(name)[1])
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -103,9 +106,23 @@ def make_config(name: str) -> Any:
     own = {**OVERRIDES.get(model_type, {}), **OVERRIDES.get(name, {})}
     own.pop("model", None)
     named = own.pop("config", None)
-    config = _small(getattr(transformers, named) if named else CONFIG_MAPPING[model_type], own)
+    config = small_config(getattr(transformers, named) if named else CONFIG_MAPPING[model_type], own)
     if family == "causal" and getattr(config, "is_decoder", None) is False:
         config.is_decoder = True  # encoders that can also decode keep a cache only then
+    return config
+
+
+def small_config(cls: Any, own: dict[str, Any]) -> Any:
+    """Make the small configuration of a class of configurations.
+
+    Args:
+        cls: the class.
+        own: fields that are particular to it, as in `overrides.OVERRIDES`.
+
+    Raises:
+        Exception: whatever the configuration's own checks raise.
+    """
+    config = _small(cls, own)
     for field, token in TOKENS_OF_MEDIA.items():
         if isinstance(_read(config, field), int):
             with contextlib.suppress(AttributeError):  # some work it out
@@ -191,6 +208,25 @@ def make_model(name: str, *, seed: int = 0) -> Any:
     config = make_config(name)
     named = OVERRIDES.get(model_type, {}).get("model")
     build = getattr(transformers, named) if named else getattr(transformers, FAMILIES[family][1]).from_config
+    model = built(build, config, seed)
+    language = getattr(config, "default_language", ...)
+    if language is None:  # adapters per language: which one is part of the input
+        model.set_default_language(config.languages[0])
+    return model
+
+
+def built(build: Callable[[Any], Any], config: Any, seed: int) -> Any:
+    """Build a small model, in evaluation mode, with random weights.
+
+    Args:
+        build: makes it of the configuration.
+        config: its configuration.
+        seed: the seed of the weights.
+
+    Raises:
+        TooLargeError: it is large nevertheless.
+        Exception: whatever transformers raises when it cannot build the model here.
+    """
     with torch.device("meta"):
         size = sum(weight.numel() for weight in build(copy.deepcopy(config)).parameters())
     if size > LARGEST:
@@ -198,9 +234,6 @@ def make_model(name: str, *, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     model = build(config).eval()
     _break_ties(model)
-    language = getattr(config, "default_language", ...)
-    if language is None:  # adapters per language: which one is part of the input
-        model.set_default_language(config.languages[0])
     return model
 
 

@@ -158,7 +158,8 @@ def check_leaves(
         what = f"reads {names[0]}, which requires a gradient" if names else "reads a tensor that requires a gradient"
         raise StageError(
             f"{layer.title} {what}, of shape {tuple(leaf.shape)}, and it is neither an input nor a parameter of it. "
-            "Each call goes back by itself, so this gradient would be wrong. Give it to the model, or make it a parameter:\n"
+            "Each call goes back by itself, so this gradient would be wrong. Give it to the model, or make it a "
+            "parameter:\n"
             "    model(x, delta)\n"
             "    layer.delta = torch.nn.Parameter(delta)"
         )

@@ -1,0 +1,154 @@
+"""The columns of trainings: the loss of the whole batch with its gradients, for any number of microbatches.
+
+What is refused by an error of this package is neither right nor wrong: the cell holds the error.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .cases import SkipColumnError
+from .cut_cases import distance, worst_gradient
+from .heads_batches import NoBatchError
+from .models import split_name
+from .trainings_kinds import KINDS
+from .trainings_trial import ROWS, HeadTrial, Trial
+from .worker import be_quiet, run_columns
+
+__all__ = ["COLUMNS", "NEEDS", "run_type"]
+
+# tasks whose configurations have a ``problem_type``
+_OF_PROBLEMS = ("sequence_classification", "image_classification", "video_classification")
+
+
+def built(trial: Trial) -> dict[str, Any]:
+    """The small configuration makes a model, and a batch with labels has a loss."""
+    return {"parameters": sum(p.numel() for p in trial.model.parameters()), "batch": sorted(trial.batch(2, 0))}
+
+
+def _fused(count: int, *, some_missing: bool = False) -> Callable[[Trial], dict[str, Any]]:
+    """One call of ``forward_backward`` on five rows."""
+
+    def column(trial: Trial) -> dict[str, Any]:
+        batch = trial.batch(ROWS, 1, some_missing=some_missing)
+        plain, expected = trial.expected(batch)
+        with trial.piped() as (pipeline, model):
+            found = trial.fused(pipeline, copy.deepcopy(batch), count)
+        return _compared(trial, batch, (found.item(), model), (expected, plain))
+
+    return column
+
+
+def other_labels(trial: Trial) -> dict[str, Any]:
+    """Numbers, and several labels, in place of a class for each row: two other losses, in 3 microbatches."""
+    if split_name(trial.name)[0] not in _OF_PROBLEMS:
+        raise SkipColumnError("its task knows one kind of labels")
+    made: dict[str, Any] = {}
+    for problem in ("regression", "multi_label_classification"):
+        other = HeadTrial(trial.name)
+        other.problem = problem
+        try:
+            if not other.batch(2, 0)["labels"].is_floating_point():
+                raise SkipColumnError("the class knows one kind of labels")
+            found = _fused(3)(other)
+        except NoBatchError as error:
+            raise SkipColumnError(f"the class knows one kind of labels: {error}") from error
+        finally:
+            other.close()
+        made |= {f"{problem}, {key}" if isinstance(value, float) else key: value for key, value in found.items()}
+    return made
+
+
+def called(trial: Trial) -> dict[str, Any]:
+    """Called like the model, in 3 microbatches, and ``loss.backward()``."""
+    from roundpipe_runtime import RoundPipeRunConfig
+
+    batch = trial.batch(ROWS, 2)
+    plain, expected = trial.expected(batch)
+    with trial.piped() as (pipeline, model):
+        run = RoundPipeRunConfig(num_microbatch=3)
+        found = trial.loss(lambda **given: pipeline(**given, roundpipe_run_config=run), copy.deepcopy(batch))
+        found.backward()
+    return _compared(trial, batch, (found.item(), model), (expected, plain))
+
+
+def _compared(trial: Trial, batch: dict[str, Any], found: tuple[float, Any], expected: tuple[float, Any]) -> Any:
+    errors = {"loss": _off(found[0], expected[0]), "gradients": worst_gradient(found[1], expected[1])}
+    if errors["loss"] <= trial.tolerance < errors["gradients"] and trial.of_torch(batch, found[1]):
+        raise SkipColumnError(
+            "the plain model itself has other gradients where it is given the rows of a microbatch alone"
+        )
+    return trial.check(batch, errors)
+
+
+def trained(trial: Trial) -> dict[str, Any]:
+    """Three steps in training mode, with another number of rows each: the losses and weights of the plain model.
+
+    Batch norm normalises microbatches, as in a loop over them: such models train in one.
+    """
+    normalises = any(isinstance(one, _BatchNorm) for one in trial.model.modules())
+    batches = [trial.batch(rows, 10 + rows) for rows in (5, 4, 3)]
+    if len({trial.plain(batches[0], seed, training=True)[1] for seed in (0, 1)}) > 1:
+        raise SkipColumnError("in training mode, the loss of the plain model is another one each time")
+    plain = copy.deepcopy(trial.model).train()
+    optimizer, expected = trial.optimizer([p for p in plain.parameters() if p.requires_grad]), []
+    for batch in batches:
+        loss = trial.loss(plain, copy.deepcopy(batch))
+        loss.backward()
+        expected.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    if not torch.tensor(expected).isfinite().all():
+        raise SkipColumnError(f"the losses of the plain model are {expected}")
+    found = []
+    with trial.piped() as (pipeline, model):
+        pipeline.train()
+        own = trial.optimizer([p for p in pipeline.optim_parameters() if p.requires_grad])
+        for batch in batches:
+            found.append(trial.fused(pipeline, copy.deepcopy(batch), 1 if normalises else 3).item())
+            pipeline.step(lambda: (own.step(), own.zero_grad()))
+        pipeline.synchronize()
+    held = plain.state_dict()
+    errors = {
+        "loss": max(_off(*pair) for pair in zip(found, expected, strict=True)),
+        "weights": max(
+            distance(value.detach(), held[name].detach(), 1e-3)
+            for name, value in model.state_dict().items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel()
+        ),
+    }
+    trial.close()
+    made = trial.check(batches[0], errors)
+    return {**made, "batch norm": "in one microbatch"} if normalises else made
+
+
+def _off(found: float, expected: float) -> float:
+    return abs(found - expected) / max(abs(expected), 1e-6)
+
+
+COLUMNS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "built": built,
+    "1 microbatch": _fused(1),
+    "2 microbatches": _fused(2),
+    "3 microbatches": _fused(3),
+    "rows without labels": _fused(3, some_missing=True),
+    "other labels": other_labels,
+    "called": called,
+    "trained": trained,
+}
+NEEDS = dict.fromkeys([name for name in COLUMNS if name != "built"], "built")
+
+
+def run_type(
+    name: str, way: str, columns: list[str], known: dict[str, bool | None], folder: Any, events: TextIO
+) -> None:
+    """Run columns of one name in this process, as `worker.run_type` does for the other matrix."""
+    be_quiet()
+    trial = KINDS.get(split_name(name)[0], HeadTrial)(name)
+    own = getattr(trial, "columns", {})
+    run_columns(trial, columns, known, events, ({**COLUMNS, **own}, NEEDS))

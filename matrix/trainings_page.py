@@ -1,0 +1,207 @@
+"""The page of trainings: by task, how many rows are equal, refused or wrong; then each row with its differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .models import split_name
+from .page import cleaned, codes, row, rule
+from .results import Results, untried
+from .trainings_cases import COLUMNS
+from .trainings_kinds import KINDS
+
+__all__ = ["outcome_of", "page_of"]
+
+_PAGE = """# What was trained beside plain models
+
+Each row trains a small model with random weights through a pipeline of two virtual devices, next to the plain model (or
+the plain Trainer) with the same data. `make trainings` runs them, and goes on where it stopped
+(`python -m matrix.trainings --help` states how to run less); this page is written from `data/{file}`, with {versions}.
+`.ci/run` runs one row of each task and kind again, and fails where a number is wrong or an error is not of this
+package.
+
+| column | what is asked |
+|---|---|
+| 1, 2, 3 | `forward_backward` of five rows in so many microbatches: loss and all gradients, in evaluation mode |
+| without labels | in 3 microbatches, where the first two rows have no labels of each kind |
+| other labels | in 3 microbatches, with numbers and with several labels for each row (`problem_type`) |
+| called | `model(**batch).loss.backward()` in 3 microbatches |
+| trained | three steps with 5, 4 and 3 rows in training mode: losses and weights (options of the Trainer: six steps) |
+
+A number is the largest relative difference from the plain model. Rows differ in how many of their labels are ignored,
+and there are more or fewer rows in a microbatch. Everything runs in float64 and may differ by {tolerance:.0e}; a model
+that does not run in float64 may differ by {single:.0e}, and is marked "float32". A gradient that is zero but for
+rounding is compared with the largest of the model. Nothing is random in training: dropout and masks are off.
+
+`1:` before a number: the loss is not known to be a mean over rows or labels, so the batch ran in one microbatch.
+**refused**: an error of this package says so, below. – : the plain model has no such case (why is stated below).
+Batch norm normalises microbatches, as in a loop over them: such models train in one.
+
+{summary}
+{wrong}
+{refused}
+{kinds}
+## Heads
+
+{heads}
+{untried}"""
+
+_KINDS = {
+    "own_loss": ("Own losses", "A `loss_fn` of logits of BERT, with the `loss_reduction` that is right for it."),
+    "adapter": ("Methods of PEFT", "On a Llama of three layers; parameters that begin as zeros are random."),
+    "optimizer": ("Optimizers", "Of `torch.optim`, on a Llama of three layers."),
+    "trainer": ("Options of the Trainer", "`RoundPipeTrainer` beside `Trainer`: losses, norms, rates and weights."),
+}
+_HEADS = {"1 microbatch": "1", "2 microbatches": "2", "3 microbatches": "3", "rows without labels": "without labels"}
+_OUTCOMES = ("equal", "equal in one microbatch", "refused", "wrong", "no loss", "not built", "not compared")
+
+
+def page_of(results: Results, file: str) -> str:
+    """Return the page.
+
+    Args:
+        results: the results of this matrix.
+        file: the name of the file they are from.
+    """
+    from .trainings_trial import TOLERANCE, TOLERANCE_SINGLE
+
+    versions = ", ".join(f"{library} {version}" for library, version in results.versions.items())
+    return _PAGE.format(
+        file=file,
+        versions=versions,
+        tolerance=TOLERANCE,
+        single=TOLERANCE_SINGLE,
+        summary=_summary(results),
+        wrong=_wrong(results),
+        refused=_reasons(results, "## What is refused", lambda _, result: _is_refusal(result)),
+        kinds="\n".join(_kind(results, kind) for kind in KINDS),
+        heads=_table(results, [name for name in results.types if split_name(name)[0] not in KINDS]),
+        untried=_reasons(results, "## What is not compared", _is_left_out),
+    )
+
+
+def outcome_of(entry: Mapping[str, Any]) -> str:
+    """Return the outcome of a row: the worst of its cells.
+
+    >>> outcome_of({"columns": {"built": {"ok": True}, "called": {"ok": True, "loss": 0.0}}})
+    'equal'
+    >>> outcome_of({"columns": {"built": {"ok": False, "why": "ImportError"}}})
+    'not built'
+    """
+    cells = dict(entry["columns"])
+    first = cells.pop("built", {"ok": None})
+    if first["ok"] is False:
+        return "not built"
+    if first["ok"] is None:
+        return "no loss"
+    if any(result["ok"] is False for result in cells.values()):
+        return "wrong"
+    if any(map(_is_refusal, cells.values())):
+        return "refused"
+    if not any(result["ok"] for result in cells.values()):
+        return "not compared"
+    return "equal in one microbatch" if any(map(_is_whole, cells.values())) else "equal"
+
+
+def _is_refusal(result: Mapping[str, Any]) -> bool:
+    return result["ok"] is None and result.get("why", "").startswith("RefusedError")
+
+
+def _is_left_out(column: str, result: Mapping[str, Any]) -> bool:
+    """Whether there is nothing to compare: also a class that cannot be built, which is no fault of the package."""
+    if column == "built":
+        return result["ok"] is not True
+    return result["ok"] is None and not _is_refusal(result) and not untried(dict(result))
+
+
+def _is_whole(result: Mapping[str, Any]) -> bool:
+    return any("run in one microbatch" in note for note in result.get("notes", ()))
+
+
+def _summary(results: Results) -> str:
+    kinds = {name: split_name(name)[0] for name in results.types}
+    shown = [*KINDS, *sorted(set(kinds.values()) - set(KINDS))]
+    lines = [row(["", "rows", *_OUTCOMES]), rule(2 + len(_OUTCOMES))]
+    total = dict.fromkeys(_OUTCOMES, 0)
+    for kind in shown:
+        held = [outcome_of(results.types[name]) for name, own in kinds.items() if own == kind]
+        for outcome in held:
+            total[outcome] += 1
+        if held:
+            lines.append(row([kind.replace("_", " "), str(len(held)), *(str(held.count(o) or "") for o in _OUTCOMES)]))
+    lines.append(row(["all", str(len(kinds)), *(str(total[outcome]) for outcome in _OUTCOMES)]))
+    return "\n".join(lines) + "\n"
+
+
+def _reasons(results: Results, title: str, asked: Callable[[str, Any], bool]) -> str:
+    """The cells that are asked for, by reason."""
+    held: dict[tuple[str, str], dict[str, None]] = {}
+    for name, entry in results.types.items():
+        by_reason: dict[str, list[str]] = {}
+        for column, result in entry["columns"].items():
+            if asked(column, result):
+                by_reason.setdefault(_said(result), []).append(_HEADS.get(column, column))
+        for reason, columns in by_reason.items():
+            held.setdefault((reason, ", ".join(columns)), {})[split_name(name)[1]] = None
+    if not held:
+        return ""
+    lines = [f"{title}\n", row(["rows", "where", "why"]), rule(3)]
+    lines += [row([codes(names), where, cleaned(why)]) for (why, where), names in sorted(held.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _wrong(results: Results) -> str:
+    """The rows with a wrong number, or with an error that is not of the package."""
+    lines = []
+    for name, entry in results.types.items():
+        cells = {column: cell for column, cell in entry["columns"].items() if column != "built" and cell["ok"] is False}
+        if cells:
+            said = "; ".join(f"{_HEADS.get(column, column)}: {_said(cell)}" for column, cell in cells.items())
+            lines.append(row([codes([split_name(name)[1]]), cleaned(said)]))
+    return (
+        "\n".join(["## What is wrong\n", row(["row", "where, and how far off"]), rule(2), *lines]) + "\n"
+        if lines
+        else ""
+    )
+
+
+def _said(result: Mapping[str, Any]) -> str:
+    why: str = result.get("why", "")
+    for word in ("RefusedError: ", "SkipColumnError: ", "DifferenceError: ", "NoLossError: "):
+        why = why.removeprefix(word)
+    return why
+
+
+def _kind(results: Results, kind: str) -> str:
+    names = [name for name in results.types if split_name(name)[0] == kind]
+    title, words = _KINDS[kind]
+    return f"## {title}\n\n{words}\n\n{_table(results, names)}" if names else ""
+
+
+def _table(results: Results, names: list[str]) -> str:
+    columns = [
+        column
+        for column in COLUMNS
+        if column != "built" and any(_shown(results.types[name]["columns"].get(column)) != "–" for name in names)
+    ]
+    lines = [row(["row", *(_HEADS.get(column, column) for column in columns)]), rule(1 + len(columns))]
+    for name in sorted(names):
+        cells = results.types[name]["columns"]
+        if cells.get("built", {}).get("ok"):
+            lines.append(row([split_name(name)[1], *(_shown(cells.get(column)) for column in columns)]))
+    return "\n".join(lines) + "\n"
+
+
+def _shown(result: Mapping[str, Any] | None) -> str:
+    if result is None:
+        return ""
+    if _is_refusal(result):
+        return "**refused**"
+    if result["ok"] is None:
+        return "–"
+    if result["ok"] is False:
+        return "✗"
+    errors = [value for key, value in result.items() if key != "seconds" and isinstance(value, float)]
+    worst = f"{max(errors, default=0.0):.0e}" if any(errors) else "0"
+    return ("1: " if _is_whole(result) else "") + worst + (", float32" if "dtype" in result else "")

@@ -144,7 +144,7 @@ class LossCheck:
             weights = [one.weight or 0.0 for one in found]
             if not expected.weight or not sum(weights):
                 return True
-            total = sum(one.tensors[0].double() for one in found if one.weight) / sum(weights)
+            total = torch.stack([one.tensors[0].double() for one in found if one.weight]).sum() / sum(weights)
             return _are_close([[expected.tensors[0].double() / expected.weight], [total]], of=expected)
         ways = [[count / sum(rows) for count in rows]]
         if self._reduction == "sum":

@@ -81,11 +81,20 @@ class LossProof:
             layers return for all rows. ``"whole"``: in one microbatch.
         reason: Reason for ``"joined"`` and ``"whole"``; empty otherwise.
         variants: Number of sets of labels that were compared; 0 where another batch may show more.
+        row_nbytes: Bytes of what the layers return for one row, which a joined loss holds for the whole batch.
     """
 
     way: Way
     reason: str = ""
     variants: int = 0
+    row_nbytes: int = 0
+
+    def __str__(self) -> str:
+        if self.way in ("joined", "whole"):
+            how = "once for the whole batch" if self.way == "joined" else "in one microbatch"
+            return f"computed {how}: {self.reason}"
+        weights = {"items": "weighted by the items they count", "rows": "weighted by rows", "sum": "added"}[self.way]
+        return f"losses of microbatches are {weights}, proven with {self.variants} sets of labels and masks"
 
 
 def prove(

@@ -78,6 +78,10 @@ class LossWays:
             proof = LossProof("whole", f"it does not run on {_ROWS} of the rows: {error}")
         if proof.variants or proof.way != "joined":
             self.proofs[kind] = proof
+        if proof.variants or proof.way not in ("items", "joined"):  # there is a loss
+            report, mode = self._made.report, "training" if self._made.model.training else "evaluation"
+            given = ", ".join(name for name, value in split_options(kwargs)[0].items() if value is not None)
+            self._made.report = dataclasses.replace(report, losses=(*report.losses, f"{mode} with {given}: {proof}"))
         return proof
 
     def join(
@@ -98,7 +102,7 @@ class LossWays:
         kind = self._kind_of(args, kwargs)
         if kind not in self._axes:
             try:
-                self._some_states(kind, *self._some_rows(args, kwargs, config), config)
+                self._some_states(kind, *next(self._some_rows(args, kwargs, config)), config)
             except CannotJoinError:
                 return None
         return functools.partial(join_states, axes=self._axes[kind], args=args, kwargs=kwargs)
@@ -110,37 +114,55 @@ class LossWays:
         return named, tuple(map(_kind, args)), self._made.model.training, asked
 
     def _prove(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossProof:
-        first, microbatches = self._some_rows(args, kwargs, config)
-        made, options = self._made, split_options(kwargs)[1] or CallOptions()
-        whole, parts = _rows_of(first), [_rows_of(one) for one in microbatches]
+        proof = LossProof("joined", "no labels count in this batch, or it is not finite")
+        kind = self._kind_of(args, kwargs)
         with _autocast_here(self._engine):
-            if made.report.is_whole:
-                return prove(made.model, made.pieces[-1], whole, parts, options)
-            states, axes = self._some_states(self._kind_of(args, kwargs), first, microbatches, config)
-            return prove(
-                made.model,
-                made.pieces[-1],
-                dataclasses.replace(whole, state=join_states(states, axes, *_call_of(first))),
-                [dataclasses.replace(part, state=state) for part, state in zip(parts, states, strict=True)],
-                options,
-                lambda state: split_state(state, states, axes),
-            )
+            for rows in self._some_rows(args, kwargs, config):
+                proof = self._prove_with(kind, *rows, split_options(kwargs)[1] or CallOptions(), config)
+                if proof.variants or proof.way != "joined":
+                    break  # else no labels count in these rows: others may have some
+        return proof
+
+    def _prove_with(
+        self,
+        kind: Hashable,
+        first: FlatMicrobatch,
+        microbatches: Sequence[FlatMicrobatch],
+        options: CallOptions,
+        config: RoundPipeRunConfig,
+    ) -> LossProof:
+        made, whole, parts = self._made, _rows_of(first), [_rows_of(one) for one in microbatches]
+        if made.report.is_whole:
+            return prove(made.model, made.pieces[-1], whole, parts, options)
+        states, axes = self._some_states(kind, first, microbatches, config)
+        nbytes = sum(value.nbytes for state in states for value in state.values.values())
+        proof = prove(
+            made.model,
+            made.pieces[-1],
+            dataclasses.replace(whole, state=join_states(states, axes, *_call_of(first))),
+            [dataclasses.replace(part, state=state) for part, state in zip(parts, states, strict=True)],
+            options,
+            lambda state: split_state(state, states, axes),
+        )
+        return dataclasses.replace(proof, row_nbytes=nbytes // max(whole.count, 1))
 
     def _some_rows(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
-    ) -> tuple[FlatMicrobatch, list[FlatMicrobatch]]:
-        """The first rows of a batch, and the same rows in two parts."""
+    ) -> Iterator[tuple[FlatMicrobatch, list[FlatMicrobatch]]]:
+        """Yield a few rows of a batch at a time, and the same rows in two parts."""
         batch = FlatBatch.of(args, kwargs, None)
         counts = [one.rows for one in self._engine.split(batch, config)]
         if None in counts:
             raise CannotJoinError("it is not clear how many rows a microbatch has")
         number = math.ceil(sum(count or 0 for count in counts) / _ROWS)
-        first = self._engine.split(batch, dataclasses.replace(config, num_microbatch=number))[0]
         in_two = dataclasses.replace(config, num_microbatch=2)
-        microbatches = self._engine.split(FlatBatch.of(*_call_of(first), None), in_two)
-        if len(microbatches) != 2 or None in (first.rows, *(one.rows for one in microbatches)):
-            raise CannotJoinError("it is not clear how many rows a part of the batch has")
-        return first, microbatches
+        for first in self._engine.split(batch, dataclasses.replace(config, num_microbatch=number)):
+            if first.rows == 1:
+                continue
+            microbatches = self._engine.split(FlatBatch.of(*_call_of(first), None), in_two)
+            if len(microbatches) != 2 or None in (first.rows, *(one.rows for one in microbatches)):
+                raise CannotJoinError("it is not clear how many rows a part of the batch has")
+            yield first, microbatches
 
     def _some_states(
         self, kind: Hashable, first: FlatMicrobatch, parts: Sequence[FlatMicrobatch], config: RoundPipeRunConfig

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from yobx_flatten.errors.messages import format_bytes
 from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
@@ -154,23 +155,24 @@ class WrappedModel(RoundPipe):
             raise UnprovenLossError
         if proof.way in ("items", "rows", "sum"):
             kwargs[CALL_OPTIONS] = dataclasses.replace(options, weight_by=proof.way)
-        else:
-            self._rp_warn_of_loss(proof)
+        elif proof.variants or proof.way == "whole":  # else no label counts in this batch, and a joined loss is zero
+            self._rp_warn_of_loss(proof, rows_of_call(args, kwargs))
         return proof.way
 
     def _rp_way_without_parts(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> Way:
         """Return how a loss is computed whose parts have no weights."""
         way: Way = "whole" if self.cut.report.is_whole or is_cache(cache_of(kwargs)) else "joined"
-        self._rp_warn_of_loss(LossProof(way, "its labels in this batch are not of the kind that was proven"))
+        self._rp_warn_of_loss(LossProof(way, "its labels in this batch are not of the kind that was proven"), 0)
         return way
 
-    def _rp_warn_of_loss(self, proof: LossProof) -> None:
+    def _rp_warn_of_loss(self, proof: LossProof, rows: int) -> None:
         """State once how losses are computed that are not those of microbatches."""
         if self.__dict__.get("_rp_warned_of_loss"):
             return
         self.__dict__["_rp_warned_of_loss"] = True
+        held = f" ({format_bytes(proof.row_nbytes * rows)} on the host)" if proof.row_nbytes and rows else ""
         how = (
-            "the last layer and the loss run once for the whole batch, on what the layers before return for it"
+            f"the last layer and the loss run once for the whole batch, on what the layers before return for it{held}"
             if proof.way == "joined"
             else "such batches run in one microbatch"
         )

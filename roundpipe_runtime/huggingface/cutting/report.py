@@ -43,6 +43,7 @@ class CutReport:
         bytes: bytes of the parameters of each piece.
         equivalence: differences from the model; ``None`` if they were not checked.
         refused: reason and message of each cut that was tried before.
+        losses: how the loss of each kind of call is computed, as it was proven at the first one. Default: no call yet.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime import cut
@@ -59,6 +60,7 @@ class CutReport:
     bytes: tuple[int, ...]
     equivalence: Equivalence | None
     refused: tuple[tuple[str, str], ...] = ()
+    losses: tuple[str, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -83,5 +85,6 @@ class CutReport:
                 f"on the example: outputs differ by {found.outputs:.1e}, the gradients of {found.parameters} "
                 f"parameters by {found.gradients:.1e}"
             )
+        lines += [f"loss in {one}" for one in self.losses]
         lines += [f"not cut otherwise, {reason}: {message}" for reason, message in self.refused]
         return "\n".join(lines)

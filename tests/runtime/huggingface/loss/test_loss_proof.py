@@ -132,6 +132,25 @@ def test_one_proof_serves_all_calls_of_a_kind(monkeypatch):
     pipeline.close()
 
 
+def test_the_report_states_how_losses_are_computed():
+    """Once for each kind of call: the weights that were proven, or that it is computed once, and why."""
+    for term, expected in (
+        (rows_alone, "weighted by rows, proven with"),
+        (spread, "computed once for the whole batch"),
+    ):
+        model, batch = made(term)
+        pipeline = wrapped(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RoundPipeWarning)
+            for _ in range(2):
+                pipeline.forward_backward(input_kwargs=batch)
+        lines = [line for line in str(pipeline.cut.report).splitlines() if line.startswith("loss in")]
+        assert len(lines) == 1
+        assert lines[0].startswith("loss in training with input_ids, labels, use_cache: ")
+        assert expected in lines[0]
+        pipeline.close()
+
+
 def test_one_microbatch_is_not_proven():
     """There is nothing to weigh, and the loss is the model's own."""
     model, batch = made(spread)

@@ -121,6 +121,9 @@ def _labelled(model: Any, made: dict[str, Any], tokens: torch.Tensor, mask: torc
     if "labels" not in inspect.signature(model.forward).parameters or tokens.dim() != 2:
         return made
     labels = tokens.clone()
+    head = model.get_output_embeddings()
+    if isinstance(head, torch.nn.Linear):  # of some models it has no rows for pictures and sounds
+        labels[labels >= head.out_features] = _IGNORED
     if mask is not None:
         labels[mask == 0] = _IGNORED
     labels[0, -4:] = _IGNORED

@@ -71,6 +71,8 @@ def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
     if not packed or not isinstance(kwargs.get("input_ids"), torch.Tensor):
         return None
 
+    merge = _first_of(getattr(config, "vision_config", config), ("spatial_merge_size",))
+
     def split_input(args: Any, given: Kwargs, num_microbatch: int) -> tuple[list[Any], list[Any]]:
         tokens = given["input_ids"]
         rows = sizes(tokens.shape[0], num_microbatch)
@@ -79,7 +81,7 @@ def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
         parts = split(args, rest, None, num_microbatch)
         made = [dict(part.kwargs) for part in parts]
         for values, grid, token in packed:
-            counts = _pictures_per_row(tokens, given[grid], token, grid)
+            counts = _pictures_per_row(tokens, given[grid], token, grid, merge)
             patches = given[grid].prod(-1)
             row = picture = patch = 0
             for part, count in zip(made, rows, strict=True):
@@ -98,23 +100,40 @@ def _first_of(config: Any, names: Sequence[str]) -> int | None:
     return next((found for found in (getattr(config, name, None) for name in names) if found is not None), None)
 
 
-def _pictures_per_row(tokens: torch.Tensor, grid: torch.Tensor, token: int | None, name: str) -> list[int]:
+def _pictures_per_row(
+    tokens: torch.Tensor, grid: torch.Tensor, token: int | None, name: str, merge: int | None
+) -> list[int]:
     """The number of images of each row: their tokens fill the places in the row."""
     places = (tokens == token).sum(-1).tolist() if token is not None else []
-    patches = grid.prod(-1).tolist()
-    total = sum(places)
-    if not total or sum(patches) % total:
-        raise SplitError(f"kwargs['{name}']: {sum(patches)} patches do not go with {total} tokens of pictures.")
-    merged = sum(patches) // total
+    each = _tokens_per_picture(grid, sum(places), merge)
+    if each is None:
+        patches = int(grid.prod(-1).sum())
+        raise SplitError(f"kwargs['{name}']: {patches} patches do not go with {sum(places)} tokens of pictures.")
     counts, number = [], 0
-    for count in places:
-        left, start = count * merged, number
-        while left > 0 and number < len(patches):
-            left, number = left - patches[number], number + 1
+    for left in places:
+        start = number
+        while left > 0 and number < len(each):
+            left, number = left - each[number], number + 1
         if left:
             raise SplitError(f"kwargs['{name}']: pictures do not end where rows do.")
         counts.append(number - start)
     return counts
+
+
+def _tokens_per_picture(grid: torch.Tensor, total: int, merge: int | None) -> list[int] | None:
+    """The tokens of each image, such that there are as many as in the rows; ``None`` where none of the ways fits.
+
+    Squares of patches become one token, and some models end each line of them with another one.
+    """
+    patches = grid.prod(-1)
+    if merge:
+        frames, high, wide = (grid // torch.tensor([1, merge, merge], device=grid.device)).unbind(-1)
+        for columns in (wide, wide + 1):
+            each = frames * high * columns
+            if int(each.sum()) == total:
+                return each.tolist()
+    merged, rest = divmod(int(patches.sum()), total) if total else (0, 1)
+    return None if rest or bool((patches % merged).any()) else (patches // merged).tolist()
 
 
 def join_outputs(outputs: Sequence[PyTree], weights: Sequence[float], rows: Sequence[int]) -> PyTree:

@@ -34,6 +34,21 @@ def test_packed_pictures_go_with_their_rows():
     assert made[1]["scale"] == 2
 
 
+def test_pictures_whose_lines_end_with_a_token_go_with_their_rows():
+    """As HunYuan has them: of four patches a token, and of each line of tokens another one."""
+    config = types.SimpleNamespace(image_token_id=9, vision_config=types.SimpleNamespace(spatial_merge_size=2))
+    # 4 x 4 patches in 2 lines of 2 + 1 tokens, 2 x 2 in one of 1 + 1, a video of two frames of 2 x 4 in 2 of 2 + 1
+    grid = torch.tensor([[1, 4, 4], [1, 2, 2], [2, 2, 4]])
+    ids = torch.tensor([[9] * 6 + [1, 1], [9, 9, 1, 9, 9, 9, 9, 9], [9] + [1] * 7])
+    kwargs = {"input_ids": ids, "image_grid_thw": grid, "pixel_values": torch.arange(16 + 4 + 16)[:, None]}
+    with pytest.raises(SplitError, match="pictures do not end where rows do"):
+        split_pictures(config, kwargs)((), kwargs, 3)
+    ids[1, 2] = 9
+    ids[2, 0] = 1
+    _, made = split_pictures(config, kwargs)((), kwargs, 3)
+    assert [len(part.get("pixel_values", ())) for part in made] == [16, 20, 0]
+
+
 def test_without_packed_pictures_there_is_nothing_to_do():
     """Text, and pictures with one row each, are split as everything is."""
     assert split_pictures(CONFIG, {"input_ids": torch.ones(2, 2)}) is None

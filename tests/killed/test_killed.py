@@ -34,6 +34,7 @@ def names(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if ".lock" not in path.name)
 
 
+@pytest.mark.timeout(300 * max(1, KILLS // 2))  # of `make test` for two kills
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_kill_leaves_the_old_or_the_new_files(tmp_path, name):
     """The next run goes on, and leaves the files that a run without a kill leaves."""

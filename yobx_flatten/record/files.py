@@ -23,6 +23,7 @@ import torch
 from ..errors import FlattenError, RecordError
 from ..errors.dependencies import require
 from ..errors.messages import first_line
+from ..files.document import check_regular
 from ..files.scratch import publish_files, scratch_for
 from ..private_names.of_torch import pytree
 from ..recipe.static_codec import dump_static, load_static
@@ -95,6 +96,7 @@ def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
     """
     from safetensors import SafetensorError, safe_open
 
+    check_regular(path, RecordError)  # a pipe would be waited for
     try:
         with safe_open(path, framework="pt") as file:
             head = json.loads((file.metadata() or {})[_KEY])

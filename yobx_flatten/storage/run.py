@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import DamagedFileError, InvalidArgumentError, StoredFileError, describe_class
+from ..files.damage import damage_as
 from ..runners.elements import ELEMENTS, Element, pack
 from ..runners.onnx_session import open_session
 
@@ -45,9 +46,11 @@ class RunOutputs:
         else:
             from onnx.reference import ReferenceEvaluator
 
-            session = ReferenceEvaluator(model if path is None else os.fspath(path))
+            with damage_as(DamagedFileError, "The model" if path is None else os.fspath(path)):
+                session = ReferenceEvaluator(model if path is None else os.fspath(path))
             names = session.output_names
-        outputs = dict(zip(names, session.run(None, {}), strict=True))
+        with damage_as(DamagedFileError, "The model" if path is None else os.fspath(path)):
+            outputs = dict(zip(names, session.run(None, {}), strict=True))
         self._outputs = dict(outputs)
         for name, values in outputs.items():  # the leaves of a sequence are `name.0`, those of a dict `name.key`
             if isinstance(values, list):

@@ -1,12 +1,14 @@
 """Recorded calls on disk: complete files, bit-equal, readable in a fresh process, and clear about damage."""
 
+import json
+import os
 import textwrap
 
 import pytest
 import torch
 
 from tests import fresh_process
-from yobx_flatten import RecordedCalls, RecordError, record_calls
+from yobx_flatten import NotRegisteredError, RecordedCalls, RecordError, record_calls
 
 pytest.importorskip("safetensors")
 
@@ -115,6 +117,36 @@ def test_a_damaged_or_foreign_file_is_named(tmp_path, content):
     (tmp_path / "call-00000.safetensors").write_bytes(content)
     with pytest.raises(RecordError, match=r"call-00000\.safetensors is not a recorded call, or it is damaged"):
         RecordedCalls.load(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes")
+def test_a_pipe_among_the_calls_is_not_waited_for(tmp_path):
+    """safetensors would open it, and wait for somebody who writes."""
+    os.mkfifo(tmp_path / "call-00000.safetensors")
+    with pytest.raises(RecordError, match="not a file on a disk"):
+        RecordedCalls.load(tmp_path)
+
+
+def test_a_spec_with_an_enum_imports_no_module(tmp_path, monkeypatch):
+    """torch imports whatever module stands there."""
+    (tmp_path / "stranger.py").write_text("raise SystemExit('it was imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    model, folder = Passes(), tmp_path / "calls"
+    with record_calls(model, to=folder):
+        model(torch.zeros(2))
+    file = folder / "call-00000.safetensors"
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    call = json.loads(header["__metadata__"]["yobx_flatten.call"])
+    version, spec = json.loads(call["inputs"]["spec"])
+    spec["context"] = json.dumps([{"__enum__": True, "fqn": "stranger:x", "name": "a"}])
+    call["inputs"]["spec"] = json.dumps([version, spec])
+    header["__metadata__"]["yobx_flatten.call"] = json.dumps(call)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    with pytest.raises(NotRegisteredError, match="import stranger"):
+        RecordedCalls.load(folder)
 
 
 def test_a_call_of_a_newer_version_says_what_to_do(tmp_path):

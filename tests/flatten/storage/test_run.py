@@ -1,5 +1,6 @@
 """The outputs of a run as a source of leaves."""
 
+import os
 import sys
 
 import pytest
@@ -10,9 +11,11 @@ from yobx_flatten import (
     MissingDependencyError,
     create_input_tensors_from_onnx_model,
     create_onnx_model_from_input_tensors,
+    save_nested,
 )
+from yobx_flatten.errors import StoredFileError
 
-pytest.importorskip("onnx")
+onnx = pytest.importorskip("onnx")
 
 
 def test_without_onnxruntime_the_other_engines_work(monkeypatch):
@@ -30,3 +33,21 @@ def test_an_output_that_went_away_is_named():
     del model.graph.output[1]
     with pytest.raises(DamagedFileError, match=r"returns no 'y' of shape \(2,\)"):
         create_input_tensors_from_onnx_model(model, engine="ReferenceEvaluator")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes")
+@pytest.mark.parametrize("engine", ["onnx", "onnxruntime", "ReferenceEvaluator"])
+@pytest.mark.parametrize("place", ["/etc/passwd", "../secret", "pipe"])
+def test_data_that_are_elsewhere_are_not_read(tmp_path, engine, place):
+    """By whichever engine, and nothing is waited for."""
+    path = tmp_path / "inner" / "values.onnx"
+    save_nested(path, {"x": torch.rand(4000)}, external_data=True)
+    (tmp_path / "secret").write_bytes(bytes(16_000))
+    os.mkfifo(tmp_path / "inner" / "pipe")
+    model = onnx.load(path, load_external_data=False)
+    for entry in (entry for tensor in model.graph.initializer for entry in tensor.external_data):
+        if entry.key == "location":
+            entry.value = place
+    onnx.save(model, path)
+    with pytest.raises(StoredFileError):
+        create_input_tensors_from_onnx_model(path, engine=engine)

@@ -23,7 +23,7 @@ from .generators import Generator, is_same
 
 __all__ = ["CallDraws", "Draws", "move_generator", "moves", "run_base"]
 
-# How often a run moved generators of the process: who sees one change meanwhile cannot tell whose draw it was.
+# How often a run moved generators of the process: who sees one change meanwhile does not know whose draw it was.
 _MOVES = 0
 
 # Runs under way, each with what its seeds are made of: of two that begin in the same state, as in two threads, each

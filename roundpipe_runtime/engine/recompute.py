@@ -78,8 +78,8 @@ def run_seeded(
         generator: generator of the device of the call; an accelerator has one of its own.
         again: function that calls it a second time, after a first call that turned out to draw without its seed.
         traits: record of the code. Default: it is looked up.
-        place: function that returns where the call is in its run, called only if needed. Default: there is no run, and
-            the generators of Python and NumPy are not looked at.
+        place: function that returns where the call is in its run, called only if needed. Default: outside of a run, and the
+            generators of Python and NumPy are not looked at.
 
     Returns:
         The result of the call.
@@ -207,7 +207,7 @@ class VisitGenerator:
 
     Args:
         device: device of the stage; of the CPU there is nothing to do.
-        draws: what the run draws, which is told whether a call drew from the generator of the device. Default: none.
+        draws: what the run draws, which notes whether a call drew from the generator of the device. Default: none.
 
     Attributes:
         cpu_state: State of the CPU's generator after the last call, if the next one follows at once. The stage sets it

@@ -184,7 +184,7 @@ class RankEngine(FusedRankEngine):
             )
             passes.runs.append((run, values))
             with stopping(run):
-                self._start(run, values)
+                run.start_all(values)
                 self.execute(run, [stage for stage in run.spec.stages if stage.kind == "forward"])
             run.remember_versions()
             run.collected.buffers.check()
@@ -202,7 +202,7 @@ class RankEngine(FusedRankEngine):
             without = dataclasses.replace(config, requires_grad=False)
             parts: list[FlatMicrobatch] = self.split(FlatBatch.of(args, kwargs, None), without)
             run, values = self.prepare_forward(parts, without)
-            self._start(run, values)
+            run.start_all(values)
             try:
                 self.execute(run, run.spec.stages)
             except Exception as error:

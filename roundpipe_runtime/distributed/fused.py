@@ -329,7 +329,7 @@ class FusedRankEngine(Engine):
                     gradients_landed=None if reduction is None else partial(reduction.land, turn),
                 )
                 with self._news.stopping(run):
-                    self._start(run, host_values)
+                    run.start_all(host_values)
                     self.execute(run, run.spec.stages)
                 if len(layers) in run.collected.gradients:
                     raise DistributedError(

@@ -13,13 +13,15 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from yobx_flatten.private_names.of_torch import transforms_are_active
+
 from ..device.events import NOW
 from ..device.transfer import HostValue
 from ..errors import StageError
 from ..schedule.round_robin import Stage
 from .run import Run
 
-__all__ = ["Executor", "arrived", "call", "return_outputs"]
+__all__ = ["Executor", "arrived", "call", "check_not_transformed", "return_outputs"]
 
 
 class Executor(Protocol):
@@ -68,6 +70,22 @@ def call(engine: Executor, run: Run, host_values: Sequence[HostValue]) -> list[A
         on_host = run.collected.outputs.pop(number)
         outputs.append(on_host.structure.rebuild([next(results) for _ in on_host.tensors]))
     return outputs
+
+
+def check_not_transformed() -> None:
+    """Check that no transform of ``torch.func`` is under way, which would need other rules for the node.
+
+    Raises:
+        StageError: one is.
+    """
+    if transforms_are_active():
+        raise StageError(
+            "A pipeline cannot be transformed by torch.func (grad, vmap, jacrev...): its layers run on devices and "
+            "in threads of their own. Go backward through its output:\n"
+            "    loss = loss_fn(pipeline(x), y)\n"
+            "    gradients = torch.autograd.grad(loss, list(pipeline.parameters()))\n"
+            "or transform the model itself, pipeline.model."
+        )
 
 
 def return_outputs(ctx: Any, values: Sequence[HostValue]) -> tuple[torch.Tensor, ...]:

@@ -20,21 +20,14 @@ import torch
 from ..device.generator import generator_lock
 from ..errors import StageError
 from .generators import Generator, is_same
+from .process_state import moving
 
-__all__ = ["CallDraws", "Draws", "move_generator", "moves", "run_base"]
-
-# How often a run moved generators of the process: who sees one change meanwhile cannot tell whose draw it was.
-_MOVES = 0
+__all__ = ["CallDraws", "Draws", "move_generator", "run_base"]
 
 # Runs under way, each with what its seeds are made of: of two that begin in the same state, as in two threads, each
 # draws for itself.
 _UNDER_WAY: weakref.WeakSet[Draws] = weakref.WeakSet()
 _LOCK = threading.Lock()
-
-
-def moves() -> int:
-    """Return how often runs have moved generators of the process."""
-    return _MOVES
 
 
 def run_base() -> int:
@@ -85,10 +78,8 @@ class Draws:
 
     def commit(self) -> None:
         """Move the generators of the caller, as far as layers have drawn from them."""
-        global _MOVES
         if self.moves and (self.has_drawn or self._after):
-            with generator_lock():
-                _MOVES += 1
+            with moving():
                 if self.has_drawn:
                     _draw()
                 for generator, state in self._after.values():
@@ -167,9 +158,7 @@ class CallDraws:
 
 def move_generator() -> None:
     """Move torch's generator, as a call of all ranks does in which any of them has drawn."""
-    global _MOVES
-    with generator_lock():
-        _MOVES += 1
+    with moving():
         _draw()
 
 

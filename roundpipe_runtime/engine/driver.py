@@ -12,13 +12,12 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from yobx_flatten.private_names.of_torch import pytree, transforms_are_active
+from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
 from ..batch.arguments import check_labels
@@ -38,7 +37,7 @@ from ..optim.step import StepRunner, wait_for_updates
 from ..schedule.plan import RunType
 from ..schedule.round_robin import RoundRobin, Stage, stages_within
 from ..timeline.record import current_timeline
-from .autograd import call
+from .autograd import call, check_not_transformed
 from .config import RoundPipeRunConfig
 from .copied_stage import CopyVisit
 from .draws import Draws, run_base
@@ -50,7 +49,7 @@ from .loss_check import LossChecks
 from .outputs import merge_outputs, outputs_of
 from .planner import Planner
 from .progress import PipelineProgress
-from .rows import check_rows, evaluating, sequence_first
+from .rows import RowCheck
 from .run import Run
 from .run_spec import RunSpec, captured_autocast
 from .stage import Visit, run_stage
@@ -115,7 +114,7 @@ class Engine:
             for device in self.devices:
                 _USERS.setdefault(device, weakref.WeakSet()).add(self)
         self._warned = False
-        self._is_row_wise = False
+        self._row_check = RowCheck()
         self._runs: collections.Counter[RunType] = collections.Counter()
 
     def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> ParameterStore:
@@ -169,7 +168,7 @@ class Engine:
             batch = FlatBatch.of(args, kwargs, None)
             microbatches = self.split(batch, config)
             rows = [microbatch.rows for microbatch in microbatches]
-            self._check_rows(batch, rows, config)
+            self._row_check.check(self, batch, rows, config)
             run, host_values = self.prepare_forward(microbatches, config)
             joined = merge_outputs(self._forward_outputs(run, host_values), rows, rows, config)
             if run.spec.kind == "infer":
@@ -205,7 +204,7 @@ class Engine:
         with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
             batch = FlatBatch.of(args, kwargs, None)
             microbatches = self.split(batch, config)
-            self._check_rows(batch, [microbatch.rows for microbatch in microbatches], config)
+            self._row_check.check(self, batch, [microbatch.rows for microbatch in microbatches], config)
             last = len(self.layers) - 1
             run, host_values = self.prepare_forward(microbatches, config, span=range(last))
             whole = join(self._forward_outputs(run, host_values))
@@ -242,7 +241,7 @@ class Engine:
         """Run the forward of a run, and return the output of each microbatch."""
         if run.spec.kind == "train":
             return call(self, run, host_values)
-        self._start(run, host_values)
+        run.start_all(host_values)
         self.execute(run, run.spec.stages)
         return outputs_of(run)
 
@@ -281,9 +280,9 @@ class Engine:
             check_labels(batch.label)
             microbatches = self.split(batch, config)
             rows = [microbatch.rows for microbatch in microbatches]
-            self._check_rows(batch, rows, config)
+            self._row_check.check(self, batch, rows, config)
             run, host_values = self.prepare_fused(microbatches, config, loss_fn=loss_fn, keep_outputs=return_outputs)
-            self._start(run, host_values)
+            run.start_all(host_values)
             self.execute(run, run.spec.stages)
             outputs = None
             if return_outputs:
@@ -296,33 +295,6 @@ class Engine:
             feed_inputs(run, host_values, run.contract.gradient_scale())
             self.commit(run)
             return (total, outputs) if return_outputs else total
-
-    def _check_rows(self, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
-        """Check once that a batch is not cut along a sequence, where layers have that first."""
-        if self._is_row_wise or len(rows) == 1 or config.split_input is not None or None in rows:
-            return
-        name = sequence_first(self.layers)
-        if name is not None:
-            alone = dataclasses.replace(config, requires_grad=False, execute_plan=None, output_device=None)
-            cut = dataclasses.replace(alone, num_microbatch=max(1, sum(count or 0 for count in rows) // 2))
-            some = self.split(batch, cut)[0]
-            args, kwargs = pytree.tree_unflatten(some.inputs, some.spec)
-            label = pytree.tree_unflatten(some.labels, some.label_spec)
-            cursor = self.round_robin.cursor
-            with evaluating(self.layers), torch.no_grad():
-                check_rows(name, partial(self._infer_alone, FlatBatch.of(args, kwargs, label), alone))
-            self.round_robin.cursor = cursor
-        self._is_row_wise = True
-
-    def _infer_alone(self, batch: FlatBatch, config: RoundPipeRunConfig, number: int) -> Any:
-        """The output of a batch in this number of microbatches, of a run that changes nothing."""
-        config = dataclasses.replace(config, num_microbatch=number)
-        microbatches = self.split(batch, config)
-        rows = [microbatch.rows for microbatch in microbatches]
-        run, host_values = self.prepare_forward(microbatches, config)
-        outputs = merge_outputs(self._forward_outputs(run, host_values), rows, rows, config)
-        run.discard()
-        return outputs
 
     # -- the parts of a run ------------------------------------------------------------------------------------------
 
@@ -642,14 +614,7 @@ class Engine:
                 f"{self.devices[0].name} was closed, by this pipeline. Make a new pipeline:\n"
                 "    RoundPipe(model, devices=...)"
             )
-        if transforms_are_active():
-            raise StageError(
-                "A pipeline cannot be transformed by torch.func (grad, vmap, jacrev...): its layers run on devices and "
-                "in threads of their own. Go backward through its output:\n"
-                "    loss = loss_fn(pipeline(x), y)\n"
-                "    gradients = torch.autograd.grad(loss, list(pipeline.parameters()))\n"
-                "or transform the model itself, pipeline.model."
-            )
+        check_not_transformed()
         self.steps.check_not_here()
         if any(device.worker.is_here() for device in self.devices):
             raise StageError(
@@ -660,10 +625,6 @@ class Engine:
     def _pins(self) -> PinnedCopies | None:
         """What keeps the pinned copies of a batch; ``None`` where no device copies from the host directly."""
         return None if self.gradient_memory is None else {}
-
-    def _start(self, run: Run, host_values: Sequence[HostValue]) -> None:
-        for number, on_host in enumerate(host_values):
-            run.start(number, on_host)
 
     def _warn(self, run: Run, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
         if not self._warned and config.loss_reduction == "sum" and run.contract.kind != "pair":

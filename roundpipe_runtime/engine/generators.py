@@ -50,7 +50,7 @@ _BITS, _WORD = 56, 32
 
 
 class _Python:
-    """``random.Random``, also the one behind the functions of the module."""
+    """``random.Random``, also the one that the functions of the module use."""
 
     def __init__(self, generator: random.Random) -> None:
         self._generator, self.key = generator, id(generator)
@@ -109,7 +109,7 @@ class _NumPy:
 
 
 class _OldNumPy:
-    """``numpy.random.RandomState``, also the one behind the functions of the module."""
+    """``numpy.random.RandomState``, also the one that the functions of the module use."""
 
     def __init__(self, generator: numpy.random.RandomState) -> None:
         self._generator, self.key = generator, id(generator)

@@ -1,7 +1,7 @@
 """What is looked at in some runs, as it costs time: whether a layer repeats itself, and what its gradients end in.
 
 A run that trains looks if it is the first, the second, the fourth... of its kind: so a layer that changes its ways is
-noticed as well, and looking costs next to nothing over a training.
+also noticed, and looking costs next to nothing over a training.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def check_leaves(
     """
     known = {id(tensor) for tensor in own}
     for leaf in other_leaves(exits, entries):
-        # of one that nobody holds, nobody will see the gradient: the layer has made it for itself
+        # of one without another reference the gradient will not be seen: the layer has made it for itself
         if id(leaf) in known or sys.getrefcount(leaf) <= _LOOSE:
             continue
         held = ((slot, other) for other in layers for slot in other.slots)
@@ -178,7 +178,7 @@ def watch_escaped(leaves: Sequence[torch.Tensor | None], title: str) -> None:
     """Refuse gradients that come to these leaves from now on: a tensor that left the layer unseen may keep the graph.
 
     Args:
-        leaves: inputs or parameters of a call that has ended, to which nobody else refers unless a tensor has escaped.
+        leaves: inputs or parameters of a call that has ended, to which nothing else refers unless a tensor has escaped.
         title: description of the layer.
     """
     for leaf in leaves:

@@ -8,7 +8,6 @@ back by :mod:`.draws`.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
@@ -20,9 +19,10 @@ from yobx_flatten.private_names.of_torch import pytree
 
 from ..device.generator import generator_alone, generator_lock
 from ..errors import StageError
-from .draws import CallDraws, Draws, moves
-from .generators import Generator, held_generators, process_generators, process_marks
+from .draws import CallDraws, Draws
+from .generators import Generator, held_generators, process_generators
 from .layer_traits import LayerTraits, traits_of
+from .process_state import ProcessState
 
 __all__ = [
     "CallState",
@@ -78,8 +78,8 @@ def run_seeded(
         generator: generator of the device of the call; an accelerator has one of its own.
         again: function that calls it a second time, after a first call that turned out to draw without its seed.
         traits: record of the code. Default: it is looked up.
-        place: function that returns where the call is in its run, called only if needed. Default: there is no run, and
-            the generators of Python and NumPy are not looked at.
+        place: function that returns where the call is in its run, called only if needed. Default: outside of
+            a run, and the generators of Python and NumPy are not looked at.
 
     Returns:
         The result of the call.
@@ -90,50 +90,27 @@ def run_seeded(
     if known.draws.get(training) is not False or known.generators.get(training):
         return _alone(call, again, code, known, training, seed(), None if place is None else place())
     before = generator.cpu_state
-    if before is None or before.moves != moves():
+    if before is None:
         with generator_lock():
-            before = _CPUState()
+            before = ProcessState()
     generator.cpu_state = None
     result = call()
     with generator_lock():
-        has_drawn = before.mark != _mark(torch.default_generator.get_state())
-        if not has_drawn and before.others == process_marks():
+        if before.is_now():
             generator.cpu_state = before
             return result
-        if before.moves == moves():  # else some of it is a run's that another thread has committed
-            torch.set_rng_state(before.state)
+        if before.is_moved():  # by runs of other threads
+            return result
+        after = ProcessState()
+        has_drawn = before.mark != after.mark
+        torch.set_rng_state(before.state)
     known.generators.pop(training, None)
     where = None if place is None else place()
-    # Other threads of the program may have drawn from these, which is no reason to fail; the next call is watched.
+    # Other threads of the program may have drawn from these, so this does not fail; the next call is watched.
     if not has_drawn and (where is None or not where.is_repeatable()):
         return result
     generator.seed(seed)
     return _alone(again, again, code, known, training, seed(), where)
-
-
-class _CPUState:
-    """A state of the generator of the CPU, and what shows whether that and others of the process are the same."""
-
-    __slots__ = ("mark", "moves", "others", "state")
-
-    def __init__(self) -> None:
-        self.state = torch.default_generator.get_state()
-        self.mark = _mark(self.state)
-        self.others, self.moves = process_marks(), moves()
-
-
-# Bytes of a state of the generator of the CPU that are compared, at its begin and at its end.
-_HEAD, _TAIL = 128, 64
-
-
-def _mark(state: torch.Tensor) -> bytes:
-    """The bytes in which any two states differ, of 5,056.
-
-    At the begin are the seed, the number of words that are used up, and some of the words, which all change together;
-    at the end is the normal number that is kept for the next call.
-    """
-    start = state.data_ptr()
-    return ctypes.string_at(start, _HEAD) + ctypes.string_at(start + state.nbytes - _TAIL, _TAIL)
 
 
 def _alone(
@@ -179,9 +156,9 @@ def _seeded(
     try:
         torch.default_generator.manual_seed(seed)
         begun = [] if place is None else [(one, place.begin(one, seed)) for one in generators]
-        before = _CPUState()
+        before = ProcessState()
         result = call()
-        after = _CPUState()
+        after = ProcessState()
         drew = before.mark != after.mark
         known.draws[training] = known.draws.get(training, False) or drew
         if place is None:
@@ -207,7 +184,7 @@ class VisitGenerator:
 
     Args:
         device: device of the stage; of the CPU there is nothing to do.
-        draws: what the run draws, which is told whether a call drew from the generator of the device. Default: none.
+        draws: what the run draws, which notes whether a call drew from the generator of the device. Default: none.
 
     Attributes:
         cpu_state: State of the CPU's generator after the last call, if the next one follows at once. The stage sets it
@@ -219,7 +196,7 @@ class VisitGenerator:
         self._generator: Any = None
         self._outside: torch.Tensor | None = None
         self._seeded: torch.Tensor | None = None
-        self.cpu_state: _CPUState | None = None
+        self.cpu_state: ProcessState | None = None
 
     def seed(self, seed: Callable[[], int]) -> None:
         """Seed it for one call.

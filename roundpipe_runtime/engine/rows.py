@@ -8,30 +8,37 @@ sizes; so some rows are computed at once and in two parts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from yobx_flatten.private_names.of_torch import pytree
 
+from ..batch.flat import FlatBatch, FlatMicrobatch
+from ..device.transfer import HostValue
 from ..errors import SplitError
+from ..schedule.round_robin import RoundRobin, Stage
+from .config import RoundPipeRunConfig
+from .outputs import merge_outputs, outputs_of
+from .run import Run
 
-__all__ = ["check_rows", "evaluating", "sequence_first"]
+__all__ = ["RowCheck"]
 
 _TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _USUAL = 1e-3
 
 
-def sequence_first(layers: Sequence[nn.Module]) -> str | None:
+def _sequence_first(layers: Sequence[nn.Module]) -> str | None:
     """Return the class of a module whose rows are on axis 1, ``None`` without any."""
     modules = (module for layer in layers for module in layer.modules())
     return next((type(module).__name__ for module in modules if getattr(module, "batch_first", None) is False), None)
 
 
 @contextlib.contextmanager
-def evaluating(layers: Sequence[nn.Module]) -> Iterator[None]:
+def _evaluating(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Switch off what draws, and what looks at the whole batch by design."""
     modes = {module: module.training for layer in layers for module in layer.modules()}
     try:
@@ -43,24 +50,80 @@ def evaluating(layers: Sequence[nn.Module]) -> Iterator[None]:
             module.training = mode
 
 
-def check_rows(name: str, compute: Callable[[int], Any]) -> None:
-    """Check that rows computed at once are those computed in two parts.
+class Rows(Protocol):
+    """The part of an engine that runs some rows by themselves."""
 
-    Args:
-        name: class of the module that has its rows on axis 1.
-        compute: function that returns the joined outputs of some rows in this number of microbatches.
+    layers: list[nn.Module]
+    round_robin: RoundRobin
 
-    Raises:
-        SplitError: they are not.
-    """
-    whole, parts = pytree.tree_leaves(compute(1)), pytree.tree_leaves(compute(2))
-    if len(whole) != len(parts) or not all(map(_is_close, whole, parts)):
-        raise SplitError(
-            f"The batch is cut along axis 0, and the layers mix what is on it: a {name} has batch_first=False, and "
-            "outputs of one part are others than those of the same rows in two parts. Say where the rows are, or make "
-            "the layers with batch_first=True:\n"
-            '    RoundPipeRunConfig(split_input={"args[0]": TensorChunkSpec(1)}, merge_output=TensorChunkSpec(1))'
-        )
+    def split(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[FlatMicrobatch]:
+        """Split arguments and labels into microbatches."""
+
+    def prepare_forward(
+        self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
+    ) -> tuple[Run, list[HostValue]]:
+        """Return a run of a forward that has not started, and its inputs."""
+
+    def execute(self, run: Run, stages: Sequence[Stage]) -> None:
+        """Run stages to their end."""
+
+
+class RowCheck:
+    """Whether the rows of a pipeline's batches were found to be independent."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def check(self, engine: Rows, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
+        """Check once that a batch is not cut along a sequence, where layers have that first.
+
+        Args:
+            engine: engine that runs the batch.
+            batch: arguments and labels.
+            rows: rows of each microbatch.
+            config: settings of the call.
+
+        Raises:
+            SplitError: it is.
+        """
+        if self._is_done or len(rows) == 1 or config.split_input is not None or None in rows:
+            return
+        name = _sequence_first(engine.layers)
+        if name is not None:
+            alone = dataclasses.replace(config, requires_grad=False, execute_plan=None, output_device=None)
+            cut = dataclasses.replace(alone, num_microbatch=max(1, sum(count or 0 for count in rows) // 2))
+            some = engine.split(batch, cut)[0]
+            args, kwargs = pytree.tree_unflatten(some.inputs, some.spec)
+            few = FlatBatch.of(args, kwargs, pytree.tree_unflatten(some.labels, some.label_spec))
+            cursor = engine.round_robin.cursor
+            with _evaluating(engine.layers), torch.no_grad():
+                whole, parts = (pytree.tree_leaves(_infer(engine, few, alone, number)) for number in (1, 2))
+            engine.round_robin.cursor = cursor
+            if len(whole) != len(parts) or not all(map(_is_close, whole, parts)):
+                raise _is_cut(name)
+        self._is_done = True
+
+
+def _infer(engine: Rows, batch: FlatBatch, config: RoundPipeRunConfig, number: int) -> Any:
+    """The output of a batch in this number of microbatches, of a run that changes nothing."""
+    config = dataclasses.replace(config, num_microbatch=number)
+    microbatches = engine.split(batch, config)
+    rows = [microbatch.rows for microbatch in microbatches]
+    run, host_values = engine.prepare_forward(microbatches, config)
+    run.start_all(host_values)
+    engine.execute(run, run.spec.stages)
+    outputs = merge_outputs(outputs_of(run), rows, rows, config)
+    run.discard()
+    return outputs
+
+
+def _is_cut(name: str) -> SplitError:
+    return SplitError(
+        f"The batch is cut along axis 0, and the layers mix what is on it: a {name} has batch_first=False, and "
+        "outputs of one part are others than those of the same rows in two parts. Say where the rows are, or make "
+        "the layers with batch_first=True:\n"
+        '    RoundPipeRunConfig(split_input={"args[0]": TensorChunkSpec(1)}, merge_output=TensorChunkSpec(1))'
+    )
 
 
 def _is_close(one: object, other: object) -> bool:

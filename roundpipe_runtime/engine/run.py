@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -84,6 +84,11 @@ class Run:
             inputs: arguments of the first layer that runs; those of the model, if that is the first of all.
         """
         self.mailbox.put(("activation", self.spec.span.start, microbatch), inputs)
+
+    def start_all(self, inputs: Sequence[HostValue]) -> None:
+        """Pass the inputs of all microbatches to the first layer."""
+        for number, on_host in enumerate(inputs):
+            self.start(number, on_host)
 
     def release(self) -> None:
         """Release the memory of devices that this run still holds."""

@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, StageError, doing_recompute
+from roundpipe_runtime.engine.draws import move_generator
+from roundpipe_runtime.engine.recompute import VisitGenerator, run_seeded
 
 F = nn.functional
 
@@ -278,3 +280,25 @@ def test_pipelines_of_several_threads_draw_for_themselves(pipe):
     for thread in threads:
         thread.join(60)
     assert 0.3 < (found[0] != found[1]).float().mean() < 0.7
+
+
+def test_a_run_that_ends_meanwhile_is_not_taken_for_a_draw():
+    """Another thread commits a run during the call of a layer: the layer is called once, and the move stays."""
+
+    class Waits(nn.Module):
+        meanwhile = staticmethod(lambda: None)
+
+        def forward(self):
+            self.meanwhile()
+
+    layer, again = Waits(), []
+    generator = VisitGenerator(torch.device("cpu"))
+    run_seeded(layer, layer, lambda: 1, generator, layer)
+    for _ in range(2):  # from a state that is read, and from one that was kept from the call before
+        run_seeded(layer, layer, lambda: 2, generator, lambda: again.append(1))
+        layer.meanwhile = move_generator
+        before = torch.get_rng_state()
+        run_seeded(layer, layer, lambda: 3, generator, lambda: again.append(1))
+        assert not torch.equal(before, torch.get_rng_state())
+        layer.meanwhile = lambda: None
+    assert again == []

@@ -35,7 +35,7 @@ from ..errors import CutError
 from ..loss.label_smoothing import SmoothedLoss, is_causal
 from ..loss.weights import has_labels, own_loss
 from ..wrap import WrappedModel, wrap_model_to_roundpipe
-from .arguments import check_arguments, check_optimizer, check_precision
+from .arguments import check_arguments, check_kernels, check_optimizer, check_precision
 from .checkpoints import CheckpointingTrainer
 from .group_batches import CheckedLoader, has_rows, loader_of_groups, take_together
 from .optimizer_files import (
@@ -355,6 +355,10 @@ class RoundPipeTrainer(CheckpointingTrainer):
         finally:
             self.model = own
         check_optimizer(made, pipeline)
+        if type(made).__module__.startswith("bitsandbytes"):
+            given = getattr(self, "optimizer_cls_and_kwargs", None)
+            kind, options = given or self.get_optimizer_cls_and_kwargs(self.args, own)
+            check_kernels(kind, options, has_copies="optim_dtype" in self._rp_options)
         return made
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,8 @@ def check_copyable(model: nn.Module) -> None:
 
 
 def _reason(parameter: nn.Parameter) -> str | None:
-    if is_traceable_wrapper_subclass(parameter):
+    is_made_of_others: bool = bool(is_traceable_wrapper_subclass(parameter))  # bool, or mypy takes it for impossible
+    if is_made_of_others:
         try:
             with torch.no_grad():
                 torch.empty_like(parameter).copy_(parameter)

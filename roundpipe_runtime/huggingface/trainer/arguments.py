@@ -85,8 +85,8 @@ def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any],
     except Exception as error:  # whatever a release makes of a kernel that it does not have
         raise ConfigError(
             f"RoundPipeTrainer: {kind.__module__}.{kind.__name__} does not step parameters on the host, where those of "
-            f'a pipeline are ({type(error).__name__}: {str(error)[:120]}). Use optim="adamw_torch"; its state costs the '
-            "device nothing."
+            f"a pipeline are ({type(error).__name__}: {str(error)[:120]}). "
+            'Use optim="adamw_torch"; its state costs the device nothing.'
         ) from error
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError, warn
+from ..optim.copyable import check_copyable
 from ..pipeline import RoundPipe
 from .adapters import model_inside
 from .cutting.cut import Cut, cut, whole
@@ -79,6 +80,7 @@ def wrap_model_to_roundpipe(
             "Load it first:\n"
             "    wrap_model_to_roundpipe(AutoModelForCausalLM.from_pretrained(...))"
         )
+    check_copyable(model)  # before a check runs the model: bitsandbytes repacks weights when they are read
     config = _config(model, override_config or {}, model_run_config)
     size = sum(p.nbytes for p in model.parameters())
     if use_sequential_preset is False or size < lower_threshold or size <= (upper_threshold or 0):

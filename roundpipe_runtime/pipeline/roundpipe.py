@@ -19,6 +19,7 @@ from ..engine.driver import Engine
 from ..engine.kept_parameters import ParameterTraffic
 from ..engine.progress import PipelineProgress
 from ..errors import ConfigError, LossError, RoundPipeWarning, StageError, call_site, warn
+from ..optim.copyable import check_copyable
 from ..optim.parameters import scan
 from ..optim.parts import widened
 from ..optim.step import in_optimizer_ctx
@@ -119,6 +120,7 @@ class RoundPipe(ModelProxy):
         found = parse_devices(options.devices)
         layers = self._rp_layers(model)
         scan(layers)  # refuses what cannot travel
+        check_copyable(model)
         shares = options.shares_host_weights
         pinned = PinnedModel(model, "off" if shares else options.pin_model, found)
         tag = f"{options.name or ''}|{len(layers)}|{sum(p.numel() for p in model.parameters())}"

@@ -65,6 +65,7 @@ class PhaseSession:
         # Tensors and boxes are recognized by identity: a tensor passed to twelve layers is one value, copied once.
         self._keys = {id(value): key for key, value in self.values.items()}
         self._sides = 0
+        self._newest = Key(-1, 0)  # an output of the last call that was recorded
         self._box_numbers: dict[int, int] = {}
         self._box_seen: dict[int, list[int]] = {}
         self._held: dict[int, HeldCache] = {}
@@ -183,6 +184,9 @@ class PhaseSession:
             if self.program.calls[place].layer == layer:
                 self._place = place + 1
                 return place
+        if self.calls and any(call.layer == layer for call in self.program.calls[self.program.ends[self._phase] :]):
+            # With the example, the model computed between the two layers, as some do in evaluation only.
+            raise NeedsValue(self._newest)
         expected = [self.program.calls[place].layer for place in places]
         raise BatchStructureError(
             f"This batch calls {layer} where the example that the model was cut with called "
@@ -205,6 +209,7 @@ class PhaseSession:
             else:
                 made.append(Placeholder(Key(place, number), inputs[leaf] if 0 <= leaf < len(inputs) else None))
         self._alive += made
+        self._newest = next((one.key for one in made if isinstance(one, Placeholder)), self._newest)
         collect_recorded(next((one for one in made if isinstance(one, Placeholder)), None))
         return pytree.tree_unflatten(made, form.spec)
 

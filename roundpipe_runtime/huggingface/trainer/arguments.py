@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...errors import ConfigError
 from ...pipeline import RoundPipe
 
-__all__ = ["check_arguments", "check_optimizer", "check_precision"]
+__all__ = ["check_arguments", "check_kernels", "check_optimizer", "check_precision"]
+
+# Smaller parameters than 4,096 numbers have moments in 32 bits, also with optimizers of 8 bits.
+_WITH_8_BITS = 8192
 
 # field of TrainingArguments -> why it is not supported, and what to write instead
 _UNSUPPORTED = {
@@ -21,8 +26,6 @@ _UNSUPPORTED = {
     "deepspeed": "a pipeline has its own devices and ranks. Leave it out",
     "parallelism_config": "a pipeline has its own devices and ranks. Leave it out",
 }
-
-_OF_BITSANDBYTES = ("adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit")
 
 
 def check_arguments(args: Any) -> None:
@@ -51,17 +54,40 @@ def check_arguments(args: Any) -> None:
             "it out of accelerator_config."
         )
     optimizer = str(getattr(args.optim, "value", args.optim))
-    if optimizer in _OF_BITSANDBYTES or "paged" in optimizer or "bnb" in optimizer:
-        raise ConfigError(
-            f"RoundPipeTrainer: optim={optimizer!r} is one of bitsandbytes, whose kernels and pages are those of an "
-            'accelerator, and here the parameters are on the host. Use optim="adamw_torch"; its state costs the device '
-            "nothing."
-        )
     if "lomo" in optimizer or "layerwise" in optimizer:
         raise ConfigError(
             f"RoundPipeTrainer: optim={optimizer!r} steps within the backward of a layer, which is over on the device "
             'before the host has the gradient. Use optim="adamw_torch".'
         )
+
+
+def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], *, has_copies: bool) -> None:
+    """Check that an optimizer of bitsandbytes steps parameters on the host, by a step of a small one.
+
+    Args:
+        kind: class of the optimizer.
+        options: keyword arguments that it is made with.
+        has_copies: whether it works on copies of the parameters, because of ``optim_dtype``.
+
+    Raises:
+        ConfigError: its kernels are those of an accelerator; or it would not know the copies of embeddings.
+    """
+    if has_copies and options.get("optim_bits") == 8:
+        raise ConfigError(
+            "RoundPipeTrainer: optim_dtype makes copies of the parameters for the optimizer, and the Trainer asks "
+            "bitsandbytes for 32 bits of the embeddings themselves, which the optimizer does not have. Use "
+            'optim="adamw_torch"; its state costs the device nothing.'
+        )
+    parameter = nn.Parameter(torch.zeros(_WITH_8_BITS))
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        kind([parameter], **options).step()
+    except Exception as error:  # whatever a release makes of a kernel that it does not have
+        raise ConfigError(
+            f"RoundPipeTrainer: {kind.__module__}.{kind.__name__} does not step parameters on the host, where those of "
+            f"a pipeline are ({type(error).__name__}: {str(error)[:120]}). "
+            'Use optim="adamw_torch"; its state costs the device nothing.'
+        ) from error
 
 
 def check_precision(precision: str) -> None:

@@ -35,7 +35,7 @@ from ..errors import CutError
 from ..loss.label_smoothing import SmoothedLoss, is_causal
 from ..loss.weights import has_labels, own_loss
 from ..wrap import WrappedModel, wrap_model_to_roundpipe
-from .arguments import check_arguments, check_optimizer, check_precision
+from .arguments import check_arguments, check_kernels, check_optimizer, check_precision
 from .checkpoints import CheckpointingTrainer
 from .group_batches import CheckedLoader, has_rows, loader_of_groups, take_together
 from .optimizer_files import (
@@ -74,6 +74,8 @@ class RoundPipeTrainer(CheckpointingTrainer):
         optim_dtype: dtype, as for :class:`RoundPipe`: ``torch.float32`` for a model of 16 bits.
         example: example, as for :func:`wrap_model_to_roundpipe`. Default: a few tokens; the first two rows
             of the training data, for a model that reads images or sounds, or that does not run on the tokens.
+        use_sequential_preset: as for :func:`wrap_model_to_roundpipe`: ``True`` makes a model that cannot be cut an
+            error, ``False`` leaves it in one piece. Default: it is cut if it can be.
         replicas: number of groups of ``per_device_train_batch_size`` rows that a batch has; group g is trained by
             process g modulo their number, so that the numbers do not depend on how many there are. Default: number of
             processes.
@@ -98,9 +100,16 @@ class RoundPipeTrainer(CheckpointingTrainer):
         optim_dtype: torch.dtype | None = None,
         example: Mapping[str, Any] | None = None,
         replicas: int | None = None,
+        use_sequential_preset: bool | None = None,
         **options: Any,
     ) -> None:
-        given = {"devices": devices, "optim_dtype": optim_dtype, "example": example, "replicas": replicas}
+        given = {
+            "devices": devices,
+            "optim_dtype": optim_dtype,
+            "example": example,
+            "replicas": replicas,
+            "use_sequential_preset": use_sequential_preset,
+        }
         self._rp_options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         self._rp_config = RoundPipeRunConfig(num_microbatch=microbatches, keep_parameters=keep_parameters)
         self._rp_pipeline: WrappedModel | None = None
@@ -355,6 +364,10 @@ class RoundPipeTrainer(CheckpointingTrainer):
         finally:
             self.model = own
         check_optimizer(made, pipeline)
+        if type(made).__module__.startswith("bitsandbytes"):
+            given = getattr(self, "optimizer_cls_and_kwargs", None)
+            kind, options = given or self.get_optimizer_cls_and_kwargs(self.args, own)
+            check_kernels(kind, options, has_copies="optim_dtype" in self._rp_options)
         return made
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:

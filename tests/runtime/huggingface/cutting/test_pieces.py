@@ -1,11 +1,23 @@
 """Tests of huggingface.cutting.pieces, .session and .discover: what models do between their layers."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from roundpipe_runtime.huggingface import BatchStructureError, CutError
-from tests.runtime.huggingface.hf_small import Block, Toy, compare_toy, tokens, wrapped
+from tests.runtime.huggingface.hf_small import (
+    Block,
+    Toy,
+    compare_toy,
+    hf_batch,
+    hf_model,
+    squares,
+    tokens,
+    worst_gradient,
+    wrapped,
+)
 
 
 def test_plain_layers_are_two_phases():
@@ -210,3 +222,42 @@ def test_noise_of_the_models_own_code_is_the_same_in_all_phases():
     pipeline.close()
     assert (before == 0).any()
     assert torch.equal(before, behind)
+
+
+class EvalGlue(Toy):
+    """A toy that computes between its layers in evaluation only."""
+
+    def between(self, number, layer, x):
+        x = layer(x)
+        return x + torch.relu(x) if number == 1 and not self.training else x
+
+
+def test_code_between_layers_in_evaluation_only():
+    """The plan has a phase there; in training the model goes on from layer to layer. Its numbers are the plain ones."""
+    model, plain = EvalGlue().double().train(), EvalGlue().double().train()
+    pipeline = wrapped(model, example={"input_ids": tokens(2)})
+    assert pipeline.cut.report.phases == 3
+    for mode in (True, False, True):
+        model.train(mode)
+        plain.train(mode)
+        expected = plain(tokens())
+        (expected.square().sum() / 5).backward()
+        _, found = pipeline.forward_backward((tokens(),), loss_fn=squares, return_outputs=True)
+        assert torch.allclose(found, expected, rtol=1e-12)
+        assert worst_gradient(model, plain) < 1e-12
+    pipeline.close()
+
+
+def test_xlnet_trains_though_it_keeps_memories_in_evaluation():
+    """Its code computes memories between the layers in evaluation, and none in training."""
+    model = hf_model("xlnet").train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    plain = copy.deepcopy(model)
+    pipeline, batch = wrapped(model), hf_batch()
+    expected = plain(**batch).loss
+    expected.backward()
+    assert pipeline.forward_backward(input_kwargs=batch).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert worst_gradient(model, plain) < 1e-6
+    pipeline.close()

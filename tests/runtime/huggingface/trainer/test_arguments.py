@@ -5,12 +5,13 @@ import torch
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
 
+from transformers import Trainer
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from roundpipe_runtime import ConfigError
-from roundpipe_runtime.huggingface.trainer.arguments import check_arguments
+from roundpipe_runtime.huggingface.trainer.arguments import check_arguments, check_kernels
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
-from tests.runtime.huggingface.trainer.trainer_runs import arguments, make_model, make_trainer
+from tests.runtime.huggingface.trainer.trainer_runs import TOLERANCE, arguments, history, make_model, make_trainer
 
 
 @pytest.mark.parametrize(
@@ -21,8 +22,6 @@ from tests.runtime.huggingface.trainer.trainer_runs import arguments, make_model
         ({"torch_compile": True}, "torch_compile=True is not supported"),
         ({"optim": "lomo"}, "optim='lomo' steps within the backward"),
         ({"fp16": True}, "mixed precision 'fp16' is not supported"),
-        ({"optim": "paged_adamw_8bit"}, "optim='paged_adamw_8bit' is one of bitsandbytes"),
-        ({"optim": "adamw_8bit"}, "optim='adamw_8bit' is one of bitsandbytes"),
         ({"accelerator_config": AcceleratorConfig(dispatch_batches=True)}, "dispatch_batches=True is not supported"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -59,4 +58,46 @@ def test_optimizer_of_parameters_without_gradients_is_refused(tmp_path):
     )
     with pytest.raises(ConfigError, match=r"AdamW\(model.optim_parameters\(\)\)"):
         ours.train()
+    ours.pipeline.close()
+
+
+class HostOptimizer(torch.optim.SGD):
+    """An optimizer that steps whatever it is given."""
+
+    def __init__(self, params, lr, optim_bits=32):
+        super().__init__(params, lr=lr)
+
+
+class DeviceOptimizer(HostOptimizer):
+    """One whose kernel is that of an accelerator."""
+
+    def step(self, closure=None):
+        raise NotImplementedError("no kernel for cpu")
+
+
+def test_optimizers_with_a_kernel_for_the_host_are_taken():
+    """A step of a small parameter shows it."""
+    check_kernels(HostOptimizer, {"lr": 0.1, "optim_bits": 8}, has_copies=False)
+    with pytest.raises(ConfigError, match=r"does not step parameters on the host.*NotImplementedError: no kernel"):
+        check_kernels(DeviceOptimizer, {"lr": 0.1}, has_copies=False)
+    with pytest.raises(ConfigError, match="optim_dtype makes copies"):
+        check_kernels(HostOptimizer, {"lr": 0.1, "optim_bits": 8}, has_copies=True)
+
+
+# what paged ones say on every host
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
+@pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit", "lion_8bit", "ademamix_8bit"])
+def test_optimizers_of_bitsandbytes_train_as_without_a_pipeline(tmp_path, optim):
+    """Losses of three steps; embeddings have moments in 32 bits, as the Trainer asks for."""
+    pytest.importorskip("bitsandbytes", reason="these are its optimizers")
+    pair = []
+    for kind in (Trainer, RoundPipeTrainer):
+        trainer = make_trainer("llama", arguments(tmp_path, 3, eval_strategy="no", optim=optim), kind)
+        trainer.train()
+        pair.append(trainer)
+    plain, ours = pair
+    assert history(ours, "loss") == pytest.approx(history(plain, "loss"), abs=TOLERANCE)
+    weight = ours.model.model.embed_tokens.weight
+    kinds = {v.dtype for v in ours.optimizer.state[weight].values() if isinstance(v, torch.Tensor) and v.dim() == 2}
+    assert kinds == {torch.float32}
     ours.pipeline.close()

@@ -15,6 +15,7 @@ import roundpipe_runtime
 from matrix.cut_cases import batch_of
 from matrix.models import make_model as make_small
 from roundpipe_runtime import ConfigError, wrap_model_to_roundpipe
+from roundpipe_runtime.huggingface.errors import CutError
 from roundpipe_runtime.huggingface.loss.label_smoothing import SmoothedLoss
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeSeq2SeqTrainer, RoundPipeTrainer
 from tests import fresh_process
@@ -544,3 +545,33 @@ def test_a_choice_of_texts_is_cut_with_the_data(trainers, tmp_path):
         pair.append(trainer)
     assert_same_curves(*pair)
     assert not pair[1].pipeline.cut.report.is_whole
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_model_that_is_left_in_one_piece_trains_alike(trainers, tmp_path, name):
+    """``use_sequential_preset=False``: in microbatches on two devices, with evaluation and label smoothing."""
+    args = {"label_smoothing_factor": 0.1}
+    plain = trainers(name, arguments(tmp_path / "plain", 3, **args), kind=Trainer)
+    ours = trainers(name, arguments(tmp_path / "ours", 3, **args), use_sequential_preset=False)
+    for trainer in (plain, ours):
+        trainer.train()
+    assert ours.pipeline.cut.report.is_whole
+    assert_same_curves(plain, ours)
+
+
+def test_a_model_that_must_be_cut_and_cannot_be_is_an_error(trainers, tmp_path):
+    """``use_sequential_preset=True``, of a model with one layer."""
+    model = make_model("bert")
+    del model.bert.encoder.layer[1:]
+    trainer = trainers("bert", arguments(tmp_path, 1), model=model, use_sequential_preset=True)
+    with pytest.raises(CutError, match="cannot be cut"):
+        trainer.train()
+    trainer._rp_pipeline = None
+
+
+def test_an_option_of_the_wrap_is_refused_for_a_wrapped_model(tmp_path):
+    """Where the model is wrapped already, it has that option."""
+    model = wrap_model_to_roundpipe(make_model("gpt2"), devices="virtual:1")
+    with pytest.raises(ConfigError, match="give use_sequential_preset to wrap_model_to_roundpipe"):
+        RoundPipeTrainer(model=model, args=arguments(tmp_path, 1), use_sequential_preset=False)
+    model.close()

@@ -24,6 +24,19 @@ __all__ = ["COLUMNS", "NEEDS", "run_type"]
 
 # tasks whose configurations have a ``problem_type``
 _OF_PROBLEMS = ("sequence_classification", "image_classification", "video_classification")
+_OF_TEXT = (
+    "adapter:",
+    "causal_lm:",
+    "masked_lm:",
+    "multiple_choice:",
+    "next_sentence_prediction:",
+    "own_loss:",
+    "pretraining:",
+    "question_answering:",
+    "seq_to_seq_causal_lm:",
+    "sequence_classification:",
+    "token_classification:",
+)
 
 
 def built(trial: Trial) -> dict[str, Any]:
@@ -127,6 +140,23 @@ def trained(trial: Trial) -> dict[str, Any]:
     return {**made, "batch norm": "in one microbatch"} if normalises else made
 
 
+def no_example(trial: Trial) -> dict[str, Any]:
+    """Cut with the tokens that the package makes, which have no labels: three microbatches of a batch with labels."""
+    if not _of_text(trial):
+        raise SkipColumnError("a model that reads something else than texts is cut with an example")
+    trial.close()
+    trial.gives_example = False
+    try:
+        return _fused(3)(trial)
+    finally:
+        trial.close()
+        trial.gives_example = True
+
+
+def _of_text(trial: Trial) -> bool:
+    return trial.name.startswith(_OF_TEXT) and not {"pixel_values", "input_features"} & set(trial.batch(2, 0))
+
+
 def _off(found: float, expected: float) -> float:
     return abs(found - expected) / max(abs(expected), 1e-6)
 
@@ -140,6 +170,7 @@ COLUMNS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "other labels": other_labels,
     "called": called,
     "trained": trained,
+    "no example": no_example,
 }
 NEEDS = dict.fromkeys([name for name in COLUMNS if name != "built"], "built")
 

@@ -39,7 +39,10 @@ class Trial:
     Attributes:
         name: the row.
         notes: what the package warned of.
+        gives_example: whether the model is cut with its own batch, or with the tokens that the package makes.
     """
+
+    gives_example = True
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -134,9 +137,8 @@ class Trial:
             try:
                 if self._pipeline is None:
                     model = copy.deepcopy(self.model)
-                    made = wrap_model_to_roundpipe(
-                        model, lower_threshold=0, example=self.example(), devices="virtual:2"
-                    )
+                    example = self.example() if self.gives_example else None
+                    made = wrap_model_to_roundpipe(model, lower_threshold=0, example=example, devices="virtual:2")
                     self._pipeline = (made, model)
                 self._pipeline[1].zero_grad()
                 yield self._pipeline

@@ -17,7 +17,7 @@ from .cut_cases import distance, worst_gradient
 from .heads_batches import NoBatchError
 from .models import split_name
 from .trainings_kinds import KINDS
-from .trainings_trial import ROWS, HeadTrial, Trial
+from .trainings_trial import ROWS, HeadTrial, RefusedError, Trial
 from .worker import be_quiet, run_columns
 
 __all__ = ["COLUMNS", "NEEDS", "run_type"]
@@ -137,6 +137,10 @@ def no_example(trial: Trial) -> dict[str, Any]:
     trial.gives_example = False
     try:
         return _fused(3)(trial)
+    except RefusedError as error:
+        if getattr(error.__cause__, "reason", None) == "example":
+            raise SkipColumnError("it asks for an example: the tokens that the package makes are none") from error
+        raise
     finally:
         trial.close()
         trial.gives_example = True

@@ -70,6 +70,8 @@ class _Inputs:
         ends = getattr(self.config, "eos_token_id", None)
         if getattr(self.config, "is_encoder_decoder", False) and isinstance(ends, int):
             tokens[:, -1] = ends  # heads read what stands there
+        if self.config.model_type == "longformer":  # it looks for the end of the question
+            tokens[:, [3, 4, -4]] = self.config.sep_token_id
         if "attention_mask" in self.taken:
             mask = torch.ones_like(tokens)
             mask[0, _LENGTH - _PADDING : _LENGTH - 1] = 0

@@ -17,13 +17,26 @@ from .cut_cases import distance, worst_gradient
 from .heads_batches import NoBatchError
 from .models import split_name
 from .trainings_kinds import KINDS
-from .trainings_trial import ROWS, HeadTrial, Trial
+from .trainings_trial import ROWS, HeadTrial, RefusedError, Trial
 from .worker import be_quiet, run_columns
 
 __all__ = ["COLUMNS", "NEEDS", "run_type"]
 
 # tasks whose configurations have a ``problem_type``
 _OF_PROBLEMS = ("sequence_classification", "image_classification", "video_classification")
+_OF_TEXT = (
+    "adapter:",
+    "causal_lm:",
+    "masked_lm:",
+    "multiple_choice:",
+    "next_sentence_prediction:",
+    "own_loss:",
+    "pretraining:",
+    "question_answering:",
+    "seq_to_seq_causal_lm:",
+    "sequence_classification:",
+    "token_classification:",
+)
 
 
 def built(trial: Trial) -> dict[str, Any]:
@@ -93,18 +106,7 @@ def trained(trial: Trial) -> dict[str, Any]:
     """
     normalises = any(isinstance(one, _BatchNorm) for one in trial.model.modules())
     batches = [trial.batch(rows, 10 + rows) for rows in (5, 4, 3)]
-    if len({trial.plain(batches[0], seed, training=True)[1] for seed in (0, 1)}) > 1:
-        raise SkipColumnError("in training mode, the loss of the plain model is another one each time")
-    plain = copy.deepcopy(trial.model).train()
-    optimizer, expected = trial.optimizer([p for p in plain.parameters() if p.requires_grad]), []
-    for batch in batches:
-        loss = trial.loss(plain, copy.deepcopy(batch))
-        loss.backward()
-        expected.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    if not torch.tensor(expected).isfinite().all():
-        raise SkipColumnError(f"the losses of the plain model are {expected}")
+    plain, expected = trial.losses(batches)
     found = []
     with trial.piped() as (pipeline, model):
         pipeline.train()
@@ -127,6 +129,27 @@ def trained(trial: Trial) -> dict[str, Any]:
     return {**made, "batch norm": "in one microbatch"} if normalises else made
 
 
+def no_example(trial: Trial) -> dict[str, Any]:
+    """Cut with the tokens that the package makes, which have no labels: three microbatches of a batch with labels."""
+    if not _of_text(trial):
+        raise SkipColumnError("a model that reads something else than texts is cut with an example")
+    trial.close()
+    trial.gives_example = False
+    try:
+        return _fused(3)(trial)
+    except RefusedError as error:
+        if getattr(error.__cause__, "reason", None) == "example":
+            raise SkipColumnError("it asks for an example: the tokens that the package makes are none") from error
+        raise
+    finally:
+        trial.close()
+        trial.gives_example = True
+
+
+def _of_text(trial: Trial) -> bool:
+    return trial.name.startswith(_OF_TEXT) and not {"pixel_values", "input_features"} & set(trial.batch(2, 0))
+
+
 def _off(found: float, expected: float) -> float:
     return abs(found - expected) / max(abs(expected), 1e-6)
 
@@ -140,6 +163,7 @@ COLUMNS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "other labels": other_labels,
     "called": called,
     "trained": trained,
+    "no example": no_example,
 }
 NEEDS = dict.fromkeys([name for name in COLUMNS if name != "built"], "built")
 

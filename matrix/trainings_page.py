@@ -27,6 +27,7 @@ package.
 | without labels | in 3 microbatches, where the first two rows have no labels of each kind |
 | other labels | in 3 microbatches, with numbers and with several labels for each row (`problem_type`) |
 | called | `model(**batch).loss.backward()` in 3 microbatches |
+| no example | models of texts, cut with tokens without labels that the package makes: in 3 microbatches |
 | trained | three steps with 5, 4 and 3 rows in training mode: losses and weights (options of the Trainer: six steps) |
 
 A number is the largest relative difference from the plain model. Rows differ in how many of their labels are ignored,

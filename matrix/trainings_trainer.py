@@ -107,7 +107,15 @@ class TrainerTrial(Trial):
     @property
     def columns(self) -> dict[str, Callable[[Any], dict[str, Any]]]:
         """A training is all that there is."""
-        left = ("1 microbatch", "2 microbatches", "3 microbatches", "rows without labels", "other labels", "called")
+        left = (
+            "1 microbatch",
+            "2 microbatches",
+            "3 microbatches",
+            "rows without labels",
+            "other labels",
+            "called",
+            "no example",
+        )
         return {**dict.fromkeys(left, _nothing), "trained": _trained}
 
     def batch(self, rows: int, seed: int, *, some_missing: bool = False) -> Batch:

@@ -39,7 +39,10 @@ class Trial:
     Attributes:
         name: the row.
         notes: what the package warned of.
+        gives_example: whether the model is cut with its own batch, or with the tokens that the package makes.
     """
+
+    gives_example = True
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -107,17 +110,34 @@ class Trial:
         Raises:
             SkipColumnError: there is nothing to compare with.
         """
-        if self.is_random:
-            raise SkipColumnError("the loss of the plain model is another one each time: it draws random numbers")
-        try:
+        with _of_plain():
+            if self.is_random:
+                raise SkipColumnError("the loss of the plain model is another one each time: it draws random numbers")
             plain, loss = self.plain(batch)
-        except SkipColumnError:
-            raise
-        except Exception as error:  # whatever a model does not take
-            raise SkipColumnError(f"the plain model raises {type(error).__name__}: {error}") from error
         if not torch.tensor(loss).isfinite():
             raise SkipColumnError(f"the loss of the plain model is {loss}")
         return plain, loss
+
+    def losses(self, batches: list[Batch]) -> tuple[Any, list[float]]:
+        """The plain model after a step with each batch in training mode, and its losses.
+
+        Raises:
+            SkipColumnError: there is nothing to compare with.
+        """
+        with _of_plain():
+            if len({self.plain(batches[0], seed, training=True)[1] for seed in (0, 1)}) > 1:
+                raise SkipColumnError("in training mode, the loss of the plain model is another one each time")
+            plain = copy.deepcopy(self.model).train()
+            optimizer, found = self.optimizer([p for p in plain.parameters() if p.requires_grad]), []
+            for batch in batches:
+                loss = self.loss(plain, copy.deepcopy(batch))
+                loss.backward()
+                found.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+        if not torch.tensor(found).isfinite().all():
+            raise SkipColumnError(f"the losses of the plain model are {found}")
+        return plain, found
 
     @contextlib.contextmanager
     def piped(self) -> Iterator[tuple[Any, Any]]:
@@ -134,9 +154,8 @@ class Trial:
             try:
                 if self._pipeline is None:
                     model = copy.deepcopy(self.model)
-                    made = wrap_model_to_roundpipe(
-                        model, lower_threshold=0, example=self.example(), devices="virtual:2"
-                    )
+                    example = self.example() if self.gives_example else None
+                    made = wrap_model_to_roundpipe(model, lower_threshold=0, example=example, devices="virtual:2")
                     self._pipeline = (made, model)
                 self._pipeline[1].zero_grad()
                 yield self._pipeline
@@ -207,6 +226,17 @@ class Trial:
         except Exception:  # a loss of more than one output, or of another shape
             return False
         return worst_gradient(model, parted) <= self.tolerance
+
+
+@contextlib.contextmanager
+def _of_plain() -> Iterator[None]:
+    """State that it is the plain model that raises."""
+    try:
+        yield
+    except SkipColumnError:
+        raise
+    except Exception as error:  # whatever a model does not take
+        raise SkipColumnError(f"the plain model raises {type(error).__name__}: {error}") from error
 
 
 def _answer(outputs: Any) -> tuple[str, torch.Tensor]:

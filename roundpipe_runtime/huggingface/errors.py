@@ -12,6 +12,7 @@ __all__ = [
     "CutError",
     "CutRefusedWarning",
     "MissingEmbeddingError",
+    "changed_results",
     "moved_away",
     "resized_late",
 ]
@@ -63,6 +64,15 @@ class MissingEmbeddingError(BatchStructureError):
 
 class CutRefusedWarning(RoundPipeWarning):
     """A model runs in fewer pieces than it has layers."""
+
+
+def changed_results(layer: str) -> str:
+    """Return the message for a batch for which layers return tensors that they do not return for the example."""
+    return (
+        f"Layers before {layer} return tensors for this batch where they returned None with the example that the model "
+        "was cut with, or the other way round. Cut it with an example of this kind:\n"
+        "    wrap_model_to_roundpipe(model, example=batch)"
+    )
 
 
 def moved_away(device: str) -> ConfigError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from .call_log import Tree
 from .layers import Observed
 from .made_caches import Entry
 from .placeholder import Key
@@ -47,6 +48,20 @@ class CutPlan:
         """
         leaves = self.calls[place].form.leaves
         return leaf != next((i for i, like in enumerate(leaves) if isinstance(like, int) and like >= 0), None)
+
+    def returned_others(self, results: Mapping[int, Tree]) -> bool:
+        """Report whether calls returned tensors where they returned ``None`` for the example, or the other way round.
+
+        Args:
+            results: results by place of the call.
+        """
+        for place, result in results.items():
+            form = self.calls[place].form
+            if len(form.leaves) == len(result.leaves):
+                pairs = zip(form.leaves, result.leaves, strict=True)
+                if any(isinstance(like, tuple) is isinstance(leaf, Key) for like, leaf in pairs):
+                    return True
+        return False
 
     def names(self) -> list[str]:
         """Return the names of the pieces, in order.

@@ -13,7 +13,7 @@ from yobx_flatten import find_unregistered
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
-from ..errors import BatchStructureError, CutError, MissingEmbeddingError
+from ..errors import BatchStructureError, CutError, MissingEmbeddingError, changed_results
 from ..loss.call_options import run_with_options, split_options
 from ..loss.weights import rows_of_call
 from .caches import is_held, open_caches, swapped
@@ -271,7 +271,12 @@ class LayerCall(nn.Module):
         args, kwargs = spec.arguments.build(values, used)
         caches = open_caches(args, kwargs, device_of(values))
         with collecting(spec.collect) as captured, caches as (args, kwargs, _):
-            out = self.layer(*args, **kwargs)
+            try:
+                out = self.layer(*args, **kwargs)
+            except Exception as error:  # of a layer that was not given what those before it return for this batch
+                if self.program.returned_others(state.call_log.results):
+                    raise BatchStructureError(changed_results(self.program.calls[self.place].layer)) from error
+                raise
         boxes.update((number, box_content(box)) for number, box in used.items())
         # outputs and what hooks captured are numbered through, so that a key names one tensor
         result, found = _flattened(out, self.place, 0, self.program)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from yobx_flatten import find_unregistered
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
-from ..errors import BatchStructureError, CutError, MissingEmbeddingError
+from ..errors import BatchStructureError, CutError, MissingEmbeddingError, changed_results
 from .caches import HeldCache, has_layers, swapped
 from .call_log import BoxUse, CallLog, CallSpec, Embedded, EmptyCache, Tree, box_content, fill_box, is_box
 from .capture import collect_recorded, collected_so_far, extend_collected, is_cache
@@ -156,7 +156,10 @@ class PhaseSession:
                 f"The model called {layer} where it called {self.program.calls[place].layer} in the phase before: its "
                 "forward is not deterministic."
             )
-        for use, box in zip(self.call_log.calls[place].boxes(), _boxes_of(args, kwargs), strict=False):
+        given = pytree.tree_leaves((args, kwargs), is_leaf=_box_below(kwargs))
+        self._check_given(place, given)
+        boxes = (leaf for leaf in given if is_box(leaf))
+        for use, box in zip(self.call_log.calls[place].boxes(), boxes, strict=False):
             self._box_numbers[id(box)] = use.number
             self._alive.append(box)
             if use.number in self.boxes:  # the layer wrote to a copy: the model's own code reads it in its own box
@@ -167,6 +170,20 @@ class PhaseSession:
         result = self.call_log.results[place]
         leaves = [self._value(leaf) if isinstance(leaf, Key) else leaf for leaf in result.leaves]
         return pytree.tree_unflatten(leaves, result.spec)
+
+    def _check_given(self, place: int, given: Sequence[Any]) -> None:
+        """Check that the layer was given what the model hands to it now that the layers before it have run.
+
+        The call was recorded with what those layers return for the example: where they return a tensor for this batch
+        and none for the example, it was not among the arguments.
+        """
+        recorded = self.call_log.calls[place].arguments.leaves
+        if len(given) == len(recorded):
+            differs = any(_is_or_is_none(one, other) for one, other in zip(given, recorded, strict=True))
+        else:
+            differs = not self._held  # caches that were handed out stand for others
+        if differs:
+            raise BatchStructureError(changed_results(self.program.calls[place].layer))
 
     def _value(self, key: Key) -> torch.Tensor:
         found = self.values.get(key)
@@ -273,6 +290,6 @@ def _box_below(kwargs: Kwargs) -> Callable[[Any], bool]:
     return lambda value: id(value) != outside and is_box(value)
 
 
-def _boxes_of(args: tuple[Any, ...], kwargs: Kwargs) -> list[Any]:
-    leaves = pytree.tree_leaves((args, kwargs), is_leaf=_box_below(kwargs))
-    return [leaf for leaf in leaves if is_box(leaf)]
+def _is_or_is_none(given: Any, recorded: Any) -> bool:
+    """Whether one of both is a tensor, and the other is ``None``."""
+    return (given is None and isinstance(recorded, Key)) or (recorded is None and isinstance(given, torch.Tensor))

@@ -261,3 +261,51 @@ def test_xlnet_trains_though_it_keeps_memories_in_evaluation():
     assert pipeline.forward_backward(input_kwargs=batch).item() == pytest.approx(expected.item(), rel=1e-6)
     assert worst_gradient(model, plain) < 1e-6
     pipeline.close()
+
+
+class WithEntities(Block):
+    """Returns what it was given next to the text, if anything, as the layers of LUKE do."""
+
+    def forward(self, x, entities=None, strict=False):
+        if strict and entities is None:
+            raise ValueError("entities are missing")
+        more = 0.0 if entities is None else torch.tanh(entities).mean(1, keepdim=True)
+        return super().forward(x) + more, None if entities is None else entities * 2
+
+
+class ReadsEntities(Toy):
+    """A model that may be given something next to its text."""
+
+    strict = False
+
+    def __init__(self):
+        super().__init__(nn.ModuleList([WithEntities() for _ in range(3)]))
+
+    def forward(self, input_ids, entities=None):
+        x, strict = self.embed(input_ids), self.strict and entities is not None
+        for layer in self.layers:
+            x, entities = layer(x, entities, strict=strict)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["would be wrong", "would raise an error of the layer"])
+def test_a_batch_for_which_layers_return_more_than_for_the_example_is_an_error(strict):
+    """The calls after them were recorded without it: the answer would lack it, or a layer would miss it."""
+    model = ReadsEntities()
+    model.strict = strict
+    pipeline = wrapped(model, example={"input_ids": tokens(2)})
+    entities = torch.randn(5, 6, 8)
+    with pytest.raises(BatchStructureError, match=r"Layers before layers\.1 return tensors for this batch"):
+        pipeline(tokens(), entities)
+    assert pipeline(tokens()).shape == (5, 6, 20)
+    pipeline.close()
+
+
+def test_what_layers_return_is_handed_on_with_an_example_of_the_kind():
+    """With an example that has entities, each layer gets those of the one before."""
+    model = ReadsEntities()
+    entities = torch.randn(5, 6, 8)
+    expected = model(tokens(), entities)
+    pipeline = wrapped(model, example={"input_ids": tokens(2), "entities": entities[:2]})
+    assert torch.allclose(pipeline(tokens(), entities), expected, atol=1e-6)
+    pipeline.close()

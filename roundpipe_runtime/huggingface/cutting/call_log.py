@@ -158,6 +158,8 @@ class CallLog(Static):
         embedded: Outputs of each embedding that only phase 0 computes, call by call.
         keep: Outputs of layers that are kept to the end because the model returns them: ``"none"`` (default),
             ``"extras"`` (all but hidden states) or ``"all"``.
+        is_of_others: Whether layers were called with other rows, or other masks of them, than the last phase is: for
+            some rows a mask is left out, for example. Default: ``False``.
     """
 
     calls: Mapping[int, CallSpec] = dataclasses.field(default_factory=dict)
@@ -167,6 +169,7 @@ class CallLog(Static):
     captured: Mapping[int, Tree] = dataclasses.field(default_factory=dict)
     embedded: Mapping[str, Sequence[Embedded]] = dataclasses.field(default_factory=dict)
     keep: Literal["none", "extras", "all"] = "none"
+    is_of_others: bool = False
 
     def record(self, calls: Mapping[int, CallSpec], *needed: Key) -> CallLog:
         """Return the call log with more calls.

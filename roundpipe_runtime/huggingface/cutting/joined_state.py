@@ -113,7 +113,8 @@ def split_state(whole: CutState, states: Sequence[CutState], axes: RowAxes) -> l
                 starts[number] += part.shape[axis]
             cut.append(value)
         values, boxes = pytree.tree_unflatten(cut, spec)
-        found.append(dataclasses.replace(state, values=values, boxes=boxes))
+        call_log = dataclasses.replace(state.call_log, is_of_others=True)
+        found.append(dataclasses.replace(state, values=values, boxes=boxes, call_log=call_log))
     return found
 
 
@@ -162,4 +163,4 @@ def _joined_log(logs: Sequence[CallLog], axes: RowAxes) -> CallLog:
                 shape[axis] = sum(log.embedded[name][number].shape[axis] for log in logs)
             made.append(Embedded(call.key, torch.Size(shape), call.dtype))
         embedded[name] = made
-    return dataclasses.replace(logs[0], embedded=embedded)
+    return dataclasses.replace(logs[0], embedded=embedded, is_of_others=True)

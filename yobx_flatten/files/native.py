@@ -42,6 +42,6 @@ class _Lenient(io.FileIO):
         try:
             while self.failure is None and len(left):
                 left = left[super().write(left) :]
-        except BaseException as error:  # Ctrl-C in here would end the process as well
+        except BaseException as error:  # Ctrl-C in here would also end the process
             self.failure = error
         return len(data)

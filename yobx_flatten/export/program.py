@@ -23,6 +23,7 @@ from torch.export import ExportedProgram
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..errors import InvalidArgumentError, ReplayError
 from ..errors.log import STEP
+from ..files.native import file_for_torch
 from ..files.scratch import publish_files, scratch_for
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import check_arguments
@@ -104,7 +105,8 @@ class ExportedModel:
         """
         target = pathlib.Path(path)
         with register_flattening_functions(**self._patches), scratch_for(target) as folder:
-            torch.export.save(self.program, folder / target.name)
+            with file_for_torch(folder / target.name) as file:
+                torch.export.save(self.program, file)
             publish_files(folder, target)
 
     def to_transformers(self) -> Any:

@@ -271,6 +271,8 @@ def _lock_of(folder: pathlib.Path) -> BaseFileLock | None:
         lock.acquire()
     except filelock.Timeout:
         return None
+    except FileNotFoundError:  # another process removed it, which took it for a leftover
+        return None
     if (folder / _LOCK).exists():
         return lock
     lock.release()

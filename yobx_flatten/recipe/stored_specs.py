@@ -23,7 +23,7 @@ def check_spec(text: str) -> None:
         text: what ``treespec_dumps`` returned.
 
     Raises:
-        StaticDataError: when it names something else than an enum or a built-in type, or is no JSON.
+        StaticDataError: when it names something else than an enum or a built-in type.
         NotRegisteredError: when it names an enum of a module that is not imported.
     """
     for node in _dicts(_parsed(text)):

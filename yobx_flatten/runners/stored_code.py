@@ -73,7 +73,7 @@ def check_archive(path: str | os.PathLike[str]) -> None:
         UntrustedFileError: naming what it would run.
         DamagedFileError: when it takes more memory than it has bytes.
         NotRegisteredError: when a tree spec names an enum of a module that is not imported.
-        Exception: whatever torch raises for what is no archive of a program.
+        Exception: whatever torch raises for another file than an archive.
     """
     from torch.export.pt2_archive import PT2ArchiveReader  # with sympy, which takes long
 
@@ -85,7 +85,7 @@ def check_archive(path: str | os.PathLike[str]) -> None:
     with PT2ArchiveReader(shown) as reader:  # what it does not find, torch does not load
         for name in reader.get_file_names():
             if _ENTRIES.fullmatch(name) is None:
-                _refuse(shown, f"holds {name!r}, which is no part of a program alone")
+                _refuse(shown, f"holds {name!r}, which does not belong to a program")
             if name.endswith(".json") and name.startswith(("models/", "data/")):
                 document = json.loads(reader.read_bytes(name))
                 if name.startswith("models/"):
@@ -222,7 +222,7 @@ def _is_operator(text: str) -> bool:
     operator: Any = torch.ops
     for part in found.groups():
         operator = getattr(operator, part, None)
-        if operator is None:  # not in this torch, which says so itself
+        if operator is None:  # not in this torch, which states that itself
             return True
     if not isinstance(operator, OpOverload):
         return False

@@ -1,6 +1,7 @@
 """A file, a file with data and a folder are there whole, old or new: whatever ends the process, and whenever."""
 
 import os
+import shutil
 import threading
 
 import pytest
@@ -248,3 +249,24 @@ def test_a_text_goes_to_what_is_not_a_file_as_it_is(tmp_path):
     reader.join()
     assert found == ["text"]
     assert names(tmp_path) == ["pipe"]
+
+
+def test_a_folder_that_another_process_removes_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    """For a moment it has no lock, as the leftover of a killed process."""
+    import filelock
+
+    acquire, taken = filelock.FileLock.acquire, []
+
+    def acquire_too_late(lock, *args, **kwargs):
+        if not taken:
+            taken.append(lock.lock_file)
+            (folder,) = tmp_path.glob(".text.writing-*")
+            shutil.rmtree(folder)
+            raise FileNotFoundError(2, "No such file or directory", lock.lock_file)
+        return acquire(lock, *args, **kwargs)
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", acquire_too_late)
+    write_text(tmp_path / "text", "new")
+    assert taken
+    assert names(tmp_path) == ["text"]
+    assert (tmp_path / "text").read_text() == "new"

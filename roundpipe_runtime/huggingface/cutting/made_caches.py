@@ -154,7 +154,7 @@ def check_apart(calls: Sequence[str], read: Mapping[int, frozenset[Entry]]) -> N
 
 
 def without_caches(output: PyTree) -> PyTree:
-    """Return an output of a model without caches that nobody asked for.
+    """Return an output of a model without caches that the call did not ask for.
 
     Args:
         output: output of the model; a mapping is changed in place.

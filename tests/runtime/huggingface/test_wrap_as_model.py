@@ -133,10 +133,11 @@ def test_texts_behind_each_other_are_one_row():
 
 
 def test_a_forward_that_was_replaced_is_named():
-    """The function calls the model itself, so the copy's layers are never called: one piece, with a warning and why."""
+    """A function that finds the model in a list calls the model itself, and not a copy: one piece, with a warning."""
     model = hf_model("llama")
     original = model.forward
-    model.forward = lambda **kwargs: original(**kwargs)
+    found = [original]
+    model.forward = lambda **kwargs: found[0](**kwargs)
     with pytest.warns(CutRefusedWarning, match=r"Its forward was replaced by a function.*\n    wrap_model_to"):
         pipeline = wrapped(model, use_sequential_preset=None)
     batch = hf_batch()

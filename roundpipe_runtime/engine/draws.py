@@ -111,11 +111,15 @@ class CallDraws:
     is_recomputed: bool = False
     title: str = "The loss function"
     is_repeatable: Callable[[], bool] = lambda: True
+    # The generators that this call was given: the state that the caller knows, and the one where they were restarted.
+    _given: dict[int, tuple[Generator, object]] = dataclasses.field(default_factory=dict)
+    _restarted: dict[int, object] = dataclasses.field(default_factory=dict)
 
     def begin(self, generator: Generator, seed: int) -> object:
         """Bring a generator to the state in which this call begins; return that state."""
         draws, key = self.draws, (generator.key, self.layer, self.microbatch)
         found = generator.get()
+        self._given[generator.key] = (generator, found)
         if not draws.moves:
             generator.seed(seed)
         elif draws.in_order:
@@ -127,6 +131,17 @@ class CallDraws:
                 draws._first[generator.key] = (generator.draw(), generator.get())
             generator.seed(_mixed(draws._first[generator.key][0], self.layer, self.microbatch))
         return generator.get()
+
+    def restart(self) -> None:
+        """Bring the generators to one state for all calls of a microbatch, whose code begins with the same draws."""
+        draws = self.draws
+        for key, (generator, found) in self._given.items():
+            if draws.moves and draws.in_order:
+                generator.set(found)
+            else:
+                first = draws._first[key][0] if draws.moves else draws.base
+                generator.seed(_mixed(first, -1, self.microbatch))
+            self._restarted[key] = generator.get()
 
     def end(self, generator: Generator, before: object) -> bool:
         """Keep what its recomputation needs of a generator, from the state in which this call began.
@@ -141,7 +156,7 @@ class CallDraws:
         if key in draws._before:
             return True
         after = generator.get()
-        if is_same(before, after):
+        if is_same(self._restarted.get(generator.key, before), after):
             return False
         if self.is_recomputed:
             raise StageError(

@@ -75,7 +75,19 @@ class LayerCall(CallState):
     """
 
     __slots__ = (
-        *("contents", "device", "draws", "entered", "entries", "given", "generator", "microbatch", "module", "output"),
+        *(
+            "contents",
+            "device",
+            "drawing",
+            "draws",
+            "entered",
+            "entries",
+            "given",
+            "generator",
+            "microbatch",
+            "module",
+            "output",
+        ),
         *("resident", "spec", "traits", "training", "values", "versions"),
     )
 
@@ -92,6 +104,7 @@ class LayerCall(CallState):
     ) -> None:
         self.spec, self.device, self.resident, self.generator = run.spec, device, resident, generator
         self.draws = run.draws
+        self.drawing: CallDraws | None = None
         self.microbatch, self.values, self.kind, self.given = microbatch, values, kind, data
         self.contents, self.traits = resident.contents, resident.traits
         self.module = module = resident.contents.module
@@ -157,9 +170,15 @@ class LayerCall(CallState):
 
     def _place(self) -> CallDraws:
         is_recomputed, title = self.kind == "recompute", self.contents.title
-        return CallDraws(
+        self.drawing = CallDraws(
             self.draws, self.contents.index, self.microbatch, is_recomputed, title, is_repeatable=self.is_repeatable
         )
+        return self.drawing
+
+    def restart_generators(self) -> None:
+        """Bring the generators of the call to the state in which all calls of this microbatch restart."""
+        if self.drawing is not None:
+            self.drawing.restart()
 
     def _seed(self) -> int:
         return self.spec.seed(self.contents.index, self.microbatch)

@@ -30,6 +30,7 @@ __all__ = [
     "call_seed",
     "doing_recompute",
     "get_recompute_data",
+    "restart_generators",
     "run_seeded",
     "save_for_recompute",
 ]
@@ -268,6 +269,9 @@ class CallState:
     ) -> None:
         self.kind, self.data = kind, data
 
+    def restart_generators(self) -> None:
+        """Bring the generators of the call to the state in which all calls of its microbatch restart."""
+
 
 class _Current(threading.local):
     """The layer call of this thread."""
@@ -316,6 +320,14 @@ def save_for_recompute(*data: Any) -> None:
                 "flow through the recomputation. Keep tensor.detach()."
             )
     call.data = data
+
+
+def restart_generators() -> None:
+    """Let this layer call draw from NumPy, Python and the generators it holds what others of its microbatch draw first.
+
+    For layers whose code begins alike, such as the phases of one forward.
+    """
+    CURRENT.call.restart_generators()
 
 
 def doing_recompute() -> bool:

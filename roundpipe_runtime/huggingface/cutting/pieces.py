@@ -13,6 +13,7 @@ from yobx_flatten import find_unregistered
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
+from ...engine.recompute import restart_generators
 from ..errors import BatchStructureError, CutError, MissingEmbeddingError, changed_results
 from ..loss.call_options import run_with_options, split_options
 from ..loss.weights import rows_of_call
@@ -130,6 +131,7 @@ class Phase(nn.Module):
         kwargs = {name: session.hand_out(value) if is_held(value) else value for name, value in kwargs.items()}
         # The code runs again from the start of the forward, so it must draw the numbers that it drew in earlier phases.
         # Two phases need this only where the numbers decide which layers run.
+        restart_generators()
         if self.number and self.training and (self.program.phases > 2 or drops_layers(self.copy)):
             state.restart_noise()
         try:

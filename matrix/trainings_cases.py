@@ -94,13 +94,13 @@ def _compared(trial: Trial, batch: dict[str, Any], found: tuple[float, Any], exp
     errors = {"loss": _off(found[0], expected[0]), "gradients": worst_gradient(found[1], expected[1])}
     if errors["loss"] <= trial.tolerance < errors["gradients"] and trial.of_torch(batch, found[1]):
         raise SkipColumnError(
-            "the plain model itself has other gradients where it is given the rows of a microbatch alone"
+            "the reference model itself has other gradients where it is given the rows of a microbatch alone"
         )
     return trial.check(batch, errors)
 
 
 def trained(trial: Trial) -> dict[str, Any]:
-    """Three steps in training mode, with another number of rows each: the losses and weights of the plain model.
+    """Three steps in training mode, with another number of rows each: the losses and weights of the reference model.
 
     Batch norm normalises microbatches, as in a loop over them: such models train in one.
     """

@@ -37,7 +37,8 @@ rounding is compared with the largest of the model. Nothing is random in trainin
 
 `1:` before a number: the loss is not known to be a mean over rows or labels, so the batch ran in one microbatch.
 **refused**: an error of this package states so, below. – : the reference model has no such case (why is stated below).
-Batch norm normalises microbatches, as in a loop over them: such models train in one.
+Models that gather statistics in training, as batch norm does, gather those of each microbatch, as in a loop over them:
+they train in one.
 
 {summary}
 {wrong}

@@ -118,6 +118,8 @@ class Trial:
             plain, loss = self.plain(batch)
         if not torch.tensor(loss).isfinite():
             raise SkipColumnError(f"the loss of the reference model is {loss}")
+        if not all(p.grad.isfinite().all() for p in plain.parameters() if p.grad is not None):
+            raise SkipColumnError("a gradient of the reference model is not finite")
         return plain, loss
 
     def losses(self, batches: list[Batch]) -> tuple[Any, list[float]]:

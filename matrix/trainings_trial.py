@@ -203,7 +203,7 @@ class Trial:
         try:
             with torch.no_grad():
                 key, whole = _answer(self.model(**copy.deepcopy(batch)))
-                parts = [_answer(self.model(**part))[1] for part in _parts(batch)]
+                parts = [_answer(self.model(**part))[1] for part in _parts(self.model, batch)]
             off = distance(torch.cat(parts), whole, 0.0)
         except Exception:  # a help to the reader, which needs an output that can be compared
             return ""
@@ -223,7 +223,7 @@ class Trial:
             key, whole = _answer(outputs)
             (back,) = torch.autograd.grad(self.loss(lambda **given: outputs, batch), whole)
             taken = 0
-            for part in _parts(batch):
+            for part in _parts(self.model, batch):
                 answer = parted(**part)[key]
                 answer.backward(back[taken : taken + len(answer)])
                 taken += len(answer)
@@ -248,10 +248,13 @@ def _answer(outputs: Any) -> tuple[str, torch.Tensor]:
     return next((key, value) for key, value in outputs.items() if "loss" not in key and isinstance(value, torch.Tensor))
 
 
-def _parts(batch: Batch) -> list[Batch]:
+def _parts(model: Any, batch: Batch) -> list[Batch]:
+    """The batch in three parts, pictures with their rows."""
     from roundpipe_runtime.batch.splitting import split
+    from roundpipe_runtime.huggingface.batches import split_pictures
 
-    return [dict(part.kwargs) for part in split((), copy.deepcopy(batch), None, 3)]
+    given = copy.deepcopy(batch)
+    return [dict(part.kwargs) for part in split((), given, None, 3, split_input=split_pictures(model.config, given))]
 
 
 class HeadTrial(Trial):

@@ -181,7 +181,7 @@ cut-matrix: $(VENV)/.has-matrix  ## cut every causal language model of the insta
 	$(BIN)/python -m matrix.cut --page docs/cut_matrix.md
 
 # An hour for all rows; what is recorded is not run again.
-trainings: $(VENV)/.has-test  ## train every head of transformers, losses, adapters and options beside the plain model (MATRIX_ARGS="--sample 45")
+trainings: $(VENV)/.has-test  ## train every head of transformers, losses, adapters and options next to the reference model (MATRIX_ARGS="--sample 42")
 	$(BIN)/python -m matrix.trainings $(MATRIX_ARGS)
 	$(BIN)/python -m matrix.trainings --page docs/trainings.md
 

@@ -35,7 +35,7 @@ class NoBatchError(RuntimeError):
     """No batch is known with which the class computes a loss."""
 
 
-# what transformers says of heads that have a place for a loss, and none
+# what transformers states of heads that have a place for a loss, and none
 _UNTRAINABLE = (
     "not implemented yet",
     "not supported",

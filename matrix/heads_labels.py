@@ -234,7 +234,7 @@ def _speech(maker: _Labels) -> Iterator[Batch]:
 
 
 def _masked_frames(maker: _Labels) -> Iterator[Batch]:
-    """Which frames of a sound are hidden, and what they are told apart from."""
+    """Which frames of a sound are hidden, and what they are distinguished from."""
     if "mask_time_indices" not in maker.taken:
         return
     name = next(name for name in ("input_values", "input_features") if name in maker.inputs)
@@ -317,7 +317,7 @@ _FORMS: dict[str, tuple[Form, ...]] = {
     "universal_segmentation": (_instances,),
     "zero_shot_object_detection": (_objects,),
 }
-# for tasks with many kinds of heads, and where the task does not say it
+# for tasks with many kinds of heads, and where the task does not state it
 _BY_ARGUMENT: tuple[Form, ...] = (
     _sentences,
     _span,

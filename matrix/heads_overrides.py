@@ -268,6 +268,19 @@ HEADS: dict[str, Fields] = {
     "lilt": {"hidden_size": 96, "num_attention_heads": 4},
     "longformer": {"attention_window": 4, "sep_token_id": 2},
     "luke": {"entity_vocab_size": 16, "entity_emb_size": 16, "vocab_size": 128},
+    "maskformer": {
+        "backbone_config": {
+            "model_type": "swin",
+            "embed_dim": 8,
+            "depths": [1, 1, 1, 1],
+            "num_heads": [1, 2, 2, 4],
+            "window_size": 2,
+            "image_size": 64,
+            "out_features": ["stage1", "stage2", "stage3", "stage4"],
+        },
+        "fpn_feature_size": 32,
+        "mask_feature_size": 32,
+    },
     "mobilebert": {"embedding_size": 32, "intra_bottleneck_size": 32, "true_hidden_size": 32},
     "MobileBertForMaskedLM": {"embedding_size": 32, "hidden_size": 64},
     "mobilevitv2": {

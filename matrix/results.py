@@ -18,6 +18,7 @@ __all__ = [
     "FAILED",
     "LIBRARIES",
     "Results",
+    "alike",
     "failures",
     "installed_versions",
     "library_state",
@@ -218,11 +219,12 @@ def failures(results: Results, columns: list[str]) -> dict[str, dict[str, list[s
         for column in columns:
             result = entry["columns"].get(column)
             if result is not None and result["ok"] is False:
-                found.setdefault(column, {}).setdefault(_alike(result["why"]), []).append(name)
+                found.setdefault(column, {}).setdefault(alike(result["why"]), []).append(name)
     return found
 
 
-def _alike(reason: str) -> str:
+def alike(reason: str) -> str:
+    """Return a reason with a sign in place of its numbers."""
     digits = "".join("#" if letter.isdigit() else letter for letter in reason)
     while "##" in digits:
         digits = digits.replace("##", "#")

@@ -1,4 +1,4 @@
-"""Train every head, loss and adapter beside the plain model: ``python -m matrix.trainings --help``."""
+"""Train every head, loss and adapter next to the reference model: ``python -m matrix.trainings --help``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .trainings_page import outcome_of, page_of
 __all__ = ["choose", "main", "parse"]
 
 _WAY = "roundpipe_runtime"
-# rows of which a sample is taken where there are recorded ones: what was not built or has no loss says nothing
+# rows of which a sample is taken where there are recorded ones: what was not built or has no loss shows nothing
 _SAMPLED = ("equal", "equal in one microbatch", "refused")
 
 
@@ -47,7 +47,7 @@ def choose(options: argparse.Namespace) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code: 1 where a number is wrong, too."""
+    """Run the command line; return the exit code: also 1 where a number is wrong."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def wrong_cells(results: Results, names: list[str], columns: list[str]) -> list[str]:
-    """Return, in words, every number that is not the plain model's, and every error that is not the package's own."""
+    """Return, in words, every number that is not the reference model's, and every error that is not the package's."""
     return [
         f"{name}, {column}: {result['why']}"
         for name in names

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .cases import SkipColumnError
 from .cut_cases import distance, worst_gradient
@@ -94,25 +93,27 @@ def _compared(trial: Trial, batch: dict[str, Any], found: tuple[float, Any], exp
     errors = {"loss": _off(found[0], expected[0]), "gradients": worst_gradient(found[1], expected[1])}
     if errors["loss"] <= trial.tolerance < errors["gradients"] and trial.of_torch(batch, found[1]):
         raise SkipColumnError(
-            "the plain model itself has other gradients where it is given the rows of a microbatch alone"
+            "the reference model itself has other gradients where it is given the rows of a microbatch alone"
         )
     return trial.check(batch, errors)
 
 
 def trained(trial: Trial) -> dict[str, Any]:
-    """Three steps in training mode, with another number of rows each: the losses and weights of the plain model.
+    """Three steps in training mode, with another number of rows each: the losses and weights of the reference model.
 
-    Batch norm normalises microbatches, as in a loop over them: such models train in one.
+    Models that gather statistics in training, as batch norm does, gather those of each microbatch, as in a loop over
+    them: they train in one.
     """
-    normalises = any(isinstance(one, _BatchNorm) for one in trial.model.modules())
     batches = [trial.batch(rows, 10 + rows) for rows in (5, 4, 3)]
     plain, expected = trial.losses(batches)
+    before = dict(trial.model.named_buffers())
+    gathers = any(not torch.equal(value, before[name]) for name, value in plain.named_buffers() if name in before)
     found = []
     with trial.piped() as (pipeline, model):
         pipeline.train()
         own = trial.optimizer([p for p in pipeline.optim_parameters() if p.requires_grad])
         for batch in batches:
-            found.append(trial.fused(pipeline, copy.deepcopy(batch), 1 if normalises else 3).item())
+            found.append(trial.fused(pipeline, copy.deepcopy(batch), 1 if gathers else 3).item())
             pipeline.step(lambda: (own.step(), own.zero_grad()))
         pipeline.synchronize()
     held = plain.state_dict()
@@ -126,7 +127,7 @@ def trained(trial: Trial) -> dict[str, Any]:
     }
     trial.close()
     made = trial.check(batches[0], errors)
-    return {**made, "batch norm": "in one microbatch"} if normalises else made
+    return {**made, "statistics": "in one microbatch"} if gathers else made
 
 
 def no_example(trial: Trial) -> dict[str, Any]:

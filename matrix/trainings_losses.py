@@ -49,7 +49,7 @@ def _focal(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _in_batch(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Each row is told apart from all others of the batch."""
+    """Each row is distinguished from all others of the batch."""
     rows = functional.normalize(logits, dim=-1)
     return functional.cross_entropy(rows @ rows.roll(1, -1).T * 5.0, torch.arange(len(rows), device=rows.device))
 

@@ -7,16 +7,16 @@ from typing import Any
 
 from .models import split_name
 from .page import cleaned, codes, row, rule
-from .results import Results, untried
+from .results import Results, alike, untried
 from .trainings_cases import COLUMNS
 from .trainings_kinds import KINDS
 
 __all__ = ["outcome_of", "page_of"]
 
-_PAGE = """# What was trained beside plain models
+_PAGE = """# What was trained next to reference models
 
-Each row trains a small model with random weights through a pipeline of two virtual devices, next to the plain model (or
-the plain Trainer) with the same data. `make trainings` runs them, and goes on where it stopped
+Each row trains a small model with random weights through a pipeline of two virtual devices, next to the reference model
+(or the Trainer of transformers) with the same data. `make trainings` runs them, and goes on where it stopped
 (`python -m matrix.trainings --help` states how to run less); this page is written from `data/{file}`, with {versions}.
 `.ci/run` runs one row of each task and kind again, and fails where a number is wrong or an error is not of this
 package.
@@ -30,14 +30,15 @@ package.
 | no example | models of texts, cut with tokens without labels that the package makes: in 3 microbatches |
 | trained | three steps with 5, 4 and 3 rows in training mode: losses and weights (options of the Trainer: six steps) |
 
-A number is the largest relative difference from the plain model. Rows differ in how many of their labels are ignored,
-and there are more or fewer rows in a microbatch. Everything runs in float64 and may differ by {tolerance:.0e}; a model
-that does not run in float64 may differ by {single:.0e}, and is marked "float32". A gradient that is zero but for
+A number is the largest relative difference from the reference model. Rows differ in how many of their labels are
+ignored, and microbatches in how many rows they have. Everything runs in float64 and may differ by {tolerance:.0e}; a
+model that does not run in float64 may differ by {single:.0e}, and is marked "float32". A gradient that is zero but for
 rounding is compared with the largest of the model. Nothing is random in training: dropout and masks are off.
 
 `1:` before a number: the loss is not known to be a mean over rows or labels, so the batch ran in one microbatch.
-**refused**: an error of this package says so, below. – : the plain model has no such case (why is stated below).
-Batch norm normalises microbatches, as in a loop over them: such models train in one.
+**refused**: an error of this package states so, below. – : the reference model has no such case (why is stated below).
+Models that gather statistics in training, as batch norm does, gather those of each microbatch, as in a loop over them:
+they train in one.
 
 {summary}
 {wrong}
@@ -52,7 +53,7 @@ _KINDS = {
     "own_loss": ("Own losses", "A `loss_fn` of logits of BERT, with the `loss_reduction` that is right for it."),
     "adapter": ("Methods of PEFT", "On a Llama of three layers; parameters that begin as zeros are random."),
     "optimizer": ("Optimizers", "Of `torch.optim`, on a Llama of three layers."),
-    "trainer": ("Options of the Trainer", "`RoundPipeTrainer` beside `Trainer`: losses, norms, rates and weights."),
+    "trainer": ("Options of the Trainer", "`RoundPipeTrainer` next to `Trainer`: losses, norms, rates and weights."),
 }
 _HEADS = {"1 microbatch": "1", "2 microbatches": "2", "3 microbatches": "3", "rows without labels": "without labels"}
 _OUTCOMES = ("equal", "equal in one microbatch", "refused", "wrong", "no loss", "not built", "not compared")
@@ -110,7 +111,7 @@ def _is_refusal(result: Mapping[str, Any]) -> bool:
 
 
 def _is_left_out(column: str, result: Mapping[str, Any]) -> bool:
-    """Whether there is nothing to compare: also a class that cannot be built, which is no fault of the package."""
+    """Whether there is nothing to compare: also a class that cannot be built, which is not a fault of the package."""
     if column == "built":
         return result["ok"] is not True
     return result["ok"] is None and not _is_refusal(result) and not untried(dict(result))
@@ -138,11 +139,13 @@ def _summary(results: Results) -> str:
 def _reasons(results: Results, title: str, asked: Callable[[str, Any], bool]) -> str:
     """The cells that are asked for, by reason."""
     held: dict[tuple[str, str], dict[str, None]] = {}
+    said: dict[str, str] = {}
     for name, entry in results.types.items():
         by_reason: dict[str, list[str]] = {}
         for column, result in entry["columns"].items():
             if asked(column, result):
-                by_reason.setdefault(_said(result), []).append(_HEADS.get(column, column))
+                why = said.setdefault(alike(_said(result)), _said(result))  # as the first of its kind states it
+                by_reason.setdefault(why, []).append(_HEADS.get(column, column))
         for reason, columns in by_reason.items():
             held.setdefault((reason, ", ".join(columns)), {})[split_name(name)[1]] = None
     if not held:

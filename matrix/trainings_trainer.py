@@ -1,4 +1,4 @@
-"""Options of the Trainer: six steps with ``RoundPipeTrainer``, beside the Trainer with the same data and seed."""
+"""Options of the Trainer: six steps with ``RoundPipeTrainer``, next to the Trainer with the same data and seed."""
 
 from __future__ import annotations
 

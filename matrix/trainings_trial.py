@@ -1,4 +1,4 @@
-"""One row of the matrix of trainings: the plain model, its batches, the pipeline beside it.
+"""One row of the matrix of trainings: the reference model, its batches, the pipeline next to it.
 
 All in float64 where the model knows it, so that a difference is a mistake and not rounding.
 """
@@ -53,7 +53,7 @@ class Trial:
 
     @functools.cached_property
     def model(self) -> Any:
-        """The plain model, in evaluation mode."""
+        """The reference model, in evaluation mode."""
         raise NotImplementedError
 
     def batch(self, rows: int, seed: int, *, some_missing: bool = False) -> Batch:
@@ -61,7 +61,7 @@ class Trial:
         raise NotImplementedError
 
     def loss(self, model: Any, batch: Batch) -> torch.Tensor:
-        """The loss of the plain model, or of a pipeline that is called like it."""
+        """The loss of the reference model, or of a pipeline that is called like it."""
         found = loss_of(model(**batch))
         if found is None:
             raise SkipColumnError("the model computes no loss of such a batch")
@@ -93,11 +93,11 @@ class Trial:
 
     @functools.cached_property
     def is_random(self) -> bool:
-        """Whether the loss of the plain model is another one each time."""
-        return len({self.plain(self.batch(ROWS, 1), seed)[1] for seed in (0, 0, 1)}) > 1
+        """Whether the loss of the reference model is another one each time."""
+        return len({str(self.plain(self.batch(ROWS, 1), seed)[1]) for seed in (0, 0, 1)}) > 1  # NaN is NaN again
 
     def plain(self, batch: Batch, seed: int = 0, *, training: bool = False) -> tuple[Any, float]:
-        """The plain model with its gradients, and its loss."""
+        """The reference model with its gradients, and its loss."""
         plain = copy.deepcopy(self.model).train(training)
         torch.manual_seed(seed)
         loss = self.loss(plain, copy.deepcopy(batch))
@@ -105,28 +105,32 @@ class Trial:
         return plain, loss.item()
 
     def expected(self, batch: Batch) -> tuple[Any, float]:
-        """The plain model with its gradients, and its loss.
+        """The reference model with its gradients, and its loss.
 
         Raises:
             SkipColumnError: there is nothing to compare with.
         """
         with _of_plain():
             if self.is_random:
-                raise SkipColumnError("the loss of the plain model is another one each time: it draws random numbers")
+                raise SkipColumnError(
+                    "the loss of the reference model is another one each time: it draws random numbers"
+                )
             plain, loss = self.plain(batch)
         if not torch.tensor(loss).isfinite():
-            raise SkipColumnError(f"the loss of the plain model is {loss}")
+            raise SkipColumnError(f"the loss of the reference model is {loss}")
+        if not all(p.grad.isfinite().all() for p in plain.parameters() if p.grad is not None):
+            raise SkipColumnError("a gradient of the reference model is not finite")
         return plain, loss
 
     def losses(self, batches: list[Batch]) -> tuple[Any, list[float]]:
-        """The plain model after a step with each batch in training mode, and its losses.
+        """The reference model after a step with each batch in training mode, and its losses.
 
         Raises:
             SkipColumnError: there is nothing to compare with.
         """
         with _of_plain():
-            if len({self.plain(batches[0], seed, training=True)[1] for seed in (0, 1)}) > 1:
-                raise SkipColumnError("in training mode, the loss of the plain model is another one each time")
+            if len({str(self.plain(batches[0], seed, training=True)[1]) for seed in (0, 1)}) > 1:
+                raise SkipColumnError("in training mode, the loss of the reference model is another one each time")
             plain = copy.deepcopy(self.model).train()
             optimizer, found = self.optimizer([p for p in plain.parameters() if p.requires_grad]), []
             for batch in batches:
@@ -136,7 +140,7 @@ class Trial:
                 optimizer.step()
                 optimizer.zero_grad()
         if not torch.tensor(found).isfinite().all():
-            raise SkipColumnError(f"the losses of the plain model are {found}")
+            raise SkipColumnError(f"the losses of the reference model are {found}")
         return plain, found
 
     @contextlib.contextmanager
@@ -195,20 +199,20 @@ class Trial:
         return made
 
     def cause(self, batch: Batch) -> str:
-        """Whether the plain model answers otherwise to a part of the batch, in words."""
+        """Whether the reference model answers otherwise to a part of the batch, in words."""
         try:
             with torch.no_grad():
                 key, whole = _answer(self.model(**copy.deepcopy(batch)))
-                parts = [_answer(self.model(**part))[1] for part in _parts(batch)]
+                parts = [_answer(self.model(**part))[1] for part in _parts(self.model, batch)]
             off = distance(torch.cat(parts), whole, 0.0)
         except Exception:  # a help to the reader, which needs an output that can be compared
             return ""
         return f" (rows depend on each other: {key} of parts is off by {off:.1e})" if off > self.tolerance else ""
 
     def of_torch(self, batch: Batch, model: Any) -> bool:
-        """Whether the gradients are those of the plain model that is given the rows of each microbatch by itself.
+        """Whether the gradients are those of the reference model that is given the rows of each microbatch by itself.
 
-        The answers to parts are those to the batch, and what goes back into them, too: so it is the kernels of the
+        The answers to parts are those to the batch, and so is what goes back into them: so it is the kernels of the
         backward that compute something else for fewer rows.
         """
         if self.cause(batch):
@@ -219,7 +223,7 @@ class Trial:
             key, whole = _answer(outputs)
             (back,) = torch.autograd.grad(self.loss(lambda **given: outputs, batch), whole)
             taken = 0
-            for part in _parts(batch):
+            for part in _parts(self.model, batch):
                 answer = parted(**part)[key]
                 answer.backward(back[taken : taken + len(answer)])
                 taken += len(answer)
@@ -230,13 +234,13 @@ class Trial:
 
 @contextlib.contextmanager
 def _of_plain() -> Iterator[None]:
-    """State that it is the plain model that raises."""
+    """State that it is the reference model that raises."""
     try:
         yield
     except SkipColumnError:
         raise
     except Exception as error:  # whatever a model does not take
-        raise SkipColumnError(f"the plain model raises {type(error).__name__}: {error}") from error
+        raise SkipColumnError(f"the reference model raises {type(error).__name__}: {error}") from error
 
 
 def _answer(outputs: Any) -> tuple[str, torch.Tensor]:
@@ -244,10 +248,13 @@ def _answer(outputs: Any) -> tuple[str, torch.Tensor]:
     return next((key, value) for key, value in outputs.items() if "loss" not in key and isinstance(value, torch.Tensor))
 
 
-def _parts(batch: Batch) -> list[Batch]:
+def _parts(model: Any, batch: Batch) -> list[Batch]:
+    """The batch in three parts, pictures with their rows."""
     from roundpipe_runtime.batch.splitting import split
+    from roundpipe_runtime.huggingface.batches import split_pictures
 
-    return [dict(part.kwargs) for part in split((), copy.deepcopy(batch), None, 3)]
+    given = copy.deepcopy(batch)
+    return [dict(part.kwargs) for part in split((), given, None, 3, split_input=split_pictures(model.config, given))]
 
 
 class HeadTrial(Trial):
@@ -267,16 +274,17 @@ class HeadTrial(Trial):
         wide = copy.deepcopy(model).double()
         with contextlib.suppress(Exception):  # models without experts refuse
             wide.set_experts_implementation("eager")
-        self._found = LabelledBatch(self.name, wide, found.form, found.kind)
-        try:
-            made = self._found.make(ROWS, 1)
-            self.loss(copy.deepcopy(wide), {**made, **no_cache(wide)}).backward()
-        except Exception:  # parts in float32, whatever the dtype of the model
-            self._found = LabelledBatch(self.name, model, found.form, found.kind)
-            return model
-        return wide
+        for one in (wide, model):  # some have parts in float32, whatever the dtype of the model, or its numbers
+            self._found = LabelledBatch(self.name, one, found.form, found.kind)
+            for self._options in (no_cache(one), {}):  # some give the option to a part that knows none
+                with contextlib.suppress(Exception):
+                    loss = self.loss(copy.deepcopy(one), {**self._found.make(ROWS, 1), **self._options})
+                    loss.backward()
+                    if loss.isfinite():
+                        return one
+        return model
 
     def batch(self, rows: int, seed: int, *, some_missing: bool = False) -> Batch:
         """A batch of the class."""
-        model = self.model
-        return {**self._found.make(rows, seed, some_missing=some_missing), **no_cache(model)}
+        assert self.model is not None  # which finds the form
+        return {**self._found.make(rows, seed, some_missing=some_missing), **self._options}

@@ -15,7 +15,8 @@ _VAR_KEYWORD = (
 
 _DRAFTS = (
     "drafts for a main model, whose keys and values its layers read: the small configuration has no main model, and "
-    'transformers refuses it ("The set of layer types producing a cache is different ...")'
+    'transformers refuses it ("The set of layer types producing a cache is different ..." up to 5.23, '
+    '"inputs_embeds and shared_kv_states cannot be None" from 5.24 on)'
 )
 
 # name of a type -> what stops it

@@ -21,7 +21,7 @@ __all__ = [
     "without_cause",
 ]
 
-NEWEST_TRIED = {"torch": "2.13.0", "transformers": "5.24.0", "onnxruntime": "1.32.0"}
+NEWEST_TRIED = {"torch": "2.15.0", "transformers": "5.24.0", "onnxruntime": "1.32.0"}
 """By library: the newest version with which everything was tried."""
 
 

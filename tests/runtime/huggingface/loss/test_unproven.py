@@ -94,7 +94,12 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(name, way):
     """In one, two and three uneven microbatches, proven at the first call; a warning states what costs more."""
     plain, batch = made(name)
     model = copy.deepcopy(plain)
-    expected = plain(**batch).loss
+    try:
+        expected = plain(**batch).loss
+    except RuntimeError as error:
+        if "without overflow" not in str(error):
+            raise
+        pytest.skip("4.56 fills CLIP's mask, in float32, with the least number of float64: the model itself fails")
     expected.backward()
     pipeline = wrap_model_to_roundpipe(model, devices="virtual:2", example=first_rows(batch), lower_threshold=0)
     with warnings.catch_warnings(record=True) as heard:

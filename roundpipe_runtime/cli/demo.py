@@ -2,10 +2,10 @@
 
 .. code-block:: text
 
-    help pages of Python --> bytes --> batch --+--> plain, on a device of 4.4 MB: refused
+    help pages of Python --> bytes --> batch --+--> plain, on a device of 4 MB: refused
                                                +--> plain, on the host -> loss, ms -----+
                                                |                                        +--> one row of the table
-                                               +--> 2 devices of 4.4 MB -> loss, ms -----+--> who ran what when, drawn
+                                               +--> 2 devices of 4 MB --> loss, ms -----+--> who ran what when, drawn
 
 Both models start from the same weights and see the same batches, of 10 rows, which 3 microbatches cannot share evenly.
 What a device holds at most is counted before, in steps of their own, as counting takes time.
@@ -38,7 +38,7 @@ __all__ = ["run_demo"]
 
 STEPS, SHOWN_EVERY, COUNTED_STEPS = 24, 4, 2
 ROWS, LENGTH, WIDTH, BLOCKS = 10, 32, 96, 12
-DEVICES, LIMIT = 2, 4_400_000  # bytes of each: less than the weights
+DEVICES, LIMIT = 2, 4_000_000  # bytes of each: less than the weights
 TOLERANCE = 1e-4  # Adam divides by the size of a gradient, so rounding grows from step to step
 
 _Step = Callable[[torch.Tensor, torch.Tensor], float]

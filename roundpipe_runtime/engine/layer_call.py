@@ -162,6 +162,7 @@ class LayerCall(CallState):
         finally:
             # The layer may have been called by another layer of this thread, whose own call goes on.
             CURRENT.call = before
+            self.drawing = None  # it refers to this call, whose tensors would stay on the device until a collection
         if versions is not None:
             self.traits.mutates_inputs[self.training] = versions != [tensor._version for tensor in self.entered]
 

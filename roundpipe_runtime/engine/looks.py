@@ -202,11 +202,10 @@ def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> bool:
     is_plain = source.layout == torch.strided and not is_traceable_wrapper_subclass(source)
     if not is_plain or source.is_inference():
         return True
-    found = copy.detach()
-    if found.device != source.device:
-        found = found.to(source.device)
-    if found.shape != source.shape or found.dtype != source.dtype:
-        return False
-    if torch.equal(found, source.detach()):
-        return True
-    return bool(((found == source) | (found.isnan() & source.isnan())).all())
+    with torch.no_grad():  # nothing is detached: a view of the host's numbers would count as memory of a virtual device
+        found = copy if copy.device == source.device else copy.to(source.device)
+        if found.shape != source.shape or found.dtype != source.dtype:
+            return False
+        if torch.equal(found, source):
+            return True
+        return bool(((found == source) | (found.isnan() & source.isnan())).all())

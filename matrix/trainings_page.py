@@ -36,7 +36,8 @@ model that does not run in float64 may differ by {single:.0e}, and is marked "fl
 rounding is compared with the largest of the model. Nothing is random in training: dropout and masks are off.
 
 `1:` before a number: the loss is not known to be a mean over rows or labels, so the batch ran in one microbatch.
-**refused**: an error of this package states so, below. – : the reference model has no such case (why is stated below).
+**refused**: an error of this package states so, below. – : the reference model has no such case (why is stated below);
+empty: not run.
 Models that gather statistics in training, as batch norm does, gather those of each microbatch, as in a loop over them:
 they train in one.
 

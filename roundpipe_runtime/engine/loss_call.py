@@ -14,7 +14,6 @@ from ..batch.loss import BackwardTerm
 from ..device.virtual import Device
 from .draws import CallDraws
 from .layer_graph import Values, enter, other_leaves
-from .loss_check import LossCheck
 from .nested_checkpoint import run_backward, watch_forward
 from .recompute import VisitGenerator, run_seeded
 from .resident import check_not_kept
@@ -49,8 +48,6 @@ class MicrobatchLoss:
             seed = partial(spec.seed, len(spec.contents), self._microbatch)
             place = partial(CallDraws, run.draws, len(spec.contents), self._microbatch)
             call = partial(run_seeded, call, spec.loss_fn, seed, self._generator, call, None, place)
-        if spec.loss_check is not None:
-            self._check(spec.loss_check, labels)
         if run.contract.reduction == "mean":  # which is that over rows; counting waits for an accelerator
             with run.loss_lock, count_items() as items:
                 result = call()
@@ -59,11 +56,6 @@ class MicrobatchLoss:
         with run.loss_lock:
             result = call()
         self._terms = run.contract.add(self._microbatch, result)
-
-    def _check(self, check: LossCheck, labels: Any) -> None:
-        rows = self._run.contract.rows
-        with self._run.loss_lock:
-            check.offer(self._outputs, labels, rows[self._microbatch], sum(count or 0 for count in rows))
 
     def back(self) -> list[torch.Tensor | None]:
         """Go back; return the gradients of the last layer's outputs, ``None`` where none flows."""

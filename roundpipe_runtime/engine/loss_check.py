@@ -88,8 +88,8 @@ class LossCheck:
         """Take a microbatch; the check runs as soon as there are three rows, or two if the batch has no more.
 
         Args:
-            outputs: outputs of the last layer.
-            labels: labels.
+            outputs: outputs of the last layer, on the host.
+            labels: labels, on the host.
             rows: number of rows, ``None`` where it is not known.
             of_batch: number of rows of the batch.
 

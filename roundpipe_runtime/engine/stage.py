@@ -309,6 +309,13 @@ class Visit:
         """Compute the loss of a microbatch and go back through it, to the outputs of the last layer."""
         self._layer, self._doing, self._tensors = None, "loss", values.tensors
         on_host = self.spec.labels[microbatch]
+        if self.spec.loss_check is not None:  # on the host, as devices have room for what is planned
+            sent, rows = self._send(values), self.run.contract.rows
+            for event in sent.ready:
+                if event is not None:
+                    event.result()
+            of_batch = sum(count or 0 for count in rows)
+            self.spec.loss_check.offer(sent.rebuild(), on_host.rebuild(), rows[microbatch], of_batch)
         labels = on_host.structure.rebuild(fetch(self.device, on_host))
         with self.device.computing(), self._measure("loss", microbatch), self._modes():
             loss = MicrobatchLoss(self.run, self.device, microbatch, values, self.generator)

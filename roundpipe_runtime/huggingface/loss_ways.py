@@ -172,9 +172,11 @@ class LossWays:
             engine = self._engine
             if self._shares_batches:
                 engine = stack.enter_context(engine_on_host(self._made.model, self._made.pieces))
-            *states, of_all = engine.outputs_before_last([*parts, first], config)
-        self._axes[kind] = RowAxes.of(of_all, states[-1])
-        return states, self._axes[kind]
+            # devices have room for a microbatch, so no more rows run at once than it takes
+            shown = [first] if parts[0].rows == parts[-1].rows else []
+            states = engine.outputs_before_last([*parts, *shown], config)
+        self._axes[kind] = RowAxes.of(states[-1] if shown else states[0], states[len(parts) - 1])
+        return states[: len(parts)], self._axes[kind]
 
 
 def _call_of(microbatch: FlatMicrobatch) -> tuple[tuple[Any, ...], Kwargs]:

@@ -51,6 +51,17 @@ class ModelExecutePlan:
     bwd_plan: Sequence[Sequence[int]] = dataclasses.field(default_factory=list)
     last_stage_copies: int = 1
 
+    def for_two_passes(self) -> ModelExecutePlan:
+        """Return a plan with the same stages for a forward and a backward of their own, of one for a fused run.
+
+        >>> ModelExecutePlan([range(0, 3)], [range(3, 4), range(0, 3)]).for_two_passes().fwd_plan
+        [range(0, 3), range(3, 4)]
+        """
+        end = self.fwd_plan[-1][-1] + 1 if self.fwd_plan else 0
+        if not self.bwd_plan or end != self.bwd_plan[0][0]:
+            return self
+        return ModelExecutePlan([*self.fwd_plan, self.bwd_plan[0]], self.bwd_plan)
+
     def check_valid(self, *given: int | str, **named: Any) -> None:
         """Check that every layer is run once in each direction, in order: ``check_valid(num_layers, run_type)``.
 

@@ -28,7 +28,10 @@ from ..batch.flat import FlatBatch
 from ..batch.joining import join
 from ..batch.loss import LossValue, read_loss
 from ..batch.splitting import split_flat
+from ..device.generator import generator_alone
 from ..errors import JoinError, LossError, RoundPipeError, SplitError
+from .generators import held_generators, process_generators
+from .recompute import VisitGenerator
 
 __all__ = ["LossCheck", "LossChecks"]
 
@@ -83,7 +86,16 @@ class LossCheck:
         self._is_done = False
         self._lock = threading.Lock()
 
-    def offer(self, outputs: Any, labels: Any, rows: int | None, of_batch: int) -> None:
+    def offer(
+        self,
+        outputs: Any,
+        labels: Any,
+        rows: int | None,
+        of_batch: int,
+        generator: VisitGenerator,
+        *,
+        on: torch.device | None = None,
+    ) -> None:
         """Take a microbatch; the check runs as soon as there are three rows, or two if the batch has no more.
 
         Args:
@@ -91,6 +103,8 @@ class LossCheck:
             labels: labels.
             rows: number of rows, ``None`` where it is not known.
             of_batch: number of rows of the batch.
+            generator: generator of the device of the outputs.
+            on: device of the outputs, where other microbatches have theirs on other devices. Default: all are on one.
 
         Raises:
             LossError: the loss of rows in one piece does not follow from those of its parts.
@@ -99,23 +113,34 @@ class LossCheck:
             if self._is_done or rows is None:
                 return
             outputs, labels = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (outputs, labels))
+            if on is not None:  # over the host: another device is not to read what this one may be computing
+                outputs, labels = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, (outputs, labels))
             self._held.append((outputs, labels, rows))
             if sum(count for _, _, count in self._held) < min(_ROWS, of_batch):
                 return
             self._is_done = True
             held, self._held = self._held, []
+        if on is not None:
+            held = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(on), held)
         try:
             whole, parts = _pieces(held)
         except (SplitError, JoinError):  # outputs without rows, such as a loss that the last layer computes
             return
-        self._compare(whole, parts)
+        self._compare(whole, parts, generator)
         self._note()
 
-    def _compare(self, whole: tuple[Any, Any], parts: Sequence[tuple[Any, Any, int]]) -> None:
-        with _left_as_found(self._loss_fn):
+    def _compare(
+        self, whole: tuple[Any, Any], parts: Sequence[tuple[Any, Any, int]], generator: VisitGenerator
+    ) -> None:
+        with _left_as_found(self._loss_fn), generator.aside() as seed:
+
+            def values(outputs: Any, labels: Any, number: int) -> tuple[LossValue, tuple[float, ...]]:
+                seed(number)
+                return self._values(outputs, labels)
+
             try:
-                expected, again = self._values(*whole, seed=1), self._values(*whole, seed=2)
-                found = [self._values(*part[:2], seed=1) for part in parts]
+                expected, again = values(*whole, 1), values(*whole, 2)
+                found = [values(*part[:2], 1) for part in parts]
             except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError):
                 return  # it wants the rows of a microbatch, no fewer
         if not _are_close([one.tensors for one in (expected[0], again[0])]):
@@ -124,8 +149,7 @@ class LossCheck:
         if not self._is_as_stated(expected[0], [one for one, _ in found], [items for _, items in found], rows):
             raise _refused(self._reduction, expected[0], [one for one, _ in found], rows)
 
-    def _values(self, outputs: Any, labels: Any, *, seed: int) -> tuple[LossValue, tuple[float, ...]]:
-        torch.manual_seed(seed)
+    def _values(self, outputs: Any, labels: Any) -> tuple[LossValue, tuple[float, ...]]:
         outputs, labels = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (outputs, labels))
         with torch.no_grad(), count_items() as items:
             value = read_loss(self._loss_fn(outputs, labels))
@@ -225,12 +249,17 @@ def _refused(
 
 @contextlib.contextmanager
 def _left_as_found(loss_fn: Any) -> Iterator[None]:
-    """Restore random states, and the buffers of a loss that is a module."""
+    """Restore the generators of the host, which no other thread has meanwhile, and the buffers of a loss."""
     buffers = [(buffer, buffer.clone()) for buffer in loss_fn.buffers()] if isinstance(loss_fn, nn.Module) else []
-    try:
-        with torch.random.fork_rng(devices=[]):
+    with generator_alone():
+        drawn = torch.default_generator.get_state()
+        states = [(one, one.get()) for one in (*held_generators(loss_fn), *process_generators())]
+        try:
             yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        finally:
+            torch.default_generator.set_state(drawn)
+            for one, state in states:
+                one.set(state)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

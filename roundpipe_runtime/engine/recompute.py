@@ -8,9 +8,10 @@ back by :mod:`.draws`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -220,6 +221,26 @@ class VisitGenerator:
         if self._draws is not None and self._seeded is not None and not self._draws.has_drawn:
             self._draws.has_drawn = not torch.equal(self._seeded, self._generator.get_state())
         self._seeded = None
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that seeds it and torch's of the CPU for calls that belong to no run; it is put back.
+
+        The caller has the lock of all generators, and puts back that of the CPU.
+        """
+        own = None if self._device.type == "cpu" else _generator_of(self._device)
+        before = None if own is None else own.get_state()
+
+        def seed(number: int) -> None:
+            torch.default_generator.manual_seed(number)
+            if own is not None:
+                own.manual_seed(number)
+
+        try:
+            yield seed
+        finally:
+            if own is not None:
+                own.set_state(before)
 
     def restore(self) -> None:
         """Put it into the state from before the first call."""

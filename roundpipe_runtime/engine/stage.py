@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..device.events import Event
 from ..device.transfer import HostCopies, HostValue, TreeStructure, fetch, flatten_value, send, shapes_of
 from ..device.virtual import Device, HasRoom
 from ..device.worker import StoppedRun, add_note_once
@@ -370,12 +371,13 @@ class Visit:
         if kind == "fused" or not self.spec.preserve_rng_state:
             return
         with self.device.computing(resident.ready):
-            found = digest(exits)
+            # not urgent: read when the layer is recomputed, and nobody waits before
+            found = [self.device.copy_out(one, last=True, parameter=True) for one in digest(exits)]
         if kind == "forward":
             self.collected.digests[key] = found
         elif key in self.collected.digests:
             dtypes = [tensor.dtype for tensor in exits if is_digested(tensor)]
-            check_repeated(resident.title, self.collected.digests.pop(key), found, dtypes)
+            check_repeated(resident.title, _complete(self.collected.digests.pop(key)), _complete(found), dtypes)
 
     def _call_here(
         self,
@@ -481,3 +483,10 @@ class Visit:
             "(ModelExecutePlan, model_memory_limit), cut the batch into more microbatches (num_microbatch), or "
             "recompute layer by layer (recompute_grain='layer')."
         )
+
+
+def _complete(copies: Sequence[tuple[torch.Tensor, Event]]) -> list[torch.Tensor]:
+    """Wait for copies on the host."""
+    for _, complete in copies:
+        complete.result()
+    return [copy for copy, _ in copies]
